@@ -1,0 +1,467 @@
+"""The configuration of a run: one frozen dataclass, its validation, and its command line.
+
+    torchrun --nproc_per_node=N train.py [recipe.py] [--field value ...]
+
+A recipe is a Python file that defines `config = TrainConfig(...)` with only what differs.
+"""
+
+import dataclasses
+import difflib
+import importlib
+import importlib.util
+import json
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+RewardFunc = str | Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Every setting of a run. Values are checked when it is made; `ValueError` names the field and what to do."""
+
+    # -- model ---------------------------------------------------------------------------------------------------
+    model_id: str
+    """Hub name or path of a causal language model."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the trained weights and of the optimizer state. Keep float32 and use `bf16` for fast mathematics:
+    bfloat16 weights lose updates smaller than 1/256 of a weight."""
+    bf16: bool = False
+    """Run the forward under bfloat16 autocast; weights stay in `dtype`."""
+    attn_implementation: str | None = None
+    """transformers' attention implementation (`sdpa`, `flash_attention_2`, ...); None lets transformers choose."""
+    gradient_checkpoint: bool = False
+    """Recompute activations in the backward pass: about a third more time for much less memory."""
+    trust_remote_code: bool = False
+    """Let the model's repository run its own Python code here."""
+    use_peft: bool = False
+    """Train LoRA adapters instead of the weights."""
+    lora_rank: int = 16
+    """LoRA rank r. Needs `use_peft`, as the three fields below."""
+    lora_alpha: float = 32.0
+    """LoRA scale: the update is alpha/r · B·A."""
+    lora_dropout: float = 0.0
+    """Dropout before A. Anything above 0 makes the first ratio differ from 1 and the KL from 0."""
+    lora_target_modules: list[str] | None = None
+    """Module names (or their last parts) that get an adapter; None takes all linear layers but the head."""
+
+    # -- data ----------------------------------------------------------------------------------------------------
+    dataset_id: str | Callable[[], Any]
+    """`datasets` name, a local `.jsonl` or `.parquet` file, or a function that returns rows with a `prompt`."""
+    dataset_config: str | None = None
+    """Configuration (subset) name of a `datasets` name."""
+    dataset_split: str = "train"
+    """Split of a `datasets` name."""
+    eval_dataset_id: str | Callable[[], Any] | None = None
+    """Held-out problems, as `dataset_id`; None evaluates nothing."""
+    eval_dataset_split: str = "test"
+    """Split of `eval_dataset_id` where it is a `datasets` name."""
+    collate_fn: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | str | None = None
+    """Maps the dataset's rows to rows with a `prompt` before anything else, for data of another shape."""
+    extra_columns: list[str] | None = None
+    """Columns handed to the rewards beside the prompt; None hands over all."""
+    no_apply_chat_template: bool = False
+    """Tokenize a string prompt as it is. Otherwise it becomes one user message where the tokenizer has a chat
+    template. Chat messages always go through the template."""
+
+    # -- rollouts ------------------------------------------------------------------------------------------------
+    vllm_urls: list[str] = dataclasses.field(default_factory=lambda: ["http://127.0.0.1:8000"])
+    """Addresses of the rollout servers."""
+    num_generations: int = 8
+    """Completions per prompt: the group whose mean is the baseline."""
+    max_completion_len: int = 512
+    """Tokens a completion may have."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probs are taken at the same one."""
+    top_k: int | None = None
+    """Sample among the k likeliest tokens only. Anything but None makes the server's log-probs inexact."""
+    top_p: float | None = None
+    """Sample from the smallest set of tokens with this mass. See `top_k`."""
+    min_p: float | None = None
+    """Leave out tokens below this fraction of the likeliest. See `top_k`."""
+    stop: list[str] | None = None
+    """Strings that end a completion."""
+    guided_regex: str | None = None
+    """Completions must match this regular expression. See `top_k`."""
+    guided_json: dict[str, Any] | None = None
+    """Completions must be JSON of this schema. See `top_k`."""
+    sampling_params: dict[str, Any] | None = None
+    """Any further vLLM sampling parameters, passed through as they are."""
+    max_staleness: int = 0
+    """How many policy versions old a trained completion may be. Only 0, synchronous, exists so far."""
+    max_concurrent_requests: int = 64
+    """Prompts in flight over all servers."""
+    request_timeout: float = 600.0
+    """Seconds one request may take, and one weight broadcast."""
+    request_retries: int = 3
+    """How often a failed request is sent again."""
+    server_timeout: float = 60.0
+    """Seconds to wait at start for the servers to answer."""
+    max_logprob_mismatch: float = 0.1
+    """Mean |trainer - server| log-prob (nats) on the probe after the first weight sync above which the run stops."""
+
+    # -- loss ----------------------------------------------------------------------------------------------------
+    reward_funcs: list[RewardFunc]
+    """Functions `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, or their dotted paths.
+    A name without a dot is a function of the recipe."""
+    reward_weights: list[float] | None = None
+    """One weight per reward function; None weighs all 1."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """What a group's centred rewards are divided by: its own standard deviation, the batch's, or nothing."""
+    loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "dapo"
+    """grpo: mean over completions of token means. bnpo: token mean of the mini-batch. dr_grpo: token sum over
+    completions x max_completion_len. dapo: token mean of the whole batch. cispo: dapo's with clipped, detached
+    ratios times the log-probability."""
+    importance_level: Literal["token", "sequence"] = "token"
+    """Importance ratio per token (GRPO) or the geometric mean of a completion's (GSPO)."""
+    epsilon: float = 0.2
+    """Lower clip: ratios below 1 - epsilon give no further gradient."""
+    epsilon_high: float | None = None
+    """Upper clip: 1 + epsilon_high; None takes epsilon. DAPO uses 0.28."""
+    delta: float | None = None
+    """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4); None for none."""
+    beta: float = 0.0
+    """Weight of the KL penalty (k3) to the initial policy; 0 keeps no reference model."""
+    num_iterations: int = 1
+    """Passes over each batch of completions."""
+    num_minibatches: int = 1
+    """Optimizer steps each pass is split into, by prompts."""
+    mask_truncated_completions: bool = False
+    """Leave completions that ran into `max_completion_len` out of the loss."""
+
+    # -- optimization --------------------------------------------------------------------------------------------
+    batch_size: int = 32
+    """Prompts per step over all ranks, so that results do not depend on the number of ranks."""
+    max_tokens_per_gpu: int = 16384
+    """Token budget of one forward/backward, padding included. Changes memory and speed, never the gradient."""
+    max_steps: int | None = None
+    """Steps (batches of completions) to train; None takes `num_epochs`."""
+    num_epochs: float = 1.0
+    """Passes over the dataset where `max_steps` is None."""
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after warm-up: constant, or falling to 0 at the last step."""
+    warmup_ratio: float = 0.0
+    """Share of all steps over which the learning rate rises linearly."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay, on matrices only."""
+    adam_beta1: float = 0.9
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = 0.999
+    """Decay of AdamW's second moment."""
+    grad_norm: float = 1.0
+    """Gradients are clipped to this global norm; 0 clips nothing."""
+    seed: int = 42
+    """Seeds the order of prompts, LoRA's start and dropout."""
+
+    # -- parallelism ---------------------------------------------------------------------------------------------
+    use_fsdp: bool = False
+    """Shard weights, gradients and optimizer state over the ranks (FSDP2) instead of replicating them (DDP)."""
+    fsdp_bf16: bool = False
+    """FSDP2 mixed precision: bfloat16 compute and gathers, weights and gradient sums in `dtype`."""
+    collective_timeout: float = 1800.0
+    """Seconds after which a collective that some rank never entered ends the run."""
+
+    # -- logging -------------------------------------------------------------------------------------------------
+    output_dir: str = "outputs"
+    """Where metrics, completions and checkpoints go."""
+    log_steps: int = 1
+    """Steps between lines on the terminal; `metrics.jsonl` has every step."""
+    log_completions_steps: int = 0
+    """Steps between printed tables of sampled completions; 0 prints none."""
+    eval_steps: int = 0
+    """Steps between evaluations, beside the first and the last; 0 evaluates only before and after."""
+    use_wandb: bool = False
+    """Log to Weights & Biases too."""
+    wandb_project: str = "grpo"
+    """Its project."""
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+    save_steps: int = 0
+    """Steps between checkpoints, beside the last; 0 saves only the last."""
+    push_to_hub: bool = False
+    """Upload the last checkpoint to the Hugging Face hub."""
+    hub_repo_id: str | None = None
+    """Repository to push to."""
+    hub_private: bool = True
+    """Create it private."""
+
+    def __post_init__(self) -> None:
+        for name, hint in get_type_hints(type(self)).items():
+            object.__setattr__(self, name, _checked(name, getattr(self, name), hint))
+        self._check_ranges()
+        self._check_combinations()
+
+    def _check_ranges(self) -> None:
+        """Refuse values outside their meaning."""
+        at_least = {
+            "num_generations": 2, "max_completion_len": 1, "batch_size": 1, "max_tokens_per_gpu": 1, "max_steps": 1,
+            "num_iterations": 1, "num_minibatches": 1, "lora_rank": 1, "max_concurrent_requests": 1, "log_steps": 1,
+            "log_completions_steps": 0, "eval_steps": 0, "save_steps": 0, "request_retries": 0, "learning_rate": 0,
+            "weight_decay": 0, "grad_norm": 0, "beta": 0, "epsilon": 0, "epsilon_high": 0, "warmup_ratio": 0,
+            "max_staleness": 0, "lora_dropout": 0, "top_k": 1, "server_timeout": 0, "adam_beta1": 0, "adam_beta2": 0,
+        }  # fmt: skip
+        for name, low in at_least.items():
+            value = getattr(self, name)
+            _require(value is None or value >= low, f"{name}={value}: must be at least {low}")
+        positive = (
+            "temperature",
+            "num_epochs",
+            "request_timeout",
+            "collective_timeout",
+            "max_logprob_mismatch",
+            "lora_alpha",
+        )
+        for name in positive:
+            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be above 0")
+        for name in ("epsilon", "warmup_ratio", "top_p", "min_p", "adam_beta1", "adam_beta2", "lora_dropout"):
+            value = getattr(self, name)
+            _require(value is None or 0 <= value <= 1, f"{name}={value}: must be between 0 and 1")
+
+    def _check_combinations(self) -> None:
+        """Refuse settings that contradict each other or have no effect."""
+        for name in ("vllm_urls", "reward_funcs"):
+            _require(bool(getattr(self, name)), f"{name} is empty: give at least one")
+        weights = self.reward_weights
+        _require(
+            weights is None or len(weights) == len(self.reward_funcs),
+            f"reward_weights has {len(weights or [])} values for {len(self.reward_funcs)} reward_funcs: give one each",
+        )
+        _require(
+            self.batch_size % self.num_minibatches == 0,
+            f"batch_size={self.batch_size} cannot be divided into num_minibatches={self.num_minibatches} equal parts",
+        )
+        _require(self.max_staleness == 0, "max_staleness: asynchronous rollouts are not available yet, set it to 0")
+        _require(self.use_fsdp or not self.fsdp_bf16, "fsdp_bf16 has no effect without use_fsdp: set bf16 instead")
+        _require(not (self.bf16 and self.fsdp_bf16), "bf16 and fsdp_bf16 do the same in two ways: set one of them")
+        _require(self.use_peft or not self._changed("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"),
+                 "lora_* fields have no effect without use_peft=True")  # fmt: skip
+        _require(
+            self.delta is None or self.delta > 1 + self.clip_high, f"delta={self.delta}: must exceed 1 + epsilon_high"
+        )
+        _require(
+            self.delta is None or self.loss_type != "cispo", "delta has no effect with loss_type=cispo: leave it None"
+        )
+        _require(
+            not (self.guided_regex and self.guided_json), "guided_regex and guided_json exclude each other: set one"
+        )
+        _require(not self.push_to_hub or bool(self.hub_repo_id), "push_to_hub needs hub_repo_id (user/name)")
+        _require(self.push_to_hub or not self.hub_repo_id, "hub_repo_id has no effect without push_to_hub=True")
+        _require(
+            self.eval_dataset_id is not None or not self.eval_steps, "eval_steps has no effect without eval_dataset_id"
+        )
+        reserved = {
+            "n",
+            "max_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "stop",
+            "logprobs",
+            "structured_outputs",
+        }
+        clash = sorted(reserved & set(self.sampling_params or {}))
+        _require(not clash, f"sampling_params may not set {', '.join(clash)}: use the fields of TrainConfig")
+
+    def _changed(self, *names: str) -> bool:
+        return any(name in changed_fields(self) for name in names)
+
+    @property
+    def clip_high(self) -> float:
+        """The upper clip actually used: `epsilon_high`, or `epsilon` where it is None."""
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def exact_sampling(self) -> bool:
+        """True where tokens are drawn from the policy itself, so that server and trainer log-probs must agree."""
+        return not (self.top_k or self.guided_regex or self.guided_json or self.min_p) and self.top_p in (None, 1.0)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def changed_fields(config: TrainConfig) -> dict[str, Any]:
+    """The fields whose values differ from the defaults, or have none."""
+    changed = {}
+    for f in dataclasses.fields(config):
+        default = f.default_factory() if f.default_factory is not dataclasses.MISSING else f.default
+        if (value := getattr(config, f.name)) != default:
+            changed[f.name] = value
+    return changed
+
+
+def to_json(config: TrainConfig) -> dict[str, Any]:
+    """The resolved configuration as JSON values; functions become their dotted paths."""
+    return {f.name: _jsonable(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def _jsonable(value: Any) -> Any:
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return [_jsonable(item) for item in value] if isinstance(value, list) else value
+
+
+def _type_name(hint: Any) -> str:
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_type_name(option) for option in get_args(hint))
+    if get_origin(hint) in (list, dict):
+        return {list: "list", dict: "dict"}[get_origin(hint)]
+    return {type(None): "None"}.get(hint) or getattr(hint, "__name__", "function")
+
+
+def _matches(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        return any(_matches(value, option) for option in get_args(hint))
+    if origin is Literal:
+        return value in get_args(hint)
+    if origin is list:
+        return isinstance(value, list | tuple) and all(_matches(item, get_args(hint)[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, hint) if isinstance(hint, type) else callable(value)
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    if not _matches(value, hint):
+        raise ValueError(f"{name}={value!r}: must be {_type_name(hint)}")
+    if isinstance(value, int) and hint is float:
+        return float(value)
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _parsed(name: str, text: str, hint: Any) -> Any:
+    """A command-line word as a value of the field's type."""
+    options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+    if text.lower() in ("none", "null") and type(None) in options:
+        return None
+    for option in options:
+        origin = get_origin(option)
+        if origin is list:
+            if text.startswith("["):
+                return _json_value(name, text, hint)
+            return [_parsed(name, item, get_args(option)[0]) for item in text.split(",")]
+        if origin is dict:
+            return _json_value(name, text, hint)
+        if option is bool and text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        if option in (int, float):
+            try:
+                return option(text)
+            except ValueError:
+                continue
+    return text  # strings, choices and dotted paths; TrainConfig itself refuses what does not fit
+
+
+def _json_value(name: str, text: str, hint: Any) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name}={text!r}: must be {_type_name(hint)}, as JSON ({error})") from None
+
+
+def _unknown(name: str, known: list[str]) -> ValueError:
+    near = difflib.get_close_matches(name, known, n=1)
+    return ValueError(
+        f"unknown field {name}" + (f": did you mean {near[0]}?" if near else ": see config.py for all fields")
+    )
+
+
+def load_function(path: str, recipe: types.ModuleType | None = None) -> Callable[..., Any]:
+    """The function at a dotted path (`my_module.my_reward`), or of that name in the recipe.
+
+    Raises:
+        ValueError: no such module or function.
+    """
+    module_name, _, name = path.rpartition(".")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name) if module_name else recipe
+        function = getattr(module, name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"no function {path}: {error}; give package.module.function or a function of the recipe"
+        ) from None
+    _require(callable(function), f"{path} is not a function")
+    return function
+
+
+def load_recipe(path: str) -> types.ModuleType:
+    """Run a recipe file and return its module, with `config` in it.
+
+    Raises:
+        ValueError: no such file, no `config` in it, or a field that does not exist.
+    """
+    _require(Path(path).is_file(), f"no recipe at {path}")
+    for folder in (
+        Path(path).resolve().parent,
+        Path(__file__).resolve().parent,
+    ):  # its neighbours, and `recipes.rewards`
+        if str(folder) not in sys.path:
+            sys.path.append(str(folder))
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # so that its functions can be found by their dotted path
+    try:
+        spec.loader.exec_module(module)
+    except TypeError as error:
+        words = str(error).split("'")
+        if "unexpected keyword argument" in str(error) and "TrainConfig" in str(error):
+            raise _unknown(words[1], list(TrainConfig.__dataclass_fields__)) from None
+        if "TrainConfig" in str(error) and "missing" in str(error):
+            raise ValueError(f"{path}: {', '.join(words[1::2])} must be given") from None
+        raise
+    _require(isinstance(getattr(module, "config", None), TrainConfig), f"{path} defines no `config = TrainConfig(...)`")
+    return module
+
+
+def parse_args(argv: list[str]) -> TrainConfig:
+    """`[recipe.py] --field value ...` as a configuration; `--field=value` is the same.
+
+    None and booleans by name, lists with commas or as JSON, dictionaries as JSON.
+
+    Raises:
+        ValueError: an unknown field (with the nearest name), a missing value, or one of the wrong type.
+    """
+    hints = get_type_hints(TrainConfig)
+    words = list(argv)
+    recipe = load_recipe(words.pop(0)) if words and not words[0].startswith("--") else None
+    values = {f.name: getattr(recipe.config, f.name) for f in dataclasses.fields(TrainConfig)} if recipe else {}
+    while words:
+        word = words.pop(0)
+        _require(word.startswith("--"), f"unexpected {word!r}: settings are given as --field value")
+        name, equals, text = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if name not in hints:
+            raise _unknown(name, list(hints))
+        if not equals:
+            _require(bool(words), f"--{name} needs a value")
+            text = words.pop(0)
+        values[name] = _parsed(name, text, hints[name])
+    for name in ("model_id", "dataset_id", "reward_funcs"):
+        _require(name in values, f"{name} must be given, by a recipe or as --{name}")
+    config = TrainConfig(**values)
+    functions = [load_function(f, recipe) if isinstance(f, str) else f for f in config.reward_funcs]
+    collate = config.collate_fn
+    return dataclasses.replace(
+        config,
+        reward_funcs=functions,
+        collate_fn=load_function(collate, recipe) if isinstance(collate, str) else collate,
+    )

@@ -1,0 +1,554 @@
+"""GRPO (DeepSeekMath, arXiv:2402.03300) on plain torch.distributed, rollouts from vLLM servers.
+
+    torchrun --nproc_per_node=N train.py [recipes/x.py] [--field value ...]
+
+The file reads top to bottom: advantages, loss, data, rewards, the model, the batch, the loop.
+"""
+
+import math
+import sys
+from collections import deque
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from config import TrainConfig, parse_args, to_json
+from prefix_attention import PackedBatch, completion_logprobs, pack
+from utils import (
+    RunLog,
+    TokenSums,
+    base_model,
+    broadcast_object,
+    epochs,
+    full_tensor,
+    is_main,
+    one_line_errors,
+    process_group,
+    published_weights,
+    push_to_hub,
+    save_checkpoint,
+    scatter_objects,
+    sync_gradients,
+    timed,
+    unwrap,
+)
+from vllm_client import (
+    Completion,
+    Group,
+    Prompt,
+    ServerError,
+    VLLMClient,
+    batch_metrics,
+    batch_samples,
+    load_prompts,
+    load_tokenizer,
+    reward_means,
+    sampling_params,
+    score,
+)
+
+# --------------------------------------------------------------------------------------------------------------------
+# Advantages and loss
+
+
+def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
+    """Group-relative advantages, (r - mean of the group) / (std + 1e-4).
+
+    Args:
+        rewards: [num_groups, num_generations]; NaN where a completion has no valid reward.
+        scale: `group` divides by the group's own standard deviation (unbiased), `batch` by that of all rewards,
+            `none` by nothing (Dr. GRPO, arXiv:2503.20783).
+
+    Returns:
+        Same shape; 0 where the reward is NaN and in groups with a single valid reward.
+    """
+    valid = ~rewards.isnan()
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    if scale == "none":
+        return centred.nan_to_num(0.0)
+    if scale == "batch":
+        std = rewards[valid].std() if valid.sum() > 1 else rewards.new_zeros(())
+    else:
+        degrees = (valid.sum(dim=1, keepdim=True) - 1).clamp(min=1)
+        std = (centred.nan_to_num(0.0).square().sum(dim=1, keepdim=True) / degrees).sqrt()
+    return (centred / (std + 1e-4)).nan_to_num(0.0)
+
+
+def completion_means(values: Tensor, mask: Tensor, completion: Tensor) -> Tensor:
+    """Each completion's mean of `values` over its unmasked tokens, at each of its tokens: [N] -> [N]."""
+    _, segment = completion.unique(return_inverse=True)
+    num = int(segment.max()) + 1 if segment.numel() else 0
+    sums = values.new_zeros(num).index_add(0, segment, values * mask)
+    counts = values.new_zeros(num).index_add(0, segment, mask.to(values.dtype))
+    return (sums / counts.clamp(min=1))[segment]
+
+
+def grpo_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    ref_logprobs: Tensor | None,
+    advantages: Tensor,
+    mask: Tensor,
+    completion: Tensor,
+    config: TrainConfig,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The unnormalized policy loss of one micro-batch: a sum over its completion tokens.
+
+    With ratio ρ = exp(logprobs - old_logprobs), or its geometric mean over the completion (GSPO, arXiv:2507.18071):
+    -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first term (two-sided clip, arXiv:2505.07291); for cispo
+    (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. Plus β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1. Divide the
+    gradient of the sum over all micro-batches by `loss_normalizer`, once.
+
+    Args:
+        logprobs, old_logprobs, ref_logprobs, advantages, mask: [N], one value per completion token; the mask is 1 on
+            tokens that train. `ref_logprobs` may be None where config.beta is 0.
+        completion: [N], which completion each token belongs to; a completion is never split over micro-batches.
+        config: loss_type, importance_level, epsilon, epsilon_high, delta, beta.
+
+    Returns:
+        The scalar loss sum, and sums over tokens for the metrics (`kl`, `clip_ratio/low`, `clip_ratio/high`).
+    """
+    mask = mask.to(logprobs.dtype)
+    log_ratio = logprobs - old_logprobs
+    if config.importance_level == "sequence":
+        log_ratio = completion_means(log_ratio, mask, completion)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
+    if config.loss_type == "cispo":
+        per_token = -clipped.detach() * advantages * logprobs
+    else:
+        bounded = ratio if config.delta is None else ratio.clamp(max=config.delta)
+        per_token = -torch.minimum(bounded * advantages, clipped * advantages)
+    sums = {
+        "clip_ratio/low": ((ratio < 1 - config.epsilon) & (advantages < 0)).to(mask.dtype) @ mask,
+        "clip_ratio/high": ((ratio > 1 + config.clip_high) & (advantages > 0)).to(mask.dtype) @ mask,
+    }
+    if config.beta > 0:
+        assert ref_logprobs is not None
+        log_gap = ref_logprobs - logprobs
+        k3 = log_gap.exp() - log_gap - 1
+        per_token = per_token + config.beta * k3
+        sums["kl"] = k3.detach() @ mask
+    if config.loss_type == "grpo":
+        return completion_means(per_token, mask, completion).mul(_first_tokens(completion)).sum(), sums
+    return (per_token * mask).sum(), sums
+
+
+def _first_tokens(completion: Tensor) -> Tensor:
+    """1 at the first token of each completion, 0 elsewhere, for sums over completions of per-token tensors."""
+    return torch.cat([completion.new_ones(min(1, len(completion))), (completion[1:] != completion[:-1]).long()])
+
+
+def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
+    """What the summed loss of completions with `lengths` unmasked tokens is divided by; at least 1.
+
+    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo, dapo, cispo: the tokens.
+    """
+    if config.loss_type == "grpo":
+        return max(len(lengths), 1)
+    if config.loss_type == "dr_grpo":
+        return max(len(lengths), 1) * config.max_completion_len
+    return max(sum(lengths), 1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+def load_model(config: TrainConfig) -> Any:
+    """The causal language model named by the config, on CPU, in `dtype`."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        config.model_id,
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+    )
+
+
+def add_lora(model: Any, config: TrainConfig) -> Any:
+    """Wrap a model in fresh LoRA adapters.
+
+    Raises:
+        ValueError: a target that matches no module, with some that exist.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    for target in config.lora_target_modules or []:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            leaves = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
+            raise ValueError(f"lora_target_modules: {target} matches no module; the model has {leaves}")
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules or "all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, lora)
+
+
+def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
+    """FSDP2 or DDP over all ranks, with gradients *summed* over them: the loss is normalized once, by us (law 3)."""
+    world_size = dist.get_world_size()
+    if config.use_fsdp:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(device.type, (world_size,))
+        compute = torch.bfloat16 if config.fsdp_bf16 else None
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=getattr(torch, config.dtype) if compute else None
+        )
+        layers = [m for m in model.modules() if type(m).__name__ in (base_model(model)._no_split_modules or ())]
+        for module in [*layers, model]:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        model.to(device)
+        for module in [*layers, model]:
+            module.set_gradient_divide_factor(1.0)
+        return model
+    model.to(device)
+    if world_size > 1 and any(p.requires_grad for p in model.parameters()):
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model.register_comm_hook(None, _sum_over_ranks)
+    return model
+
+
+def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def build_policy(config: TrainConfig, device: torch.device) -> Any:
+    """The model that trains: dropout off but LoRA's own, checkpointing, LoRA and parallelism as configured."""
+    model = load_model(config)
+    for module in model.modules():  # dropout would make the first importance ratio differ from 1
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.0
+    if config.gradient_checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if config.use_peft:
+        model = add_lora(model, config)
+    return parallelize(model.train(), config, device)
+
+
+def build_reference(policy: Any, config: TrainConfig, device: torch.device) -> Callable[[PackedBatch], Tensor] | None:
+    """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0."""
+    if config.beta == 0:
+        return None
+    if config.use_peft:
+
+        def without_adapter(row: PackedBatch) -> Tensor:
+            with torch.no_grad(), unwrap(policy).disable_adapter():
+                return forward(unwrap(policy), row, config)[0]
+
+        return without_adapter
+    frozen = parallelize(load_model(config).requires_grad_(False).eval(), config, device)
+    return lambda row: torch.no_grad()(forward)(frozen, row, config)[0]
+
+
+def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
+    """AdamW with weight decay on matrices only, and its schedule over `num_updates` optimizer steps."""
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
+    num_warmup = round(config.warmup_ratio * num_updates)
+
+    def factor(update: int) -> float:
+        if update < num_warmup:
+            return (update + 1) / num_warmup
+        left = 1 - (update - num_warmup) / max(num_updates - num_warmup, 1)
+        return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}[
+            config.lr_scheduler
+        ]
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The batch
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and what its completion tokens need for the loss; all tensors but the row's are [N]."""
+
+    row: PackedBatch
+    advantages: Tensor
+    mask: Tensor
+    sampler_logprobs: Tensor
+
+    def to(self, device: torch.device) -> Self:
+        """The same micro-batch on `device`."""
+        return type(self)(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    """One rank's share of an optimizer step, and the whole step's normalizer. Every rank has equally many rows."""
+
+    rows: list[MicroBatch]
+    normalizer: float
+
+
+def split_batch(groups: list[Group], advantages: Tensor, num_ranks: int, config: TrainConfig) -> list[list[Minibatch]]:
+    """Scored groups as mini-batches of micro-batches, dealt out to the ranks: [rank][minibatch].
+
+    Where the rows do not divide, ranks get a masked copy of the smallest row: FSDP2 and DDP need every rank to run
+    as many backward passes as the others.
+
+    Args:
+        groups: the batch, with completions.
+        advantages: [num_groups, num_generations].
+    """
+    shares: list[list[Minibatch]] = [[] for _ in range(num_ranks)]
+    per_part = len(groups) // config.num_minibatches
+    all_lengths = [length for group in groups for length in trained_lengths(group, config)]
+    for start in range(0, len(groups), per_part):
+        part = groups[start : start + per_part]
+        completions = [c for group in part for c in group.completions]
+        sizes = torch.tensor([len(c.token_ids) for c in completions])
+        per_token = {
+            "advantages": advantages[start : start + per_part].flatten().float().repeat_interleave(sizes),
+            "mask": torch.tensor([float(is_trained(c, config)) for c in completions]).repeat_interleave(sizes),
+            "sampler_logprobs": torch.tensor([x for c in completions for x in c.sampler_logprobs]),
+        }
+        pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in part]
+        packed = pack(pairs, config.max_tokens_per_gpu, share_prefix=False)
+        rows = [MicroBatch(row, **{name: values[row.index] for name, values in per_token.items()}) for row in packed]
+        if len(rows) % num_ranks:
+            smallest = min(rows, key=lambda micro: micro.row.num_tokens)
+            filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
+            rows += [filler] * (num_ranks - len(rows) % num_ranks)
+        if config.loss_type in ("dapo", "cispo"):  # every token of the batch weighs the same
+            normalizer = loss_normalizer(all_lengths, config) / config.num_minibatches
+        else:
+            normalizer = loss_normalizer([n for group in part for n in trained_lengths(group, config)], config)
+        for rank in range(num_ranks):
+            shares[rank].append(Minibatch(rows[rank::num_ranks], normalizer))
+    return shares
+
+
+def is_trained(completion: Completion, config: TrainConfig) -> bool:
+    """False for a truncated completion that the config leaves out of the loss."""
+    return not (completion.truncated and config.mask_truncated_completions)
+
+
+def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
+    """Tokens of each completion that train."""
+    return [len(c.token_ids) * is_trained(c, config) for c in group.completions]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rollouts
+
+
+class Rollouts:
+    """Where batches come from and weights go to. The servers and the data live on rank 0; the methods are collective.
+
+    Raises:
+        ValueError, ServerError: bad data, no server, or one that serves another model; before a model is loaded.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device):
+        self.config = config
+        self.samples: list[dict[str, Any]] = []
+        self.num_steps = broadcast_object(self._open(device) if is_main() else None)
+
+    def _open(self, device: torch.device) -> int:
+        """Check and load everything rank 0 needs; returns the number of steps."""
+        config = self.config
+        self.tokenizer = load_tokenizer(config)
+        self.client = VLLMClient(config)
+        longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
+        max_prompt_len = longest - config.max_completion_len
+        self.prompts = load_prompts(config.dataset_id, config.dataset_split, self.tokenizer, max_prompt_len, config)
+        self.held_out: list[Prompt] = []
+        if held_out := config.eval_dataset_id:
+            self.held_out = load_prompts(held_out, config.eval_dataset_split, self.tokenizer, max_prompt_len, config)
+        self.client.connect(device)
+        self.order = epochs(len(self.prompts), config.seed)
+        self.num_tokens = 0
+        return config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
+
+    def next_batch(self, version: int) -> tuple[list[Minibatch], dict[str, float]]:
+        """Sample, score and deal out one batch under policy `version`: this rank's share, and rank 0's metrics.
+
+        Collective: every rank calls it.
+        """
+        shares, metrics = None, {}
+        if is_main():
+            prompts = [self.prompts[next(self.order)] for _ in range(self.config.batch_size)]
+            with timed("time/generate_s", metrics):
+                groups = self.client.roll_out(prompts, sampling_params(self.config), version)
+            with timed("time/reward_s", metrics):
+                rewards = score(groups, self.tokenizer, self.config)
+            advantages = compute_advantages(rewards, self.config.scale_rewards)
+            shares = split_batch(groups, advantages, dist.get_world_size(), self.config)
+            self.num_tokens += sum(group.num_tokens for group in groups)
+            metrics |= batch_metrics(groups, rewards, self.config) | {"num_tokens": self.num_tokens}
+            self.samples = batch_samples(groups, rewards, advantages)
+        return scatter_objects(shares), metrics
+
+    def publish(self, policy: nn.Module, version: int) -> None:
+        """Send the policy to every server as `version`. Collective: every rank takes part in the gathers."""
+        weights = published_weights(policy)
+        if is_main():
+            self.client.update_weights(weights, version)
+        else:
+            deque(weights, maxlen=0)
+
+    def publish_first(self, policy: nn.Module, device: torch.device) -> None:
+        """The first sync, and the proof that it took: server and trainer agree on a probe's log-probs (law 6).
+
+        The servers' weights are zeroed before it, so that a weight that does not arrive shows. Collective.
+
+        Raises:
+            ServerError: the mean |difference| exceeds `max_logprob_mismatch`.
+        """
+        if is_main():
+            self.client.clear_weights()
+        self.publish(policy, 0)
+        probes = broadcast_object(self.client.probe(self.prompts[0].token_ids) if is_main() else None)
+        for url, (prompt_ids, probe) in zip(self.config.vllm_urls, probes, strict=True):
+            (row,) = pack([(prompt_ids, [probe.token_ids])], share_prefix=False)
+            with torch.no_grad():
+                logprobs, _ = forward(policy, row.to(device), self.config)
+            mismatch = (logprobs.cpu() - torch.tensor(probe.sampler_logprobs)).abs().mean().item()
+            if not mismatch <= self.config.max_logprob_mismatch:
+                raise ServerError(
+                    f"after the weight sync {url} and the trainer differ by {mismatch:.3g} nats a token: it does not "
+                    "compute this model as the trainer does; compare its --dtype, or raise max_logprob_mismatch"
+                )
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1."""
+        config = self.config
+        due = step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
+        if not (is_main() and self.held_out and due):
+            return {}
+        greedy = {**sampling_params(config), "n": 1, "temperature": 0.0}
+        groups = self.client.roll_out(self.held_out, greedy, version=step)
+        rewards = score(groups, self.tokenizer, config)
+        values = {"eval/reward": rewards.nanmean().item()}
+        values |= {f"eval/{name}": value for name, value in reward_means(groups, config).items()}
+        if set(rewards.flatten().tolist()) <= {0.0, 1.0}:
+            values["eval/accuracy"] = values["eval/reward"]
+        return values
+
+    def close(self) -> None:
+        """Leave the servers."""
+        if is_main():
+            self.client.close()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The loop
+
+
+def forward(model: nn.Module, row: PackedBatch, config: TrainConfig) -> tuple[Tensor, Tensor]:
+    """Log-probs [N] at the sampling temperature and entropies [N], under autocast where the config asks for it."""
+    with torch.autocast(row.input_ids.device.type, torch.bfloat16, enabled=config.bf16):
+        logprobs, entropy = completion_logprobs(model, row, config.temperature, return_entropy=True)
+    return logprobs, entropy
+
+
+def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
+    """Normalize the summed gradients, clip, step; returns the gradient norm before clipping. Collective under FSDP2."""
+    gradients = [p.grad for p in policy.parameters() if p.grad is not None]
+    torch._foreach_div_(gradients, normalizer)
+    norm = nn.utils.clip_grad_norm_(policy.parameters(), config.grad_norm or math.inf)
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad(set_to_none=True)
+    return full_tensor(norm).item()
+
+
+def train_batch(
+    policy: nn.Module,
+    reference: Callable[[PackedBatch], Tensor] | None,
+    optimizer: Any,
+    scheduler: Any,
+    batch: list[Minibatch],
+    config: TrainConfig,
+    device: torch.device,
+) -> dict[str, float]:
+    """All optimizer steps on one batch; returns its metrics. Collective: every rank calls it with its share."""
+    totals = TokenSums()
+    learning_rate = scheduler.get_last_lr()[0]
+    num_updates = config.num_iterations * len(batch)
+    norms = []
+    old_logprobs: dict[int, Tensor] = {}  # under the policy that sampled; where it takes one update, its own forward
+    if num_updates > 1:
+        with torch.no_grad():
+            old_logprobs = {id(m): forward(policy, m.row.to(device), config)[0] for part in batch for m in part.rows}
+    for _ in range(config.num_iterations):
+        for minibatch in batch:
+            for number, item in enumerate(minibatch.rows):
+                micro = item.to(device)
+                sync_gradients(policy, number == len(minibatch.rows) - 1)
+                logprobs, entropy = forward(policy, micro.row, config)
+                old = old_logprobs.get(id(item), logprobs.detach())
+                ref = reference(micro.row) if reference else None
+                loss, sums = grpo_loss(logprobs, old, ref, micro.advantages, micro.mask, micro.row.completion, config)
+                loss.backward()
+                gap = (old - micro.sampler_logprobs).abs() * micro.mask
+                sums |= {"loss": loss / minibatch.normalizer, "tokens": micro.mask.sum(), "gap": gap.sum()}
+                totals.add(sums | {"entropy": entropy @ micro.mask.to(entropy.dtype)}, {"max_gap": gap.max()})
+            norms.append(optimizer_step(policy, optimizer, scheduler, minibatch.normalizer, config))
+    total = totals.reduce()
+    tokens = max(total.pop("tokens"), 1)
+    return {
+        "loss": total.pop("loss") / num_updates,
+        "grad_norm": sum(norms) / len(norms),
+        "learning_rate": learning_rate,
+        "sampling/sampling_logp_difference/mean": total.pop("gap") / tokens,
+        "sampling/sampling_logp_difference/max": total.pop("max_gap"),
+        **{name: value / tokens for name, value in total.items()},
+    }
+
+
+def main(config: TrainConfig) -> None:
+    """Train. Under torchrun every rank calls it; without torchrun the world is this process."""
+    with process_group(config.collective_timeout) as device, closing(Rollouts(config, device)) as rollouts:
+        torch.manual_seed(config.seed)
+        policy = build_policy(config, device)
+        reference = build_reference(policy, config, device)
+        num_updates = rollouts.num_steps * config.num_iterations * config.num_minibatches
+        optimizer, scheduler = build_optimizer(policy, num_updates, config)
+        with closing(RunLog(to_json(config), rollouts.num_steps)) as log:
+            rollouts.publish_first(policy, device)
+            log.step(0, rollouts.evaluate(0), [])
+            for step in range(1, rollouts.num_steps + 1):
+                metrics: dict[str, float] = {"policy_version": step - 1}
+                with timed("time/step_s", metrics):
+                    batch, about_batch = rollouts.next_batch(version=step - 1)
+                    with timed("time/train_s", metrics):
+                        metrics |= train_batch(policy, reference, optimizer, scheduler, batch, config, device)
+                    with timed("time/sync_s", metrics):
+                        rollouts.publish(policy, version=step)
+                log.step(step, metrics | about_batch | rollouts.evaluate(step), rollouts.samples)
+                if step == rollouts.num_steps or (config.save_steps and step % config.save_steps == 0):
+                    save_checkpoint(policy, config.model_id, Path(config.output_dir) / f"checkpoint-{step}")
+        if config.hub_repo_id and is_main():
+            push_to_hub(
+                Path(config.output_dir) / f"checkpoint-{rollouts.num_steps}", config.hub_repo_id, config.hub_private
+            )
+
+
+if __name__ == "__main__":
+    with one_line_errors(ValueError, ServerError):
+        main(parse_args(sys.argv[1:]))

@@ -1,0 +1,395 @@
+"""Process groups, weights in checkpoint form, checkpoints, metrics, sampling order. No RL, no prompts, no vLLM."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from tqdm import tqdm
+
+BUCKET_BYTES = 64 << 20  # per broadcast; two are alive at a time, so a sync costs the trainer at most 128 MiB
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Process groups
+
+
+@contextmanager
+def process_group(timeout_s: float) -> Iterator[torch.device]:
+    """The world of this run, up and down: torchrun's ranks, or a world of one without torchrun.
+
+    Yields the device of this rank. Tensors on CUDA travel over nccl, everything else over gloo.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
+
+
+def is_main() -> bool:
+    """True on rank 0, which alone talks to servers, files and people."""
+    return dist.get_rank() == 0
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's `value`, on every rank. Collective: every rank calls it."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    return box[0]
+
+
+def scatter_objects(values: list[Any] | None) -> Any:
+    """Item r of rank 0's list, on rank r. Collective: every rank calls it; the others pass None."""
+    box: list[Any] = [None]
+    shares = values if is_main() else [None] * dist.get_world_size()
+    group = _cpu_group()
+    dist.scatter_object_list(box, shares, src=0, group=group)
+    return box[0]
+
+
+def _cpu_group() -> dist.ProcessGroup | None:
+    """The group for pickled objects: the world itself on CPU, a gloo group made once where tensors go over nccl."""
+    if not torch.cuda.is_available():
+        return None
+    if not hasattr(_cpu_group, "group"):
+        _cpu_group.group = dist.new_group(backend="gloo")  # type: ignore[attr-defined]  # one per process
+    return _cpu_group.group  # type: ignore[attr-defined]
+
+
+class TransferGroup:
+    """A process group of its own between one trainer (rank 0) and the workers of one server (ranks 1..N).
+
+    Every member tells the others its device through the store; the group then runs over nccl where all sit on
+    different GPUs, and over gloo elsewhere (CPU, or one GPU shared by server and trainer, which nccl refuses).
+
+    Args:
+        store: a TCPStore that all members reach; the trainer hosts it.
+        rank, world_size: place in the group and its size, the trainer included.
+        device: where this member's weights live.
+        timeout_s: bound on every broadcast, in seconds.
+    """
+
+    def __init__(self, store: dist.TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float):
+        timeout = timedelta(seconds=timeout_s)
+        store.set(f"device/{rank}", _device_identity(device))
+        devices = [store.get(f"device/{member}").decode() for member in range(world_size)]
+        use_nccl = "cpu" not in devices and len(set(devices)) == world_size
+        self.backend = "nccl" if use_nccl else "gloo"
+        self.device = device if use_nccl else torch.device("cpu")
+        prefix = dist.PrefixStore(f"weights/{self.backend}", store)
+        if use_nccl:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            self._group: Any = dist.ProcessGroupNCCL(prefix, rank, world_size, options)
+        else:
+            gloo = dist.ProcessGroupGloo._Options()
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
+            gloo._timeout = timeout
+            self._group = dist.ProcessGroupGloo(prefix, rank, world_size, gloo)
+        self._store = store  # the group lives as long as its store
+
+    def send(self, tensors: list[Tensor]) -> list[Any]:
+        """Start the broadcast of tensors of one dtype from rank 0; returns handles to `wait()` on."""
+        flat = torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
+        return self._broadcast(flat.to(self.device).view(torch.uint8))
+
+    def receive(self, dtype: torch.dtype, shapes: list[torch.Size]) -> list[Tensor]:
+        """Receive the tensors that rank 0 sends, as views of fresh memory."""
+        sizes = [shape.numel() for shape in shapes]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+        for handle in self._broadcast(flat.view(torch.uint8)):
+            handle.wait()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+    def _broadcast(self, data: Tensor) -> list[Any]:
+        return [self._group.broadcast([piece], dist.BroadcastOptions()) for piece in data.split(BUCKET_BYTES)]
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._group.shutdown()
+
+
+def _device_identity(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine on the route to `host` (no packet is sent)."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Weights in checkpoint form
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel; FSDP2 and plain models are their own."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def base_model(model: nn.Module) -> Any:
+    """The Hugging Face model inside DDP and peft wrappers."""
+    inner = unwrap(model)
+    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor, detached: an all-gather for an FSDP2 shard (collective), the tensor itself otherwise."""
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if gather else tensor).detach()
+
+
+def sync_gradients(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward sums gradients over ranks: DDP can wait for the last one, FSDP2 always scatters."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = enabled
+
+
+def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight once, whole, LoRA merged: `(name in the plain Hugging Face model, tensor)`, one at a time.
+
+    Merged weights are temporaries, W + s·B·A computed in the wider of the dtypes and rounded to W's; other tensors
+    may be the model's own storage and must not be written to. Tied weights appear under their first name.
+    Collective: every rank iterates to the end, in the same order.
+    """
+    base = base_model(model)
+    weights = base.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    for name, tensor in weights.items():
+        if ".lora_" in name or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        module_name, _, leaf = name.rpartition(".base_layer.")
+        if leaf == "weight":
+            yield f"{module_name}.weight", _merged(base.get_submodule(module_name), full_tensor(tensor))
+        else:
+            yield name.replace(".base_layer.", "."), full_tensor(tensor)
+
+
+@torch.no_grad()
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    """W + s·B·A of a LoRA linear or embedding layer with one adapter, as a new tensor."""
+    (adapter,) = layer.active_adapters
+    if adapter in layer.lora_A:
+        delta = full_tensor(layer.lora_B[adapter].weight) @ full_tensor(layer.lora_A[adapter].weight)
+        transpose = layer.fan_in_fan_out
+    else:
+        delta = full_tensor(layer.lora_embedding_B[adapter]) @ full_tensor(layer.lora_embedding_A[adapter])
+        transpose = True
+    return (weight + layer.scaling[adapter] * (delta.T if transpose else delta)).to(weight.dtype)
+
+
+def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`full_weights` under the names and shapes that `save_pretrained` would write, decoder layer by layer.
+
+    transformers keeps some weights in another form in memory (fused experts, renamed towers); its own conversion
+    is undone one layer at a time, so no more than a layer is alive. Collective, as `full_weights`.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    base = base_model(model)
+    for _, layer in groupby(full_weights(model), key=lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):  # type: ignore[index]  # matches ""
+        yield from revert_weight_conversion(base, dict(layer)).items()
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Join consecutive weights of one dtype to at most `BUCKET_BYTES`; a larger tensor is a bucket of its own."""
+    bucket: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in weights:
+        if bucket and (size + tensor.nbytes > BUCKET_BYTES or tensor.dtype != next(iter(bucket.values())).dtype):
+            yield bucket
+            bucket, size = {}, 0
+        bucket[name] = tensor
+        size += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Checkpoints, metrics, order
+
+
+def save_checkpoint(model: nn.Module, tokenizer_id: str, path: Path) -> None:
+    """Write a directory that `from_pretrained` loads: the model, or the adapter of a LoRA model, and the tokenizer.
+
+    Written beside and renamed, so that a directory with the final name is always whole.
+    Collective: every rank calls it; rank 0 writes.
+    """
+    from transformers import AutoTokenizer
+
+    inner = unwrap(model)
+    is_lora = hasattr(inner, "peft_config")
+    adapter = ((n, t) for n, t in inner.state_dict(keep_vars=True).items() if ".lora_" in n)
+    weights = ((n, full_tensor(t)) for n, t in adapter) if is_lora else full_weights(model)
+    state = {}
+    for name, tensor in weights:  # every rank takes part in the gathers, rank 0 keeps the result
+        if is_main():
+            state[name] = tensor.cpu()
+    if is_main():
+        part = path.with_name(path.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        inner.save_pretrained(part, state_dict=state)
+        AutoTokenizer.from_pretrained(tokenizer_id).save_pretrained(part)
+        shutil.rmtree(path, ignore_errors=True)
+        part.rename(path)
+    dist.barrier()
+
+
+class TokenSums:
+    """Sums and maxima over tokens, collected on every rank and reduced once per step."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
+        """Add one micro-batch's sums and maxima (0-d tensors)."""
+        for name, value in sums.items():
+            self._sums[name] = self._sums.get(name, torch.zeros_like(value)) + value
+        for name, value in maxima.items():
+            self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
+
+    def reduce(self) -> dict[str, float]:
+        """Totals over all ranks. Collective: every rank calls it, with the same names."""
+        totals: dict[str, float] = {}
+        for values, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
+            if values:
+                stacked = torch.stack([v.detach().double() for v in values.values()])
+                dist.all_reduce(stacked, op)
+                totals.update(zip(values, stacked.tolist(), strict=True))
+        return totals
+
+
+def push_to_hub(path: Path, repo_id: str, private: bool) -> None:
+    """Upload a checkpoint directory to a model repository of the Hugging Face hub, made where there is none."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(repo_id, private=private, exist_ok=True)
+    api.upload_folder(repo_id=repo_id, folder_path=path, commit_message=f"Upload {path.name}")
+
+
+class RunLog:
+    """What a run writes: `config.json`, `metrics.jsonl`, `completions.jsonl`, the terminal, wandb when asked.
+
+    Exists on every rank; only rank 0's writes.
+
+    Args:
+        config: the resolved configuration as JSON values.
+        num_steps: for the progress bar.
+    """
+
+    SHOWN = (
+        "reward",
+        "eval/accuracy",
+        "eval/reward",
+        "loss",
+        "grad_norm",
+        "kl",
+        "completions/mean_length",
+        "time/step_s",
+    )
+
+    def __init__(self, config: dict[str, Any], num_steps: int):
+        self.config = config
+        self._files = ExitStack()
+        self._wandb: Any = None
+        if not is_main():
+            return
+        folder = Path(config["output_dir"])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        self._metrics = self._files.enter_context((folder / "metrics.jsonl").open("w", buffering=1))
+        self._completions = self._files.enter_context((folder / "completions.jsonl").open("w", buffering=1))
+        self._bar = self._files.enter_context(tqdm(total=num_steps, disable=None, unit="step"))
+        if config["use_wandb"]:
+            import wandb
+
+            self._wandb = wandb.init(project=config["wandb_project"], dir=folder, config=config)
+            self._files.callback(wandb.finish)
+
+    def step(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        """Write one step: its metrics everywhere, its samples to `completions.jsonl`."""
+        if not is_main() or not metrics:
+            return
+        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
+        for sample in samples:
+            self._completions.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+        if self._wandb:
+            self._wandb.log(metrics, step=step)
+        self._bar.update(step - self._bar.n)
+        if step % self.config["log_steps"] == 0 or "eval/reward" in metrics:
+            shown = [f"{name} {metrics[name]:.4g}" for name in self.SHOWN if name in metrics]
+            tqdm.write(f"step {step}/{self._bar.total} · " + " · ".join(shown))
+        every = self.config["log_completions_steps"]
+        if samples and every and step % every == 0:
+            self._show(step, samples[:8])
+
+    def _show(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """A table of samples on the terminal and in wandb."""
+        columns = ("reward", "prompt", "completion")
+        rows = [[str(sample[column])[:2000] for column in columns] for sample in samples]
+        for row in rows:
+            tqdm.write(" │ ".join([f"{row[0]:>8.8}", *(f"{cell!r:<60.60}" for cell in row[1:])]))
+        if self._wandb:
+            import wandb
+
+            self._wandb.log({"completions": wandb.Table(columns=list(columns), data=rows)}, step=step)
+
+    def close(self) -> None:
+        """Flush and close everything."""
+        self._files.close()
+
+
+@contextmanager
+def timed(name: str, metrics: dict[str, float]) -> Iterator[None]:
+    """Put the seconds that the block takes into `metrics[name]`."""
+    started = time.perf_counter()
+    yield
+    metrics[name] = time.perf_counter() - started
+
+
+@contextmanager
+def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
+    """End the process with one line for errors that are the user's to mend; anything else keeps its traceback."""
+    try:
+        yield
+    except kinds as error:
+        sys.exit(f"error: {error}")
+
+
+def epochs(num_items: int, seed: int) -> Iterator[int]:
+    """Endless item indices: each epoch is a fresh seeded permutation, so every item comes once per epoch."""
+    epoch = 0
+    while True:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        yield from torch.randperm(num_items, generator=generator).tolist()
+        epoch += 1

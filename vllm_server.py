@@ -1,0 +1,219 @@
+"""Rollout server: vLLM's own OpenAI-compatible server with the RL routes, weight transfer and an access guard.
+
+    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct [--port 8000] [any option of `vllm serve`]
+
+What this file adds to vLLM:
+  * defaults that rollouts need (token ids in and out, log-probs after temperature, RL routes, loopback);
+  * `WeightReceiver`, the weight-transfer engine that loads the policy the trainer publishes;
+  * `AccessGuard`, which opens only the routes the trainer uses and asks for a token off loopback.
+"""
+
+import hmac
+import ipaddress
+import json
+import os
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import TCPStore
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+from utils import TransferGroup
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+BACKEND = "grpo"
+
+OPEN_ROUTES = frozenset({"/health"})
+TRAINER_ROUTES = frozenset({
+    "/v1/models", "/get_world_size", "/weight_info", "/metrics", "/inference/v1/generate",
+    "/pause", "/resume", "/reset_prefix_cache", "/weight_checker",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+})  # fmt: skip
+
+
+@dataclass
+class TransferInit(WeightTransferInitInfo):
+    """Where the trainer (rank 0 of the transfer group) waits for this server's workers."""
+
+    host: str
+    port: int
+    world_size: int
+    timeout_s: float
+
+
+@dataclass
+class Bucket(WeightTransferUpdateInfo):
+    """What the next broadcast holds: checkpoint names and shapes in order, all of one dtype."""
+
+    names: list[str]
+    dtype: str
+    shapes: list[list[int]]
+
+
+class WeightReceiver(WeightTransferEngine[TransferInit, Bucket]):
+    """Loads checkpoint-named weights broadcast by the trainer into a running worker.
+
+    Every worker of a tensor-parallel server receives the full tensors and keeps its shard, exactly as when it
+    loads a checkpoint from disk.
+    """
+
+    init_info_cls = TransferInit
+    update_info_cls = Bucket
+    group: TransferGroup | None = None
+
+    def init_transfer_engine(self, init_info: TransferInit) -> None:
+        """Join the trainer's transfer group; a group left by an earlier trainer is dropped."""
+        self.shutdown()
+        config = self.parallel_config
+        worker = config.data_parallel_index * config.world_size + config.rank
+        timeout = timedelta(seconds=init_info.timeout_s)
+        store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
+        self.group = TransferGroup(store, 1 + worker, init_info.world_size, self.device, init_info.timeout_s)
+
+    def start_weight_update(self) -> None:
+        """Open vLLM's layerwise reload: layers are rebuilt as soon as all of their weights have arrived."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load one bucket. Fresh memory each time: layerwise reload keeps views until a layer is whole."""
+        if self.group is None:
+            raise RuntimeError("no trainer is connected: /init_weight_transfer_engine comes first")
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: Bucket) -> None:
+        """Receive the tensors of `update_info` and hand them to the model's own `load_weights`."""
+        assert self.group is not None
+        tensors = self.group.receive(getattr(torch, update_info.dtype), [torch.Size(s) for s in update_info.shapes])
+        self.model.load_weights(zip(update_info.names, tensors, strict=True))
+
+    def finish_weight_update(self) -> None:
+        """Close the reload and refresh what it leaves behind.
+
+        vLLM's CPU head keeps a prepacked copy of a tied embedding that the reload does not touch: without the
+        second step a tied model goes on answering with the old head, silently.
+        """
+        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self.model, self.model_config)
+        for module in self.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
+
+    def shutdown(self) -> None:
+        """Leave the transfer group."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None
+
+
+class WorkerExtension:
+    """Named by `--worker-extension-cls`, so that every worker imports this module and registers `WeightReceiver`."""
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:  # the API server imports this file twice, as script and module
+    WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
+
+
+class AccessGuard:
+    """ASGI middleware: 404 for every route the trainer does not need, 401 without the token where one is set.
+
+    vLLM's `--api-key` guards `/v1` and `/inference` only; the RL routes, which can replace the model, stay open
+    without this.
+    """
+
+    def __init__(self, app: "ASGIApp") -> None:
+        self.app = app
+        self.token = os.environ.get("VLLM_API_KEY", "")
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Pass the request on, or answer it here."""
+        if scope["type"] == "lifespan" or self._allowed(scope):
+            await self.app(scope, receive, send)
+            return
+        from starlette.responses import JSONResponse
+
+        known = scope.get("path") in TRAINER_ROUTES
+        message = "missing or wrong bearer token" if known else "no such route on a rollout server"
+        await JSONResponse({"error": message}, status_code=401 if known else 404)(scope, receive, send)
+
+    def _allowed(self, scope: "Scope") -> bool:
+        if scope["type"] != "http":
+            return False
+        if scope["path"] in OPEN_ROUTES:
+            return True
+        sent = dict(scope["headers"]).get(b"authorization", b"")
+        authorized = not self.token or hmac.compare_digest(sent, f"Bearer {self.token}".encode())
+        return authorized and scope["path"] in TRAINER_ROUTES
+
+
+def is_loopback(host: str) -> bool:
+    """True for `localhost` and loopback addresses; other names are taken as reachable from outside."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def server_argv(argv: list[str]) -> list[str]:
+    """vLLM's command line for a rollout server: our defaults first, so that the user's options win."""
+    defaults = [
+        "--host", "127.0.0.1",
+        "--generation-config", "vllm",  # the model's own sampling defaults would silently change the policy
+        "--logprobs-mode", "processed_logprobs",  # log-probs after temperature, as the trainer computes them
+        "--uvicorn-log-level", "warning",
+    ]  # fmt: skip
+    required = [
+        "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
+        "--weight-transfer-config", json.dumps({"backend": BACKEND}),
+        "--worker-extension-cls", "vllm_server.WorkerExtension",
+        "--middleware", "vllm_server.AccessGuard",
+    ]  # fmt: skip
+    return [*defaults, *argv, *required]
+
+
+def main(argv: list[str]) -> None:
+    """Start the server and serve until a signal.
+
+    Raises:
+        SystemExit: a host other than loopback without a token, or an option vLLM does not know.
+    """
+    here = str(Path(__file__).resolve().parent)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))  # for the workers
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the RL routes; AccessGuard closes the rest of dev mode
+
+    import uvloop
+    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    cli_env_setup()
+    args = make_arg_parser(FlexibleArgumentParser(description=__doc__)).parse_args(server_argv(argv))
+    if args.api_key:
+        os.environ["VLLM_API_KEY"] = args.api_key[0]
+    if not is_loopback(args.host) and not os.environ.get("VLLM_API_KEY"):
+        sys.exit(
+            f"--host {args.host} is reachable from outside: set VLLM_API_KEY (or --api-key) here and at the trainer"
+        )
+    validate_parsed_serve_args(args)
+    uvloop.run(run_server(args))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
