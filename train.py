@@ -214,6 +214,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
         model.to(device)
         for module in [*layers, model]:
             module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         return model
     model.to(device)
     if world_size > 1 and any(p.requires_grad for p in model.parameters()):

@@ -1,0 +1,32 @@
+"""The embedded default: a 0.8 M-parameter model learns to sort eight digits on two CPU cores, in about three minutes.
+
+    bash scripts/demo.sh
+
+`scripts/build_tiny.py` makes the model, half-taught (about 40 % of held-out problems right), and the data. Expected:
+90 % and more of the held-out problems after 150 steps.
+"""
+
+from pathlib import Path
+
+from config import TrainConfig
+from recipes.rewards import exact_match
+
+folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny"
+
+config = TrainConfig(
+    model_id=str(folder / "model"),
+    dataset_id=str(folder / "train.jsonl"),
+    eval_dataset_id=str(folder / "heldout.jsonl"),
+    reward_funcs=[exact_match],
+    no_apply_chat_template=True,
+    num_generations=8,
+    max_completion_len=12,
+    batch_size=64,
+    max_steps=150,
+    learning_rate=3e-4,
+    lr_scheduler="linear",
+    warmup_ratio=0.03,
+    max_tokens_per_gpu=12288,
+    eval_steps=25,
+    output_dir=str(folder / "run"),
+)

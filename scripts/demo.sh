@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Train recipes/tiny.py end to end on this machine: environment, model, vLLM server, GRPO, reward curve.
+# Arguments go to train.py, for example: bash scripts/demo.sh --max_steps 20
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+make_environment
+
+# One thread each: an idle vLLM worker goes on polling, so trainer and server take a core each.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+folder=$root/outputs/tiny
+"$python" scripts/build_tiny.py --output "$folder"
+
+port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
+echo "starting the rollout server on port $port (log: $folder/server.log)"
+start "$folder/server.log" "$python" vllm_server.py --model "$folder/model" --port "$port" \
+    --dtype float32 --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
+server=${groups[-1]}
+until "$python" -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$port/health', timeout=2)" 2>/dev/null; do
+    kill -0 "$server" 2>/dev/null || { tail -n 20 "$folder/server.log"; die "the server did not start"; }
+    sleep 1
+done
+
+start - "$venv/bin/torchrun" --nproc_per_node=1 train.py recipes/tiny.py --vllm_urls "http://127.0.0.1:$port" "$@"
+wait "${groups[-1]}" || die "training failed"
+stop_all
+"$python" scripts/plot.py "$folder/run"

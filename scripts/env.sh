@@ -1,0 +1,74 @@
+# Sourced by demo.sh and test.sh: the environment in .venv, and processes that end with the script.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+cd "$root"
+venv=$root/.venv
+python=$venv/bin/python
+unset PYTHONPATH PYTHONHOME
+
+die() { echo "error: $*" >&2; exit 1; }
+
+find_python() {
+    local candidate
+    for candidate in python3 python3.13 python3.12 python3.11; do
+        if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "Python 3.11 or newer is needed, and not on the PATH"
+}
+
+# install NAME pip-arguments...: once per content of the requirements files.
+install() {
+    local stamp=$venv/.installed-$1 sum
+    shift
+    sum=$(cat requirements*.txt | cksum)
+    [ "$(cat "$stamp" 2>/dev/null)" = "$sum" ] && return
+    echo "installing into $venv: $*"
+    "$python" -m pip install -qq --disable-pip-version-check "$@" || die "pip could not install: $*"
+    echo "$sum" > "$stamp"
+}
+
+# make_environment: .venv with the pinned requirements, the GPU set where nvidia-smi answers.
+make_environment() {
+    if ! "$python" -c '' 2>/dev/null; then
+        "$(find_python)" -m venv --clear "$venv" || die "python could not make $venv (on Debian: apt install python3-venv)"
+    fi
+    if nvidia-smi >/dev/null 2>&1; then
+        install gpu -r requirements.txt
+        return
+    fi
+    local index=() url=https://download.pytorch.org/whl/cpu
+    # pip asks every index for every package, so add PyTorch's only where it answers.
+    if "$python" -c "import urllib.request as r; r.urlopen('$url/torch/', timeout=5)" 2>/dev/null; then
+        index=(--extra-index-url "$url")
+    fi
+    install cpu --no-deps "${index[@]}" -r requirements-cpu.txt
+}
+
+# Every background job gets a process group of its own (set -m), so that a server goes with all its workers.
+set -m
+groups=()
+
+# start LOG command...: in the background, output to LOG ("-" leaves it on the terminal).
+start() {
+    local log=$1
+    shift
+    if [ "$log" = - ]; then "$@" & else "$@" >"$log" 2>&1 & fi
+    groups+=($!)
+}
+
+# stop_all: end every process group that start made: TERM, and KILL after ten seconds.
+stop_all() {
+    local group waited=0
+    for group in "${groups[@]}"; do kill -TERM -- "-$group" 2>/dev/null || true; done
+    for group in "${groups[@]}"; do
+        while kill -0 -- "-$group" 2>/dev/null && [ $waited -lt 50 ]; do sleep 0.2; waited=$((waited + 1)); done
+        kill -KILL -- "-$group" 2>/dev/null || true
+    done
+    groups=()
+}
+trap stop_all EXIT
+trap 'exit 130' INT
+trap 'exit 143' TERM HUP

@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Run the tests. Arguments go to pytest, for example: bash scripts/test.sh -m slow
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+make_environment
+install dev -r requirements-dev.txt
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+start - "$python" -m pytest "$@"
+wait "${groups[-1]}"

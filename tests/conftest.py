@@ -1,0 +1,33 @@
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from helpers import make_model, server, wait_for
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Paths of random models: `tied` and `untied` embeddings."""
+    folder = tmp_path_factory.mktemp("models")
+    return {kind: make_model(folder / kind, tied=kind == "tied") for kind in ("tied", "untied")}
+
+
+@pytest.fixture(scope="session")
+def servers(models, tmp_path_factory):
+    """Addresses of real vLLM servers for `models`, started side by side."""
+    folder = tmp_path_factory.mktemp("servers")
+    with ExitStack() as stack:
+        started = {kind: stack.enter_context(server(path, folder / f"{kind}.log")) for kind, path in models.items()}
+        yield {kind: wait_for(*process) for kind, process in started.items()}

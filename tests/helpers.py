@@ -1,0 +1,103 @@
+"""Tiny models, real servers and ranks for the tests."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+ROOT = Path(__file__).resolve().parent.parent
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+VOCAB = ["<pad>", "<bos>", "<eos>", "\n", *(chr(code) for code in range(32, 127))]
+CHAT_TEMPLATE = "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+def make_tokenizer(add_bos=False):
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=[]))
+    backend.decoder = decoders.Fuse()
+    if add_bos:
+        from tokenizers.processors import TemplateProcessing
+
+        backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<eos>", bos_token="<bos>", eos_token="<eos>", model_max_length=256
+    )
+
+
+def make_model(path, tied=True, layers=2):
+    """A random Qwen3 whose weights are large enough for its distributions to be far from uniform."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(VOCAB), hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=tied,
+        pad_token_id=2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(5 if weight.ndim > 1 else 1)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return str(path)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextlib.contextmanager
+def running(command, log, **options):
+    """A process group that ends with the block."""
+    with open(log, "w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def server(model, log, *options, env=()):
+    """A real rollout server, not waited for; yields its address."""
+    port = free_port()
+    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
+    command += ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "64", *options]
+    with running(command, log, env={**ENV, **dict(env)}) as process:
+        yield f"http://127.0.0.1:{port}", process, log
+
+
+def wait_for(url, process, log, timeout_s=240):
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=2)
+            return url
+        except (urllib.error.URLError, TimeoutError):
+            assert process.poll() is None, Path(log).read_text()[-3000:]
+            assert time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.5)
+
+
+def torchrun(num_ranks, *arguments, timeout_s=300, env=(), cwd=ROOT):
+    """Run a script under torchrun; returns the finished process with its output."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]
+    command += ["--master_port", str(free_port()), *map(str, arguments)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout_s, env={**ENV, **dict(env)}, cwd=cwd, check=False
+    )

@@ -1,0 +1,158 @@
+"""Advantages and every loss against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from config import TrainConfig
+from train import compute_advantages, grpo_loss, loss_normalizer
+
+NAN = math.nan
+
+
+def make_config(**fields):
+    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields})
+
+
+def rows(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+# -- advantages ------------------------------------------------------------------------------------------------------
+
+
+def test_group_scale():
+    # mean 0.25, deviations .75 -.25 -.25 -.25, unbiased variance (.5625 + 3 * .0625) / 3 = .25, std .5
+    got = compute_advantages(rows([1, 0, 0, 0], [2, 2, 2, 2]))
+    expected = rows([0.75, -0.25, -0.25, -0.25], [0, 0, 0, 0]) / 0.5001
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_batch_scale():
+    # all eight rewards: mean .5, squares 8 * .25 = 2, unbiased variance 2/7
+    got = compute_advantages(rows([1, 0, 0, 0], [1, 1, 1, 0]), "batch")
+    expected = rows([0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]) / (math.sqrt(2 / 7) + 1e-4)
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_no_scale():
+    torch.testing.assert_close(compute_advantages(rows([3, 1]), "none"), rows([1, -1]))
+
+
+def test_missing_rewards():
+    # the second row's valid rewards are 1 and 3: mean 2, std sqrt(2); one valid reward or none gives nothing to compare
+    got = compute_advantages(rows([NAN, NAN, NAN], [1, NAN, 3], [NAN, 5, NAN]))
+    x = 1 / (math.sqrt(2) + 1e-4)
+    torch.testing.assert_close(got, rows([0, 0, 0], [-x, 0, x], [0, 0, 0]), rtol=1e-12, atol=1e-12)
+    assert compute_advantages(rows([NAN, NAN]), "batch").tolist() == [[0, 0]]
+    assert compute_advantages(rows([NAN, NAN]), "none").tolist() == [[0, 0]]
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+# Three completions of 2, 1 and 2 tokens. Ratios and advantages are chosen so that every branch of the clip occurs; the
+# last token is masked.
+
+RATIO = [1.5, 0.5, 0.5, 1.1, 3.0]
+ADVANTAGE = [1.0, 1.0, -1.0, -2.0, -2.0]
+MASK = [1.0, 1.0, 1.0, 1.0, 0.0]
+COMPLETION = [4, 4, 5, 6, 6]
+OLD = [-1.0, -2.0, -0.5, -1.5, -0.7]
+
+
+def loss_and_gradient(config, ratio=RATIO, ref=None, mask=MASK):
+    old = rows(*OLD)
+    logprobs = (old + rows(*ratio).log()).requires_grad_()
+    args = (rows(*ADVANTAGE), rows(*mask), torch.tensor(COMPLETION), config)
+    loss, sums = grpo_loss(logprobs, old, ref, *args)
+    loss.backward()
+    return loss.item(), logprobs.grad.tolist(), {name: value.item() for name, value in sums.items()}
+
+
+# epsilon .2: token 0 is clipped to 1.2 (A > 0), token 1 keeps .5, token 2 is clipped to .8 (A < 0), token 3 keeps 1.1.
+# Per token -min(ρA, clip A): -1.2, -.5, +.8, +2.2. The gradient of an unclipped term is -ρA: 0, -.5, 0, +2.2.
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "bnpo", "dr_grpo"])
+def test_token_sum_losses(loss_type):
+    loss, gradient, sums = loss_and_gradient(make_config(loss_type=loss_type))
+    assert loss == pytest.approx(-1.2 - 0.5 + 0.8 + 2.2)
+    assert gradient == pytest.approx([0, -0.5, 0, 2.2, 0])
+    assert sums == {"clip_ratio/low": 1.0, "clip_ratio/high": 1.0}
+
+
+def test_grpo_is_a_sum_of_completion_means():
+    loss, gradient, _ = loss_and_gradient(make_config(loss_type="grpo"))
+    assert loss == pytest.approx((-1.2 - 0.5) / 2 + 0.8 + 2.2)  # the third completion has one unmasked token
+    assert gradient == pytest.approx([0, -0.25, 0, 2.2, 0])
+
+
+def test_grpo_counts_a_completion_whose_first_token_is_masked():
+    loss, gradient, _ = loss_and_gradient(make_config(loss_type="grpo"), mask=[0, 1, 1, 1, 0])
+    assert loss == pytest.approx(-0.5 + 0.8 + 2.2)
+    assert gradient == pytest.approx([0, -0.5, 0, 2.2, 0])
+
+
+def test_cispo():
+    # -sg(clip ρ)·A·logprob; gradient -clip(ρ)·A: -1.2, -.8 (raised from .5), +.8, +2.2
+    loss, gradient, _ = loss_and_gradient(make_config(loss_type="cispo"))
+    logprobs = [old + math.log(ratio) for old, ratio in zip(OLD, RATIO, strict=True)]
+    assert gradient == pytest.approx([-1.2, -0.8, 0.8, 2.2, 0])
+    assert loss == pytest.approx(sum(g * x for g, x in zip([-1.2, -0.8, 0.8, 2.2], logprobs, strict=False)))
+
+
+def test_epsilon_high():
+    # the upper bound 1.6 leaves token 0 unclipped: -1.5, gradient -1.5
+    loss, gradient, sums = loss_and_gradient(make_config(epsilon_high=0.6))
+    assert loss == pytest.approx(-1.5 - 0.5 + 0.8 + 2.2)
+    assert gradient == pytest.approx([-1.5, -0.5, 0, 2.2, 0])
+    assert sums["clip_ratio/high"] == 0
+
+
+def test_delta_bounds_the_ratio_of_negative_advantages():
+    # token 3 at ratio 5, A -2: unbounded 10; with delta 2: min(2·-2, 1.2·-2) = -4, loss 4, no gradient
+    ratio = [1.0, 1.0, 1.0, 5.0, 1.0]
+    assert loss_and_gradient(make_config(), ratio)[0] == pytest.approx(-1 - 1 + 1 + 10)
+    loss, gradient, _ = loss_and_gradient(make_config(delta=2.0), ratio)
+    assert loss == pytest.approx(-1 - 1 + 1 + 4)
+    assert gradient == pytest.approx([-1, -1, 1, 0, 0])
+
+
+def test_sequence_ratio_is_the_geometric_mean():
+    # completion 4: sqrt(1.5 * .5) = .8660, unclipped below 1.2: -s·A per token; both tokens share the gradient of s
+    s = math.sqrt(0.75)
+    loss, gradient, _ = loss_and_gradient(make_config(importance_level="sequence"))
+    assert loss == pytest.approx(-2 * s + 0.8 + 2.2)  # the third completion's ratio is its unmasked token's 1.1
+    assert gradient == pytest.approx([-s, -s, 0, 2.2, 0])
+
+
+def test_kl_is_k3():
+    # exp(x) - x - 1 with x = ref - logprob; gradient beta * (1 - exp(x))
+    config = make_config(beta=0.5)
+    logprobs = [old + math.log(ratio) for old, ratio in zip(OLD, RATIO, strict=True)]
+    gaps = [0.3, -0.2, 0.0, 1.0, 9.0]
+    ref = rows(*[x + gap for x, gap in zip(logprobs, gaps, strict=True)])
+    loss, gradient, sums = loss_and_gradient(config, ref=ref)
+    k3 = [math.exp(x) - x - 1 for x in gaps[:4]]
+    assert sums["kl"] == pytest.approx(sum(k3))
+    assert loss == pytest.approx(1.3 + 0.5 * sum(k3))
+    plain = [0, -0.5, 0, 2.2]
+    assert gradient[:4] == pytest.approx([g + 0.5 * (1 - math.exp(x)) for g, x in zip(plain, gaps, strict=False)])
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
+@pytest.mark.parametrize("importance_level", ["token", "sequence"])
+def test_ratio_one_is_the_plain_policy_gradient(loss_type, importance_level):
+    config = make_config(loss_type=loss_type, importance_level=importance_level)
+    _, gradient, _ = loss_and_gradient(config, [1.0] * 5)
+    share = [0.5, 0.5, 1, 1, 0] if loss_type == "grpo" else MASK
+    assert gradient == pytest.approx([-a * w for a, w in zip(ADVANTAGE, share, strict=True)])
+
+
+def test_normalizers():
+    lengths = [3, 0, 5]
+    assert loss_normalizer(lengths, make_config(loss_type="grpo")) == 3
+    assert loss_normalizer(lengths, make_config(loss_type="dr_grpo", max_completion_len=10)) == 30
+    for loss_type in ("bnpo", "dapo", "cispo"):
+        assert loss_normalizer(lengths, make_config(loss_type=loss_type)) == 8
+        assert loss_normalizer([0, 0], make_config(loss_type=loss_type)) == 1
