@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from numbers import Real
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -462,9 +463,9 @@ def reward_group(function: Any, group: Group) -> list[float | None]:
         got = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
         raise ValueError(f"{where} returned {got}: it must return a list of {num} numbers, one per completion")
     for value in values:
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
             raise ValueError(f"{where} returned {value!r}: rewards are finite numbers or None")
-    return list(values)
+    return [None if value is None else float(value) for value in values]
 
 
 def batch_metrics(groups: list[Group], rewards: Tensor, config: TrainConfig) -> dict[str, float]:

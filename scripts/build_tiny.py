@@ -100,7 +100,7 @@ def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
 
 
 def build(folder: Path, seed: int) -> None:
-    """Write `model/`, `train.jsonl` and `heldout.jsonl` into `folder`; the model last, as the sign that all is there."""
+    """Write `train.jsonl`, `heldout.jsonl` and then `model/` into `folder`: a model there means that all is there."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, num, held_out in (("train", NUM_TRAIN, False), ("heldout", NUM_HELD_OUT, True)):
         lines = [json.dumps(row) + "\n" for row in problems(num, held_out, seed)]

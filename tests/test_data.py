@@ -1,0 +1,185 @@
+"""Prompts, their order, rewards."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from datasets import Dataset
+from helpers import CHAT_TEMPLATE, make_tokenizer
+
+from config import TrainConfig
+from utils import epochs
+from vllm_client import Completion, Group, Prompt, batch_metrics, load_prompts, sampling_params, score
+
+ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "12+30=", "answer": "42", "level": 2}]
+
+
+def make_config(**fields):
+    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields})
+
+
+def prompts_of(source, tokenizer=None, max_prompt_len=100, **fields):
+    return load_prompts(source, "train", tokenizer or make_tokenizer(), max_prompt_len, make_config(**fields))
+
+
+def rows():
+    return ROWS
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+def test_sources_give_the_same_prompts(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
+    expected = prompts_of(rows)
+    assert [p.columns for p in expected] == [{"answer": "2", "level": 1}, {"answer": "42", "level": 2}]
+    assert prompts_of(str(tmp_path / "a.jsonl")) == expected
+    assert prompts_of(str(tmp_path / "a.parquet")) == expected
+
+
+def test_columns_and_collate():
+    assert [p.columns for p in prompts_of(rows, extra_columns=["level"])] == [{"level": 1}, {"level": 2}]
+    renamed = lambda rows: [{"prompt": "Q" + row["prompt"], "truth": row["answer"]} for row in rows]  # noqa: E731
+    (first, _) = prompts_of(rows, collate_fn=renamed)
+    assert (first.content, first.columns) == ("Q1+1=", {"truth": "2"})
+
+
+def test_strings_go_in_as_they_are_without_a_template():
+    tokenizer = make_tokenizer()
+    assert prompts_of(rows)[0].token_ids == tokenizer.convert_tokens_to_ids(list("1+1="))
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_chat_template_once_and_one_bos(add_bos):
+    """The template writes a BOS; a tokenizer that adds its own must not add a second one."""
+    tokenizer = make_tokenizer(add_bos)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+1="}]
+    (chat,) = prompts_of(lambda: [{"prompt": messages}], tokenizer)
+    assert chat.token_ids == tokenizer.convert_tokens_to_ids(["<bos>", *"[system]s[user]1+1=>"])
+    (string,) = prompts_of(lambda: [{"prompt": "1+1="}], tokenizer)
+    assert string.token_ids == tokenizer.convert_tokens_to_ids(["<bos>", *"[user]1+1=>"])
+    (plain,) = prompts_of(lambda: [{"prompt": "1+1="}], tokenizer, no_apply_chat_template=True)
+    assert plain.token_ids == tokenizer.convert_tokens_to_ids(["<bos>"] * add_bos + list("1+1="))
+
+
+def test_long_prompts_are_counted_and_left_out(capsys):
+    (kept,) = prompts_of(rows, max_prompt_len=4)
+    assert kept.index == 0
+    assert "left out 1 of 2 prompts" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no prompt has at most 3 tokens"):
+        prompts_of(rows, max_prompt_len=3)
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "message"),
+    [
+        (lambda: [], {}, "has no rows"),
+        (lambda: [{"question": "x"}], {}, "row 0 has no `prompt`.*question"),
+        (lambda: [{"prompt": "x"}, {"prompt": 3}], {}, "row 1 has no `prompt`"),
+        (rows, {"extra_columns": ["label"]}, "row 0 has no column label"),
+        ("nowhere.jsonl", {}, "nowhere.jsonl does not exist"),
+    ],
+)
+def test_bad_data(source, fields, message):
+    with pytest.raises(ValueError, match=message):
+        prompts_of(source, **fields)
+
+
+def test_each_prompt_once_per_epoch():
+    order = list(itertools.islice(epochs(7, seed=3), 21))
+    passes = [order[:7], order[7:14], order[14:]]
+    assert all(sorted(items) == list(range(7)) for items in passes)
+    assert passes[0] != passes[1]
+    assert order == list(itertools.islice(epochs(7, seed=3), 21))
+    assert order != list(itertools.islice(epochs(7, seed=4), 21))
+
+
+def test_sampling_parameters():
+    config = make_config(num_generations=4, top_k=5, stop=["\n"], guided_regex="[0-9]+", sampling_params={"seed": 1})
+    assert sampling_params(config) == {
+        "n": 4, "max_tokens": 512, "temperature": 1.0, "top_k": 5, "stop": ["\n"],
+        "structured_outputs": {"regex": "[0-9]+"}, "seed": 1,
+    }  # fmt: skip
+    assert sampling_params(make_config()) == {"n": 8, "max_tokens": 512, "temperature": 1.0}
+
+
+# -- rewards ---------------------------------------------------------------------------------------------------------
+
+
+def make_groups():
+    ids = [make_tokenizer().convert_tokens_to_ids([*text, "<eos>"]) for text in ("2", "3")]
+    completions = [Completion(token_ids, [0.0] * len(token_ids), "stop", [(0, 0, 2)]) for token_ids in ids]
+    return [Group(Prompt(7, [5], row["prompt"], {"answer": row["answer"]}), completions) for row in ROWS]
+
+
+def right(prompts, completions, completion_ids, answer):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(answer) == 2
+    return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+
+
+def only_first(prompts, **_):
+    return [2.0 if prompt == "1+1=" else None for prompt in prompts]
+
+
+def test_weighted_rewards_and_none():
+    config = make_config(reward_funcs=[right, only_first], reward_weights=[1.0, 0.5])
+    groups = make_groups()
+    totals = score(groups, make_tokenizer(), config)
+    assert totals.tolist() == [[2.0, 1.0], [0.0, 0.0]]
+    assert groups[0].texts == ["2", "3"]
+    assert groups[1].rewards == [[0.0, None], [0.0, None]]
+    metrics = batch_metrics(groups, totals, config)
+    assert metrics["rewards/right"] == 0.25
+    assert metrics["rewards/only_first"] == 2.0
+    assert metrics["frac_reward_zero_std"] == 0.5
+    totals = score(
+        make_groups(), make_tokenizer(), dataclasses.replace(config, reward_funcs=[only_first], reward_weights=None)
+    )
+    assert totals[0].tolist() == [2.0, 2.0]
+    assert all(math.isnan(value) for value in totals[1])
+
+
+def raises(**_):
+    raise KeyError("gold")
+
+
+def short(**_):
+    return [1.0]
+
+
+def words(**_):
+    return [1.0, "good"]
+
+
+def infinite(**_):
+    return [1.0, math.inf]
+
+
+def scalar(**_):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (raises, "reward raises on dataset row 7 raised KeyError: 'gold'"),
+        (short, "reward short on dataset row 7 returned 1 values: it must return a list of 2 numbers"),
+        (words, "reward words on dataset row 7 returned 'good'"),
+        (infinite, "returned inf"),
+        (scalar, "returned float: it must return a list of 2"),
+    ],
+)
+def test_bad_rewards(function, message):
+    with pytest.raises(ValueError, match=message):
+        score(make_groups(), make_tokenizer(), make_config(reward_funcs=[function]))
+
+
+def test_numpy_and_torch_numbers_are_numbers():
+    values = lambda **_: [torch.tensor([0.5, 1.5])[i].item() for i in range(2)]  # noqa: E731
+    values.__name__ = "values"
+    assert score(make_groups(), make_tokenizer(), make_config(reward_funcs=[values]))[0].tolist() == [0.5, 1.5]

@@ -1,0 +1,187 @@
+"""Law 3: the gradient does not depend on micro-batches, their order, ranks or wrappers.
+
+The reference is computed here in another way: one plain row per completion, the loss written out, one backward.
+"""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import ROOT, torchrun
+from transformers import AutoModelForCausalLM
+
+from config import TrainConfig
+from train import add_lora, load_model, parallelize, split_batch, train_batch
+from utils import full_tensor, process_group, unwrap
+from vllm_client import Completion, Group, Prompt
+
+ADVANTAGES = torch.tensor([[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8], [1.2, 0.0, -1.2], [0.7, -0.1, -0.6]])
+LENGTHS = [[4, 9, 1], [3, 3, 7], [12, 2, 5], [1, 6, 8]]
+TRUNCATED = (0, 1)  # group 0, completion 1 ran into its limit
+
+
+def make_groups():
+    tokens = itertools.cycle(range(5, 60))
+    groups = []
+    for g, lengths in enumerate(LENGTHS):
+        prompt = Prompt(g, [next(tokens) for _ in range(3 + 2 * g)], "", {})
+        completions = []
+        for c, length in enumerate(lengths):
+            ids = [next(tokens) for _ in range(length)]
+            reason = "length" if (g, c) == TRUNCATED else "stop"
+            completions.append(Completion(ids, [-3.0] * length, reason, [(0, 0, length)]))
+        groups.append(Group(prompt, completions))
+    return groups
+
+
+def make_config(model, **fields):
+    defaults = {"dataset_id": "d", "reward_funcs": ["os.path.exists"], "num_generations": 3, "batch_size": 4}
+    return TrainConfig(model_id=model, max_completion_len=12, grad_norm=0, learning_rate=1.0, **{**defaults, **fields})
+
+
+def make_policy(config, device):
+    """As build_policy, with LoRA's B away from zero, so that A has a gradient too."""
+    torch.manual_seed(1)
+    model = load_model(config)
+    if config.use_peft:
+        model = add_lora(model, config)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.05)
+    return parallelize(model, config, device)
+
+
+def trainable(policy):
+    weights = unwrap(policy).state_dict(keep_vars=True)
+    seen = {id(w): (name, w) for name, w in reversed(weights.items()) if w.requires_grad}
+    return {name: full_tensor(w).clone() for name, w in seen.values()}
+
+
+def trained_difference(config, device, order=None):
+    """What one step of SGD with learning rate 1 subtracts from each weight: the gradient, through the real path."""
+    policy = make_policy(config, device)
+    groups, advantages = make_groups(), ADVANTAGES
+    if order:
+        groups, advantages = [groups[i] for i in order], advantages[list(order)]
+    before = trainable(policy)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    share = split_batch(groups, advantages, dist.get_world_size(), config)[dist.get_rank()]
+    train_batch(policy, None, optimizer, scheduler, share, config, device)
+    return {name: before[name] - weight for name, weight in trainable(policy).items()}
+
+
+def plain_gradient(config):
+    """Σ over tokens of -A·log p of one plain row at a time, over the normalizer worked out here."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
+    if config.use_peft:
+        model = add_lora(model, config)
+        for name, weight in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(weight, std=0.05)
+    total = 0.0
+    for g, group in enumerate(make_groups()):
+        for c, completion in enumerate(group.completions):
+            if config.mask_truncated_completions and (g, c) == TRUNCATED:
+                continue
+            start, ids = len(group.prompt.token_ids), group.prompt.token_ids + completion.token_ids
+            logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1] / config.temperature
+            logprobs = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
+            loss = -ADVANTAGES[g, c] * logprobs
+            total = total + (loss.mean() if config.loss_type == "grpo" else loss.sum())
+    tokens = sum(map(sum, LENGTHS)) - (9 if config.mask_truncated_completions else 0)
+    (total / {"grpo": 12, "dr_grpo": 12 * 12}.get(config.loss_type, tokens)).backward()
+    weights = {id(w): (name, w) for name, w in reversed(model.state_dict(keep_vars=True).items()) if w.requires_grad}
+    return {name: w.grad for name, w in weights.values()}
+
+
+def assert_same(got, expected):
+    """fp32 sums of about 60 terms in another order, on gradients of size 0.01 to 1, read off weights of size 1."""
+    assert got.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=3e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+CASES = [
+    {},
+    {"loss_type": "grpo"},
+    {"loss_type": "dr_grpo"},
+    {"loss_type": "cispo", "temperature": 0.7},
+    {"mask_truncated_completions": True},
+    {"use_peft": True, "lora_rank": 4},
+    {"gradient_checkpoint": True},
+]
+
+
+@pytest.fixture(scope="module")
+def device():
+    with process_group(60) as device:
+        yield device
+
+
+@pytest.mark.parametrize("fields", CASES, ids=str)
+def test_any_split_equals_plain_rows(models, device, fields):
+    expected = plain_gradient(make_config(models["tied"], **fields))
+    for max_tokens in (10_000, 60, 24):
+        assert_same(
+            trained_difference(make_config(models["tied"], max_tokens_per_gpu=max_tokens, **fields), device), expected
+        )
+
+
+def test_order_does_not_matter(models, device):
+    config = make_config(models["untied"], max_tokens_per_gpu=40)
+    assert_same(trained_difference(config, device, order=(2, 0, 3, 1)), plain_gradient(config))
+
+
+def test_minibatches_of_dapo_weigh_every_token_alike(models, device):
+    """Two mini-batches at a learning rate of zero: their gradients add up to twice the whole batch's."""
+    config = make_config(models["tied"], num_minibatches=2)
+    halves = split_batch(make_groups(), ADVANTAGES, 1, config)[0]
+    whole = split_batch(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, num_minibatches=1))[0]
+    assert [half.normalizer for half in halves] == [whole[0].normalizer / 2] * 2
+    bnpo = split_batch(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, loss_type="bnpo"))[0]
+    assert [half.normalizer for half in bnpo] == [14 + 13, 19 + 15]
+
+
+def test_ranks_get_equally_many_rows_and_every_token_once():
+    config = make_config("m", max_tokens_per_gpu=24)
+    for num_ranks in (1, 2, 3, 16):
+        shares = split_batch(make_groups(), ADVANTAGES, num_ranks, config)
+        assert len({len(share[0].rows) for share in shares}) == 1
+        trained = sum(micro.mask.sum().item() for share in shares for micro in share[0].rows)
+        assert trained == sum(map(sum, LENGTHS))
+
+
+RANK_CASES = [
+    {**wrapper, **peft, "max_tokens_per_gpu": max_tokens}
+    for wrapper in ({}, {"use_fsdp": True})
+    for peft in ({}, {"use_peft": True, "lora_rank": 4})
+    for max_tokens in (10_000, 30)
+]
+
+
+def rank_main(model, output):
+    """Runs on each of two ranks. With 10,000 tokens there is one row: the other rank has nothing but a filler."""
+    results = []
+    with process_group(60) as device:
+        for fields in RANK_CASES:
+            results.append(trained_difference(make_config(model, **fields), device))
+        if dist.get_rank() == 0:
+            torch.save(results, output)
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_two_ranks_equal_plain_rows(models, tmp_path, kind):
+    script = tmp_path / "ranks.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = {json.dumps([str(ROOT), str(ROOT / 'tests')])}\n"
+        f"from test_gradients import rank_main\nrank_main({models[kind]!r}, {str(tmp_path / 'out.pt')!r})\n"
+    )
+    done = torchrun(2, script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for fields, got in zip(RANK_CASES, torch.load(tmp_path / "out.pt"), strict=True):
+        assert_same(got, plain_gradient(make_config(models[kind], **fields)))

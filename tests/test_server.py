@@ -1,0 +1,383 @@
+"""The real vLLM server: completions, weight sync from every kind of policy, access, refusals."""
+
+import concurrent.futures
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import requests
+import torch
+import torch.distributed as dist
+from helpers import ENV, ROOT, server, torchrun, wait_for
+from safetensors.torch import load_file
+from torch.distributed import TCPStore
+
+import utils
+from config import TrainConfig
+from prefix_attention import pack
+from train import Rollouts, add_lora, forward, load_model, parallelize
+from utils import full_weights, process_group, published_weights, save_checkpoint, unwrap
+from vllm_client import ServerError, VLLMClient, sampling_params
+
+PROMPT = [5, 20, 33, 41, 7, 8]
+
+
+def prompts():
+    return [{"prompt": "12+34="}, {"prompt": "5+6="}]
+
+
+def no_reward(completions, **_):
+    return [0.0] * len(completions)
+
+
+def make_config(model, url, **fields):
+    defaults = {"dataset_id": prompts, "reward_funcs": [no_reward], "max_completion_len": 16, "server_timeout": 5.0}
+    return TrainConfig(model_id=model, vllm_urls=[url], **{**defaults, **fields})
+
+
+@pytest.fixture
+def client(models, servers):
+    client = VLLMClient(make_config(models["tied"], servers["tied"]))
+    yield client
+    client.close()
+
+
+# -- weight sync -----------------------------------------------------------------------------------------------------
+
+KINDS = [
+    {**wrapper, **peft} for wrapper in ({}, {"use_fsdp": True}) for peft in ({}, {"use_peft": True, "lora_rank": 4})
+]
+
+
+def make_policy(config, device):
+    torch.manual_seed(0)
+    model = load_model(config)
+    return parallelize(add_lora(model, config) if config.use_peft else model, config, device)
+
+
+@torch.no_grad()
+def disturb(policy, seed):
+    """Move every trainable weight, alike on all ranks (each FSDP2 shard by its own noise, which is as good)."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in policy.parameters():
+        if weight.requires_grad:
+            local = weight.to_local() if hasattr(weight, "to_local") else weight
+            local.add_(0.1 * torch.randn(local.shape, generator=generator))
+
+
+def bits(policy):
+    tensors = unwrap(policy).state_dict(keep_vars=True).items()
+    return {name: (t.to_local() if hasattr(t, "to_local") else t).detach().clone() for name, t in tensors}
+
+
+def mismatch(policy, rollouts, config, device):
+    """Largest |trainer - server| over fresh completions, nats; collective."""
+    replies = None
+    if dist.get_rank() == 0:
+        replies = rollouts.client.generate(PROMPT, {**sampling_params(config), "n": 4})
+    box = [replies]
+    dist.broadcast_object_list(box, src=0)
+    pairs = [(PROMPT, [c.token_ids for c in box[0]])]
+    with torch.no_grad():
+        (row,) = pack(pairs, share_prefix=False)
+        logprobs, _ = forward(policy, row.to(device), config)
+    sampled = torch.tensor([x for c in box[0] for x in c.sampler_logprobs])
+    return (logprobs - sampled).abs().max().item(), sorted({span[0] for c in box[0] for span in c.weight_versions})
+
+
+def sync_main(model, url, output):
+    """On every rank: all kinds of policy, two updates each; rank 0 writes what it saw."""
+    seen = []
+    with process_group(120) as device:
+        for number, kind in enumerate(KINDS):
+            config = make_config(model, url, temperature=0.8, **kind)
+            rollouts = Rollouts(config, device)
+            policy = make_policy(config, device)
+            rollouts.publish_first(policy, device)
+            for version in (1, 2):
+                disturb(policy, 10 * number + version)
+                before = bits(policy)
+                rollouts.publish(policy, version)
+                same = all(torch.equal(before[name], after) for name, after in bits(policy).items())
+            worst, versions = mismatch(policy, rollouts, config, device)
+            published = {name: tensor.clone() for name, tensor in published_weights(policy)}
+            save_checkpoint(policy, model, output / f"checkpoint-{number}")
+            rollouts.close()
+            if dist.get_rank() == 0:
+                torch.save(published, output / f"published-{number}.pt")
+                seen.append({"mismatch": worst, "versions": versions, "bit_identical": same})
+        if dist.get_rank() == 0:
+            (output / "seen.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+def test_sync_from_every_kind_of_policy(models, servers, tmp_path, embeddings, num_ranks):
+    """After two updates the server's log-probs are the trainer's to 1e-4 nats (fp32 kernels of two libraries)."""
+    script = tmp_path / "sync.py"
+    script.write_text(
+        f"import sys, pathlib; sys.path[:0] = {json.dumps([str(ROOT), str(ROOT / 'tests')])}\n"
+        "from test_server import sync_main\n"
+        f"sync_main({models[embeddings]!r}, {servers[embeddings]!r}, pathlib.Path({str(tmp_path)!r}))\n"
+    )
+    done = torchrun(num_ranks, script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for number, (kind, seen) in enumerate(zip(KINDS, json.loads((tmp_path / "seen.json").read_text()), strict=True)):
+        assert seen["mismatch"] <= 1e-4, kind
+        assert seen["versions"] == [2], kind
+        assert seen["bit_identical"], kind
+        published = torch.load(tmp_path / f"published-{number}.pt")
+        checkpoint = tmp_path / f"checkpoint-{number}"
+        if kind.get("use_peft"):
+            from peft import AutoPeftModelForCausalLM
+
+            merged = AutoPeftModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).merge_and_unload()
+            saved = merged.state_dict()
+            assert set(published) <= set(saved)
+            for name, tensor in published.items():  # peft adds in place: the same sum, rounded once more
+                torch.testing.assert_close(tensor, saved[name], rtol=1e-6, atol=1e-6, msg=lambda t, n=name: f"{n} {t}")
+        else:
+            saved = load_file(checkpoint / "model.safetensors")
+            assert set(saved) == set(published)
+            assert all(torch.equal(saved[name], tensor) for name, tensor in published.items()), kind
+
+
+def test_tensor_parallel_server(models, tmp_path):
+    """Two workers, each with its shard of every tensor."""
+    env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if len(os.sched_getaffinity(0)) > 1 else {}
+    with server(models["untied"], tmp_path / "log", "--tensor-parallel-size", "2", env=env) as started:
+        config = make_config(models["untied"], wait_for(*started))
+        with process_group(120) as device:
+            rollouts = Rollouts(config, device)
+            policy = make_policy(config, device)
+            rollouts.publish_first(policy, device)
+            disturb(policy, 5)
+            rollouts.publish(policy, 1)
+            worst, versions = mismatch(policy, rollouts, config, device)
+            rollouts.close()
+        assert worst <= 1e-4
+        assert versions == [1]
+
+
+def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypatch):
+    """Law 6: one layer's norm left out of the first sync is enough to stop the run."""
+    import train
+
+    complete = published_weights
+    monkeypatch.setattr(
+        train, "published_weights", lambda p: ((n, t) for n, t in complete(p) if n != "model.norm.weight")
+    )
+    config = make_config(models["untied"], servers["untied"])
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        with pytest.raises(ServerError, match="after the weight sync .* differ by"):
+            rollouts.publish_first(make_policy(config, device), device)
+        monkeypatch.setattr(train, "published_weights", complete)
+        rollouts.publish_first(make_policy(config, device), device)  # and the server is whole again
+        rollouts.close()
+
+
+def test_updates_in_flight_keep_both_versions(models, servers):
+    """Tokens before an update keep the old version and log-probs; those after are computed under the new weights."""
+    config = make_config(models["untied"], servers["untied"], max_completion_len=100)
+    sampling = {"n": 4, "max_tokens": 100, "ignore_eos": True, "temperature": 1.0}
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        old = make_policy(config, device)
+        rollouts.publish_first(old, device)
+        for attempt in range(1, 20):  # until the update hits a request in mid-generation
+            new = make_policy(config, device)
+            disturb(new, attempt)
+            with concurrent.futures.ThreadPoolExecutor(1) as pool:
+                reply = pool.submit(rollouts.client.generate, PROMPT, sampling)
+                rollouts.publish(new, attempt)
+                completions = reply.result()
+            if any(len(c.weight_versions) == 2 for c in completions):
+                break
+            old = new
+        rollouts.close()
+        completion = next(c for c in completions if len(c.weight_versions) == 2)
+        (_, _, change), (version, start, end) = completion.weight_versions
+        assert (version, start, end) == (attempt, change, 100)
+        (row,) = pack([(PROMPT, [completion.token_ids])], share_prefix=False)
+        with torch.no_grad():
+            under_old, under_new = (forward(model, row, config)[0] for model in (old, new))
+        sampled = torch.tensor(completion.sampler_logprobs)
+        assert (under_old - sampled)[:change].abs().max() <= 1e-4
+        assert (under_new - sampled)[change:].abs().max() <= 1e-4
+
+
+def test_merged_weights_are_temporaries(models):
+    config = make_config(models["tied"], "http://x", use_peft=True, lora_rank=4)
+    with process_group(60) as device:
+        policy = make_policy(config, device)
+        storages = {p.data_ptr() for p in policy.parameters()}
+        merged = {name for name, tensor in full_weights(policy) if tensor.data_ptr() not in storages}
+    assert {name for name in merged if "proj" not in name} == set()
+    assert len(merged) == 14
+
+
+# -- completions -----------------------------------------------------------------------------------------------------
+
+
+def test_sampling_parameters_take_effect(client):
+    ask = lambda **fields: client.generate(PROMPT, {"n": 2, "max_tokens": 12, "temperature": 1.0, **fields})  # noqa: E731
+    greedy = ask(temperature=0.0, n=1)
+    assert greedy[0].token_ids == ask(top_k=1)[0].token_ids == ask(top_p=1e-6)[1].token_ids
+    assert ask(min_p=1.0)[0].token_ids == greedy[0].token_ids
+    cut = ask(ignore_eos=True)[0]
+    assert cut.truncated
+    assert len(cut.token_ids) == len(cut.sampler_logprobs) == 12
+    digits = ask(structured_outputs={"regex": "[0-9]{3}"}, max_tokens=8)
+    texts = ["".join(chr(token + 28) for token in c.token_ids if token > 3) for c in digits]
+    assert all(re.fullmatch("[0-9]{3}", text) for text in texts), texts
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    (reply, _) = ask(structured_outputs={"json": schema}, max_tokens=40)
+    assert set(json.loads("".join(chr(t + 28) if t > 3 else "" for t in reply.token_ids))) == {"a"}
+
+
+def test_stop_strings(client):
+    token = client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True})[0].token_ids[2]
+    stopped = client.generate(PROMPT, {"n": 1, "max_tokens": 20, "temperature": 0.0, "stop": [chr(token + 28)]})[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids[-1] == token
+
+
+def test_a_refused_request_is_not_repeated(client):
+    with pytest.raises(ServerError, match="answered 400"):
+        client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0})
+
+
+# -- access and refusals ---------------------------------------------------------------------------------------------
+
+
+def test_only_the_trainers_routes_are_open(servers):
+    for path in (
+        "/collective_rpc",
+        "/v1/chat/completions",
+        "/server_info",
+        "/sleep",
+        "/docs",
+        "/v1/completions",
+        "/nothing",
+    ):
+        for method in ("GET", "POST"):
+            assert requests.request(method, servers["tied"] + path, json={}, timeout=10).status_code == 404, path
+
+
+def test_token_on_every_route_but_health(models, tmp_path, monkeypatch):
+    with server(models["tied"], tmp_path / "log", env={"VLLM_API_KEY": "secret"}) as started:
+        url = wait_for(*started)
+        for path in (
+            "/v1/models",
+            "/get_world_size",
+            "/pause",
+            "/update_weights",
+            "/inference/v1/generate",
+            "/metrics",
+        ):
+            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
+                assert requests.request("POST", url + path, headers=headers, json={}, timeout=10).status_code == 401, (
+                    path
+                )
+        monkeypatch.setenv("VLLM_API_KEY", "secret")
+        client = VLLMClient(make_config(models["tied"], url))
+        assert client.wait_until_ready() == 128
+        assert len(client.generate(PROMPT, {"n": 2, "max_tokens": 3})) == 2
+        client.close()
+
+
+def test_a_reachable_host_needs_a_token(models):
+    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", models["tied"], "--host", "0.0.0.0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
+    assert done.returncode != 0
+    assert "set VLLM_API_KEY" in done.stderr
+
+
+def test_server_not_reachable(models):
+    client = VLLMClient(make_config(models["tied"], "http://127.0.0.1:9", server_timeout=0.0))
+    with pytest.raises(
+        ServerError, match=r"no rollout server at .*start one with `python vllm_server.py --model .* --port 9`"
+    ):
+        client.wait_until_ready()
+    client.close()
+
+
+def test_another_model(models, servers, tmp_path):
+    client = VLLMClient(make_config(models["untied"], servers["tied"]))
+    with pytest.raises(ServerError, match=f"serves {re.escape(models['tied'])}, not {re.escape(models['untied'])}"):
+        client.wait_until_ready()
+    client.close()
+
+
+def test_unknown_model_is_refused_before_anything(tmp_path):
+    from vllm_client import load_tokenizer
+
+    with pytest.raises(ValueError, match="no such path, and the hub has no such model"):
+        load_tokenizer(make_config(str(tmp_path / "nowhere"), "http://x"))
+
+
+def test_lora_target_that_matches_nothing(models):
+    config = make_config(models["tied"], "http://x", use_peft=True, lora_target_modules=["q_proj", "qkv"])
+    with pytest.raises(ValueError, match="qkv matches no module; the model has .*q_proj"):
+        add_lora(load_model(config), config)
+
+
+def test_buckets_and_pieces(monkeypatch):
+    """Weights reach the other side bit for bit, whatever has to be joined or split; no bucket exceeds the limit."""
+    monkeypatch.setattr(utils, "BUCKET_BYTES", 1000)
+    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    shapes = [(3, 5), (7,), (100,), (9, 9), (50, 60), ()]
+    weights = [(f"w{i}", torch.randn(s).to(d)) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]
+    joined = list(utils.buckets(weights))
+    assert [list(bucket) for bucket in joined] == [["w0", "w1"], ["w2", "w3"], ["w4"], ["w5"]]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [store, TCPStore("127.0.0.1", store.port, is_master=False)]
+    join = lambda rank: utils.TransferGroup(stores[rank], rank, 2, torch.device("cpu"), 30.0)  # noqa: E731
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        trainer, worker = pool.map(join, (0, 1))
+        for bucket in joined:
+            tensors = list(bucket.values())
+            reply = pool.submit(worker.receive, tensors[0].dtype, [t.shape for t in tensors])
+            handles = trainer.send(tensors)
+            for handle in handles:
+                handle.wait()
+            assert all(torch.equal(got, sent) for got, sent in zip(reply.result(), tensors, strict=True))
+            assert len(handles) == (12 if "w4" in bucket else 1)
+    trainer.close()
+    worker.close()
+
+
+def test_moe_experts_are_published_under_checkpoint_names(tmp_path):
+    """transformers fuses experts in memory; the server knows the names that save_pretrained writes."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=50,
+            hidden_size=32,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            tie_word_embeddings=False,
+        )
+    )
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    published = dict(published_weights(model))
+    assert set(published) == set(saved)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in published.items())
