@@ -236,6 +236,11 @@ class TrainConfig:
             self.batch_size % self.num_minibatches == 0,
             f"batch_size={self.batch_size} cannot be divided into num_minibatches={self.num_minibatches} equal parts",
         )
+        _require(
+            self.max_tokens_per_gpu > self.max_completion_len,
+            f"max_tokens_per_gpu={self.max_tokens_per_gpu} holds no completion of max_completion_len="
+            f"{self.max_completion_len} with its prompt: raise it",
+        )
         _require(self.max_staleness == 0, "max_staleness: asynchronous rollouts are not available yet, set it to 0")
         _require(self.use_fsdp or not self.fsdp_bf16, "fsdp_bf16 has no effect without use_fsdp: set bf16 instead")
         _require(not (self.bf16 and self.fsdp_bf16), "bf16 and fsdp_bf16 do the same in two ways: set one of them")
@@ -296,6 +301,17 @@ def changed_fields(config: TrainConfig) -> dict[str, Any]:
         if (value := getattr(config, f.name)) != default:
             changed[f.name] = value
     return changed
+
+
+def describe(config: TrainConfig) -> str:
+    """What differs from the defaults, a line a field, and a warning where log-probs cannot be exact."""
+    lines = [f"  {name} = {_jsonable(value)}" for name, value in changed_fields(config).items()]
+    if not config.exact_sampling:
+        lines.append(
+            "warning: top_k, top_p, min_p and guided decoding sample from a truncated distribution, while the loss "
+            "takes log-probs over the whole vocabulary: ratios are then not exact"
+        )
+    return "\n".join(["configuration, where it differs from the defaults:", *lines])
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:

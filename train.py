@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import TrainConfig, parse_args, to_json
+from config import TrainConfig, describe, parse_args, to_json
 from prefix_attention import PackedBatch, completion_logprobs, pack
 from utils import (
     RunLog,
@@ -164,7 +164,9 @@ def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
 def load_model(config: TrainConfig) -> Any:
     """The causal language model named by the config, on CPU, in `dtype`."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # ours is the one to watch
     return AutoModelForCausalLM.from_pretrained(
         config.model_id,
         dtype=getattr(torch, config.dtype),
@@ -173,19 +175,29 @@ def load_model(config: TrainConfig) -> Any:
     )
 
 
-def add_lora(model: Any, config: TrainConfig) -> Any:
-    """Wrap a model in fresh LoRA adapters.
+def check_lora_targets(config: TrainConfig) -> None:
+    """Refuse LoRA targets that do not exist, on a skeleton without weights.
 
     Raises:
-        ValueError: a target that matches no module, with some that exist.
+        ValueError: a target that matches no linear or embedding layer, with those that exist.
     """
-    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    remote = config.trust_remote_code
+    with torch.device("meta"):
+        shape = AutoConfig.from_pretrained(config.model_id, trust_remote_code=remote)
+        skeleton = AutoModelForCausalLM.from_config(shape, trust_remote_code=remote)
+    names = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
     for target in config.lora_target_modules or []:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             leaves = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise ValueError(f"lora_target_modules: {target} matches no module; the model has {leaves}")
+
+
+def add_lora(model: Any, config: TrainConfig) -> Any:
+    """Wrap a model in fresh LoRA adapters."""
+    from peft import LoraConfig, get_peft_model
+
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -230,6 +242,8 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 
 def build_policy(config: TrainConfig, device: torch.device) -> Any:
     """The model that trains: dropout off but LoRA's own, checkpointing, LoRA and parallelism as configured."""
+    if config.lora_target_modules:
+        check_lora_targets(config)
     model = load_model(config)
     for module in model.modules():  # dropout would make the first importance ratio differ from 1
         if isinstance(module, nn.Dropout):
@@ -372,6 +386,7 @@ class Rollouts:
     def _open(self, device: torch.device) -> int:
         """Check and load everything rank 0 needs; returns the number of steps."""
         config = self.config
+        print(describe(config))
         self.tokenizer = load_tokenizer(config)
         self.client = VLLMClient(config)
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
@@ -400,7 +415,7 @@ class Rollouts:
             advantages = compute_advantages(rewards, self.config.scale_rewards)
             shares = split_batch(groups, advantages, dist.get_world_size(), self.config)
             self.num_tokens += sum(group.num_tokens for group in groups)
-            metrics |= batch_metrics(groups, rewards, self.config) | {"num_tokens": self.num_tokens}
+            metrics |= batch_metrics(groups, rewards, version, self.config) | {"num_tokens": self.num_tokens}
             self.samples = batch_samples(groups, rewards, advantages)
         return scatter_objects(shares), metrics
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-BUCKET_BYTES = 64 << 20  # per broadcast; two are alive at a time, so a sync costs the trainer at most 128 MiB
+BUCKET_BYTES = 32 << 20  # per broadcast; two are alive at a time: one being loaded, one being gathered
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -44,8 +44,11 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
         yield device
-    finally:
-        dist.destroy_process_group()
+    except BaseException:
+        if dist.get_world_size() == 1:
+            dist.destroy_process_group()
+        raise  # with peers waiting in a collective, tearing down could hang: torchrun ends them once this rank is gone
+    dist.destroy_process_group()
 
 
 def is_main() -> bool:
@@ -383,7 +386,8 @@ def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        sys.exit(f"error: {error}")
+        rank = os.environ.get("RANK", "0")
+        sys.exit(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}")
 
 
 def epochs(num_items: int, seed: int) -> Iterator[int]:

@@ -413,7 +413,8 @@ def load_prompts(
         print(f"left out {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {max_prompt_len} tokens")
     if not kept:
         raise ValueError(
-            f"no prompt has at most {max_prompt_len} tokens: start the server with a larger --max-model-len"
+            f"no prompt has at most {max_prompt_len} tokens, the room that max_completion_len="
+            f"{config.max_completion_len} leaves in the server's --max-model-len and in max_tokens_per_gpu"
         )
     return kept
 
@@ -468,16 +469,19 @@ def reward_group(function: Any, group: Group) -> list[float | None]:
     return [None if value is None else float(value) for value in values]
 
 
-def batch_metrics(groups: list[Group], rewards: Tensor, config: TrainConfig) -> dict[str, float]:
-    """What is known of a batch before it trains: rewards, lengths, versions."""
+def batch_metrics(groups: list[Group], rewards: Tensor, version: int, config: TrainConfig) -> dict[str, float]:
+    """What is known of a batch before it trains under policy `version`: rewards, lengths, staleness."""
     completions = [c for group in groups for c in group.completions]
     lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
+    staleness = torch.tensor([float(version - c.weight_versions[0][0]) for c in completions])
     spread = torch.stack([row[~row.isnan()].std(unbiased=False) for row in rewards]).nan_to_num(0.0)
     return {
         "reward": rewards.nanmean().item(),
         "reward_std": spread.mean().item(),
         "frac_reward_zero_std": (spread == 0).double().mean().item(),
         **reward_means(groups, config),
+        "staleness/mean": staleness.mean().item(),
+        "staleness/max": staleness.max().item(),
         "completions/mean_length": lengths.mean().item(),
         "completions/clipped_ratio": sum(c.truncated for c in completions) / len(completions),
     }

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from helpers import make_model, server, wait_for
+from helpers import make_model, server
 
 
 def pytest_collection_modifyitems(items):
@@ -30,4 +29,4 @@ def servers(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
         started = {kind: stack.enter_context(server(path, folder / f"{kind}.log")) for kind, path in models.items()}
-        yield {kind: wait_for(*process) for kind, process in started.items()}
+        yield {kind: process.wait() for kind, process in started.items()}

@@ -1,22 +1,21 @@
 """Tiny models, real servers and ranks for the tests."""
 
-import contextlib
 import os
-import signal
-import socket
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from local_server import free_port, local_server  # noqa: E402
+
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 VOCAB = ["<pad>", "<bos>", "<eos>", "\n", *(chr(code) for code in range(32, 127))]
 CHAT_TEMPLATE = (
     "<bos>{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
@@ -28,8 +27,6 @@ def make_tokenizer(add_bos=False):
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=[]))
     backend.decoder = decoders.Fuse()
     if add_bos:
-        from tokenizers.processors import TemplateProcessing
-
         backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, pad_token="<eos>", bos_token="<bos>", eos_token="<eos>", model_max_length=256
@@ -53,48 +50,9 @@ def make_model(path, tied=True, layers=2):
     return str(path)
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-@contextlib.contextmanager
-def running(command, log, **options):
-    """A process group that ends with the block."""
-    with open(log, "w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, **options)
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def server(model, log, *options, env=()):
-    """A real rollout server, not waited for; yields its address."""
-    port = free_port()
-    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
-    command += ["--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "64", *options]
-    with running(command, log, env={**ENV, **dict(env)}) as process:
-        yield f"http://127.0.0.1:{port}", process, log
-
-
-def wait_for(url, process, log, timeout_s=240):
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=2)
-            return url
-        except (urllib.error.URLError, TimeoutError):
-            assert process.poll() is None, Path(log).read_text()[-3000:]
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.5)
+def server(model, log, *options, **more):
+    """A real server for short sequences."""
+    return local_server(model, log, "--max-model-len", "128", "--max-num-seqs", "64", *options, **more)
 
 
 def torchrun(num_ranks, *arguments, timeout_s=300, env=(), cwd=ROOT):

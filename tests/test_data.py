@@ -133,7 +133,7 @@ def test_weighted_rewards_and_none():
     assert totals.tolist() == [[2.0, 1.0], [0.0, 0.0]]
     assert groups[0].texts == ["2", "3"]
     assert groups[1].rewards == [[0.0, None], [0.0, None]]
-    metrics = batch_metrics(groups, totals, config)
+    metrics = batch_metrics(groups, totals, 0, config)
     assert metrics["rewards/right"] == 0.25
     assert metrics["rewards/only_first"] == 2.0
     assert metrics["frac_reward_zero_std"] == 0.5

@@ -11,14 +11,14 @@ import pytest
 import requests
 import torch
 import torch.distributed as dist
-from helpers import ENV, ROOT, server, torchrun, wait_for
+from helpers import ENV, ROOT, server, torchrun
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
 import utils
 from config import TrainConfig
 from prefix_attention import pack
-from train import Rollouts, add_lora, forward, load_model, parallelize
+from train import Rollouts, add_lora, check_lora_targets, forward, load_model, parallelize
 from utils import full_weights, process_group, published_weights, save_checkpoint, unwrap
 from vllm_client import ServerError, VLLMClient, sampling_params
 
@@ -149,7 +149,7 @@ def test_tensor_parallel_server(models, tmp_path):
     """Two workers, each with its shard of every tensor."""
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if len(os.sched_getaffinity(0)) > 1 else {}
     with server(models["untied"], tmp_path / "log", "--tensor-parallel-size", "2", env=env) as started:
-        config = make_config(models["untied"], wait_for(*started))
+        config = make_config(models["untied"], started.wait())
         with process_group(120) as device:
             rollouts = Rollouts(config, device)
             policy = make_policy(config, device)
@@ -275,7 +275,7 @@ def test_only_the_trainers_routes_are_open(servers):
 
 def test_token_on_every_route_but_health(models, tmp_path, monkeypatch):
     with server(models["tied"], tmp_path / "log", env={"VLLM_API_KEY": "secret"}) as started:
-        url = wait_for(*started)
+        url = started.wait()
         for path in (
             "/v1/models",
             "/get_world_size",
@@ -328,7 +328,7 @@ def test_unknown_model_is_refused_before_anything(tmp_path):
 def test_lora_target_that_matches_nothing(models):
     config = make_config(models["tied"], "http://x", use_peft=True, lora_target_modules=["q_proj", "qkv"])
     with pytest.raises(ValueError, match="qkv matches no module; the model has .*q_proj"):
-        add_lora(load_model(config), config)
+        check_lora_targets(config)
 
 
 def test_buckets_and_pieces(monkeypatch):

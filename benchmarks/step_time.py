@@ -1,0 +1,180 @@
+"""Seconds per step, split into generate, reward, train and sync; a sync against one plain broadcast of its bytes.
+
+    python benchmarks/step_time.py [--json PATH] [--quick]
+
+Each model trains against a real server on this machine. Between steps, the same weights are synced once more and the
+same number of bytes is broadcast once over plain gloo to another process: the ratio of the two medians is what the
+sync costs beside the bytes themselves (pause, pack, load, resume). `sync_memory_mb` is how far the trainer's resident
+peak rises in a sync; `largest_tensor_mb` and `bucket_mb` stand beside it.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks")]
+
+import torch
+import torch.distributed as dist
+from build_tiny import build, build_tokenizer, problems
+from common import median, report
+from local_server import local_server
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import utils
+from config import TrainConfig
+from recipes.rewards import exact_match
+from train import Rollouts, build_optimizer, build_policy, train_batch
+from utils import process_group, published_weights, timed
+
+
+def build_random(path: Path, hidden: int, layers: int) -> None:
+    """A random Qwen3 with the tiny recipe's tokenizer and a 8192-row embedding: 350 MB at 1024 x 6."""
+    config = Qwen3Config(
+        vocab_size=8192,
+        hidden_size=hidden,
+        intermediate_size=3 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 64,
+        num_key_value_heads=hidden // 128,
+        head_dim=64,
+        max_position_embeddings=128,
+        tie_word_embeddings=True,
+        eos_token_id=2,
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    build_tokenizer().save_pretrained(path)
+
+
+def train_problems() -> list[dict[str, str]]:
+    """The tiny recipe's problems."""
+    return problems(1000, held_out=False, seed=0)
+
+
+def plain_receiver(ports: Any, num_bytes: int, repeats: int) -> None:
+    """The other end of the plain broadcast, in a process of its own."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", ports.get(), is_master=False)
+    group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=120))
+    data = torch.empty(num_bytes, dtype=torch.uint8)
+    for _ in range(repeats):
+        group.broadcast([data], dist.BroadcastOptions()).wait()
+
+
+def resident_mb(field: str) -> float:
+    """`VmRSS` (now) or `VmHWM` (peak since the last reset) of this process, MB."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) / 1e3
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def measure(name: str, model: Path, steps: int, **fields: Any) -> dict[str, Any]:
+    """Train `steps` steps on a server of its own, then sync and broadcast in turn."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ("--max-model-len", "64", "--max-num-seqs", "256")
+        with local_server(str(model), Path(folder) / "server.log", *options) as server:
+            config = TrainConfig(
+                model_id=str(model),
+                vllm_urls=[server.wait()],
+                dataset_id=train_problems,
+                reward_funcs=[exact_match],
+                no_apply_chat_template=True,
+                max_completion_len=12,
+                max_steps=steps,
+                output_dir=folder,
+                **fields,
+            )
+            with process_group(120) as device:
+                return {"model": name, **run(config, device, steps)}
+
+
+def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]:
+    """The loop of train.py without log and checkpoints, every part timed."""
+    rollouts = Rollouts(config, device)
+    policy = build_policy(config, device)
+    optimizer, scheduler = build_optimizer(policy, steps, config)
+    sizes = [tensor.nbytes for _, tensor in published_weights(policy)]
+    rollouts.publish_first(policy, device)
+    times: dict[str, list[float]] = {}
+    for version in range(steps):
+        parts: dict[str, float] = {}
+        with timed("time/step_s", parts):
+            batch, about = rollouts.next_batch(version)
+            with timed("time/train_s", parts):
+                train_batch(policy, None, optimizer, scheduler, batch, config, device)
+            with timed("time/sync_s", parts):
+                rollouts.publish(policy, version + 1)
+        for part, seconds in {**about, **parts}.items():
+            if part.startswith("time/"):
+                times.setdefault(part.removeprefix("time/"), []).append(seconds)
+    order = ("generate_s", "reward_s", "train_s", "sync_s", "step_s")
+    row: dict[str, Any] = {part: median(times[part][1:]) for part in order}  # the first step warms up
+    row |= sync_against_broadcast(rollouts, policy, sum(sizes), 7, steps)
+    row |= {"model_mb": sum(sizes) / 1e6, "largest_tensor_mb": max(sizes) / 1e6, "bucket_mb": utils.BUCKET_BYTES / 1e6}
+    rollouts.close()
+    return row
+
+
+def sync_against_broadcast(
+    rollouts: Rollouts, policy: Any, num_bytes: int, repeats: int, version: int
+) -> dict[str, float]:
+    """Medians of `repeats` syncs and as many plain gloo broadcasts of their bytes, in turn, and the sync's memory."""
+    spawn = multiprocessing.get_context("spawn")
+    ports = spawn.Queue()
+    receiver = spawn.Process(target=plain_receiver, args=(ports, num_bytes, repeats))
+    receiver.start()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports.put(store.port)
+    group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=120))
+    syncs, plains, memory = [], [], []
+    data = torch.zeros(num_bytes, dtype=torch.uint8)
+    for repeat in range(repeats):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+        before = resident_mb("VmRSS")
+        started = time.perf_counter()
+        rollouts.publish(policy, version + repeat + 1)
+        syncs.append(time.perf_counter() - started)
+        memory.append(resident_mb("VmHWM") - before)
+        started = time.perf_counter()
+        group.broadcast([data], dist.BroadcastOptions()).wait()
+        plains.append(time.perf_counter() - started)
+    receiver.join()
+    ratio = median([sync / plain for sync, plain in zip(syncs, plains, strict=True)])
+    return {
+        "extra_sync_s": median(syncs),
+        "plain_broadcast_s": median(plains),
+        "sync_over_plain": ratio,
+        "sync_memory_mb": max(memory),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help="a 20 MB model only, in under a minute")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        models = Path(folder)
+        if args.quick:
+            build_random(models / "small", hidden=256, layers=4)
+            rows = [measure("random 20 MB", models / "small", steps=2, batch_size=4)]
+        else:
+            build(models / "tiny", seed=0)
+            rows = [measure("tiny recipe", models / "tiny" / "model", steps=9, batch_size=64, learning_rate=3e-4)]
+            build_random(models / "large", hidden=1024, layers=6)
+            rows.append(measure("random 350 MB", models / "large", steps=4, batch_size=8))
+    report(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""A rollout server on this machine that ends with the block that started it, for tests and benchmarks."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@dataclass
+class LocalServer:
+    """A starting or running server: its address, process and log file."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self, timeout_s: float = 240) -> str:
+        """Wait until it answers; returns its address.
+
+        Raises:
+            RuntimeError: it ended, or took longer than `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2)
+                return self.url
+            except (urllib.error.URLError, TimeoutError):
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"the server did not start:\n{self.log.read_text()[-3000:]}") from None
+                time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def local_server(model: str, log: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[LocalServer]:
+    """Start `vllm_server.py` for `model` in a process group of its own, which ends with the block.
+
+    Args:
+        model: path or name.
+        log: file for its output.
+        options: further options of the server.
+        env: variables to add to the environment.
+    """
+    port = free_port()
+    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
+    defaults = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, "--dtype", "float32", *options],
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+            env={**defaults, **os.environ, **(env or {})},
+        )
+    try:
+        yield LocalServer(f"http://127.0.0.1:{port}", process, log)
+    finally:
+        for kind, patience_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, kind)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(patience_s)
