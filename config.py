@@ -96,7 +96,9 @@ class TrainConfig:
     max_concurrent_requests: int = 64
     """Prompts in flight over all servers."""
     request_timeout: float = 600.0
-    """Seconds one request may take, and one weight broadcast."""
+    """Seconds one request may take."""
+    sync_timeout: float = 60.0
+    """Seconds one broadcast of a weight sync (at most 32 MiB) may take."""
     request_retries: int = 3
     """How often a failed request is sent again."""
     server_timeout: float = 60.0

@@ -113,23 +113,39 @@ class TransferGroup:
             self._group = dist.ProcessGroupGloo(prefix, rank, world_size, gloo)
         self._store = store  # the group lives as long as its store
 
-    def send(self, tensors: list[Tensor]) -> list[Any]:
-        """Start the broadcast of tensors of one dtype from rank 0; returns handles to `wait()` on."""
-        flat = torch.cat([t.reshape(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].reshape(-1)
-        return self._broadcast(flat.to(self.device).view(torch.uint8))
+    def send(self, bucket: dict[str, Tensor]) -> list[Any]:
+        """Start the broadcast of named tensors from rank 0, uncopied; an empty bucket ends the stream.
 
-    def receive(self, dtype: torch.dtype, shapes: list[torch.Size]) -> list[Tensor]:
-        """Receive the tensors that rank 0 sends, as views of fresh memory."""
-        sizes = [shape.numel() for shape in shapes]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-        for handle in self._broadcast(flat.view(torch.uint8)):
-            handle.wait()
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+        Returns:
+            Handles to `wait()` on; the tensors must live until then.
+        """
+        entries = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket.items()]
+        header = torch.tensor(list(json.dumps(entries).encode()), dtype=torch.uint8)
+        messages = [torch.tensor([len(header)]), header]
+        messages += [tensor.reshape(-1).view(torch.uint8) for tensor in bucket.values()]
+        return [handle for message in messages for handle in self._broadcast(message.to(self.device))]
+
+    def receive(self) -> dict[str, Tensor]:
+        """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream."""
+        size = self._receive_into(torch.zeros(1, dtype=torch.int64, device=self.device))
+        header = self._receive_into(torch.empty(int(size), dtype=torch.uint8, device=self.device))
+        bucket = {}
+        for name, dtype, shape in json.loads(bytes(header.tolist())):
+            bucket[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+            self._receive_into(bucket[name].view(-1).view(torch.uint8))
+        return bucket
 
     def _broadcast(self, data: Tensor) -> list[Any]:
-        return [self._group.broadcast([piece], dist.BroadcastOptions()) for piece in data.split(BUCKET_BYTES)]
+        pieces = data.split(max(BUCKET_BYTES // data.element_size(), 1))
+        return [self._group.broadcast([piece], dist.BroadcastOptions()) for piece in pieces]
+
+    def _receive_into(self, data: Tensor) -> Tensor:
+        """Receive into `data`."""
+        for handle in self._broadcast(data):
+            handle.wait()
+        if self.device.type == "cuda":  # nccl's wait orders streams only; other threads read the bytes
+            torch.cuda.current_stream(self.device).synchronize()
+        return data
 
     def close(self) -> None:
         """Leave the group."""
@@ -223,15 +239,13 @@ def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Join consecutive weights of one dtype to at most `BUCKET_BYTES`; a larger tensor is a bucket of its own."""
+    """Consecutive weights of together at most `BUCKET_BYTES`; a larger tensor is a bucket of its own."""
     bucket: dict[str, Tensor] = {}
-    size = 0
     for name, tensor in weights:
-        if bucket and (size + tensor.nbytes > BUCKET_BYTES or tensor.dtype != next(iter(bucket.values())).dtype):
+        if bucket and sum(t.nbytes for t in bucket.values()) + tensor.nbytes > BUCKET_BYTES:
             yield bucket
-            bucket, size = {}, 0
+            bucket = {}
         bucket[name] = tensor
-        size += tensor.nbytes
     if bucket:
         yield bucket
 

@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import chain
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,7 @@ class Server:
         self.timeout_s = timeout_s
         self.retries = retries
         self.in_flight = 0
-        self.transfer: TransferGroup | None = None
+        self.transfer: TransferGroup  # from connect() on
         self._local = threading.local()  # a requests.Session is not thread-safe
 
     def request(
@@ -126,18 +127,18 @@ class Server:
                 self._local.session.headers["Authorization"] = f"Bearer {token}"
         return self._local.session
 
-    def connect(self, device: torch.device) -> None:
+    def connect(self, device: torch.device, timeout_s: float) -> None:
         """Open the weight-transfer group with this server's workers, replacing one that an earlier trainer left."""
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
         world_size = 1 + self.request("GET", "/get_world_size")["world_size"]
-        timeout = timedelta(seconds=self.timeout_s)
+        timeout = timedelta(seconds=timeout_s)
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        info = {"host": address, "port": store.port, "world_size": world_size, "timeout_s": self.timeout_s}
+        info = {"host": address, "port": store.port, "world_size": world_size, "timeout_s": timeout_s}
         with ThreadPoolExecutor(1) as pool:  # both sides must enter the rendezvous
             reply = pool.submit(
                 self.request, "POST", "/init_weight_transfer_engine", retries=0, json={"init_info": info}
             )
-            self.transfer = TransferGroup(store, 0, world_size, device, self.timeout_s)
+            self.transfer = TransferGroup(store, 0, world_size, device, timeout_s)
             reply.result()
 
 
@@ -239,7 +240,7 @@ class VLLMClient:
     def connect(self, device: torch.device) -> None:
         """Open one weight-transfer group per server."""
         for server in self.servers:
-            server.connect(device)
+            server.connect(device, self.config.sync_timeout)
 
     def clear_weights(self) -> None:
         """Zero the servers' weights, so that the check after the first sync can only pass if every weight arrived."""
@@ -262,27 +263,24 @@ class VLLMClient:
         everyone(lambda s: s.request("POST", "/pause?mode=keep", retries=0))
         try:
             everyone(lambda s: s.request("POST", "/start_weight_update", retries=0))
-            loading: list[tuple[Future[Any], list[Any]]] = []
-            for bucket in buckets(weights):
-                _settle(loading)  # a server loads one bucket while the trainer gathers the next
-                loading = [self._send(server, bucket) for server in self.servers]
-            _settle(loading)
+            update = {"update_info": {}}
+            loading = [
+                self._pool.submit(server.request, "POST", "/update_weights", retries=0, json=update)
+                for server in self.servers
+            ]
+            sending: list[Any] = []
+            for bucket in chain(buckets(weights), [{}]):  # an empty bucket ends the stream
+                _settle(sending, loading)  # a server loads one bucket while the trainer gathers the next
+                sending = [handle for server in self.servers for handle in server.transfer.send(bucket)]
+            _settle(sending, loading)
+            for reply in loading:
+                reply.result()
             everyone(
                 lambda s: s.request("POST", "/finish_weight_update", retries=0, json={"weight_version": str(version)})
             )
         finally:
             with suppress(ServerError):  # the first cause is the one to report
                 everyone(lambda s: s.request("POST", "/resume", retries=0))
-
-    def _send(self, server: Server, bucket: dict[str, Tensor]) -> tuple["Future[Any]", list[Any]]:
-        assert server.transfer is not None, "connect() comes first"
-        info = {
-            "names": list(bucket),
-            "dtype": str(next(iter(bucket.values())).dtype).removeprefix("torch."),
-            "shapes": [list(tensor.shape) for tensor in bucket.values()],
-        }
-        reply = self._pool.submit(server.request, "POST", "/update_weights", retries=0, json={"update_info": info})
-        return reply, server.transfer.send(list(bucket.values()))
 
     def _on_every_server(self, call: Any) -> None:
         for reply in [self._pool.submit(call, server) for server in self.servers]:
@@ -292,16 +290,19 @@ class VLLMClient:
         """Leave the transfer groups and drop what is still waiting."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
-            if server.transfer:
+            if hasattr(server, "transfer"):
                 server.transfer.close()
 
 
-def _settle(loading: list[tuple["Future[Any]", list[Any]]]) -> None:
-    """Wait for the servers first: one that failed never enters the broadcast, and its error is the cause to raise."""
-    for reply, handles in loading:
-        reply.result()
-        for handle in handles:
-            handle.wait()
+def _settle(sending: list[Any], loading: list["Future[Any]"]) -> None:
+    """Wait for broadcasts, and raise at once the error of a server that failed and will never take part in them."""
+    for handle in sending:
+        while not handle.is_completed():
+            for reply in loading:
+                if reply.done():
+                    reply.result()
+            time.sleep(2e-4)
+        handle.wait()
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

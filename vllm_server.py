@@ -13,6 +13,7 @@ import ipaddress
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -53,15 +54,11 @@ class TransferInit(WeightTransferInitInfo):
 
 
 @dataclass
-class Bucket(WeightTransferUpdateInfo):
-    """What the next broadcast holds: checkpoint names and shapes in order, all of one dtype."""
-
-    names: list[str]
-    dtype: str
-    shapes: list[list[int]]
+class Stream(WeightTransferUpdateInfo):
+    """One update is one stream: buckets over the transfer group until an empty one. Nothing to say beforehand."""
 
 
-class WeightReceiver(WeightTransferEngine[TransferInit, Bucket]):
+class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
     """Loads checkpoint-named weights broadcast by the trainer into a running worker.
 
     Every worker of a tensor-parallel server receives the full tensors and keeps its shard, exactly as when it
@@ -69,7 +66,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Bucket]):
     """
 
     init_info_cls = TransferInit
-    update_info_cls = Bucket
+    update_info_cls = Stream
     group: TransferGroup | None = None
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
@@ -88,16 +85,33 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Bucket]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load one bucket. Fresh memory each time: layerwise reload keeps views until a layer is whole."""
-        if self.group is None:
-            raise RuntimeError("no trainer is connected: /init_weight_transfer_engine comes first")
+        """Receive the stream and load it, one bucket while the next arrives."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: Bucket) -> None:
-        """Receive the tensors of `update_info` and hand them to the model's own `load_weights`."""
-        assert self.group is not None
-        tensors = self.group.receive(getattr(torch, update_info.dtype), [torch.Size(s) for s in update_info.shapes])
-        self.model.load_weights(zip(update_info.names, tensors, strict=True))
+    def receive_weights(self, update_info: Stream) -> None:
+        """Hand every bucket to the model's own `load_weights`.
+
+        Each bucket has memory of its own: layerwise reload keeps views until a layer is whole.
+        """
+        group = self.group
+        if group is None:
+            raise RuntimeError("no trainer is connected: /init_weight_transfer_engine comes first")
+
+        def receive() -> dict[str, torch.Tensor]:
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)
+            return group.receive()
+
+        try:
+            with ThreadPoolExecutor(1) as pool:
+                bucket = pool.submit(receive).result()
+                while bucket:
+                    arriving = pool.submit(receive)
+                    self.model.load_weights(bucket.items())
+                    bucket = arriving.result()
+        except BaseException:
+            self.shutdown()  # the trainer's broadcasts then fail at once, instead of waiting for this worker
+            raise
 
     def finish_weight_update(self) -> None:
         """Close the reload and refresh what it leaves behind.

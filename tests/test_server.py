@@ -332,26 +332,27 @@ def test_lora_target_that_matches_nothing(models):
 
 
 def test_buckets_and_pieces(monkeypatch):
-    """Weights reach the other side bit for bit, whatever has to be joined or split; no bucket exceeds the limit."""
-    monkeypatch.setattr(utils, "BUCKET_BYTES", 1000)
+    """Weights reach the other side bit for bit, whatever has to be joined or split, and keep their types."""
+    monkeypatch.setattr(utils, "BUCKET_BYTES", 1024)
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     shapes = [(3, 5), (7,), (100,), (9, 9), (50, 60), ()]
     weights = [(f"w{i}", torch.randn(s).to(d)) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]
     joined = list(utils.buckets(weights))
-    assert [list(bucket) for bucket in joined] == [["w0", "w1"], ["w2", "w3"], ["w4"], ["w5"]]
+    assert [list(bucket) for bucket in joined] == [["w0", "w1", "w2", "w3"], ["w4"], ["w5"]]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [store, TCPStore("127.0.0.1", store.port, is_master=False)]
     join = lambda rank: utils.TransferGroup(stores[rank], rank, 2, torch.device("cpu"), 30.0)  # noqa: E731
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         trainer, worker = pool.map(join, (0, 1))
         for bucket in joined:
-            tensors = list(bucket.values())
-            reply = pool.submit(worker.receive, tensors[0].dtype, [t.shape for t in tensors])
-            handles = trainer.send(tensors)
+            reply = pool.submit(worker.receive)
+            handles = trainer.send(bucket)
             for handle in handles:
                 handle.wait()
-            assert all(torch.equal(got, sent) for got, sent in zip(reply.result(), tensors, strict=True))
-            assert len(handles) == (12 if "w4" in bucket else 1)
+            got = reply.result()
+            assert list(got) == list(bucket)
+            assert all(torch.equal(got[name], sent) for name, sent in bucket.items())
+            assert len(handles) == 2 + (12 if "w4" in bucket else len(bucket))
     trainer.close()
     worker.close()
 
