@@ -42,7 +42,7 @@ class TrainConfig:
     """Train LoRA adapters instead of the weights."""
     lora_rank: int = 16
     """LoRA rank r. Needs `use_peft`, as the three fields below."""
-    lora_alpha: float = 32.0
+    lora_alpha: int = 32
     """LoRA scale: the update is alpha/r · B·A."""
     lora_dropout: float = 0.0
     """Dropout before A. Anything above 0 makes the first ratio differ from 1 and the KL from 0."""
@@ -196,6 +196,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
             object.__setattr__(self, name, _checked(name, getattr(self, name), hint))
+        functions = [load_function(f) if isinstance(f, str) else f for f in self.reward_funcs]
+        object.__setattr__(self, "reward_funcs", functions)
+        if isinstance(self.collate_fn, str):
+            object.__setattr__(self, "collate_fn", load_function(self.collate_fn))
         self._check_ranges()
         self._check_combinations()
 
@@ -334,7 +338,7 @@ def _type_name(hint: Any) -> str:
         return " or ".join(_type_name(option) for option in get_args(hint))
     if get_origin(hint) in (list, dict):
         return {list: "list", dict: "dict"}[get_origin(hint)]
-    return {type(None): "None"}.get(hint) or getattr(hint, "__name__", "function")
+    return "None" if hint is type(None) else str(getattr(hint, "__name__", "function"))
 
 
 def _matches(value: Any, hint: Any) -> bool:
@@ -406,6 +410,7 @@ def load_function(path: str, recipe: types.ModuleType | None = None) -> Callable
         ValueError: no such module or function.
     """
     module_name, _, name = path.rpartition(".")
+    _require(bool(module_name or recipe), f"no function {path}: give its dotted path, package.module.function")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -475,11 +480,8 @@ def parse_args(argv: list[str]) -> TrainConfig:
         values[name] = _parsed(name, text, hints[name])
     for name in ("model_id", "dataset_id", "reward_funcs"):
         _require(name in values, f"{name} must be given, by a recipe or as --{name}")
-    config = TrainConfig(**values)
-    functions = [load_function(f, recipe) if isinstance(f, str) else f for f in config.reward_funcs]
-    collate = config.collate_fn
-    return dataclasses.replace(
-        config,
-        reward_funcs=functions,
-        collate_fn=load_function(collate, recipe) if isinstance(collate, str) else collate,
-    )
+    if isinstance(values["reward_funcs"], list):
+        values["reward_funcs"] = [load_function(f, recipe) if isinstance(f, str) else f for f in values["reward_funcs"]]
+    if isinstance(values.get("collate_fn"), str):
+        values["collate_fn"] = load_function(values["collate_fn"], recipe)
+    return TrainConfig(**values)

@@ -10,7 +10,7 @@ every causal language model. Needs only torch (and a Hugging Face model), and ca
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Self
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor
@@ -113,6 +113,14 @@ def _padded(rows: list[_Row]) -> PackedBatch:
     return PackedBatch(input_ids, attention_mask, *torch.tensor(places).T.contiguous())
 
 
+@overload
+def completion_logprobs(
+    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: Literal[False] = False
+) -> Tensor: ...
+@overload
+def completion_logprobs(
+    model: Any, row: PackedBatch, temperature: float = 1.0, *, return_entropy: Literal[True]
+) -> tuple[Tensor, Tensor]: ...
 def completion_logprobs(
     model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:

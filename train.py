@@ -405,7 +405,8 @@ class Rollouts:
 
         Collective: every rank calls it.
         """
-        shares, metrics = None, {}
+        shares: list[list[Minibatch]] | None = None
+        metrics: dict[str, float] = {}
         if is_main():
             prompts = [self.prompts[next(self.order)] for _ in range(self.config.batch_size)]
             with timed("time/generate_s", metrics):

@@ -107,7 +107,7 @@ class TransferGroup:
             options._timeout = timeout
             self._group: Any = dist.ProcessGroupNCCL(prefix, rank, world_size, options)
         else:
-            gloo = dist.ProcessGroupGloo._Options()
+            gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
             gloo._timeout = timeout
             self._group = dist.ProcessGroupGloo(prefix, rank, world_size, gloo)
@@ -168,7 +168,7 @@ def address_towards(host: str) -> str:
 # Weights in checkpoint form
 
 
-def unwrap(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> Any:
     """The module inside DistributedDataParallel; FSDP2 and plain models are their own."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 

@@ -263,7 +263,7 @@ class VLLMClient:
         everyone(lambda s: s.request("POST", "/pause?mode=keep", retries=0))
         try:
             everyone(lambda s: s.request("POST", "/start_weight_update", retries=0))
-            update = {"update_info": {}}
+            update: dict[str, Any] = {"update_info": {}}
             loading = [
                 self._pool.submit(server.request, "POST", "/update_weights", retries=0, json=update)
                 for server in self.servers
@@ -493,7 +493,7 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     means = {}
     for number, function in enumerate(config.reward_funcs):
         assert callable(function)
-        given = [row[number] for group in groups for row in group.rewards if row[number] is not None]
+        given = [value for group in groups for row in group.rewards if (value := row[number]) is not None]
         means[f"rewards/{function.__name__}"] = sum(given) / len(given) if given else math.nan
     return means
 

@@ -97,6 +97,8 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         if group is None:
             raise RuntimeError("no trainer is connected: /init_weight_transfer_engine comes first")
 
+        load_weights: Any = self.model.load_weights
+
         def receive() -> dict[str, torch.Tensor]:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
@@ -107,7 +109,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
                 bucket = pool.submit(receive).result()
                 while bucket:
                     arriving = pool.submit(receive)
-                    self.model.load_weights(bucket.items())
+                    load_weights(bucket.items())
                     bucket = arriving.result()
         except BaseException:
             self.shutdown()  # the trainer's broadcasts then fail at once, instead of waiting for this worker

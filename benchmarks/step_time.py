@@ -62,7 +62,7 @@ def plain_receiver(ports: Any, num_bytes: int, repeats: int) -> None:
     """The other end of the plain broadcast, in a process of its own."""
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", ports.get(), is_master=False)
-    group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=120))
+    group: Any = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=120))
     data = torch.empty(num_bytes, dtype=torch.uint8)
     for _ in range(repeats):
         group.broadcast([data], dist.BroadcastOptions()).wait()
@@ -133,7 +133,7 @@ def sync_against_broadcast(
     receiver.start()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ports.put(store.port)
-    group = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=120))
+    group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=120))
     syncs, plains, memory = [], [], []
     data = torch.zeros(num_bytes, dtype=torch.uint8)
     for repeat in range(repeats):

@@ -2,8 +2,11 @@
 
 import ast
 import dataclasses
+import itertools
 import json
+import os
 import re
+import sys
 
 import pytest
 from helpers import ROOT
@@ -84,7 +87,7 @@ def test_recipe_and_its_own_functions(tmp_path, monkeypatch):
     path = tmp_path / "my_recipe.py"
     path.write_text(RECIPE % "")
     config = parse_args([str(path), "--reward_funcs", "other,os.path.exists", "--beta", "0.1"])
-    assert [f.__name__ for f in config.reward_funcs] == ["other", "exists"]
+    assert config.reward_funcs == [sys.modules["my_recipe"].other, os.path.exists]
     assert (config.learning_rate, config.beta) == (2e-5, 0.1)
     saved = json.loads(json.dumps(to_json(config)))
     assert saved["reward_funcs"] == ["my_recipe.other", "genericpath.exists"]
@@ -115,12 +118,14 @@ def test_dotted_path_from_the_working_directory(tmp_path, monkeypatch):
 def test_every_field_is_documented_and_read():
     source = (ROOT / "config.py").read_text()
     (cls,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig"]
-    fields = [i for i, node in enumerate(cls.body) if isinstance(node, ast.AnnAssign)]
-    for i in fields:
-        assert isinstance(cls.body[i + 1], ast.Expr), f"{cls.body[i].target.id} has no docstring"
+    fields = []
+    for node, following in itertools.pairwise(cls.body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            fields.append(node.target.id)
+            assert isinstance(following, ast.Expr), f"{fields[-1]} has no docstring"
+    assert fields == list(TrainConfig.__dataclass_fields__)
     code = "".join((ROOT / name).read_text() for name in ("train.py", "vllm_client.py", "utils.py", "config.py"))
-    for i in fields:
-        name = cls.body[i].target.id
+    for name in fields:
         assert re.search(rf'config\.{name}\b|config\["{name}"\]|self\.{name}\b|\("top_k", "top_p"', code), name
         uses = len(re.findall(rf"\b{name}\b", code.replace(source, "")))
         assert uses or name == "max_staleness", f"nothing outside config.py reads {name}"

@@ -83,7 +83,7 @@ def plain_gradient(config):
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.05)
-    total = 0.0
+    total = torch.zeros(())
     for g, group in enumerate(make_groups()):
         for c, completion in enumerate(group.completions):
             if config.mask_truncated_completions and (g, c) == TRUNCATED:
@@ -103,7 +103,7 @@ def assert_same(got, expected):
     """fp32 sums of about 60 terms in another order, on gradients of size 0.01 to 1, read off weights of size 1."""
     assert got.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=3e-6, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=3e-6)
 
 
 CASES = [

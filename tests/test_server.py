@@ -78,14 +78,13 @@ def mismatch(policy, rollouts, config, device):
     replies = None
     if dist.get_rank() == 0:
         replies = rollouts.client.generate(PROMPT, {**sampling_params(config), "n": 4})
-    box = [replies]
-    dist.broadcast_object_list(box, src=0)
-    pairs = [(PROMPT, [c.token_ids for c in box[0]])]
+    replies = utils.broadcast_object(replies)
+    pairs = [(PROMPT, [c.token_ids for c in replies])]
     with torch.no_grad():
         (row,) = pack(pairs, share_prefix=False)
         logprobs, _ = forward(policy, row.to(device), config)
-    sampled = torch.tensor([x for c in box[0] for x in c.sampler_logprobs])
-    return (logprobs - sampled).abs().max().item(), sorted({span[0] for c in box[0] for span in c.weight_versions})
+    sampled = torch.tensor([x for c in replies for x in c.sampler_logprobs])
+    return (logprobs - sampled).abs().max().item(), sorted({span[0] for c in replies for span in c.weight_versions})
 
 
 def sync_main(model, url, output):
@@ -138,7 +137,7 @@ def test_sync_from_every_kind_of_policy(models, servers, tmp_path, embeddings, n
             saved = merged.state_dict()
             assert set(published) <= set(saved)
             for name, tensor in published.items():  # peft adds in place: the same sum, rounded once more
-                torch.testing.assert_close(tensor, saved[name], rtol=1e-6, atol=1e-6, msg=lambda t, n=name: f"{n} {t}")
+                torch.testing.assert_close(tensor, saved[name], rtol=1e-6, atol=1e-6)
         else:
             saved = load_file(checkpoint / "model.safetensors")
             assert set(saved) == set(published)
@@ -373,7 +372,6 @@ def test_moe_experts_are_published_under_checkpoint_names(tmp_path):
             num_experts_per_tok=2,
             num_attention_heads=2,
             num_key_value_heads=1,
-            head_dim=16,
             tie_word_embeddings=False,
         )
     )

@@ -190,7 +190,7 @@ def test_wandb_offline(recipe, tmp_path):
 
 
 def test_push_to_hub(recipe, tmp_path, monkeypatch):
-    calls = []
+    calls: list[tuple] = []
 
     class Hub:
         def create_repo(self, repo_id, **options):
