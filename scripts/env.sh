@@ -47,15 +47,16 @@ make_environment() {
     install cpu --no-deps "${index[@]}" -r requirements-cpu.txt
 }
 
-# Every background job gets a process group of its own (set -m), so that a server goes with all its workers.
-set -m
 groups=()
 
-# start LOG command...: in the background, output to LOG ("-" leaves it on the terminal).
+# start LOG command...: in the background, output to LOG ("-" leaves it on the terminal), in a process group of its
+# own (set -m), so that a server goes with all its workers.
 start() {
     local log=$1
     shift
+    set -m
     if [ "$log" = - ]; then "$@" & else "$@" >"$log" 2>&1 & fi
+    set +m
     groups+=($!)
 }
 

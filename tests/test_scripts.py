@@ -1,0 +1,107 @@
+"""The README's commands as a person runs them: from another directory, interrupted, failing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ENV, ROOT
+
+
+def demo(*options):
+    """The demo in a session of its own, started from `/`."""
+    command = ["bash", str(ROOT / "scripts" / "demo.sh"), *options]
+    env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        command, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=env
+    )
+
+
+def left_behind(session):
+    """Command lines of living processes in a session."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session and fields[0] != "Z":
+                found.append((entry / "cmdline").read_text().replace("\0", " "))
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def test_a_short_demo_leaves_a_curve_and_no_process():
+    process = demo("--max_steps", "2")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    assert re.search(r"held-out accuracy before: \d+\.\d%\nheld-out accuracy after:  \d+\.\d%", output), output
+    curve = Path(re.search(r"reward curve: (.*)", output)[1])
+    assert curve.read_bytes().startswith(b"\x89PNG")
+    assert left_behind(process.pid) == []
+
+
+@pytest.mark.parametrize("moment", ["starting the rollout server", "step 0/"])
+def test_ctrl_c_leaves_no_process(moment):
+    """SIGINT to the foreground process group, as a terminal sends it."""
+    process = demo()
+    for line in process.stdout:
+        if line.startswith(moment):
+            break
+    time.sleep(1)
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert left_behind(process.pid) == []
+
+
+def test_a_failed_step_leaves_no_process():
+    process = demo("--reward_funcs", "no_such_module.f")
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "error: no function no_such_module.f" in output
+    assert left_behind(process.pid) == []
+
+
+@pytest.mark.slow
+def test_the_demo_learns():
+    """About four minutes: from at most 60 % of held-out problems to at least 90 %."""
+    process = demo()
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+    before, after = (float(value) for value in re.findall(r"held-out accuracy \w+: +(\d+\.\d)%", output))
+    assert 20 <= before <= 60
+    assert after >= 90
+
+
+@pytest.mark.slow
+def test_the_demo_does_not_learn_without_a_learning_rate():
+    process = demo("--learning_rate", "0", "--max_steps", "20")
+    output, _ = process.communicate(timeout=600)
+    before, after = re.findall(r"held-out accuracy \w+: +(\d+\.\d)%", output)
+    assert before == after
+
+
+def test_training_and_held_out_problems_do_not_overlap():
+    from build_tiny import NUM_HELD_OUT, NUM_TRAIN, problems
+
+    train, held_out = problems(NUM_TRAIN, False, 0), problems(NUM_HELD_OUT, True, 0)
+    assert len({row["prompt"] for row in train}) == NUM_TRAIN
+    assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
+    assert not {row["answer"] for row in train} & {row["answer"] for row in held_out}
+    assert all(row["answer"] == "".join(sorted(row["prompt"].rstrip("="))) for row in train + held_out)
+
+
+@pytest.mark.parametrize("script", ["step_time.py"])
+def test_benchmarks_run_quickly(script, tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick"]
+    subprocess.run(
+        [*command, "--json", str(tmp_path / "out.json")], check=True, timeout=300, env=ENV, capture_output=True
+    )
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert {"machine", "versions", "rows"} == set(result)
+    assert all(row["sync_s"] > 0 for row in result["rows"])
