@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import json
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -17,7 +18,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+_RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
+    ("at least 2", lambda v: v >= 2, "num_generations"),
+    (
+        "at least 1",
+        lambda v: v >= 1,
+        "max_completion_len batch_size max_tokens_per_gpu max_steps num_iterations num_minibatches lora_rank "
+        "lora_alpha max_concurrent_requests log_steps top_k",
+    ),
+    (
+        "at least 0",
+        lambda v: v >= 0,
+        "log_completions_steps eval_steps save_steps request_retries learning_rate weight_decay grad_norm beta "
+        "epsilon_high max_staleness server_timeout",
+    ),
+    (
+        "above 0",
+        lambda v: v > 0,
+        "temperature num_epochs request_timeout sync_timeout collective_timeout max_logprob_mismatch",
+    ),
+    ("between 0 and 1", lambda v: 0 <= v <= 1, "warmup_ratio min_p"),
+    ("above 0 and at most 1", lambda v: 0 < v <= 1, "top_p"),
+    ("at least 0 and below 1", lambda v: 0 <= v < 1, "epsilon adam_beta1 adam_beta2 lora_dropout"),
+]
+
+_NEEDS = {
+    "use_peft": "lora_rank lora_alpha lora_dropout lora_target_modules",
+    "use_wandb": "wandb_project",
+    "push_to_hub": "hub_repo_id hub_private",
+    "eval_dataset_id": "eval_steps eval_dataset_split",
+}
+
+_EXACT_PARAMS = {"seed", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"}
+
 RewardFunc = str | Callable[..., Any]
+
+
+class UserError(ValueError):
+    """Something the user gave is wrong; the message is one line that says what, and what to do."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +204,7 @@ class TrainConfig:
     """Shard weights, gradients and optimizer state over the ranks (FSDP2) instead of replicating them (DDP)."""
     fsdp_bf16: bool = False
     """FSDP2 mixed precision: bfloat16 compute and gathers, weights and gradient sums in `dtype`."""
-    collective_timeout: float = 1800.0
+    collective_timeout: float = 3600.0
     """Seconds after which a collective that some rank never entered ends the run."""
 
     # -- logging -------------------------------------------------------------------------------------------------
@@ -205,34 +243,27 @@ class TrainConfig:
 
     def _check_ranges(self) -> None:
         """Refuse values outside their meaning."""
-        at_least = {
-            "num_generations": 2, "max_completion_len": 1, "batch_size": 1, "max_tokens_per_gpu": 1, "max_steps": 1,
-            "num_iterations": 1, "num_minibatches": 1, "lora_rank": 1, "max_concurrent_requests": 1, "log_steps": 1,
-            "log_completions_steps": 0, "eval_steps": 0, "save_steps": 0, "request_retries": 0, "learning_rate": 0,
-            "weight_decay": 0, "grad_norm": 0, "beta": 0, "epsilon": 0, "epsilon_high": 0, "warmup_ratio": 0,
-            "max_staleness": 0, "lora_dropout": 0, "top_k": 1, "server_timeout": 0, "adam_beta1": 0, "adam_beta2": 0,
-        }  # fmt: skip
-        for name, low in at_least.items():
-            value = getattr(self, name)
-            _require(value is None or value >= low, f"{name}={value}: must be at least {low}")
-        positive = (
-            "temperature",
-            "num_epochs",
-            "request_timeout",
-            "collective_timeout",
-            "max_logprob_mismatch",
-            "lora_alpha",
-        )
-        for name in positive:
-            _require(getattr(self, name) > 0, f"{name}={getattr(self, name)}: must be above 0")
-        for name in ("epsilon", "warmup_ratio", "top_p", "min_p", "adam_beta1", "adam_beta2", "lora_dropout"):
-            value = getattr(self, name)
-            _require(value is None or 0 <= value <= 1, f"{name}={value}: must be between 0 and 1")
+        for name, value in vars(self).items():
+            _require(not isinstance(value, float) or math.isfinite(value), f"{name}={value}: must be a finite number")
+            _require(value != [], f"{name} is empty: give at least one value, or leave it at its default")
+        for meaning, holds, names in _RANGES:
+            for name in names.split():
+                value = getattr(self, name)
+                _require(value is None or holds(value), f"{name}={value}: must be {meaning}")
 
     def _check_combinations(self) -> None:
         """Refuse settings that contradict each other or have no effect."""
-        for name in ("vllm_urls", "reward_funcs"):
-            _require(bool(getattr(self, name)), f"{name} is empty: give at least one")
+        for url in self.vllm_urls:
+            _require(url.startswith(("http://", "https://")), f"vllm_urls: {url} must start with http:// or https://")
+        _require(len(set(self.vllm_urls)) == len(self.vllm_urls), "vllm_urls names a server twice")
+        for function in self.reward_funcs:
+            _require(
+                hasattr(function, "__name__"), f"reward {function!r} has no __name__, which names its metric: use def"
+            )
+        _require(
+            self.collective_timeout > self.request_timeout * (1 + self.request_retries),
+            "collective_timeout must exceed request_timeout x (1 + request_retries): ranks wait while rank 0 retries",
+        )
         weights = self.reward_weights
         _require(
             weights is None or len(weights) == len(self.reward_funcs),
@@ -250,8 +281,10 @@ class TrainConfig:
         _require(self.max_staleness == 0, "max_staleness: asynchronous rollouts are not available yet, set it to 0")
         _require(self.use_fsdp or not self.fsdp_bf16, "fsdp_bf16 has no effect without use_fsdp: set bf16 instead")
         _require(not (self.bf16 and self.fsdp_bf16), "bf16 and fsdp_bf16 do the same in two ways: set one of them")
-        _require(self.use_peft or not self._changed("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules"),
-                 "lora_* fields have no effect without use_peft=True")  # fmt: skip
+        changed = changed_fields(self)
+        for switch, names in _NEEDS.items():
+            for name in names.split():
+                _require(bool(getattr(self, switch)) or name not in changed, f"{name} has no effect without {switch}")
         _require(
             self.delta is None or self.delta > 1 + self.clip_high, f"delta={self.delta}: must exceed 1 + epsilon_high"
         )
@@ -262,10 +295,6 @@ class TrainConfig:
             not (self.guided_regex and self.guided_json), "guided_regex and guided_json exclude each other: set one"
         )
         _require(not self.push_to_hub or bool(self.hub_repo_id), "push_to_hub needs hub_repo_id (user/name)")
-        _require(self.push_to_hub or not self.hub_repo_id, "hub_repo_id has no effect without push_to_hub=True")
-        _require(
-            self.eval_dataset_id is not None or not self.eval_steps, "eval_steps has no effect without eval_dataset_id"
-        )
         reserved = {
             "n",
             "max_tokens",
@@ -280,9 +309,6 @@ class TrainConfig:
         clash = sorted(reserved & set(self.sampling_params or {}))
         _require(not clash, f"sampling_params may not set {', '.join(clash)}: use the fields of TrainConfig")
 
-    def _changed(self, *names: str) -> bool:
-        return any(name in changed_fields(self) for name in names)
-
     @property
     def clip_high(self) -> float:
         """The upper clip actually used: `epsilon_high`, or `epsilon` where it is None."""
@@ -291,12 +317,13 @@ class TrainConfig:
     @property
     def exact_sampling(self) -> bool:
         """True where tokens are drawn from the policy itself, so that server and trainer log-probs must agree."""
-        return not (self.top_k or self.guided_regex or self.guided_json or self.min_p) and self.top_p in (None, 1.0)
+        truncated = self.top_k or self.guided_regex or self.guided_json or self.min_p or self.top_p not in (None, 1.0)
+        return not truncated and set(self.sampling_params or {}) <= _EXACT_PARAMS
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def changed_fields(config: TrainConfig) -> dict[str, Any]:
@@ -314,8 +341,8 @@ def describe(config: TrainConfig) -> str:
     lines = [f"  {name} = {_jsonable(value)}" for name, value in changed_fields(config).items()]
     if not config.exact_sampling:
         lines.append(
-            "warning: top_k, top_p, min_p and guided decoding sample from a truncated distribution, while the loss "
-            "takes log-probs over the whole vocabulary: ratios are then not exact"
+            "warning: top_k, top_p, min_p, guided decoding and penalties change the distribution sampled from, while "
+            "the loss takes log-probs over the whole vocabulary: ratios are then not exact"
         )
     return "\n".join(["configuration, where it differs from the defaults:", *lines])
 
@@ -360,7 +387,7 @@ def _matches(value: Any, hint: Any) -> bool:
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     if not _matches(value, hint):
-        raise ValueError(f"{name}={value!r}: must be {_type_name(hint)}")
+        raise UserError(f"{name}={value!r}: must be {_type_name(hint)}")
     if isinstance(value, int) and hint is float:
         return float(value)
     return list(value) if isinstance(value, tuple) else value
@@ -393,12 +420,12 @@ def _json_value(name: str, text: str, hint: Any) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name}={text!r}: must be {_type_name(hint)}, as JSON ({error})") from None
+        raise UserError(f"{name}={text!r}: must be {_type_name(hint)}, as JSON ({error})") from None
 
 
-def _unknown(name: str, known: list[str]) -> ValueError:
+def _unknown(name: str, known: list[str]) -> UserError:
     near = difflib.get_close_matches(name, known, n=1)
-    return ValueError(
+    return UserError(
         f"unknown field {name}" + (f": did you mean {near[0]}?" if near else ": see config.py for all fields")
     )
 
@@ -417,7 +444,7 @@ def load_function(path: str, recipe: types.ModuleType | None = None) -> Callable
         module = importlib.import_module(module_name) if module_name else recipe
         function = getattr(module, name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"no function {path}: {error}; give package.module.function or a function of the recipe"
         ) from None
     _require(callable(function), f"{path} is not a function")
@@ -437,11 +464,11 @@ def load_recipe(path: str) -> types.ModuleType:
     ):  # its neighbours, and `recipes.rewards`
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", path)  # no library has it
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(spec.name, module)  # so that its functions can be found by their dotted path
+    sys.modules[spec.name] = module  # so that its functions can be found by their dotted path
     try:
         spec.loader.exec_module(module)
     except TypeError as error:
@@ -449,7 +476,7 @@ def load_recipe(path: str) -> types.ModuleType:
         if "unexpected keyword argument" in str(error) and "TrainConfig" in str(error):
             raise _unknown(words[1], list(TrainConfig.__dataclass_fields__)) from None
         if "TrainConfig" in str(error) and "missing" in str(error):
-            raise ValueError(f"{path}: {', '.join(words[1::2])} must be given") from None
+            raise UserError(f"{path}: {', '.join(words[1::2])} must be given") from None
         raise
     _require(isinstance(getattr(module, "config", None), TrainConfig), f"{path} defines no `config = TrainConfig(...)`")
     return module

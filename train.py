@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import TrainConfig, describe, parse_args, to_json
+from config import TrainConfig, UserError, describe, parse_args, to_json
 from prefix_attention import PackedBatch, completion_logprobs, pack
 from utils import (
     RunLog,
@@ -26,9 +26,9 @@ from utils import (
     base_model,
     broadcast_object,
     epochs,
+    exits,
     full_tensor,
     is_main,
-    one_line_errors,
     process_group,
     published_weights,
     push_to_hub,
@@ -80,13 +80,10 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     return (centred / (std + 1e-4)).nan_to_num(0.0)
 
 
-def completion_means(values: Tensor, mask: Tensor, completion: Tensor) -> Tensor:
-    """Each completion's mean of `values` over its unmasked tokens, at each of its tokens: [N] -> [N]."""
-    _, segment = completion.unique(return_inverse=True)
-    num = int(segment.max()) + 1 if segment.numel() else 0
-    sums = values.new_zeros(num).index_add(0, segment, values * mask)
-    counts = values.new_zeros(num).index_add(0, segment, mask.to(values.dtype))
-    return (sums / counts.clamp(min=1))[segment]
+def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
+    """Each completion's sum of `values`, at each of its tokens: [N] -> [N], differentiable."""
+    numbers, segment = completion.unique(return_inverse=True)
+    return values.new_zeros(len(numbers)).index_add(0, segment, values)[segment]
 
 
 def grpo_loss(
@@ -115,9 +112,9 @@ def grpo_loss(
         The scalar loss sum, and sums over tokens for the metrics (`kl`, `clip_ratio/low`, `clip_ratio/high`).
     """
     mask = mask.to(logprobs.dtype)
-    log_ratio = logprobs - old_logprobs
+    log_ratio = (logprobs - old_logprobs).where(mask > 0, 0.0)  # where, not times: a masked infinity would give NaN
     if config.importance_level == "sequence":
-        log_ratio = completion_means(log_ratio, mask, completion)
+        log_ratio = completion_sums(log_ratio, completion) / completion_sums(mask, completion).clamp(min=1)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
     if config.loss_type == "cispo":
@@ -131,18 +128,14 @@ def grpo_loss(
     }
     if config.beta > 0:
         assert ref_logprobs is not None
-        log_gap = ref_logprobs - logprobs
+        log_gap = (ref_logprobs - logprobs).where(mask > 0, 0.0)
         k3 = log_gap.exp() - log_gap - 1
         per_token = per_token + config.beta * k3
         sums["kl"] = k3.detach() @ mask
+    per_token = per_token.where(mask > 0, 0.0)
     if config.loss_type == "grpo":
-        return completion_means(per_token, mask, completion).mul(_first_tokens(completion)).sum(), sums
-    return (per_token * mask).sum(), sums
-
-
-def _first_tokens(completion: Tensor) -> Tensor:
-    """1 at the first token of each completion, 0 elsewhere, for sums over completions of per-token tensors."""
-    return torch.cat([completion.new_ones(min(1, len(completion))), (completion[1:] != completion[:-1]).long()])
+        per_token = per_token / completion_sums(mask, completion).clamp(min=1)
+    return per_token.sum(), sums
 
 
 def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
@@ -182,16 +175,25 @@ def check_lora_targets(config: TrainConfig) -> None:
         ValueError: a target that matches no linear or embedding layer, with those that exist.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.pytorch_utils import Conv1D
 
     remote = config.trust_remote_code
     with torch.device("meta"):
         shape = AutoConfig.from_pretrained(config.model_id, trust_remote_code=remote)
         skeleton = AutoModelForCausalLM.from_config(shape, trust_remote_code=remote)
-    names = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear | nn.Embedding)]
+    names = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear | nn.Embedding | Conv1D)]
     for target in config.lora_target_modules or []:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             leaves = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            raise ValueError(f"lora_target_modules: {target} matches no module; the model has {leaves}")
+            raise UserError(f"lora_target_modules: {target} matches no module; the model has {leaves}")
+    if shape.get_text_config().tie_word_embeddings:  # one matrix cannot take the adapter of one of its two uses
+        ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+        tied = [name for name, module in skeleton.named_modules() if any(module is end for end in ends)]
+        for target in config.lora_target_modules or []:
+            if any(name == target or name.endswith(f".{target}") for name in tied):
+                raise UserError(
+                    f"lora_target_modules: {target} is tied to the other embedding of this model: leave it out"
+                )
 
 
 def add_lora(model: Any, config: TrainConfig) -> Any:
@@ -230,7 +232,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
         return model
     model.to(device)
     if world_size > 1 and any(p.requires_grad for p in model.parameters()):
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
         model.register_comm_hook(None, _sum_over_ranks)
     return model
 
@@ -248,8 +250,9 @@ def build_policy(config: TrainConfig, device: torch.device) -> Any:
     for module in model.modules():  # dropout would make the first importance ratio differ from 1
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.use_peft:
@@ -387,6 +390,10 @@ class Rollouts:
         """Check and load everything rank 0 needs; returns the number of steps."""
         config = self.config
         print(describe(config))
+        try:
+            Path(config.output_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output_dir={config.output_dir} cannot be made: {error}") from None
         self.tokenizer = load_tokenizer(config)
         self.client = VLLMClient(config)
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
@@ -487,11 +494,15 @@ def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer
     """Normalize the summed gradients, clip, step; returns the gradient norm before clipping. Collective under FSDP2."""
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)
-    norm = nn.utils.clip_grad_norm_(policy.parameters(), config.grad_norm or math.inf)
+    norm = full_tensor(nn.utils.clip_grad_norm_(policy.parameters(), config.grad_norm or math.inf)).item()
+    if not math.isfinite(norm):
+        raise UserError(
+            f"the gradient norm is {norm}: stopped before the update; lower learning_rate, or look at the rewards"
+        )
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
-    return full_tensor(norm).item()
+    return norm
 
 
 def train_batch(
@@ -523,7 +534,7 @@ def train_batch(
                 loss, sums = grpo_loss(logprobs, old, ref, micro.advantages, micro.mask, micro.row.completion, config)
                 loss.backward()
                 gap = (old - micro.sampler_logprobs).abs() * micro.mask
-                sums |= {"loss": loss / minibatch.normalizer, "tokens": micro.mask.sum(), "gap": gap.sum()}
+                sums |= {"loss": loss.detach() / minibatch.normalizer, "tokens": micro.mask.sum(), "gap": gap.sum()}
                 totals.add(sums | {"entropy": entropy @ micro.mask.to(entropy.dtype)}, {"max_gap": gap.max()})
             norms.append(optimizer_step(policy, optimizer, scheduler, minibatch.normalizer, config))
     total = totals.reduce()
@@ -567,5 +578,5 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    with one_line_errors(ValueError, ServerError):
+    with exits(UserError, ServerError):
         main(parse_args(sys.argv[1:]))

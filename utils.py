@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 import time
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
@@ -67,18 +68,8 @@ def scatter_objects(values: list[Any] | None) -> Any:
     """Item r of rank 0's list, on rank r. Collective: every rank calls it; the others pass None."""
     box: list[Any] = [None]
     shares = values if is_main() else [None] * dist.get_world_size()
-    group = _cpu_group()
-    dist.scatter_object_list(box, shares, src=0, group=group)
+    dist.scatter_object_list(box, shares, src=0)  # pickled bytes go over gloo, the group's CPU side
     return box[0]
-
-
-def _cpu_group() -> dist.ProcessGroup | None:
-    """The group for pickled objects: the world itself on CPU, a gloo group made once where tensors go over nccl."""
-    if not torch.cuda.is_available():
-        return None
-    if not hasattr(_cpu_group, "group"):
-        _cpu_group.group = dist.new_group(backend="gloo")  # type: ignore[attr-defined]  # one per process
-    return _cpu_group.group  # type: ignore[attr-defined]
 
 
 class TransferGroup:
@@ -120,36 +111,39 @@ class TransferGroup:
             Handles to `wait()` on; the tensors must live until then.
         """
         entries = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket.items()]
-        header = torch.tensor(list(json.dumps(entries).encode()), dtype=torch.uint8)
-        messages = [torch.tensor([len(header)]), header]
-        messages += [tensor.reshape(-1).view(torch.uint8) for tensor in bucket.values()]
-        return [handle for message in messages for handle in self._broadcast(message.to(self.device))]
+        header = torch.tensor(list(json.dumps([BUCKET_BYTES, entries]).encode()), dtype=torch.uint8)
+        handles = [*self._broadcast(torch.tensor([len(header)])), *self._broadcast(header)]
+        for tensor in bucket.values():
+            handles += self._broadcast(tensor.reshape(-1).view(torch.uint8), BUCKET_BYTES)
+        return handles
 
     def receive(self) -> dict[str, Tensor]:
         """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream."""
         size = self._receive_into(torch.zeros(1, dtype=torch.int64, device=self.device))
         header = self._receive_into(torch.empty(int(size), dtype=torch.uint8, device=self.device))
+        piece_bytes, entries = json.loads(bytes(header.tolist()))
         bucket = {}
-        for name, dtype, shape in json.loads(bytes(header.tolist())):
+        for name, dtype, shape in entries:
             bucket[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            self._receive_into(bucket[name].view(-1).view(torch.uint8))
+            self._receive_into(bucket[name].view(-1).view(torch.uint8), piece_bytes)
         return bucket
 
-    def _broadcast(self, data: Tensor) -> list[Any]:
-        pieces = data.split(max(BUCKET_BYTES // data.element_size(), 1))
+    def _broadcast(self, data: Tensor, piece_bytes: int | None = None) -> list[Any]:
+        data = data.to(self.device)
+        pieces = data.split(piece_bytes) if piece_bytes else [data]
         return [self._group.broadcast([piece], dist.BroadcastOptions()) for piece in pieces]
 
-    def _receive_into(self, data: Tensor) -> Tensor:
-        """Receive into `data`."""
-        for handle in self._broadcast(data):
+    def _receive_into(self, data: Tensor, piece_bytes: int | None = None) -> Tensor:
+        for handle in self._broadcast(data, piece_bytes):
             handle.wait()
         if self.device.type == "cuda":  # nccl's wait orders streams only; other threads read the bytes
             torch.cuda.current_stream(self.device).synchronize()
         return data
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the group; what the other side is waiting for fails there."""
         self._group.shutdown()
+        self._group = None
 
 
 def _device_identity(device: torch.device) -> str:
@@ -395,13 +389,28 @@ def timed(name: str, metrics: dict[str, float]) -> Iterator[None]:
 
 
 @contextmanager
-def one_line_errors(*kinds: type[Exception]) -> Iterator[None]:
-    """End the process with one line for errors that are the user's to mend; anything else keeps its traceback."""
+def exits(*kinds: type[Exception]) -> Iterator[None]:
+    """End the process with the block: errors of `kinds` in one line, as they are the user's to mend, others in full.
+
+    `os._exit`, because threads with requests in flight, and gloo's own, would keep the process waiting or abort it.
+    """
+    rank = os.environ.get("RANK", "0")
+    status = 1
     try:
         yield
+        status = 0
     except kinds as error:
-        rank = os.environ.get("RANK", "0")
-        sys.exit(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}")
+        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+    except KeyboardInterrupt:
+        status = 130
+    except Exception as error:
+        if rank != "0" and "onnection" in str(error):
+            print(f"rank {rank} stopped: another rank ended first, see its message", file=sys.stderr)
+        else:
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def epochs(num_items: int, seed: int) -> Iterator[int]:

@@ -3,12 +3,13 @@
 The client samples completions, publishes weights and watches health. Nothing here imports vLLM.
 """
 
+import json
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from config import TrainConfig
+from config import TrainConfig, UserError
 from utils import TransferGroup, address_towards, buckets
 
 
@@ -138,6 +139,10 @@ class Server:
             reply = pool.submit(
                 self.request, "POST", "/init_weight_transfer_engine", retries=0, json={"init_info": info}
             )
+            while not store.check(["device/1"]):  # a server that refuses never comes
+                if reply.done():
+                    reply.result()
+                time.sleep(0.01)
             self.transfer = TransferGroup(store, 0, world_size, device, timeout_s)
             reply.result()
 
@@ -153,6 +158,7 @@ class VLLMClient:
         self.config = config
         self.servers = [Server(url, config.request_timeout, config.request_retries) for url in config.vllm_urls]
         self._pool = ThreadPoolExecutor(config.max_concurrent_requests, thread_name_prefix="rollout")
+        self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
         self._lock = threading.Lock()
 
     def wait_until_ready(self) -> int:
@@ -220,6 +226,10 @@ class VLLMClient:
             ServerError: as `generate`, or a completion was sampled under another version.
         """
         replies = [self._pool.submit(self.generate, prompt.token_ids, sampling) for prompt in prompts]
+        wait(replies, return_when=FIRST_EXCEPTION)
+        for reply in replies:
+            if reply.done():
+                reply.result()  # the first failure, without waiting for the others
         groups = [Group(prompt, reply.result()) for prompt, reply in zip(prompts, replies, strict=True)]
         sampled_by = {span[0] for group in groups for c in group.completions for span in c.weight_versions}
         if sampled_by - {version}:
@@ -265,7 +275,7 @@ class VLLMClient:
             everyone(lambda s: s.request("POST", "/start_weight_update", retries=0))
             update: dict[str, Any] = {"update_info": {}}
             loading = [
-                self._pool.submit(server.request, "POST", "/update_weights", retries=0, json=update)
+                self._control.submit(server.request, "POST", "/update_weights", retries=0, json=update)
                 for server in self.servers
             ]
             sending: list[Any] = []
@@ -283,12 +293,13 @@ class VLLMClient:
                 everyone(lambda s: s.request("POST", "/resume", retries=0))
 
     def _on_every_server(self, call: Any) -> None:
-        for reply in [self._pool.submit(call, server) for server in self.servers]:
+        for reply in [self._control.submit(call, server) for server in self.servers]:
             reply.result()
 
     def close(self) -> None:
         """Leave the transfer groups and drop what is still waiting."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._control.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             if hasattr(server, "transfer"):
                 server.transfer.close()
@@ -331,7 +342,7 @@ def load_tokenizer(config: TrainConfig) -> Any:
     try:
         return AutoTokenizer.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code)
     except OSError as error:
-        raise ValueError(
+        raise UserError(
             f"model_id={config.model_id}: no such path, and the hub has no such model ({str(error).splitlines()[0]})"
         ) from None
 
@@ -360,19 +371,38 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
     if callable(source):
         rows = list(source())
     else:
-        from datasets import load_dataset
-
         path = Path(source)
-        kind = {".jsonl": "json", ".parquet": "parquet"}.get(path.suffix)
-        if kind and not path.is_file():
-            raise ValueError(f"dataset file {source} does not exist")
-        if kind:
-            rows = list(load_dataset(kind, data_files=source, split="train"))
-        else:
-            rows = list(load_dataset(source, config.dataset_config, split=split))
+        if path.suffix in (".jsonl", ".parquet") and not path.is_file():
+            raise UserError(f"dataset file {source} does not exist")
+        rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _datasets_rows(source, split, config)
+    if config.collate_fn:
+        assert callable(config.collate_fn)
+        rows = config.collate_fn(rows)
     if not rows:
-        raise ValueError(f"dataset {source if isinstance(source, str) else source.__name__} has no rows")
+        raise UserError(f"dataset {source if isinstance(source, str) else source.__name__} has no rows")
     return rows
+
+
+def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects as they stand: `datasets` would turn strings that look like dates into dates."""
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path} line {number} is not JSON: {error}") from None
+    return rows
+
+
+def _datasets_rows(source: str, split: str, config: TrainConfig) -> list[dict[str, Any]]:
+    from datasets import load_dataset
+
+    try:
+        if source.endswith(".parquet"):
+            return list(load_dataset("parquet", data_files=source, split="train"))
+        return list(load_dataset(source, config.dataset_config, split=split))
+    except (OSError, ValueError) as error:  # ConnectionError, DatasetNotFoundError, an unknown split
+        raise UserError(f"dataset {source} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
 def tokenize_prompt(tokenizer: Any, prompt: Any, config: TrainConfig) -> list[int]:
@@ -393,18 +423,15 @@ def load_prompts(
         ValueError: a row without a usable `prompt`, a column that does not exist, or nothing left.
     """
     rows = load_rows(source, split, config)
-    if config.collate_fn:
-        assert callable(config.collate_fn)
-        rows = config.collate_fn(rows)
     prompts = []
     for index, row in enumerate(rows):
         if not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
-            raise ValueError(
+            raise UserError(
                 f"dataset row {index} has no `prompt` (string or chat messages); its columns are {sorted(row)}"
             )
         wanted = [name for name in row if name != "prompt"] if config.extra_columns is None else config.extra_columns
         if missing := [name for name in wanted if name not in row]:
-            raise ValueError(
+            raise UserError(
                 f"dataset row {index} has no column {missing[0]}, which extra_columns names; it has {sorted(row)}"
             )
         token_ids = tokenize_prompt(tokenizer, row["prompt"], config)
@@ -413,7 +440,7 @@ def load_prompts(
     if len(kept) < len(prompts):
         print(f"left out {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {max_prompt_len} tokens")
     if not kept:
-        raise ValueError(
+        raise UserError(
             f"no prompt has at most {max_prompt_len} tokens, the room that max_completion_len="
             f"{config.max_completion_len} leaves in the server's --max-model-len and in max_tokens_per_gpu"
         )
@@ -460,13 +487,13 @@ def reward_group(function: Any, group: Group) -> list[float | None]:
             **{name: [value] * num for name, value in group.prompt.columns.items()},
         )
     except Exception as error:
-        raise ValueError(f"{where} raised {type(error).__name__}: {error}") from error
+        raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
     if not isinstance(values, list | tuple) or len(values) != num:
         got = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-        raise ValueError(f"{where} returned {got}: it must return a list of {num} numbers, one per completion")
+        raise UserError(f"{where} returned {got}: it must return a list of {num} numbers, one per completion")
     for value in values:
         if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-            raise ValueError(f"{where} returned {value!r}: rewards are finite numbers or None")
+            raise UserError(f"{where} returned {value!r}: rewards are finite numbers or None")
     return [None if value is None else float(value) for value in values]
 
 
@@ -479,7 +506,7 @@ def batch_metrics(groups: list[Group], rewards: Tensor, version: int, config: Tr
     return {
         "reward": rewards.nanmean().item(),
         "reward_std": spread.mean().item(),
-        "frac_reward_zero_std": (spread == 0).double().mean().item(),
+        "frac_reward_zero_std": sum(len(set(row[~row.isnan()].tolist())) <= 1 for row in rewards) / len(rewards),
         **reward_means(groups, config),
         "staleness/mean": staleness.mean().item(),
         "staleness/max": staleness.max().item(),

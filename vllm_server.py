@@ -68,6 +68,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
     init_info_cls = TransferInit
     update_info_cls = Stream
     group: TransferGroup | None = None
+    reloading = False
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
         """Join the trainer's transfer group; a group left by an earlier trainer is dropped."""
@@ -80,8 +81,13 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
 
     def start_weight_update(self) -> None:
         """Open vLLM's layerwise reload: layers are rebuilt as soon as all of their weights have arrived."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        if (
+            self.reloading
+        ):  # an update broke off (its trainer died): close its layers, or they could not be opened again
+            finalize_layerwise_reload(self.model, self.model_config)
+        self.reloading = True
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -125,6 +131,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
+        self.reloading = False
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)

@@ -52,7 +52,7 @@ def test_overrides(words, field, value):
         (["--sampling_params", "{"], "sampling_params='{': must be dict or None, as JSON"),
         (["--sampling_params", '{"n": 3}'], "sampling_params may not set n"),
         (["--batch_size", "9", "--num_minibatches", "2"], "cannot be divided into num_minibatches=2"),
-        (["--epsilon", "nan"], "epsilon=nan: must be"),
+        (["--epsilon", "nan"], "epsilon=nan: must be a finite number"),
         (["--temperature", "0"], "temperature=0.0: must be above 0"),
         (["--delta", "1.1"], "delta=1.1: must exceed"),
         (["--fsdp_bf16", "true"], "fsdp_bf16 has no effect without use_fsdp"),
@@ -62,9 +62,16 @@ def test_overrides(words, field, value):
         (["--push_to_hub", "true"], "push_to_hub needs hub_repo_id"),
         (["--eval_steps", "5"], "eval_steps has no effect without eval_dataset_id"),
         (["--vllm_urls", "[]"], "vllm_urls is empty"),
+        (["--vllm_urls", "localhost:8000"], "must start with http://"),
+        (["--lora_target_modules", "[]", "--use_peft", "true"], "lora_target_modules is empty"),
+        (["--sync_timeout", "0"], "sync_timeout=0.0: must be above 0"),
+        (["--learning_rate", "inf"], "learning_rate=inf: must be a finite number"),
+        (["--request_timeout", "3000"], "collective_timeout must exceed"),
         (["--reward_funcs", "os.path.nothing"], "no function os.path.nothing"),
         (["--reward_funcs", "no_such_module.f"], "no function no_such_module.f"),
         (["--stop"], "--stop needs a value"),
+        (["--wandb_project", "x"], "wandb_project has no effect without use_wandb"),
+        (["--hub_private", "false"], "hub_private has no effect without push_to_hub"),
         (["stray"], "unexpected 'stray'"),
     ],
 )
@@ -87,10 +94,10 @@ def test_recipe_and_its_own_functions(tmp_path, monkeypatch):
     path = tmp_path / "my_recipe.py"
     path.write_text(RECIPE % "")
     config = parse_args([str(path), "--reward_funcs", "other,os.path.exists", "--beta", "0.1"])
-    assert config.reward_funcs == [sys.modules["my_recipe"].other, os.path.exists]
+    assert config.reward_funcs == [sys.modules["recipe_my_recipe"].other, os.path.exists]
     assert (config.learning_rate, config.beta) == (2e-5, 0.1)
     saved = json.loads(json.dumps(to_json(config)))
-    assert saved["reward_funcs"] == ["my_recipe.other", "genericpath.exists"]
+    assert saved["reward_funcs"] == ["recipe_my_recipe.other", "genericpath.exists"]
     assert set(saved) == {f.name for f in dataclasses.fields(TrainConfig)}
     assert set(changed_fields(config)) == {"model_id", "dataset_id", "reward_funcs", "learning_rate", "beta"}
 

@@ -6,6 +6,7 @@ The reference is computed here in another way: one plain row per completion, the
 import dataclasses
 import itertools
 import json
+import math
 
 import pytest
 import torch
@@ -14,7 +15,16 @@ from helpers import ROOT, torchrun
 from transformers import AutoModelForCausalLM
 
 from config import TrainConfig
-from train import add_lora, load_model, parallelize, split_batch, train_batch
+from train import (
+    add_lora,
+    build_optimizer,
+    build_reference,
+    load_model,
+    optimizer_step,
+    parallelize,
+    split_batch,
+    train_batch,
+)
 from utils import full_tensor, process_group, unwrap
 from vllm_client import Completion, Group, Prompt
 
@@ -39,7 +49,7 @@ def make_groups():
 
 def make_config(model, **fields):
     defaults = {"dataset_id": "d", "reward_funcs": ["os.path.exists"], "num_generations": 3, "batch_size": 4}
-    return TrainConfig(model_id=model, max_completion_len=12, grad_norm=0, learning_rate=1.0, **{**defaults, **fields})
+    return TrainConfig(model_id=model, max_completion_len=12, **{**defaults, "grad_norm": 0, **fields})
 
 
 def make_policy(config, device):
@@ -185,3 +195,96 @@ def test_two_ranks_equal_plain_rows(models, tmp_path, kind):
     assert done.returncode == 0, done.stderr[-3000:]
     for fields, got in zip(RANK_CASES, torch.load(tmp_path / "out.pt"), strict=True):
         assert_same(got, plain_gradient(make_config(models[kind], **fields)))
+
+
+# -- the optimizer's side --------------------------------------------------------------------------------------------
+
+
+def test_gradients_are_normalized_before_they_are_clipped():
+    """Sum (30, 40), normalizer 10: (3, 4) of norm 5, clipped to norm 1: (.6, .8)."""
+    weight = torch.nn.Parameter(torch.zeros(2))
+    module = torch.nn.ParameterList([weight])
+    weight.grad = torch.tensor([30.0, 40.0])
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    norm = optimizer_step(module, optimizer, scheduler, 10.0, make_config("m", grad_norm=1.0))
+    assert norm == pytest.approx(5.0)
+    torch.testing.assert_close(weight.data, torch.tensor([-0.6, -0.8]), rtol=1e-5, atol=0)
+    weight.grad = torch.tensor([math.nan, 1.0])
+    with pytest.raises(ValueError, match="gradient norm is nan"):
+        optimizer_step(module, optimizer, scheduler, 10.0, make_config("m"))
+    torch.testing.assert_close(weight.data, torch.tensor([-0.6, -0.8]), rtol=1e-5, atol=0)
+
+
+def test_optimizer_and_schedules():
+    model = torch.nn.Linear(3, 3)
+    fields = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "warmup_ratio": 0.2, "learning_rate": 2.0}
+    expected = {
+        "constant": [1, 2, 2, 2, 2, 2, 2, 2, 2, 2],
+        "linear": [1, 2, 2, 1.75, 1.5, 1.25, 1, 0.75, 0.5, 0.25],
+        "cosine": [1, 2, *(1 + math.cos(math.pi * k / 8) for k in range(8))],
+    }
+    for kind, rates in expected.items():
+        optimizer, scheduler = build_optimizer(model, 10, make_config("m", **{**fields, "lr_scheduler": kind}))
+        seen = []
+        for _ in range(10):
+            seen.append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+        assert seen == pytest.approx(rates)
+    assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [(0.1, (0.8, 0.95)), (0.0, (0.8, 0.95))]
+    assert [[p.ndim for p in g["params"]] for g in optimizer.param_groups] == [[2], [1]]
+
+
+def test_several_updates_on_one_batch(models, device):
+    """Two passes of two mini-batches with KL and an adapter, against the same written out token by token."""
+    fields = {"use_peft": True, "lora_rank": 4, "beta": 0.3, "num_iterations": 2, "num_minibatches": 2, "epsilon": 0.05}
+    config = make_config(models["tied"], max_tokens_per_gpu=40, **fields)
+    policy = make_policy(config, device)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    batch = split_batch(make_groups(), ADVANTAGES, 1, config)[0]
+    reference = build_reference(policy, config, device)
+    metrics = train_batch(policy, reference, optimizer, scheduler, batch, config, device)
+
+    model = make_policy(config, device)
+    steps = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    rows = [(g, c, g.prompt.token_ids, k.token_ids) for g, c, k in _numbered(make_groups())]
+
+    def logprobs(prompt, ids):
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(ids)), ids]
+
+    with torch.no_grad():
+        old = [logprobs(prompt, ids) for _, _, prompt, ids in rows]
+        with model.disable_adapter():
+            ref = [logprobs(prompt, ids) for _, _, prompt, ids in rows]
+    kl, clipped = 0.0, 0
+    for _ in range(2):
+        for half in (rows[:6], rows[6:]):
+            total = torch.zeros(())
+            for group, c, prompt, ids in half:
+                i, a = rows.index((group, c, prompt, ids)), float(ADVANTAGES[group.prompt.index, c])
+                now = logprobs(prompt, ids)
+                for t in range(len(ids)):
+                    ratio = (now[t] - old[i][t]).exp()
+                    gap = ref[i][t] - now[t]
+                    k3 = gap.exp() - gap - 1
+                    total = total - torch.min(ratio * a, ratio.clamp(0.95, 1.05) * a) + 0.3 * k3
+                    kl += k3.item()
+                    clipped += (ratio.item() < 0.95 and a < 0) or (ratio.item() > 1.05 and a > 0)
+            steps.zero_grad()
+            (total / (sum(map(sum, LENGTHS)) / 2)).backward()
+            steps.step()
+    tokens = 2 * sum(map(sum, LENGTHS))
+    assert clipped > 0
+    assert metrics["kl"] == pytest.approx(kl / tokens, rel=1e-3)
+    assert metrics["clip_ratio/low"] + metrics["clip_ratio/high"] == pytest.approx(clipped / tokens)
+    got, expected = trainable(policy), trainable(model)
+    start = trainable(make_policy(config, device))
+    for name in expected:  # the whole way moved, to the rounding that four steps in fp32 add up
+        torch.testing.assert_close(got[name] - start[name], expected[name] - start[name], rtol=2e-2, atol=2e-5)
+
+
+def _numbered(groups):
+    return [(group, c, completion) for group in groups for c, completion in enumerate(group.completions)]

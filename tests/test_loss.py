@@ -149,6 +149,16 @@ def test_ratio_one_is_the_plain_policy_gradient(loss_type, importance_level):
     assert gradient == pytest.approx([-a * w for a, w in zip(ADVANTAGE, share, strict=True)])
 
 
+def test_a_masked_infinity_stays_out():
+    config = make_config(beta=0.5)
+    ref = rows(0, 0, 0, 0, 1e9)
+    loss, gradient, sums = loss_and_gradient(config, [1.5, 0.5, 0.5, 1.1, math.inf], ref)
+    assert math.isfinite(loss)
+    assert math.isfinite(sums["kl"])
+    assert all(map(math.isfinite, gradient))
+    assert gradient[4] == 0
+
+
 def test_normalizers():
     lengths = [3, 0, 5]
     assert loss_normalizer(lengths, make_config(loss_type="grpo")) == 3

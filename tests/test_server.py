@@ -1,6 +1,7 @@
 """The real vLLM server: completions, weight sync from every kind of policy, access, refusals."""
 
 import concurrent.futures
+import dataclasses
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from helpers import ENV, ROOT, server, torchrun
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
+import train
 import utils
 from config import TrainConfig
 from prefix_attention import pack
@@ -163,8 +165,6 @@ def test_tensor_parallel_server(models, tmp_path):
 
 def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypatch):
     """Law 6: one layer's norm left out of the first sync is enough to stop the run."""
-    import train
-
     complete = published_weights
     monkeypatch.setattr(
         train, "published_weights", lambda p: ((n, t) for n, t in complete(p) if n != "model.norm.weight")
@@ -177,6 +177,36 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
         monkeypatch.setattr(train, "published_weights", complete)
         rollouts.publish_first(make_policy(config, device), device)  # and the server is whole again
         rollouts.close()
+
+
+def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monkeypatch):
+    """A trainer that dies between two layers: the server resumes, and the next trainer's sync is whole."""
+    monkeypatch.setattr(utils, "BUCKET_BYTES", 10_000)
+    complete = published_weights
+
+    def half(policy):
+        for number, weight in enumerate(complete(policy)):
+            if number == 20:  # in the second layer, after the first was rebuilt
+                raise InterruptedError("the trainer died")
+            yield weight
+
+    config = make_config(models["untied"], servers["untied"])
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        policy = make_policy(config, device)
+        rollouts.publish_first(policy, device)
+        monkeypatch.setattr(train, "published_weights", half)
+        with pytest.raises(InterruptedError):
+            rollouts.publish(policy, 1)
+        rollouts.close()
+        monkeypatch.setattr(train, "published_weights", complete)
+        rollouts = Rollouts(config, device)
+        disturb(policy, 3)
+        rollouts.publish_first(policy, device)
+        worst, versions = mismatch(policy, rollouts, config, device)
+        rollouts.close()
+    assert worst <= 1e-4
+    assert versions == [0]
 
 
 def test_updates_in_flight_keep_both_versions(models, servers):
@@ -328,6 +358,14 @@ def test_lora_target_that_matches_nothing(models):
     config = make_config(models["tied"], "http://x", use_peft=True, lora_target_modules=["q_proj", "qkv"])
     with pytest.raises(ValueError, match="qkv matches no module; the model has .*q_proj"):
         check_lora_targets(config)
+
+
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_lora_on_tied_embeddings_is_refused(models, target):
+    config = make_config(models["tied"], "http://x", use_peft=True, lora_target_modules=["q_proj", target])
+    with pytest.raises(ValueError, match=f"{target} is tied"):
+        check_lora_targets(config)
+    check_lora_targets(dataclasses.replace(config, model_id=models["untied"]))
 
 
 def test_buckets_and_pieces(monkeypatch):
