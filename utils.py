@@ -404,8 +404,9 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        if rank != "0" and "onnection" in str(error):
-            print(f"rank {rank} stopped: another rank ended first, see its message", file=sys.stderr)
+        lost_peer = isinstance(error, RuntimeError) and re.search(r"onnection (closed|reset) by peer", str(error))
+        if rank != "0" and lost_peer:  # the consequence of another rank's end, which told its cause
+            print(f"rank {rank} stopped, as another rank ended first: {str(error).splitlines()[0]}", file=sys.stderr)
         else:
             traceback.print_exc()
     sys.stdout.flush()
