@@ -13,6 +13,7 @@ import ipaddress
 import json
 import os
 import sys
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 BACKEND = "grpo"
+PREFETCH = 3  # buckets received ahead of the one being loaded
 
 OPEN_ROUTES = frozenset({"/health"})
 TRAINER_ROUTES = frozenset({
@@ -91,7 +93,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive the stream and load it, one bucket while the next arrives."""
+        """Receive the stream and load it, one bucket while the next ones arrive."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Stream) -> None:
@@ -105,18 +107,22 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
 
         load_weights: Any = self.model.load_weights
 
+        ended = False
+
         def receive() -> dict[str, torch.Tensor]:
+            nonlocal ended
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
-            return group.receive()
+            bucket = {} if ended else group.receive()
+            ended = not bucket
+            return bucket
 
         try:
             with ThreadPoolExecutor(1) as pool:
-                bucket = pool.submit(receive).result()
-                while bucket:
-                    arriving = pool.submit(receive)
+                arriving = deque(pool.submit(receive) for _ in range(PREFETCH))
+                while bucket := arriving.popleft().result():
+                    arriving.append(pool.submit(receive))
                     load_weights(bucket.items())
-                    bucket = arriving.result()
         except BaseException:
             self.shutdown()  # the trainer's broadcasts then fail at once, instead of waiting for this worker
             raise

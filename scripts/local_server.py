@@ -60,7 +60,11 @@ def local_server(model: str, log: Path, *options: str, env: Mapping[str, str] | 
     """
     port = free_port()
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
-    defaults = {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    defaults = {
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: between two, waiting takes a core
+    }
     with log.open("w") as out:
         process = subprocess.Popen(
             [*command, "--dtype", "float32", *options],
