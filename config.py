@@ -54,6 +54,11 @@ _EXACT_PARAMS = {"seed", "ignore_eos", "stop_token_ids", "include_stop_str_in_ou
 RewardFunc = str | Callable[..., Any]
 
 
+def is_data_file(source: str) -> bool:
+    """True for a local data file, by its name; any other string names a data set of the hub."""
+    return source.endswith((".jsonl", ".parquet"))
+
+
 class UserError(ValueError):
     """Something the user gave is wrong; the message is one line that says what, and what to do."""
 
@@ -282,6 +287,20 @@ class TrainConfig:
         _require(self.use_fsdp or not self.fsdp_bf16, "fsdp_bf16 has no effect without use_fsdp: set bf16 instead")
         _require(not (self.bf16 and self.fsdp_bf16), "bf16 and fsdp_bf16 do the same in two ways: set one of them")
         changed = changed_fields(self)
+        _require(
+            self.max_steps is None or "num_epochs" not in changed,
+            "num_epochs has no effect beside max_steps: set one of them (--max_steps none)",
+        )
+        for source, names in (
+            ("dataset_id", "dataset_config dataset_split"),
+            ("eval_dataset_id", "eval_dataset_split"),
+        ):
+            for name in names.split():
+                given = getattr(self, source)
+                _require(
+                    name not in changed or (isinstance(given, str) and not is_data_file(given)),
+                    f"{name} has no effect on a {source} that is a file or a function: leave it out",
+                )
         for switch, names in _NEEDS.items():
             for name in names.split():
                 _require(bool(getattr(self, switch)) or name not in changed, f"{name} has no effect without {switch}")
@@ -471,6 +490,8 @@ def load_recipe(path: str) -> types.ModuleType:
     sys.modules[spec.name] = module  # so that its functions can be found by their dotted path
     try:
         spec.loader.exec_module(module)
+    except (ImportError, SyntaxError) as error:
+        raise UserError(f"recipe {path}: {error}") from error
     except TypeError as error:
         words = str(error).split("'")
         if "unexpected keyword argument" in str(error) and "TrainConfig" in str(error):
@@ -492,6 +513,10 @@ def parse_args(argv: list[str]) -> TrainConfig:
     """
     hints = get_type_hints(TrainConfig)
     words = list(argv)
+    if {"-h", "--help"} & set(words):
+        fields = [f"  --{name}  {_type_name(hint)}" for name, hint in hints.items()]
+        print("\n".join(["train.py [recipe.py] [--field value ...]; config.py says what each field does", *fields]))
+        raise SystemExit(0)
     recipe = load_recipe(words.pop(0)) if words and not words[0].startswith("--") else None
     values = {f.name: getattr(recipe.config, f.name) for f in dataclasses.fields(TrainConfig)} if recipe else {}
     while words:

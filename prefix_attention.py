@@ -121,6 +121,10 @@ def completion_logprobs(
 def completion_logprobs(
     model: Any, row: PackedBatch, temperature: float = 1.0, *, return_entropy: Literal[True]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def completion_logprobs(
+    model: Any, row: PackedBatch, temperature: float, return_entropy: bool
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def completion_logprobs(
     model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from config import TrainConfig, UserError, describe, parse_args, to_json
+from config import TrainConfig, UserError, describe, parse_args
 from prefix_attention import PackedBatch, completion_logprobs, pack
 from utils import (
     RunLog,
@@ -268,11 +268,11 @@ def build_reference(policy: Any, config: TrainConfig, device: torch.device) -> C
 
         def without_adapter(row: PackedBatch) -> Tensor:
             with torch.no_grad(), unwrap(policy).disable_adapter():
-                return forward(unwrap(policy), row, config)[0]
+                return forward(unwrap(policy), row, config)
 
         return without_adapter
     frozen = parallelize(load_model(config).requires_grad_(False).eval(), config, device)
-    return lambda row: torch.no_grad()(forward)(frozen, row, config)[0]
+    return lambda row: torch.no_grad()(forward)(frozen, row, config)
 
 
 def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
@@ -288,10 +288,9 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
     def factor(update: int) -> float:
         if update < num_warmup:
             return (update + 1) / num_warmup
-        left = 1 - (update - num_warmup) / max(num_updates - num_warmup, 1)
-        return {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}[
-            config.lr_scheduler
-        ]
+        done = (update - num_warmup) / max(num_updates - num_warmup, 1)
+        shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return shapes[config.lr_scheduler]
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -424,7 +423,7 @@ class Rollouts:
             shares = split_batch(groups, advantages, dist.get_world_size(), self.config)
             self.num_tokens += sum(group.num_tokens for group in groups)
             metrics |= batch_metrics(groups, rewards, version, self.config) | {"num_tokens": self.num_tokens}
-            self.samples = batch_samples(groups, rewards, advantages)
+            self.samples = batch_samples(groups, rewards, advantages, self.config)
         return scatter_objects(shares), metrics
 
     def publish(self, policy: nn.Module, version: int) -> None:
@@ -450,7 +449,7 @@ class Rollouts:
         for url, (prompt_ids, probe) in zip(self.config.vllm_urls, probes, strict=True):
             (row,) = pack([(prompt_ids, [probe.token_ids])], share_prefix=False)
             with torch.no_grad():
-                logprobs, _ = forward(policy, row.to(device), self.config)
+                logprobs = forward(policy, row.to(device), self.config)
             mismatch = (logprobs.cpu() - torch.tensor(probe.sampler_logprobs)).abs().mean().item()
             if not mismatch <= self.config.max_logprob_mismatch:
                 raise ServerError(
@@ -483,11 +482,10 @@ class Rollouts:
 # The loop
 
 
-def forward(model: nn.Module, row: PackedBatch, config: TrainConfig) -> tuple[Tensor, Tensor]:
-    """Log-probs [N] at the sampling temperature and entropies [N], under autocast where the config asks for it."""
+def forward(model: nn.Module, row: PackedBatch, config: TrainConfig, return_entropy: bool = False) -> Any:
+    """`completion_logprobs` at the sampling temperature, under autocast where the config asks for it."""
     with torch.autocast(row.input_ids.device.type, torch.bfloat16, enabled=config.bf16):
-        logprobs, entropy = completion_logprobs(model, row, config.temperature, return_entropy=True)
-    return logprobs, entropy
+        return completion_logprobs(model, row, config.temperature, return_entropy)
 
 
 def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
@@ -522,13 +520,13 @@ def train_batch(
     old_logprobs: dict[int, Tensor] = {}  # under the policy that sampled; where it takes one update, its own forward
     if num_updates > 1:
         with torch.no_grad():
-            old_logprobs = {id(m): forward(policy, m.row.to(device), config)[0] for part in batch for m in part.rows}
+            old_logprobs = {id(m): forward(policy, m.row.to(device), config) for part in batch for m in part.rows}
     for _ in range(config.num_iterations):
         for minibatch in batch:
             for number, item in enumerate(minibatch.rows):
                 micro = item.to(device)
                 sync_gradients(policy, number == len(minibatch.rows) - 1)
-                logprobs, entropy = forward(policy, micro.row, config)
+                logprobs, entropy = forward(policy, micro.row, config, return_entropy=True)
                 old = old_logprobs.get(id(item), logprobs.detach())
                 ref = reference(micro.row) if reference else None
                 loss, sums = grpo_loss(logprobs, old, ref, micro.advantages, micro.mask, micro.row.completion, config)
@@ -557,7 +555,7 @@ def main(config: TrainConfig) -> None:
         reference = build_reference(policy, config, device)
         num_updates = rollouts.num_steps * config.num_iterations * config.num_minibatches
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
-        with closing(RunLog(to_json(config), rollouts.num_steps)) as log:
+        with closing(RunLog(config, rollouts.num_steps)) as log:
             rollouts.publish_first(policy, device)
             log.step(0, rollouts.evaluate(0), [])
             for step in range(1, rollouts.num_steps + 1):
@@ -570,11 +568,10 @@ def main(config: TrainConfig) -> None:
                         rollouts.publish(policy, version=step)
                 log.step(step, metrics | about_batch | rollouts.evaluate(step), rollouts.samples)
                 if step == rollouts.num_steps or (config.save_steps and step % config.save_steps == 0):
-                    save_checkpoint(policy, config.model_id, Path(config.output_dir) / f"checkpoint-{step}")
+                    checkpoint = Path(config.output_dir) / f"checkpoint-{step}"
+                    save_checkpoint(policy, config.model_id, checkpoint)
         if config.hub_repo_id and is_main():
-            push_to_hub(
-                Path(config.output_dir) / f"checkpoint-{rollouts.num_steps}", config.hub_repo_id, config.hub_private
-            )
+            push_to_hub(checkpoint, config.hub_repo_id, config.hub_private)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from config import TrainConfig, to_json
+
 BUCKET_BYTES = 32 << 20  # per broadcast; two are alive at a time: one being loaded, one being gathered
 
 
@@ -271,6 +273,7 @@ def save_checkpoint(model: nn.Module, tokenizer_id: str, path: Path) -> None:
         AutoTokenizer.from_pretrained(tokenizer_id).save_pretrained(part)
         shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
+        tqdm.write(f"saved {path}")
     dist.barrier()
 
 
@@ -314,7 +317,7 @@ class RunLog:
     Exists on every rank; only rank 0's writes.
 
     Args:
-        config: the resolved configuration as JSON values.
+        config: output_dir, log_steps, log_completions_steps, use_wandb, wandb_project.
         num_steps: for the progress bar.
     """
 
@@ -325,26 +328,27 @@ class RunLog:
         "loss",
         "grad_norm",
         "kl",
+        "frac_reward_zero_std",
         "completions/mean_length",
         "time/step_s",
     )
 
-    def __init__(self, config: dict[str, Any], num_steps: int):
+    def __init__(self, config: TrainConfig, num_steps: int):
         self.config = config
         self._files = ExitStack()
         self._wandb: Any = None
         if not is_main():
             return
-        folder = Path(config["output_dir"])
+        folder = Path(config.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
         self._metrics = self._files.enter_context((folder / "metrics.jsonl").open("w", buffering=1))
         self._completions = self._files.enter_context((folder / "completions.jsonl").open("w", buffering=1))
         self._bar = self._files.enter_context(tqdm(total=num_steps, disable=None, unit="step"))
-        if config["use_wandb"]:
+        if config.use_wandb:
             import wandb
 
-            self._wandb = wandb.init(project=config["wandb_project"], dir=folder, config=config)
+            self._wandb = wandb.init(project=config.wandb_project, dir=folder, config=to_json(config))
             self._files.callback(wandb.finish)
 
     def step(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
@@ -357,10 +361,10 @@ class RunLog:
         if self._wandb:
             self._wandb.log(metrics, step=step)
         self._bar.update(step - self._bar.n)
-        if step % self.config["log_steps"] == 0 or "eval/reward" in metrics:
+        if step % self.config.log_steps == 0 or "eval/reward" in metrics:
             shown = [f"{name} {metrics[name]:.4g}" for name in self.SHOWN if name in metrics]
             tqdm.write(f"step {step}/{self._bar.total} · " + " · ".join(shown))
-        every = self.config["log_completions_steps"]
+        every = self.config.log_completions_steps
         if samples and every and step % every == 0:
             self._show(step, samples[:8])
 

@@ -8,9 +8,9 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import chain
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from config import TrainConfig, UserError
+from config import TrainConfig, UserError, is_data_file
 from utils import TransferGroup, address_towards, buckets
 
 
@@ -173,17 +173,22 @@ class VLLMClient:
 
     def _when_ready(self, server: Server, deadline: float) -> int:
         model_id = self.config.model_id
+        command = f"python vllm_server.py --model {model_id} --port {urlsplit(server.url).port or 80}"
+        waiting = False
         while True:
             try:
                 server.request("GET", "/health", timeout_s=5, retries=0)
                 break
             except ServerError as error:
                 if time.monotonic() > deadline:
-                    port = urlsplit(server.url).port
                     raise ServerError(
-                        f"no rollout server at {server.url} ({error}): start one with "
-                        f"`python vllm_server.py --model {model_id} --port {port}`, or set vllm_urls"
+                        f"no rollout server at {server.url} ({error}): start one with `{command}`, or set vllm_urls"
                     ) from None
+                if not waiting:
+                    waiting = True
+                    print(
+                        f"waiting up to {self.config.server_timeout:.0f} s for {server.url} (`{command}`)", flush=True
+                    )
                 time.sleep(1)
         (model, *_) = server.request("GET", "/v1/models")["data"]
         served = (model["id"], model["root"])
@@ -254,8 +259,7 @@ class VLLMClient:
 
     def clear_weights(self) -> None:
         """Zero the servers' weights, so that the check after the first sync can only pass if every weight arrived."""
-        for server in self.servers:
-            server.request("POST", "/weight_checker", json={"action": "reset"})
+        self._everywhere("/weight_checker", {"action": "reset"})
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Publish a policy on every server: pause, stream bucket by bucket, resume.
@@ -269,15 +273,9 @@ class VLLMClient:
         Raises:
             ServerError: a server failed; the others are resumed.
         """
-        everyone = self._on_every_server
-        everyone(lambda s: s.request("POST", "/pause?mode=keep", retries=0))
-        try:
-            everyone(lambda s: s.request("POST", "/start_weight_update", retries=0))
-            update: dict[str, Any] = {"update_info": {}}
-            loading = [
-                self._control.submit(server.request, "POST", "/update_weights", retries=0, json=update)
-                for server in self.servers
-            ]
+        with self._paused():
+            self._everywhere("/start_weight_update")
+            loading = self._post("/update_weights", {"update_info": {}})
             sending: list[Any] = []
             for bucket in chain(buckets(weights), [{}]):  # an empty bucket ends the stream
                 _settle(sending, loading)  # a server loads one bucket while the trainer gathers the next
@@ -285,15 +283,27 @@ class VLLMClient:
             _settle(sending, loading)
             for reply in loading:
                 reply.result()
-            everyone(
-                lambda s: s.request("POST", "/finish_weight_update", retries=0, json={"weight_version": str(version)})
-            )
-        finally:
-            with suppress(ServerError):  # the first cause is the one to report
-                everyone(lambda s: s.request("POST", "/resume", retries=0))
+            self._everywhere("/finish_weight_update", {"weight_version": str(version)})
 
-    def _on_every_server(self, call: Any) -> None:
-        for reply in [self._control.submit(call, server) for server in self.servers]:
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        try:
+            self._everywhere("/pause?mode=keep")
+            yield
+        except BaseException:
+            with suppress(ServerError):  # the first cause is the one to report
+                self._everywhere("/resume")
+            raise
+        self._everywhere("/resume")
+
+    def _post(self, path: str, body: dict[str, Any] | None = None) -> list["Future[Any]"]:
+        """One POST to every server, side by side, never repeated: none of them may be done twice."""
+        return [self._control.submit(s.request, "POST", path, retries=0, json=body) for s in self.servers]
+
+    def _everywhere(self, path: str, body: dict[str, Any] | None = None) -> None:
+        replies = self._post(path, body)
+        wait(replies)  # a server that failed must not leave the others half done
+        for reply in replies:
             reply.result()
 
     def close(self) -> None:
@@ -321,10 +331,11 @@ def _completion(choice: dict[str, Any]) -> Completion:
     spans = [
         (int(s["version"]) if s["version"].isdigit() else -1, s["start"], s["end"]) for s in choice["weight_versions"]
     ]
-    content = (choice["logprobs"] or {}).get("content") or []
-    return Completion(
-        choice["token_ids"] or [], [token["logprob"] for token in content], choice["finish_reason"], spans
-    )
+    token_ids = choice["token_ids"] or []
+    logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
+    if len(logprobs) != len(token_ids):
+        raise ServerError(f"a server returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    return Completion(token_ids, logprobs, choice["finish_reason"], spans)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -349,17 +360,19 @@ def load_tokenizer(config: TrainConfig) -> Any:
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group; what the config leaves at None is not sent."""
-    named = {name: getattr(config, name) for name in ("top_k", "top_p", "min_p", "stop")}
     guides = {"regex": config.guided_regex, "json": config.guided_json}
-    guided = {name: guide for name, guide in guides.items() if guide}
-    return {
+    params = {
         "n": config.num_generations,
         "max_tokens": config.max_completion_len,
         "temperature": config.temperature,
-        **{name: value for name, value in named.items() if value is not None},
-        **({"structured_outputs": guided} if guided else {}),
+        "top_k": config.top_k,
+        "top_p": config.top_p,
+        "min_p": config.min_p,
+        "stop": config.stop,
+        "structured_outputs": {name: guide for name, guide in guides.items() if guide} or None,
         **(config.sampling_params or {}),
     }
+    return {name: value for name, value in params.items() if value is not None}
 
 
 def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) -> list[dict[str, Any]]:
@@ -372,8 +385,10 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
         rows = list(source())
     else:
         path = Path(source)
-        if path.suffix in (".jsonl", ".parquet") and not path.is_file():
+        if is_data_file(source) and not path.is_file():
             raise UserError(f"dataset file {source} does not exist")
+        if path.is_file() and not is_data_file(source):
+            raise UserError(f"dataset file {source} must be .jsonl (one object a line) or .parquet")
         rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _datasets_rows(source, split, config)
     if config.collate_fn:
         assert callable(config.collate_fn)
@@ -434,6 +449,8 @@ def load_prompts(
             raise UserError(
                 f"dataset row {index} has no column {missing[0]}, which extra_columns names; it has {sorted(row)}"
             )
+        if taken := {"prompts", "completions", "completion_ids"} & set(wanted):
+            raise UserError(f"dataset column {taken.pop()} is the name of a reward's own argument: rename it")
         token_ids = tokenize_prompt(tokenizer, row["prompt"], config)
         prompts.append(Prompt(index, token_ids, row["prompt"], {name: row[name] for name in wanted}))
     kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_prompt_len]
@@ -525,19 +542,24 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     return means
 
 
-def batch_samples(groups: list[Group], rewards: Tensor, advantages: Tensor) -> list[dict[str, Any]]:
+def batch_samples(
+    groups: list[Group], rewards: Tensor, advantages: Tensor, config: TrainConfig
+) -> list[dict[str, Any]]:
     """One JSON object per completion, for `completions.jsonl`."""
+    names = [function.__name__ for function in config.reward_funcs if callable(function)]
     return [
         {
+            "row": group.prompt.index,
             "prompt": group.prompt.content,
             "completion": text,
             "reward": None if reward.isnan() else reward.item(),
+            "rewards": dict(zip(names, parts, strict=True)),
             "advantage": advantage.item(),
             "finish_reason": completion.finish_reason,
             "weight_versions": completion.weight_versions,
         }
         for group, group_rewards, group_advantages in zip(groups, rewards, advantages, strict=True)
-        for completion, text, reward, advantage in zip(
-            group.completions, group.texts, group_rewards, group_advantages, strict=True
+        for completion, text, parts, reward, advantage in zip(
+            group.completions, group.texts, group.rewards, group_rewards, group_advantages, strict=True
         )
     ]

@@ -5,8 +5,10 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 make_environment
 
-# One thread each: an idle vLLM worker goes on polling, so trainer and server take a core each.
+# One thread each for trainer and server.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
+# Engine and worker in one process: between two of them, vLLM waits by polling, which would take a core of its own.
+export VLLM_ENABLE_V1_MULTIPROCESSING=${VLLM_ENABLE_V1_MULTIPROCESSING:-0}
 folder=$root/outputs/tiny
 "$python" scripts/build_tiny.py --output "$folder"
 
@@ -14,9 +16,9 @@ port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)
 echo "starting the rollout server on port $port (log: $folder/server.log)"
 start "$folder/server.log" "$python" vllm_server.py --model "$folder/model" --port "$port" \
     --dtype float32 --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
-server=${groups[-1]}
+server=${groups[-1]} limit=$((SECONDS + 300))
 until "$python" -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$port/health', timeout=2)" 2>/dev/null; do
-    kill -0 "$server" 2>/dev/null || { tail -n 20 "$folder/server.log"; die "the server did not start"; }
+    kill -0 "$server" 2>/dev/null && [ $SECONDS -lt $limit ] || { tail -n 20 "$folder/server.log"; die "the server did not start"; }
     sleep 1
 done
 

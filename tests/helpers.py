@@ -55,6 +55,19 @@ def server(model, log, *options, **more):
     return local_server(model, log, "--max-model-len", "128", "--max-num-seqs", "64", *options, **more)
 
 
+def on_ranks(num_ranks, folder, function, *arguments):
+    """Call `module.function(*arguments)` of a test module on every rank; fails with what the ranks printed."""
+    module, name = function.split(".")
+    script = folder / f"{name}.py"
+    script.write_text(
+        f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
+        f"from utils import exits\nfrom {module} import {name}\n"
+        f"with exits():\n    {name}(*{[str(a) for a in arguments]!r})\n"
+    )
+    done = torchrun(num_ranks, script)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
 def torchrun(num_ranks, *arguments, timeout_s=300, env=(), cwd=ROOT):
     """Run a script under torchrun; returns the finished process with its output."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]

@@ -72,6 +72,8 @@ def test_overrides(words, field, value):
         (["--stop"], "--stop needs a value"),
         (["--wandb_project", "x"], "wandb_project has no effect without use_wandb"),
         (["--hub_private", "false"], "hub_private has no effect without push_to_hub"),
+        (["--max_steps", "3", "--num_epochs", "2"], "num_epochs has no effect beside max_steps"),
+        (["--dataset_id", "x.jsonl", "--dataset_split", "test"], "dataset_split has no effect on a dataset_id that is"),
         (["stray"], "unexpected 'stray'"),
     ],
 )
@@ -106,6 +108,9 @@ def test_bad_recipes(tmp_path):
     path = tmp_path / "bad_recipe.py"
     path.write_text(RECIPE % ", lerning_rate=1")
     with pytest.raises(ValueError, match="unknown field lerning_rate: did you mean learning_rate"):
+        parse_args([str(path)])
+    path.write_text("import no_such_module")
+    with pytest.raises(ValueError, match="bad_recipe.py: No module named 'no_such_module'"):
         parse_args([str(path)])
     path.write_text("config = 3")
     with pytest.raises(ValueError, match="defines no `config = TrainConfig"):

@@ -82,7 +82,9 @@ def test_long_prompts_are_counted_and_left_out(capsys):
         (lambda: [{"question": "x"}], {}, "row 0 has no `prompt`.*question"),
         (lambda: [{"prompt": "x"}, {"prompt": 3}], {}, "row 1 has no `prompt`"),
         (rows, {"extra_columns": ["label"]}, "row 0 has no column label"),
+        (lambda: [{"prompt": "x", "completions": []}], {}, "column completions is the name of a reward's own"),
         ("nowhere.jsonl", {}, "nowhere.jsonl does not exist"),
+        (__file__, {}, "must be .jsonl"),
     ],
 )
 def test_bad_data(source, fields, message):
@@ -124,6 +126,28 @@ def right(prompts, completions, completion_ids, answer):
 
 def only_first(prompts, **_):
     return [2.0 if prompt == "1+1=" else None for prompt in prompts]
+
+
+def test_batch_metrics():
+    """Two groups of two; the second one's completions come from versions 3 and 4, one of them was cut off."""
+    groups = make_groups()
+    last = Completion([1, 2, 3, 4], [0.0] * 4, "length", [(3, 0, 1), (5, 1, 4)])
+    groups[1].completions = [Completion([1, 2], [0.0] * 2, "stop", [(4, 0, 2)]), last]
+    for group in groups:
+        group.rewards = [[1.0], [None]] if group is groups[0] else [[2.0], [0.0]]
+    metrics = batch_metrics(
+        groups, torch.tensor([[1.0, math.nan], [2.0, 0.0]]), 5, make_config(reward_funcs=[only_first])
+    )
+    assert metrics == {
+        "reward": 1.0,
+        "reward_std": 0.5,
+        "frac_reward_zero_std": 0.5,
+        "rewards/only_first": 1.0,
+        "staleness/mean": (5 + 5 + 1 + 2) / 4,
+        "staleness/max": 5.0,
+        "completions/mean_length": (2 + 2 + 2 + 4) / 4,
+        "completions/clipped_ratio": 0.25,
+    }
 
 
 def test_weighted_rewards_and_none():

@@ -5,19 +5,19 @@ The reference is computed here in another way: one plain row per completion, the
 
 import dataclasses
 import itertools
-import json
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, torchrun
+from helpers import on_ranks
 from transformers import AutoModelForCausalLM
 
 from config import TrainConfig
 from train import (
     add_lora,
     build_optimizer,
+    build_policy,
     build_reference,
     load_model,
     optimizer_step,
@@ -186,13 +186,7 @@ def rank_main(model, output):
 
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_two_ranks_equal_plain_rows(models, tmp_path, kind):
-    script = tmp_path / "ranks.py"
-    script.write_text(
-        f"import sys; sys.path[:0] = {json.dumps([str(ROOT), str(ROOT / 'tests')])}\n"
-        f"from test_gradients import rank_main\nrank_main({models[kind]!r}, {str(tmp_path / 'out.pt')!r})\n"
-    )
-    done = torchrun(2, script)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(2, tmp_path, "test_gradients.rank_main", models[kind], tmp_path / "out.pt")
     for fields, got in zip(RANK_CASES, torch.load(tmp_path / "out.pt"), strict=True):
         assert_same(got, plain_gradient(make_config(models[kind], **fields)))
 
@@ -236,6 +230,18 @@ def test_optimizer_and_schedules():
     assert [[p.ndim for p in g["params"]] for g in optimizer.param_groups] == [[2], [1]]
 
 
+def test_only_loras_own_dropout_stays(models, tmp_path, device):
+    """Two forwards of the policy agree although the model's configuration asks for dropout in its attention."""
+    model = AutoModelForCausalLM.from_pretrained(models["tied"], attention_dropout=0.5)
+    model.save_pretrained(tmp_path)
+    policy = build_policy(make_config(str(tmp_path)), device)
+    ids = torch.arange(5, 25)[None]
+    first, second = policy(input_ids=ids).logits, policy(input_ids=ids).logits
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    plain = AutoModelForCausalLM.from_pretrained(models["tied"])(input_ids=ids).logits
+    torch.testing.assert_close(first, plain, rtol=0, atol=1e-6)
+
+
 def test_several_updates_on_one_batch(models, device):
     """Two passes of two mini-batches with KL and an adapter, against the same written out token by token."""
     fields = {"use_peft": True, "lora_rank": 4, "beta": 0.3, "num_iterations": 2, "num_minibatches": 2, "epsilon": 0.05}
@@ -259,7 +265,7 @@ def test_several_updates_on_one_batch(models, device):
         old = [logprobs(prompt, ids) for _, _, prompt, ids in rows]
         with model.disable_adapter():
             ref = [logprobs(prompt, ids) for _, _, prompt, ids in rows]
-    kl, clipped = 0.0, 0
+    kl, clipped, losses = 0.0, 0, []
     for _ in range(2):
         for half in (rows[:6], rows[6:]):
             total = torch.zeros(())
@@ -274,10 +280,12 @@ def test_several_updates_on_one_batch(models, device):
                     kl += k3.item()
                     clipped += (ratio.item() < 0.95 and a < 0) or (ratio.item() > 1.05 and a > 0)
             steps.zero_grad()
-            (total / (sum(map(sum, LENGTHS)) / 2)).backward()
+            losses.append(total / (sum(map(sum, LENGTHS)) / 2))
+            losses[-1].backward()
             steps.step()
     tokens = 2 * sum(map(sum, LENGTHS))
     assert clipped > 0
+    assert metrics["loss"] == pytest.approx(sum(map(float, losses)) / 4, rel=1e-3)
     assert metrics["kl"] == pytest.approx(kl / tokens, rel=1e-3)
     assert metrics["clip_ratio/low"] + metrics["clip_ratio/high"] == pytest.approx(clipped / tokens)
     got, expected = trainable(policy), trainable(model)

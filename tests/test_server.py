@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import requests
 import torch
 import torch.distributed as dist
-from helpers import ENV, ROOT, server, torchrun
+from helpers import ENV, ROOT, on_ranks, server
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
@@ -84,14 +85,14 @@ def mismatch(policy, rollouts, config, device):
     pairs = [(PROMPT, [c.token_ids for c in replies])]
     with torch.no_grad():
         (row,) = pack(pairs, share_prefix=False)
-        logprobs, _ = forward(policy, row.to(device), config)
+        logprobs = forward(policy, row.to(device), config)
     sampled = torch.tensor([x for c in replies for x in c.sampler_logprobs])
     return (logprobs - sampled).abs().max().item(), sorted({span[0] for c in replies for span in c.weight_versions})
 
 
-def sync_main(model, url, output):
+def sync_main(model, url, folder):
     """On every rank: all kinds of policy, two updates each; rank 0 writes what it saw."""
-    seen = []
+    seen, output = [], Path(folder)
     with process_group(120) as device:
         for number, kind in enumerate(KINDS):
             config = make_config(model, url, temperature=0.8, **kind)
@@ -118,14 +119,7 @@ def sync_main(model, url, output):
 @pytest.mark.parametrize("embeddings", ["tied", "untied"])
 def test_sync_from_every_kind_of_policy(models, servers, tmp_path, embeddings, num_ranks):
     """After two updates the server's log-probs are the trainer's to 1e-4 nats (fp32 kernels of two libraries)."""
-    script = tmp_path / "sync.py"
-    script.write_text(
-        f"import sys, pathlib; sys.path[:0] = {json.dumps([str(ROOT), str(ROOT / 'tests')])}\n"
-        "from test_server import sync_main\n"
-        f"sync_main({models[embeddings]!r}, {servers[embeddings]!r}, pathlib.Path({str(tmp_path)!r}))\n"
-    )
-    done = torchrun(num_ranks, script)
-    assert done.returncode == 0, done.stderr[-3000:]
+    on_ranks(num_ranks, tmp_path, "test_server.sync_main", models[embeddings], servers[embeddings], tmp_path)
     for number, (kind, seen) in enumerate(zip(KINDS, json.loads((tmp_path / "seen.json").read_text()), strict=True)):
         assert seen["mismatch"] <= 1e-4, kind
         assert seen["versions"] == [2], kind
@@ -233,7 +227,7 @@ def test_updates_in_flight_keep_both_versions(models, servers):
         assert (version, start, end) == (attempt, change, 100)
         (row,) = pack([(PROMPT, [completion.token_ids])], share_prefix=False)
         with torch.no_grad():
-            under_old, under_new = (forward(model, row, config)[0] for model in (old, new))
+            under_old, under_new = (forward(model, row, config) for model in (old, new))
         sampled = torch.tensor(completion.sampler_logprobs)
         assert (under_old - sampled)[:change].abs().max() <= 1e-4
         assert (under_new - sampled)[change:].abs().max() <= 1e-4
@@ -263,14 +257,8 @@ def test_sampling_parameters_take_effect(client):
     digits = ask(structured_outputs={"regex": "[0-9]{3}"}, max_tokens=8)
     texts = ["".join(chr(token + 28) for token in c.token_ids if token > 3) for c in digits]
     assert all(re.fullmatch("[0-9]{3}", text) for text in texts), texts
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "boolean"}},
-        "required": ["a"],
-        "additionalProperties": False,
-    }
-    (reply, _) = ask(structured_outputs={"json": schema}, max_tokens=40)
-    assert set(json.loads("".join(chr(t + 28) if t > 3 else "" for t in reply.token_ids))) == {"a"}
+    (reply, _) = ask(structured_outputs={"json": {"enum": [173, 426]}}, max_tokens=8)
+    assert "".join(chr(t + 28) for t in reply.token_ids if t > 3) in ("173", "426")
 
 
 def test_stop_strings(client):
