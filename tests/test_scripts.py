@@ -18,7 +18,14 @@ def demo(*options):
     command = ["bash", str(ROOT / "scripts" / "demo.sh"), *options]
     env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"}
     return subprocess.Popen(
-        command, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=env
+        command,
+        cwd="/",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job would ignore Ctrl-C
     )
 
 
