@@ -76,7 +76,11 @@ class TrainConfig:
     bf16: bool = False
     """Run the forward under bfloat16 autocast; weights stay in `dtype`."""
     attn_implementation: str | None = None
-    """transformers' attention implementation (`sdpa`, `flash_attention_2`, ...); None lets transformers choose."""
+    """transformers' attention implementation (`sdpa`, `flash_attention_2`, ...) without `share_prefix`; None lets
+    transformers choose."""
+    share_prefix: bool = True
+    """Forward each prompt once for all its completions, exactly (`prefix_attention.py`). Models for which that cannot
+    be are trained on one padded row per completion, with a message; so are batches with next to nothing to share."""
     gradient_checkpoint: bool = False
     """Recompute activations in the backward pass: about a third more time for much less memory."""
     trust_remote_code: bool = False
@@ -362,6 +366,11 @@ def describe(config: TrainConfig) -> str:
         lines.append(
             "warning: top_k, top_p, min_p, guided decoding and penalties change the distribution sampled from, while "
             "the loss takes log-probs over the whole vocabulary: ratios are then not exact"
+        )
+    if config.attn_implementation and config.share_prefix:
+        lines.append(
+            f"warning: attn_implementation={config.attn_implementation} counts only for a model that cannot share "
+            "prefixes: others run prefix_attention.py's own attention; --share_prefix false goes without"
         )
     return "\n".join(["configuration, where it differs from the defaults:", *lines])
 

@@ -1,40 +1,63 @@
-"""Rows of prompts and completions for a training forward, and the log-probabilities of their completion tokens.
+"""Shared-prefix attention: forward each prompt once for all its completions, exactly.
 
-    rows = pack(groups, max_tokens=8192, share_prefix=False)      # groups: (prompt_ids, [completion_ids, ...])
-    for row in rows:
-        logprobs = completion_logprobs(model, row)                # [N], group by group, completion by completion
+    model = attach(AutoModelForCausalLM.from_pretrained(...))
+    for row in pack(groups, max_tokens=8192):                     # groups: (prompt_ids, [completion_ids, ...])
+        logprobs = completion_logprobs(model, row)                # [N], in the order group, completion, token
 
-This is the reference path: one plain right-padded row per completion through the model's stock attention, exact for
-every causal language model. Needs only torch (and a Hugging Face model), and can be copied alone.
+`pack` lays trees of segments (a prompt, its completions) into rows without padding. `attach` teaches a Hugging Face
+model to run such a row: every segment sees itself causally and its ancestors whole, and positions go on from the
+parent's end. `completion_logprobs` runs the head on the positions that predict a completion token, chunk by chunk, and
+never holds the logits of a row. Needs only torch and transformers, and can be copied alone into another project.
 """
 
-from collections.abc import Sequence
+import inspect
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any, Literal, Self, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+NAME = "shared_prefix"  # under which transformers knows the attention function
+HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits alive at a time
+QUERY_BLOCK = 512  # queries at a time in the attention loop
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rows
 
 
 @dataclass(frozen=True)
 class PackedBatch:
     """One forward's worth of tokens; R rows of T positions hold N completion tokens.
 
+    Where prefixes are shared, one row of segments without padding; else a right-padded row per completion.
+
     Attributes:
-        input_ids: [R, T] int64, right-padded.
-        attention_mask: [R, T] int64, 1 on tokens. Built from lengths, never from the value of a token.
+        input_ids, position_ids: [R, T] int64; positions restart in every completion where its prompt ended.
+        attention_mask: [R, T] int64, 1 on tokens, built from lengths, never from the value of a token; None where
+            prefixes are shared.
+        segments: [S, 3] int64 on the CPU, (start, length, parent): a forest, parents first, depth first, -1 without a
+            parent; None without sharing.
         row, position: [N] int64, where the logits that predict each completion token stand.
         targets: [N] int64, the completion tokens.
-        completion: [N] int64, number of the completion among all completions given to `pack`.
+        group, completion: [N] int64, number of the group and of the completion among all given to `pack`.
         index: [N] int64, place of the token among all completion tokens given to `pack`, in the order group,
             completion, token: `per_token[row.index]` picks this row's part of any per-token tensor.
     """
 
     input_ids: Tensor
-    attention_mask: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor | None
+    segments: Tensor | None
     row: Tensor
     position: Tensor
     targets: Tensor
+    group: Tensor
     completion: Tensor
     index: Tensor
 
@@ -44,114 +67,915 @@ class PackedBatch:
         return self.input_ids.numel()
 
     def to(self, device: torch.device | str) -> Self:
-        """The same row on `device`."""
-        return type(self)(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        """The same row on `device`; `segments` stay on the CPU, where attention reads them."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return type(self)(**{n: v if v is None or n == "segments" else v.to(device) for n, v in values.items()})
+
+
+def unpad(input_ids: Tensor, mask: Tensor) -> list[list[int]]:
+    """The rows of a left- or right-padded batch [B, T] as lists of token ids, by `mask` (1 on tokens), for `pack`."""
+    return [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
 
 
 def pack(
-    groups: Sequence[tuple[list[int], list[list[int]]]], max_tokens: int | None = None, share_prefix: bool = True
+    groups: Sequence[tuple[list[int], list[list[int]]]],
+    max_tokens: int | None = None,
+    share_prefix: bool = True,
+    share_completions: bool = False,
 ) -> list[PackedBatch]:
-    """Split groups into forwards of at most `max_tokens` positions (padding counted), in the given order.
+    """Groups as forwards of at most `max_tokens` positions, in the given order.
+
+    Shared prefixes: first-fit, and a group larger than the budget is split with its prompt repeated. A completion's
+    last token predicts nothing and is not forwarded.
 
     Args:
         groups: `(prompt_ids, completions)` of one prompt each; an empty completion contributes nothing.
         max_tokens: bound on R·T of a batch; None puts everything into one.
-        share_prefix: False gives one row per completion, the only form so far.
+        share_prefix: False gives one right-padded row per completion, for any model's own attention.
+        share_completions: forward leading tokens that completions of a group have in common once, too.
 
     Raises:
         ValueError: an empty prompt, or a prompt and completion that alone exceed `max_tokens`, named by number.
     """
-    if share_prefix:
-        raise ValueError("rows that share a prefix are not available: call pack(..., share_prefix=False)")
-    batches: list[PackedBatch] = []
-    rows: list[_Row] = []
-    number = start = 0
+    budget = math.inf if max_tokens is None else max_tokens
+    rows: list[list[_Tree]] = []  # of trees laid one after the other; or, padded, one below the other
+    number = place = 0
     for g, (prompt, completions) in enumerate(groups):
         if not prompt:
-            raise ValueError(
-                f"group {g} has an empty prompt: the first completion token has nothing to be predicted from"
-            )
-        for c, completion in enumerate(completions):
-            row = _Row(prompt, completion, number, start)
-            if max_tokens is not None and len(row) > max_tokens:
+            raise ValueError(f"group {g} has an empty prompt: nothing predicts the first completion token")
+        leaves = []
+        for c, tokens in enumerate(completions):
+            if len(prompt) + len(tokens) - 1 > budget:
                 raise ValueError(
-                    f"completion {c} of group {g} has {len(row)} tokens with its prompt, over max_tokens={max_tokens}"
+                    f"completion {c} of group {g} has {len(prompt) + len(tokens)} tokens with its prompt, over "
+                    f"max_tokens={max_tokens}"
                 )
-            if max_tokens is not None and max(map(len, [*rows, row])) * (len(rows) + 1) > max_tokens:
-                batches.append(_padded(rows))
-                rows = []
-            if completion:
-                rows.append(row)
+            if tokens:
+                leaves.append(_Leaf(tokens, g, number, place))
             number += 1
-            start += len(completion)
-    if rows:
-        batches.append(_padded(rows))
-    return batches
+            place += len(tokens)
+        if not share_prefix:
+            for leaf in leaves:
+                tree = _Tree(prompt, [leaf])
+                if not rows or max(len(t.tokens) for t in [*rows[-1], tree]) * (len(rows[-1]) + 1) > budget:
+                    rows.append([])
+                rows[-1].append(tree)
+            continue
+        for tree in _trees(prompt, leaves, budget, share_completions):
+            fits = (row for row in rows if sum(len(t.tokens) for t in row) + len(tree.tokens) <= budget)
+            row = next(fits, None)
+            if row is None:
+                rows.append(row := [])
+            row.append(tree)
+    return [_laid(row) if share_prefix else _padded(row) for row in rows]
 
 
 @dataclass(frozen=True)
-class _Row:
-    prompt: list[int]
-    completion: list[int]
-    number: int  # of the completion among all
-    start: int  # of its tokens among all
+class _Leaf:
+    """A completion: its tokens, its group's and its own number, and the place of its first token among all."""
 
-    def __len__(self) -> int:
-        return len(self.prompt) + len(self.completion)
+    tokens: list[int]
+    group: int
+    number: int
+    place: int
 
 
-def _padded(rows: list[_Row]) -> PackedBatch:
-    input_ids = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    places = []
-    for r, row in enumerate(rows):
-        input_ids[r, : len(row)] = torch.tensor(row.prompt + row.completion)
-        attention_mask[r, : len(row)] = 1
-        places += [
-            (r, len(row.prompt) - 1 + t, token, row.number, row.start + t) for t, token in enumerate(row.completion)
+class _Tree:
+    """A prompt and what is forwarded of its completions, as a sequence of segments, depth first."""
+
+    def __init__(self, prompt: list[int], leaves: list[_Leaf], share_completions: bool = False):
+        self.tokens = list(prompt)
+        self.positions = list(range(len(prompt)))
+        self.segments = [(0, len(prompt), -1)]
+        self.share_completions = share_completions
+        # where each token of each leaf is predicted from: its first one from the prompt's end
+        self.sources = {leaf.number: [len(prompt) - 1] for leaf in leaves}
+        self.leaves = leaves
+        self._grow(0, leaves, 0)
+
+    def _grow(self, parent: int, leaves: list[_Leaf], depth: int) -> None:
+        """Lay out below `parent` what is left of `leaves` after `depth` tokens, all but their last token."""
+        branches: dict[int, list[_Leaf]] = {}
+        for leaf in leaves:
+            if len(leaf.tokens) - 1 > depth:
+                key = leaf.tokens[depth] if self.share_completions else leaf.number
+                branches.setdefault(key, []).append(leaf)
+        for branch in branches.values():
+            rest = [leaf.tokens[depth:-1] for leaf in branch]
+            columns = zip(*rest, strict=False)
+            length = next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, rest)))
+            start = len(self.tokens)
+            self.tokens += rest[0][:length]
+            self.positions += range(self.segments[0][1] + depth, self.segments[0][1] + depth + length)
+            self.segments.append((start, length, parent))
+            for leaf in branch:
+                self.sources[leaf.number] += range(start, start + length)
+            self._grow(len(self.segments) - 1, branch, depth + length)
+
+    def predictions(self, row: int, offset: int) -> list[tuple[int, ...]]:
+        """(row, position, target, group, completion, index) of every completion token of the tree laid at `offset`."""
+        return [
+            (row, offset + source, token, leaf.group, leaf.number, leaf.place + t)
+            for leaf in self.leaves
+            for t, (source, token) in enumerate(zip(self.sources[leaf.number], leaf.tokens, strict=True))
         ]
-    return PackedBatch(input_ids, attention_mask, *torch.tensor(places).T.contiguous())
+
+
+def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
+    """A group as one tree, or as consecutive ones that fit the budget, each with the prompt."""
+    whole = _Tree(prompt, leaves, share_completions)
+    if len(whole.tokens) <= budget:
+        return [whole] if leaves else []
+    pieces: list[list[_Leaf]] = []
+    room = 0.0
+    for leaf in leaves:
+        room -= len(leaf.tokens) - 1
+        if not pieces or room < 0:
+            pieces.append([])
+            room = budget - len(prompt) - len(leaf.tokens) + 1
+        pieces[-1].append(leaf)
+    return [_Tree(prompt, piece, share_completions) for piece in pieces]
+
+
+def _laid(trees: list[_Tree]) -> PackedBatch:
+    """Trees one after the other in a single row."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    segments: list[tuple[int, int, int]] = []
+    places: list[tuple[int, ...]] = []
+    for tree in trees:
+        places += tree.predictions(0, len(tokens))
+        first = len(segments)
+        segments += [
+            (len(tokens) + start, length, parent if parent < 0 else first + parent)
+            for start, length, parent in tree.segments
+        ]
+        tokens += tree.tokens
+        positions += tree.positions
+    return PackedBatch(
+        torch.tensor([tokens]), torch.tensor([positions]), None, torch.tensor(segments), *_columns(places)
+    )
+
+
+def _padded(trees: list[_Tree]) -> PackedBatch:
+    """Trees of one completion each, one below the other."""
+    width = max(len(tree.tokens) for tree in trees)
+    input_ids = torch.zeros(len(trees), width, dtype=torch.long)
+    attention_mask = torch.zeros_like(input_ids)
+    places: list[tuple[int, ...]] = []
+    for r, tree in enumerate(trees):
+        input_ids[r, : len(tree.tokens)] = torch.tensor(tree.tokens)
+        attention_mask[r, : len(tree.tokens)] = 1
+        places += tree.predictions(r, 0)
+    position_ids = torch.arange(width).expand(len(trees), width)
+    return PackedBatch(input_ids, position_ids, attention_mask, None, *_columns(places))
+
+
+def _columns(places: list[tuple[int, ...]]) -> Tensor:
+    return torch.tensor(sorted(places, key=lambda place: place[-1])).T.contiguous()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Attention over a row of segments
+#
+# The cascade: every segment attends causally to itself, and what lies below a segment attends to it whole, in one
+# call. As softmax over all keys = softmax over blocks of keys, merged by their log-sum-exps, this is exact, and no key
+# or value is copied. The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge; but
+# given the *merged* output and log-sum-exp, the backward of flash attention over one block of keys is just that block's
+# part of the whole gradient (it makes p = exp(q·k - lse) again and needs rowsum(grad·out), nothing else).
+
+
+def _paths(segments: list[list[int]]) -> list[list[int]]:
+    """For each segment, its ancestors and itself, root first."""
+    paths: list[list[int]] = []
+    for number, (_, _, parent) in enumerate(segments):
+        paths.append([*(paths[parent] if parent >= 0 else []), number])
+    return paths
+
+
+def _below(segments: list[list[int]]) -> list[tuple[slice, slice]]:
+    """(tokens of a segment, tokens of everything below it) for each segment that has something below it."""
+    ends = [start + length for start, length, _ in segments]
+    for number in range(len(segments) - 1, -1, -1):  # depth first: what is below follows at once
+        parent = segments[number][2]
+        if parent >= 0:
+            ends[parent] = max(ends[parent], ends[number])
+    return [
+        (slice(start, start + length), slice(start + length, end))
+        for (start, length, _), end in zip(segments, ends, strict=True)
+        if end > start + length
+    ]
+
+
+def _blocks(segments: list[list[int]], is_cuda: bool) -> list[tuple[slice, slice, list[int] | None]]:
+    """(queries, keys, bounds) of every kernel call of the cascade.
+
+    Bounds cut a causal block into sequences: all segments at once for the CUDA kernel, one a call for the CPU's.
+    Without bounds all queries see all keys. The causal blocks come first, and cover every token once.
+    """
+    starts = [start for start, _, _ in segments]
+    bounds = [*starts, sum(segments[-1][:2])]
+    own = [bounds] if is_cuda else [list(pair) for pair in pairwise(bounds)]
+    causal = [(slice(part[0], part[-1]), slice(part[0], part[-1]), part) for part in own]
+    return [*causal, *((below, keys, None) for keys, below in _below(segments))]
+
+
+def _cuda_arguments(q: Tensor, k: Tensor, bounds: list[int] | None) -> tuple[Any, ...]:
+    """Cumulative and longest lengths of queries and keys, dropout and causality, as the CUDA kernel takes them."""
+    both = (bounds or [0, len(q)], bounds or [0, len(k)])
+    cumulative = (torch.tensor(ends, dtype=torch.int32, device=q.device) for ends in both)
+    longest = (max(b - a for a, b in pairwise(ends)) for ends in both)
+    return *cumulative, *longest, 0.0, bounds is not None
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: list[int] | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Flash attention, tokens first: q [L, H, D], k and v [K, H_kv, D] -> out [L, H, D], log-sum-exp [L, H]."""
+    if q.is_cuda:
+        arguments = _cuda_arguments(q, k, bounds)
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, scale=scale)
+        return out, lse.T
+    heads_first = (t.transpose(0, 1)[None] for t in (q, k, v))
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = flash(*heads_first, 0.0, bounds is not None, scale=scale)
+    return out[0].transpose(0, 1), lse[0].T
+
+
+def _flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int] | None, scale: float
+) -> tuple[Tensor, ...]:
+    """The block's part of the gradients of q, k and v, from the merged `out` [L, H, D] and `lse` [L, H]."""
+    if q.is_cuda:
+        arguments = _cuda_arguments(q, k, bounds)
+        random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout of 0
+        backward = torch.ops.aten._flash_attention_backward
+        return backward(grad, q, k, v, out, lse.T.contiguous(), *arguments, random, random.new_empty(0), scale=scale)
+    heads_first = (t.transpose(0, 1)[None] for t in (grad, q, k, v, out))
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    grads = backward(*heads_first, lse.T[None], 0.0, bounds is not None, scale=scale)
+    return tuple(g[0].transpose(0, 1) for g in grads)
+
+
+@torch.library.custom_op("prefix_attention::cascade", mutates_args=())
+def _cascade(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of a row: q [T, H, D], k and v [T, H_kv, D], sinks [H] or None -> out [T, H, D], log-sum-exp [T, H].
+
+    An operator, so that `torch.compile` sees a plan that is data, not a new program for every layout.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    out = torch.empty(q.shape, dtype=wide, device=q.device)
+    lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
+    for queries, keys, bounds in _blocks(segments.tolist(), q.is_cuda):
+        block, block_lse = _flash(q[queries], k[keys], v[keys], bounds, scale)
+        if bounds:
+            out[queries], lse[queries] = block, block_lse
+        else:
+            merged = torch.logaddexp(lse[queries], block_lse)
+            out[queries] *= (lse[queries] - merged).exp()[..., None]
+            out[queries] += block * (block_lse - merged).exp()[..., None]
+            lse[queries] = merged
+    if sinks is not None:  # a key without a value in every softmax
+        merged = torch.logaddexp(lse, sinks.to(wide))
+        out *= (lse - merged).exp()[..., None]
+        lse = merged
+    return out.to(q.dtype), lse
+
+
+@_cascade.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, segments: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=wide)
+
+
+@torch.library.custom_op("prefix_attention::cascade_backward", mutates_args=())
+def _cascade_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v: the sum of every block's."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grads = [torch.empty(t.shape, dtype=wide, device=t.device) for t in (q, k, v)]
+    for queries, keys, bounds in _blocks(segments.tolist(), q.is_cuda):
+        tensors = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
+        parts = _flash_backward(*tensors, bounds, scale)
+        for total, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
+            if bounds:
+                total[where] = part
+            else:
+                total[where] += part
+    dq, dk, dv = (total.to(q.dtype) for total in grads)
+    return dq, dk, dv
+
+
+@_cascade_backward.register_fake
+def _(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, segments: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, sinks, segments, ctx.scale = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, sinks, segments, *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, segments, out, lse = ctx.saved_tensors
+    dq, dk, dv = _cascade_backward(grad.contiguous(), q, k, v, out, lse, segments, ctx.scale)
+    dsinks = None
+    if sinks is not None:  # d/ds of softmax with one more key: -p(sink) · grad·out, summed over tokens
+        delta = (grad.to(lse.dtype) * out).sum(-1)
+        dsinks = -((sinks.to(lse.dtype) - lse).exp() * delta).sum(0).to(sinks.dtype)
+    return dq, dk, dv, dsinks, None, None
+
+
+_cascade.register_autograd(_differentiate, setup_context=_keep)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Plain attention, tokens first, with a boolean mask [L, K]: q [L, H, D], k and v [K, H_kv, D] -> [L, H, D_v]."""
+    if softcap is None and sinks is None:
+        qs, ks, vs = (t.transpose(0, 1)[None] for t in (q, k, v))
+        out = F.scaled_dot_product_attention(qs, ks, vs, attn_mask=mask, scale=scale, enable_gqa=True)
+        return out[0].transpose(0, 1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    scores = torch.einsum("lgrd,kgd->grlk", grouped, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.to(wide).masked_fill(~mask, torch.finfo(wide).min)  # padding may see nothing
+    if sinks is not None:
+        sink = sinks.to(wide).view(k.shape[1], -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sink], -1)
+    weights = scores.softmax(-1)[..., : len(k)].to(v.dtype)
+    return torch.einsum("grlk,kgd->lgrd", weights, v).flatten(1, 2)
+
+
+def _loop(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: list[list[int]],
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of a row, segment by segment and `QUERY_BLOCK` queries at a time, on copies of the keys they see."""
+    outs = []
+    for path in _paths(segments):
+        tokens = torch.cat([torch.arange(*_span(segments[number]), device=q.device) for number in path])
+        for first in range(len(tokens) - segments[path[-1]][1], len(tokens), QUERY_BLOCK):
+            last = min(first + QUERY_BLOCK, len(tokens))
+            oldest = 0 if window is None else max(first - window + 1, 0)
+            at = torch.arange(oldest, last, device=q.device)
+            distance = at[first - oldest :, None] - at[None]
+            mask = (distance >= 0) & (distance < (window or math.inf))
+            keys = tokens[oldest:last]
+            queries = q[tokens[first] : tokens[first] + last - first]
+            outs.append(
+                checkpoint(_attend, queries, k[keys], v[keys], mask, scale, softcap, sinks, use_reentrant=False)
+            )
+    return torch.cat(outs)
+
+
+def _span(segment: list[int]) -> tuple[int, int]:
+    return segment[0], segment[0] + segment[1]
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    segments: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface, [B, H, T, D] -> [B, T, H, D]; without `segments`, plain attention."""
+    if torch.is_autocast_enabled(query.device.type):
+        compute = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(compute), key.to(compute), value.to(compute)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if segments is None:
+        return _plain(module, query, key, value, attention_mask, scale, dropout, softcap, s_aux), None
+    if dropout:
+        raise ValueError("dropout in attention is not available with shared prefixes: set it to 0")
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    supported = not q.is_cuda or (q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256)
+    if softcap is None and supported and (sliding_window is None or _longest(segments) <= sliding_window):
+        missing = q.shape[-1] - v.shape[-1]  # the kernels want one head size
+        out, _ = _cascade(q, k, F.pad(v, (0, missing)) if missing else v, s_aux, segments, scale)
+        return out[None, ..., : v.shape[-1]], None
+    return _loop(q, k, v, segments.tolist(), scale, sliding_window, softcap, s_aux)[None], None
+
+
+def _plain(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    dropout: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of an ordinary batch, as before `attach`: sdpa, or written out where sdpa lacks softcap and sinks."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if softcap is None and sinks is None:
+        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scale)[0]
+    if mask is None:
+        last, total = query.shape[2], key.shape[2]
+        mask = torch.ones(last, total, dtype=torch.bool, device=query.device).tril(total - last)[None, None]
+    rows = (t.transpose(1, 2) for t in (query, key, value))
+    masks = mask.expand(len(query), 1, -1, -1)[:, 0]
+    return torch.stack([_attend(q, k, v, m, scale, softcap, sinks) for q, k, v, m in zip(*rows, masks, strict=True)])
+
+
+@torch.compiler.disable
+def _longest(segments: Tensor) -> int:
+    """Tokens of the longest path from a root to a leaf."""
+    lengths: list[int] = []
+    for _, length, parent in segments.tolist():
+        lengths.append(length + (lengths[parent] if parent >= 0 else 0))
+    return max(lengths)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Gated delta nets (Qwen3-Next, Qwen3.5): recurrent layers, whose state goes from a segment to those below it
+
+
+class _Handover:
+    """What a gated delta net takes for its cache: hands it the parent's state and keeps the one it ends with.
+
+    Attributes:
+        conv: [n, channels, K - 1], the last inputs of the causal convolution; None before the first token.
+        recurrent: [n, heads, d_k, d_v], the state of the delta rule.
+    """
+
+    record_past = True  # the way that does not update states in place
+
+    def __init__(self, layer: int, conv: Tensor | None = None, recurrent: Tensor | None = None):
+        self.layers = {layer: self}
+        self.conv, self.recurrent = conv, recurrent
+        self.is_first = conv is None
+
+    def has_previous_state(self, _: int, **__: Any) -> bool:
+        return not self.is_first
+
+    @property
+    def conv_states(self) -> list[Tensor | None]:
+        return [self.conv]
+
+    @property
+    def recurrent_states(self) -> list[Tensor | None]:
+        return [self.recurrent]
+
+    def states(self) -> tuple[Tensor, Tensor]:
+        """What the children go on from."""
+        assert self.conv is not None
+        assert self.recurrent is not None
+        return self.conv, self.recurrent
+
+    def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
+        seen = F.pad(inputs, (conv_kernel_size - 1, 0)) if self.conv is None else torch.cat([self.conv, inputs], -1)
+        self.conv = seen[..., seen.shape[-1] - conv_kernel_size + 1 :]
+        return inputs if self.is_first else seen
+
+    def update_recurrent_state(self, state: Tensor, _: int, **__: Any) -> None:
+        self.recurrent = state
+
+
+class _SegmentedDeltaNet:
+    """The forward of a gated delta net that takes `segments`: parents one by one, leaves in one padded batch."""
+
+    def __init__(self, module: Any):
+        self.module = module
+        self.original = module.forward
+
+    @torch.compiler.disable
+    def __call__(self, hidden_states: Tensor, segments: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if segments is None:
+            return self.original(hidden_states, **kwargs)
+        plan = segments.tolist()
+        parents = {parent for _, _, parent in plan}
+        outs: dict[int, Tensor] = {}
+        states: dict[int, _Handover] = {}
+        for number, (start, length, parent) in enumerate(plan):
+            if parent < 0 or number in parents:
+                states[number] = self._state([states[parent]] if parent >= 0 else [])
+                tokens = hidden_states[:, start : start + length]
+                outs[number] = self.original(tokens, cache_params=states[number])[0]
+        leaves = [number for number in range(len(plan)) if number not in states]
+        if leaves:
+            longest = max(2, *(plan[n][1] for n in leaves))  # one token alone would take the decoding kernels
+            pieces = [hidden_states[0, slice(*_span(plan[n]))] for n in leaves]
+            batch = torch.stack([F.pad(piece, (0, 0, 0, longest - len(piece))) for piece in pieces])
+            state = self._state([states[plan[n][2]] for n in leaves])
+            for number, out in zip(leaves, self.original(batch, cache_params=state), strict=True):
+                outs[number] = out[: plan[number][1]]
+        return torch.cat([outs[number] for number in range(len(plan))])[None]
+
+    def _state(self, above: list[_Handover]) -> _Handover:
+        """A state that goes on from those of the parents, one each; a fresh one without any."""
+        if not above:
+            return _Handover(self.module.layer_idx)
+        conv, recurrent = ([state.states()[i] for state in above] for i in (0, 1))
+        return _Handover(self.module.layer_idx, torch.cat(conv), torch.cat(recurrent))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# attach
+
+# Compared with one plain row per completion by the tests; any other type is compared when it is attached.
+TESTED = frozenset({
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4",
+    "deepseek_v3", "cohere2", "granite", "smollm3", "qwen2_5_vl", "qwen3_vl", "qwen3_next", "qwen3_5_text",
+})  # fmt: skip
+LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
+
+
+def attach(model: Any, verify: bool = False) -> Any:
+    """Swap shared-prefix attention into a Hugging Face causal language model, in place; returns it.
+
+    Ordinary batches go on as before, through sdpa. Auxiliary losses of a mixture of experts, which count every
+    forwarded token once, would see a prompt once instead of once per completion: they are refused.
+
+    Args:
+        model: wrapped (DDP, FSDP2, peft) or not.
+        verify: compare log-probs and gradients of a few random groups with one plain row per completion. Model types
+            that the tests of this file do not cover are always compared. Collective where the model is sharded.
+
+    Raises:
+        ValueError: shared prefixes would not be exact for this model; names the reason.
+    """
+    base = _base(model)
+    if reason := _refusal(base):
+        raise ValueError(f"{type(base).__name__} cannot share prefixes: {reason}; set share_prefix to false")
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    parts = {name: getattr(base.config, name) for name in getattr(base.config, "sub_configs", {})}
+    towers = {
+        name: part._attn_implementation for name, part in parts.items() if "text" not in name and part is not None
+    }
+    base.set_attn_implementation({"": NAME, **dict.fromkeys(parts, NAME), **towers})
+    for module in base.modules():
+        if _is_gated_delta_net(module) and "forward" not in vars(module):
+            module.forward = _SegmentedDeltaNet(module)
+    if verify or base.config.model_type not in TESTED:
+        _verify(model)
+    return model
+
+
+def _base(model: Any) -> Any:
+    """The Hugging Face model inside DDP and peft."""
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+
+def _is_gated_delta_net(module: nn.Module) -> bool:
+    return type(module).__name__.endswith("GatedDeltaNet")
+
+
+def _refusal(base: Any) -> str | None:
+    """Why prefixes cannot be shared, or None where nothing speaks against it."""
+    config = base.config.get_text_config(decoder=True)
+    if getattr(base.config, "is_encoder_decoder", False):
+        return "it is an encoder-decoder"
+    if not base._can_set_attn_implementation():
+        return "its attention cannot be replaced through transformers' AttentionInterface"
+    if odd := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
+        return f"layers of type {', '.join(sorted(odd))} do not see a whole prefix"
+    if getattr(config, "output_router_logits", False):
+        return "output_router_logits adds an auxiliary loss that counts forwarded tokens, prompts once"
+    for name, module in base.named_modules():
+        if getattr(module, "attention_dropout", 0.0):
+            return f"dropout in attention ({name})"
+        kind = type(module).__name__
+        recurrent = isinstance(module, nn.Conv1d | nn.RNNBase) or any(w in kind for w in ("Mamba", "Recurrent", "SSM"))
+        if recurrent and not _is_gated_delta_net(base.get_submodule(name.rpartition(".")[0])):
+            return f"{name} ({kind}) carries a state from token to token"
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        return "its forward takes no position_ids"
+    return None
+
+
+def _verify(model: Any) -> None:
+    """Compare values and gradients of random groups, shared against plain rows.
+
+    Raises:
+        ValueError: they differ by more than the rounding of the model's dtype explains.
+    """
+    base = _base(model)
+    config = base.config.get_text_config(decoder=True)
+    device = next(base.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(min(config.vocab_size, 1000), (count,), generator=generator).tolist()
+
+    groups = [(tokens(9), [tokens(5), tokens(2), tokens(7)]), (tokens(4), [tokens(6), tokens(3)])]
+    trainable = [p for p in base.parameters() if p.requires_grad]
+    before = [p.grad for p in trainable]
+    values, gradients = [], []
+    for share_prefix in (False, True):
+        for p in trainable:
+            p.grad = None
+        (row,) = pack(groups, share_prefix=share_prefix)
+        with torch.set_grad_enabled(bool(trainable)):
+            logprobs = completion_logprobs(model, row.to(device))
+        values.append(logprobs.detach())
+        if trainable:
+            (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()
+            gradients.append([p.grad if p.grad is None else p.grad.detach().clone() for p in trainable])
+    for p, grad in zip(trainable, before, strict=True):
+        p.grad = grad
+    worst = (values[0] - values[1]).abs().mean().item()
+    limit = 5e-2 if _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16) else 1e-4
+    for plain, shared in zip(*gradients, strict=True) if gradients else ():
+        if plain is not None and (scale := _norm(plain)) > 0:
+            worst = max(worst, _norm(shared - plain) / scale / 10)  # gradients are ten times as rough
+    if not worst <= limit:
+        raise ValueError(
+            f"{type(base).__name__} cannot share prefixes: log-probs or gradients differ from plain rows by "
+            f"{worst:.2g}, over {limit:.0e}; set share_prefix to false"
+        )
+
+
+def _norm(tensor: Any) -> float:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.double().norm().item()
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Log-probabilities
+
+
+@dataclass(frozen=True)
+class _Logits:
+    """From the head's product to the logits of the distribution: z -> cap·tanh(z·multiplier / cap) / temperature."""
+
+    multiplier: float
+    softcap: float | None
+    temperature: float
+
+    def apply(self, z: Tensor) -> Tensor:
+        """In place."""
+        z = z.mul_(self.multiplier)
+        if self.softcap is not None:
+            z = z.div_(self.softcap).tanh_().mul_(self.softcap)
+        return z.div_(self.temperature)
+
+    def slope(self, logits: Tensor) -> Tensor | float:
+        """d logits / d z, from the logits."""
+        factor = self.multiplier / self.temperature
+        if self.softcap is None:
+            return factor
+        return factor * (1 - (logits * (self.temperature / self.softcap)).square())
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """log softmax at the targets, and entropies, chunk by chunk, in fp32 (fp64 for fp64).
+
+    The head is a sum of products x·Wᵀ (a matrix, and its LoRA). Forward keeps the log-sum-exps; backward makes the
+    logits again and turns each chunk into its own gradient, g·(onehot - p), in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, targets: Tensor, rule: _Logits, with_entropy: bool, bias: Tensor | None, *factors: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        xs, weights = factors[::2], factors[1::2]
+        wide = torch.promote_types(xs[0].dtype, torch.float32)
+        logprobs = torch.empty(len(targets), dtype=wide, device=targets.device)
+        normalizers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
+        for part in _chunks(len(targets), weights[0]):
+            logits = rule.apply(_product(part, bias, xs, weights, wide))
+            normalizers[part] = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizers[part]
+            if with_entropy:
+                p = (logits - normalizers[part, None]).exp_()
+                entropies[part] = normalizers[part] - torch.einsum("nv,nv->n", p, logits)
+        ctx.rule, ctx.num = rule, len(xs)
+        ctx.save_for_backward(targets, bias, normalizers, *xs, *weights)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        targets, bias, normalizers, *factors = ctx.saved_tensors
+        xs, weights = factors[: ctx.num], factors[ctx.num :]
+        wide = normalizers.dtype
+        needed = ctx.needs_input_grad[4:]
+        dxs = [torch.empty_like(x) if need else None for x, need in zip(xs, needed[::2], strict=True)]
+        dws = [
+            torch.zeros(w.shape, dtype=wide, device=w.device) if need else None
+            for w, need in zip(weights, needed[1::2], strict=True)
+        ]
+        dbias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[3] else None
+        for part in _chunks(len(targets), weights[0]):
+            logits = ctx.rule.apply(_product(part, bias, xs, weights, wide))
+            slope = ctx.rule.slope(logits)
+            dz = logits.sub_(normalizers[part, None]).exp_().mul_(-grad[part, None])
+            dz[torch.arange(len(dz), device=dz.device), targets[part]] += grad[part]
+            dz = dz.mul_(slope).to(weights[0].dtype)
+            if dbias is not None:
+                dbias += dz.sum(0, dtype=wide)
+            for x, w, dx, dw in zip(xs, weights, dxs, dws, strict=True):
+                if dx is not None:
+                    torch.mm(dz, w, out=dx[part])
+                if dw is not None and dw.dtype == dz.dtype:
+                    dw.addmm_(dz.T, x[part])
+                elif dw is not None:
+                    dw += dz.T @ x[part]
+        dws = [dw if dw is None else dw.to(w.dtype) for dw, w in zip(dws, weights, strict=True)]
+        interleaved = [d for pair in zip(dxs, dws, strict=True) for d in pair]
+        return None, None, None, dbias if dbias is None else dbias.to(bias.dtype), *interleaved
+
+
+def _chunks(total: int, weight: Tensor) -> Iterator[slice]:
+    size = max(1, HEAD_CHUNK[weight.device.type] // len(weight))
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _product(
+    part: slice, bias: Tensor | None, xs: Sequence[Tensor], weights: Sequence[Tensor], wide: torch.dtype
+) -> Tensor:
+    z = xs[0][part] @ weights[0].T
+    for x, w in zip(xs[1:], weights[1:], strict=True):
+        z = z.addmm_(x[part], w.T)
+    return (z if bias is None else z.add_(bias)).to(wide)
+
+
+class _LogprobHead:
+    """The forward of a head that answers `completion_logprobs` with log-probs and entropies [1, N, 2], not logits.
+
+    It stands on the instance, so that parameters keep their names; without a request it is the head's own forward.
+    """
+
+    def __init__(self, head: Any):
+        self.head = head
+        self.original = head.forward
+        self.request: tuple[Tensor, Tensor, _Logits, bool] | None = None  # cells, targets, rule, with_entropy
+        self.answer: Tensor | None = None
+        self.dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(cls, base: Any) -> "_LogprobHead":
+        """The one installed on the model's head, installed where there is none."""
+        head = base.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"{type(base).__name__} has no language-model head")
+        if not isinstance(head.forward, cls):
+            head.forward = cls(head)
+        return head.forward
+
+    @torch.compiler.disable
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.request is None:
+            return self.original(hidden, *args, **kwargs)
+        cells, targets, rule, with_entropy = self.request
+        self.dtype = hidden.dtype
+        bias, factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, cells))
+        if torch.is_autocast_enabled(hidden.device.type):
+            compute = torch.get_autocast_dtype(hidden.device.type)
+            factors = [factor.to(compute) for factor in factors]
+        values = _TokenLogprobs.apply(targets, rule, with_entropy, bias, *factors)
+        self.answer = torch.stack(values, -1)[None]
+        return self.answer
+
+
+def _factors(head: Any, hidden: Tensor) -> tuple[Tensor | None, list[Tensor]]:
+    """A head as bias and [x, W, x', W', ...] with logits = bias + x·Wᵀ + x'·W'ᵀ + ...
+
+    Raises:
+        ValueError: a head that is neither linear nor a LoRA of one.
+    """
+    if hasattr(head, "modules_to_save"):  # peft: a trained copy beside the original
+        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
+    linear = head.get_base_layer() if hasattr(head, "lora_A") else head
+    if not isinstance(linear, nn.Linear):
+        raise ValueError(f"the language-model head is a {type(linear).__name__}, not a linear layer")
+    factors = [hidden, linear.weight]
+    if linear is not head and not head.disable_adapters and not head.merged:
+        for name in head.active_adapters:
+            low = head.lora_A[name](head.lora_dropout[name](hidden.to(head.lora_A[name].weight.dtype)))
+            factors += [(low * head.scaling[name]).to(hidden.dtype), head.lora_B[name].weight.to(hidden.dtype)]
+    return linear.bias, factors
+
+
+@contextmanager
+def _bare_logits(base: Any, temperature: float) -> Iterator[_Logits]:
+    """Move what the model does to its head's output into the head: yields it as a rule, and undoes it in the model."""
+    config = base.config
+    softcap = getattr(config, "final_logit_softcapping", None)
+    scale = getattr(base, "logit_scale", 1.0)
+    divisor = getattr(config, "logits_scaling", 1.0) if config.model_type.startswith("granite") else 1.0
+    undone: list[tuple[Any, str, Any]] = []
+    if softcap is not None:
+        undone.append((config, "final_logit_softcapping", None))
+    if scale != 1.0:
+        undone.append((base, "logit_scale", 1.0))
+    if divisor != 1.0:
+        undone.append((config, "logits_scaling", 1.0))
+    before = [getattr(owner, name) for owner, name, _ in undone]
+    try:
+        for owner, name, value in undone:
+            setattr(owner, name, value)
+        yield _Logits(scale / divisor, softcap, temperature)
+    finally:
+        for (owner, name, _), value in zip(undone, before, strict=True):
+            setattr(owner, name, value)
 
 
 @overload
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: Literal[False] = False
+    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: Literal[False] = False, **inputs: Any
 ) -> Tensor: ...
 @overload
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, *, return_entropy: Literal[True]
+    model: Any, row: PackedBatch, temperature: float = 1.0, *, return_entropy: Literal[True], **inputs: Any
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float, return_entropy: bool
+    model: Any, row: PackedBatch, temperature: float, return_entropy: bool, **inputs: Any
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False
+    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False, **inputs: Any
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log p(token | prompt, completion so far) at a sampling temperature, for every completion token of `row`.
 
-    The head runs only on positions that predict a completion token in some row.
+    The head runs only on positions that predict a completion token, and its logits exist a chunk at a time.
 
     Args:
-        model: a Hugging Face causal language model, wrapped or not.
-        row: from `pack`.
+        model: a Hugging Face causal language model, wrapped or not; attached where the row shares prefixes.
+        row: from `pack`, on the model's device.
         temperature: logits are divided by it.
         return_entropy: also return the entropy of each of the N distributions (no gradient).
+        inputs: further arguments of the model's forward, images for one.
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable.
+
+    Raises:
+        ValueError: the row shares prefixes and the model is not attached, or it changes its logits in an unknown way.
     """
-    columns, column = row.position.unique(return_inverse=True)
-    logits = model(
-        input_ids=row.input_ids, attention_mask=row.attention_mask, use_cache=False, logits_to_keep=columns
-    ).logits
-    logits = logits[row.row, column]
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logits = logits / temperature
-    normalizer = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, row.targets[:, None])[:, 0] - normalizer
-    if not return_entropy:
-        return logprobs
-    with torch.no_grad():
-        entropy = normalizer - ((logits - normalizer[:, None]).exp() * logits).sum(-1)
-    return logprobs, entropy
+    base = _base(model)
+    head = _LogprobHead.of(base)
+    inputs |= {"input_ids": row.input_ids, "use_cache": False}
+    if row.segments is None:
+        inputs["attention_mask"] = row.attention_mask
+    else:
+        if NAME not in (base.config._attn_implementation, base.config.get_text_config()._attn_implementation):
+            raise ValueError("this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)")
+        positions = _rope_positions(base, row, inputs) if "image_grid_thw" in inputs else row.position_ids
+        nothing_to_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device)  # 4-D: handed through
+        inputs |= {"position_ids": positions, "attention_mask": nothing_to_mask, "segments": row.segments}
+    width, column = row.input_ids.shape[1], row.position
+    if "logits_to_keep" in inspect.signature(base.forward).parameters:
+        kept, column = row.position.unique(return_inverse=True)
+        inputs["logits_to_keep"], width = kept, len(kept)
+    with _bare_logits(base, temperature) as rule:
+        head.request = (row.row * width + column, row.targets, rule, return_entropy)
+        try:
+            answer = model(**inputs).logits
+            if not (answer is head.answer or (head.answer is not None and torch.equal(answer, head.answer))):
+                raise ValueError(
+                    f"{type(base).__name__} changes its logits after the head in a way that is not known here"
+                )
+        finally:
+            head.request = head.answer = None
+    logprobs, entropy = answer[0].unbind(-1)
+    return (logprobs, entropy.detach()) if return_entropy else logprobs
+
+
+def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:
+    """M-RoPE positions [3, 1, T]: the model's own for prompts with images; completions go on from the largest."""
+    assert row.segments is not None
+    plan = row.segments.tolist()
+    roots = [segment for segment in plan if segment[2] < 0]
+    prompts = nn.utils.rnn.pad_sequence([row.input_ids[0, slice(*_span(s))] for s in roots], batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones(s[1], device=prompts.device) for s in roots], batch_first=True)
+    kinds = (prompts == base.config.image_token_id).int() + 2 * (prompts == base.config.video_token_id).int()
+    grids = {name: value for name, value in inputs.items() if name.endswith("_grid_thw")}
+    of_prompts, deltas = base.model.get_rope_index(prompts, kinds, **grids, attention_mask=mask)
+    positions = row.position_ids.expand(3, 1, -1).clone()
+    ends = [start for start, _, _ in roots[1:]] + [positions.shape[-1]]
+    for number, ((start, length, _), end) in enumerate(zip(roots, ends, strict=True)):
+        positions[:, 0, start : start + length] = of_prompts[:, number, :length]
+        positions[:, 0, start + length : end] += deltas[number]
+    return positions

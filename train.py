@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainConfig, UserError, describe, parse_args
-from prefix_attention import PackedBatch, completion_logprobs, pack
+from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 from utils import (
     RunLog,
     TokenSums,
@@ -52,6 +52,8 @@ from vllm_client import (
     sampling_params,
     score,
 )
+
+MIN_SHARED = 0.05  # share of the batch's tokens that shared prompts must save; below it rows are padded
 
 # --------------------------------------------------------------------------------------------------------------------
 # Advantages and loss
@@ -260,6 +262,23 @@ def build_policy(config: TrainConfig, device: torch.device) -> Any:
     return parallelize(model.train(), config, device)
 
 
+def share_prefixes(policy: Any, config: TrainConfig) -> TrainConfig:
+    """Swap shared-prefix attention into the policy and prove it there; a model it refuses goes on without. Collective.
+
+    Returns:
+        The configuration, with `share_prefix` off where the model was refused.
+    """
+    if not config.share_prefix:
+        return config
+    try:
+        attach(policy, verify=True)
+    except ValueError as error:
+        if is_main():
+            print(f"share_prefix is off, each prompt is forwarded once per completion: {error}")
+        return replace(config, share_prefix=False)
+    return config
+
+
 def build_reference(policy: Any, config: TrainConfig, device: torch.device) -> Callable[[PackedBatch], Tensor] | None:
     """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0."""
     if config.beta == 0:
@@ -272,6 +291,8 @@ def build_reference(policy: Any, config: TrainConfig, device: torch.device) -> C
 
         return without_adapter
     frozen = parallelize(load_model(config).requires_grad_(False).eval(), config, device)
+    if config.share_prefix:
+        attach(frozen)
     return lambda row: torch.no_grad()(forward)(frozen, row, config)
 
 
@@ -344,7 +365,7 @@ def split_batch(groups: list[Group], advantages: Tensor, num_ranks: int, config:
             "sampler_logprobs": torch.tensor([x for c in completions for x in c.sampler_logprobs]),
         }
         pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in part]
-        packed = pack(pairs, config.max_tokens_per_gpu, share_prefix=False)
+        packed = pack(pairs, config.max_tokens_per_gpu, share_prefix=config.share_prefix and sharing_pays(part))
         rows = [MicroBatch(row, **{name: values[row.index] for name, values in per_token.items()}) for row in packed]
         if len(rows) % num_ranks:
             smallest = min(rows, key=lambda micro: micro.row.num_tokens)
@@ -357,6 +378,13 @@ def split_batch(groups: list[Group], advantages: Tensor, num_ranks: int, config:
         for rank in range(num_ranks):
             shares[rank].append(Minibatch(rows[rank::num_ranks], normalizer))
     return shares
+
+
+def sharing_pays(groups: list[Group]) -> bool:
+    """Whether a shared prompt saves enough tokens to pay for attention in more, smaller calls."""
+    repeated = sum(group.num_tokens for group in groups)
+    saved = sum(len(group.prompt.token_ids) * (len(group.completions) - 1) for group in groups)
+    return saved >= MIN_SHARED * repeated
 
 
 def is_trained(completion: Completion, config: TrainConfig) -> bool:
@@ -552,6 +580,7 @@ def main(config: TrainConfig) -> None:
     with process_group(config.collective_timeout) as device, closing(Rollouts(config, device)) as rollouts:
         torch.manual_seed(config.seed)
         policy = build_policy(config, device)
+        config = rollouts.config = share_prefixes(policy, config)
         reference = build_reference(policy, config, device)
         num_updates = rollouts.num_steps * config.num_iterations * config.num_minibatches
         optimizer, scheduler = build_optimizer(policy, num_updates, config)

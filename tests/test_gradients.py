@@ -14,6 +14,7 @@ from helpers import on_ranks
 from transformers import AutoModelForCausalLM
 
 from config import TrainConfig
+from prefix_attention import attach
 from train import (
     add_lora,
     build_optimizer,
@@ -61,6 +62,8 @@ def make_policy(config, device):
         for name, weight in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.05)
+    if config.share_prefix:
+        attach(model)
     return parallelize(model, config, device)
 
 
@@ -124,6 +127,7 @@ CASES = [
     {"mask_truncated_completions": True},
     {"use_peft": True, "lora_rank": 4},
     {"gradient_checkpoint": True},
+    {"share_prefix": False},
 ]
 
 
@@ -167,10 +171,10 @@ def test_ranks_get_equally_many_rows_and_every_token_once():
 
 
 RANK_CASES = [
-    {**wrapper, **peft, "max_tokens_per_gpu": max_tokens}
+    {**wrapper, **peft, "max_tokens_per_gpu": max_tokens, "share_prefix": share_prefix}
     for wrapper in ({}, {"use_fsdp": True})
     for peft in ({}, {"use_peft": True, "lora_rank": 4})
-    for max_tokens in (10_000, 30)
+    for max_tokens, share_prefix in ((10_000, True), (30, True), (30, False))
 ]
 
 

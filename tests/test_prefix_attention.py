@@ -1,10 +1,17 @@
-"""Rows and log-probabilities against one plain forward per completion."""
+"""Rows, the head's log-probabilities, refusals, and what shared prefixes must get along with."""
+
+import copy
+from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
+import transformers
+from test_prefix_models import SIZES, make_groups, make_model, plain_rows, shared_rows
 from transformers import AutoModelForCausalLM
 
-from prefix_attention import completion_logprobs, pack
+import prefix_attention
+from prefix_attention import PackedBatch, attach, completion_logprobs, pack, unpad
 
 GROUPS = [
     ([5, 6, 7], [[8, 9, 2], [2], []]),
@@ -68,6 +75,253 @@ def test_order_and_numbers():
 
 def test_refusals():
     with pytest.raises(ValueError, match="completion 1 of group 1 has 15 tokens"):
-        pack(GROUPS, 14, share_prefix=False)
+        pack(GROUPS, 13, share_prefix=False)
     with pytest.raises(ValueError, match="group 0 has an empty prompt"):
         pack([([], [[1]])], share_prefix=False)
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def paths(row):
+    """For each completion token of a shared row: the tokens it is conditioned on, walked from the segments alone."""
+    plan = row.segments.tolist()
+    tokens = row.input_ids[0].tolist()
+    found = []
+    for position in row.position.tolist():
+        number = next(n for n, (start, length, _) in enumerate(plan) if start <= position < start + length)
+        context = tokens[plan[number][0] : position + 1]
+        while (number := plan[number][2]) >= 0:
+            start, length, _ = plan[number]
+            context = tokens[start : start + length] + context
+        assert row.position_ids[0, position] == len(context) - 1
+        found.append(context)
+    return found
+
+
+def contexts(groups):
+    return [prompt + ids[:t] for prompt, completions in groups for ids in completions for t in range(len(ids))]
+
+
+@pytest.mark.parametrize("share_completions", [False, True])
+@pytest.mark.parametrize("max_tokens", [None, 40, 15])
+def test_every_token_stands_below_its_own_context(max_tokens, share_completions):
+    groups = [*GROUPS, ([5, 6], [[7, 8, 9], [7, 8, 9, 10], [7, 8, 11], [7], [12, 7], [7, 8, 9]])]
+    rows = pack(groups, max_tokens, share_completions=share_completions)
+    expected = contexts(groups)
+    flat = [(g, token) for g, (_, completions) in enumerate(groups) for ids in completions for token in ids]
+    assert sorted(i for row in rows for i in row.index.tolist()) == list(range(len(flat)))
+    for row in rows:
+        assert max_tokens is None or row.num_tokens <= max_tokens
+        assert row.index.tolist() == sorted(row.index.tolist())
+        assert paths(row) == [expected[i] for i in row.index]
+        assert list(zip(row.group.tolist(), row.targets.tolist(), strict=True)) == [flat[i] for i in row.index]
+
+
+def test_nothing_is_forwarded_twice():
+    """Prompts of 3, 8 and 2; of the completions 2 + 0, 3 + 6, then 2 + 3 + 2 + 0 + 1 + 2, shared 7 8 | 9 | 12."""
+    groups = [*GROUPS, ([5, 6], [[7, 8, 9], [7, 8, 9, 10], [7, 8, 11], [7], [12, 7], [7, 8, 9]])]
+    assert pack(groups)[0].num_tokens == 3 + 2 + 8 + 9 + 2 + 10
+    assert pack(groups, share_completions=True)[0].num_tokens == 3 + 2 + 8 + 9 + 2 + 4
+    assert [row.num_tokens for row in pack(groups[1:], 19)] == [17, 12]
+    assert [row.num_tokens for row in pack([groups[1], groups[0]], 14)] == [11, 14, 5]  # the second group split
+
+
+def test_first_fit_goes_back_to_a_row_with_room():
+    groups = [([5] * 6, [[6] * 3]), ([5] * 9, [[6] * 2]), ([7], [[8] * 2])]
+    assert [row.group.unique().tolist() for row in pack(groups, 10)] == [[0, 2], [1]]
+
+
+def test_empty_completions_only():
+    assert pack([([5, 6], [[], []])]) == []
+
+
+def test_unpad_takes_either_side():
+    ids, mask = torch.tensor([[0, 0, 5, 6], [7, 0, 0, 0]]), torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0]])
+    assert unpad(ids, mask) == [[5, 6], [7, 0]]
+
+
+def test_a_tree_of_any_depth():
+    """A hand-made row: 3 tokens, below them 2 and 4, below the 2 another 3 and 1; against each path alone."""
+    model = attach(make_model("Llama"))
+    ids = torch.randint(3, 97, (13,), generator=torch.Generator().manual_seed(0))
+    segments = torch.tensor([[0, 3, -1], [3, 2, 0], [5, 3, 1], [8, 1, 1], [9, 4, 0]])
+    positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 3, 4, 5, 6]])
+    leaf_paths = ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 8], [0, 1, 2, 9, 10, 11, 12])
+    row = torch.zeros(13, dtype=torch.long)
+    everything = PackedBatch(
+        ids[None], positions, None, segments, row, torch.arange(13), ids.roll(-1), row, row, torch.arange(13)
+    )
+    got = completion_logprobs(model, everything)
+    for path in leaf_paths:
+        expected = make_model("Llama")(input_ids=ids[path][None]).logits[0].log_softmax(-1)
+        torch.testing.assert_close(got[path], expected[range(len(path)), ids.roll(-1)[path]], rtol=1e-5, atol=1e-5)
+
+
+# -- the head --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 97 * 5, 1 << 23])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_chunks_equal_the_whole_head(chunk, softcap, monkeypatch):
+    """fp64, with a bias, a second factor, multiplier and temperature; values, entropies and every gradient."""
+    monkeypatch.setitem(prefix_attention.HEAD_CHUNK, "cpu", chunk)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((23, 8), (97, 8), (23, 3), (97, 3), (97,))
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    x, w, low, up, bias = tensors
+    targets = torch.randint(97, (23,), generator=generator)
+    rule = prefix_attention._Logits(0.5, softcap, 0.7)
+    logprobs, entropies = prefix_attention._TokenLogprobs.apply(targets, rule, True, bias, x, w, low, up)
+    z = 0.5 * (x @ w.T + low @ up.T + bias)
+    logits = (z if softcap is None else softcap * torch.tanh(z / softcap)) / 0.7
+    expected = logits.log_softmax(-1)[range(23), targets]
+    torch.testing.assert_close(logprobs, expected, rtol=1e-12, atol=1e-12)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    torch.testing.assert_close(entropies, entropy, rtol=1e-12, atol=1e-12)
+    weights = torch.randn(23, generator=generator, dtype=torch.float64)
+    got = torch.autograd.grad((logprobs * weights).sum(), tensors)
+    for ours, theirs in zip(got, torch.autograd.grad((expected * weights).sum(), tensors), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+def test_logits_of_a_row_never_exist(monkeypatch):
+    """No tensor of the size of all logits is made, forward or backward."""
+    monkeypatch.setitem(prefix_attention.HEAD_CHUNK, "cpu", 97 * 4)
+    model = attach(make_model("Qwen3"))
+    (row,) = pack(make_groups())
+    largest = 0
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            for tensor in result if isinstance(result, tuple) else (result,):
+                if (
+                    isinstance(tensor, torch.Tensor)
+                    and tensor.ndim == 2
+                    and tensor.shape[1] == 97
+                    and len(tensor) != 32
+                ):
+                    largest = max(largest, len(tensor))
+            return result
+
+    with Sizes():
+        completion_logprobs(model, row).sum().backward()
+    assert largest == 4
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+def tiny(name, **fields):
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **fields})
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def tiny_bart():
+    sizes = {
+        f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")
+    }
+    config: Any = transformers.BartConfig
+    return transformers.BartForConditionalGeneration(config(d_model=8, vocab_size=9, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: tiny("Mamba", state_size=4), "carries a state from token to token"),
+        (lambda: tiny("Bloom"), "takes no position_ids|cannot be replaced"),
+        (lambda: tiny("Llama", attention_dropout=0.1), "dropout in attention"),
+        (lambda: tiny("Qwen3Moe", output_router_logits=True, num_experts=4), "auxiliary loss"),
+        (lambda: tiny_bart(), "encoder-decoder"),
+        (lambda: tiny("Llama4Text", num_local_experts=2, interleave_moe_layer_step=1), "chunked_attention"),
+    ],
+)
+def test_attach_refuses(build, reason):
+    with pytest.raises(ValueError, match=f"cannot share prefixes: .*({reason}).*set share_prefix to false"):
+        attach(build())
+
+
+def test_verification_notices_a_model_that_looks_sideways():
+    """A layer that mixes neighbouring tokens of the row, in a way that no rule knows of."""
+    model = make_model("Llama")
+    inner = model.model.layers[0].mlp.forward
+    model.model.layers[0].mlp.forward = lambda x: inner(x) + 0.5 * x.roll(1, dims=1).index_fill(1, torch.tensor([0]), 0)
+    with pytest.raises(ValueError, match="differ from plain rows"):
+        attach(model, verify=True)
+
+
+def test_a_shared_row_needs_an_attached_model():
+    (row,) = pack(make_groups())
+    with pytest.raises(ValueError, match="attach"):
+        completion_logprobs(make_model("Llama"), row)
+
+
+def test_changed_logits_are_refused():
+    model = make_model("Llama")
+    forward = model.forward
+
+    def louder(*args, logits_to_keep=0, **kwargs):
+        output = forward(*args, logits_to_keep=logits_to_keep, **kwargs)
+        output.logits = output.logits * 2
+        return output
+
+    model.forward = louder
+    (row,) = pack(make_groups(), share_prefix=False)
+    with pytest.raises(ValueError, match="changes its logits"):
+        completion_logprobs(model, row)
+
+
+# -- together with -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
+def test_half_precision(dtype, limit):
+    """Against the same weights in fp32: as near as plain rows in half precision come, with a margin of two."""
+    exact = plain_rows(make_model("Qwen3"), make_groups())
+    plain = plain_rows(make_model("Qwen3", dtype=dtype), make_groups()).float()
+    shared = shared_rows(attach(make_model("Qwen3", dtype=dtype)), make_groups())
+    assert shared.dtype == torch.float32
+    assert (shared - exact).abs().mean() <= 2 * (plain - exact).abs().mean() + 1e-3
+    with torch.autocast("cpu", dtype):
+        under_autocast = shared_rows(attach(make_model("Qwen3")), make_groups())
+    assert (under_autocast - exact).abs().mean() <= limit
+
+
+def test_compiled_once_for_all_layouts():
+    """After two layouts (shapes become symbols at the second) any other runs the same program."""
+    torch._dynamo.reset()
+    model = attach(make_model("Qwen3"))
+    plain = make_model("Qwen3")
+    compiles = torch._dynamo.testing.CompileCounter()
+    model.forward = torch.compile(model.forward, backend=compiles)
+    counts = []
+    for groups in (make_groups(), make_groups()[:2], make_groups()[1:], [make_groups()[2]] * 3):
+        got = shared_rows(model, groups)
+        torch.testing.assert_close(got, plain_rows(plain, groups), rtol=1e-5, atol=1e-5)
+        counts.append(compiles.frame_count)
+    assert counts[-1] == counts[1]
+
+
+def test_a_copy_of_an_attached_model_is_its_own():
+    for family in ("Llama", "Qwen3_5"):
+        model = attach(make_model(family))
+        before = shared_rows(model, make_groups()).detach()
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(0.5)
+        assert (shared_rows(other, make_groups()) - before).abs().max() > 0.01
+        torch.testing.assert_close(shared_rows(model, make_groups()), before, rtol=0, atol=0)
+
+
+def test_checkpoints_do_not_know_of_it(tmp_path):
+    model = attach(make_model("Gemma2"))
+    shared_rows(model, make_groups())
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    assert loaded.config.final_logit_softcapping == 3.0
+    torch.testing.assert_close(
+        plain_rows(loaded, make_groups()), shared_rows(model, make_groups()), rtol=1e-5, atol=1e-5
+    )

@@ -22,7 +22,7 @@ import os
 from config import TrainConfig
 def rows(): return [{{"prompt": f"{{i}}+{{i}}=", "answer": str(2 * i)}} for i in range(40)]
 def held_out(): return rows()[:6]
-def ones(prompts, completions, completion_ids, answer): return [text.count("1") / 5 for text in completions]
+def ones(prompts, completions, completion_ids, answer): return [len(set(text)) / 12 for text in completions]
 def broken(prompts, completions, completion_ids, answer): return [1 / 0]
 config = TrainConfig(
     model_id={model!r}, vllm_urls=[{url!r}], dataset_id=rows, eval_dataset_id=held_out, reward_funcs=[ones],
