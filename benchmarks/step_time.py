@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
 import torch.distributed as dist
 from build_tiny import build, build_tokenizer, problems
-from common import median, report
 from local_server import local_server
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import utils
+from benchmarks.common import median, report
 from config import TrainConfig
 from recipes.rewards import exact_match
 from train import Rollouts, build_optimizer, build_policy, train_batch

@@ -1,0 +1,297 @@
+"""Forward and backward of groups that share a prompt: repeated rows, prefix_grouper, and ours, side by side.
+
+    python benchmarks/prefix_attention.py [--json PATH] [--quick]
+
+A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GPU in bf16 with gradient checkpointing:
+  padded    (a) one row per completion, right-padded, stock sdpa, logits of the completion tokens
+  packed    (b) one sequence per completion, without padding, our kernels and head, nothing shared
+  grouper   (c) the prefix_grouper package with its sdpa adapter, logits as in its documentation
+  ours      (d) `pack`, `attach`, `completion_logprobs`
+
+Every figure comes from a process of its own: the median of `repeats` runs after one that warms up, and the peak of its
+memory above the model's. `bound` is the speed-up over (b) that the FLOPs allow: Σ over linear layers (by tokens
+forwarded), attention (by pairs of query and key) and head (by completion tokens, the same for both); `of_bound` is the
+share of it that ours reaches. `*_difference` is the largest difference of a log-prob from (a)'s.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.common import median, report
+from prefix_attention import PackedBatch, attach, completion_logprobs, pack
+
+Groups = list[tuple[list[int], list[list[int]]]]
+
+SIZES: dict[str, dict[str, Any]] = {
+    "4 layers": {
+        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32768,
+    },
+    "1.5B": {
+        "hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+        "num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151936,
+    },
+    "8B": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    },
+    "quick": {
+        "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024,
+    },
+}  # fmt: skip
+METHODS = ("padded", "packed", "grouper", "ours")
+
+
+def make_groups(shape: str, vocab: int) -> Groups:
+    """`P,S,G`: one group; `ragged`: six groups of eight, prompts of 200 to 2000 and completions of 20 to 600 tokens."""
+    rng = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(count)]
+
+    if shape == "ragged":
+        return [(tokens(rng.randint(200, 2000)), [tokens(rng.randint(20, 600)) for _ in range(8)]) for _ in range(6)]
+    prompt, completion, group = map(int, shape.split(","))
+    return [(tokens(prompt), [tokens(completion) for _ in range(group)])]
+
+
+def make_model(size: str, device: torch.device) -> Any:
+    """Random weights; bf16 with gradient checkpointing on a GPU, fp32 on a CPU."""
+    config = Qwen3Config(**SIZES[size], max_position_embeddings=32768, tie_word_embeddings=True)
+    config._attn_implementation = "sdpa"
+    torch.manual_seed(0)
+    with device:
+        torch.set_default_dtype(torch.bfloat16 if device.type == "cuda" else torch.float32)
+        model = Qwen3ForCausalLM(config)
+        torch.set_default_dtype(torch.float32)
+    if device.type == "cuda":
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def run_rows(model: Any, rows: list[PackedBatch]) -> list[Tensor]:
+    """Forward and backward of each row; the log-probs, detached."""
+    values = []
+    for row in rows:
+        logprobs = completion_logprobs(model, row)
+        logprobs.sum().backward()
+        values.append(logprobs.detach())
+    return values
+
+
+def padded_logprobs(model: Any, groups: Groups, device: torch.device) -> list[Tensor]:
+    """(a), a group at a time."""
+    values = []
+    for group in groups:
+        (row,) = pack([group], share_prefix=False)
+        row = row.to(device)
+        first = int(row.position.min())
+        logits = model(
+            input_ids=row.input_ids, attention_mask=row.attention_mask, logits_to_keep=row.input_ids.shape[1] - first
+        ).logits
+        chosen = logits[row.row, row.position - first].float()
+        logprobs = chosen.gather(-1, row.targets[:, None])[:, 0] - chosen.logsumexp(-1)
+        logprobs.sum().backward()
+        values.append(logprobs.detach())
+        del logits, chosen, logprobs
+    return values
+
+
+def grouper_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, prefix_grouper: Any, scaling: float, **__: Any
+) -> tuple[Tensor, None]:
+    """The package's attention through sdpa. Its masks are of padding [B, K]; causality goes from the end of the keys.
+
+    Without padding a prompt needs no mask, and the masks are made once a forward: as good as sdpa allows.
+    """
+    from prefix_grouper.forward import AttentionForward
+
+    def sdpa(q: Tensor, k: Tensor, v: Tensor, padding: Any) -> Tensor:
+        if q.shape[2] == k.shape[2] and padding.all():
+            mask = None
+        elif (mask := getattr(padding, "causal", None)) is None:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+            mask = mask & padding[:, None, None]
+            mask |= ~mask.any(-1, keepdim=True)  # queries that are padding: anything but nothing
+            padding.causal = mask
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    return AttentionForward(sdpa)(prefix_grouper, query, key, value), None
+
+
+def grouper_logprobs(model: Any, groups: Groups, device: torch.device) -> list[Tensor]:
+    """(c), all groups in one padded batch, as its documentation has it."""
+    from prefix_grouper import PrefixGrouper
+
+    def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
+        tensors = [torch.tensor(row) for row in rows]
+        ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
+        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in tensors], batch_first=True).to(device)
+        return ids, mask
+
+    prompt_ids, prompt_mask = padded([prompt for prompt, _ in groups])
+    completion_ids, completion_mask = padded([ids for _, completions in groups for ids in completions])
+    grouper = PrefixGrouper.from_ungrouped_masks(
+        prefix_mask=prompt_mask,
+        suffix_mask=completion_mask,
+        group_sizes=[len(completions) for _, completions in groups],
+        padding_mode="right",
+        device=device,
+    )
+    input_ids = grouper.concat_input(prompt_ids, prompt_mask, completion_ids, completion_mask)
+    position_ids = torch.zeros_like(input_ids)
+    for number, (prompt, completions) in enumerate(groups):
+        places = list(range(len(prompt)))
+        for ids in completions:
+            places += range(len(prompt), len(prompt) + len(ids))
+        position_ids[number, : len(places)] = torch.tensor(places)
+    logits = model(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+        prefix_grouper=grouper,
+    ).logits
+    _, _, suffix, suffix_mask = grouper.split_output(logits, include_prefix_last=1)
+    targets = grouper.convert_padding(completion_ids, completion_mask, padding_mode="right")
+    suffix, kept = suffix[:, :-1], suffix_mask[:, 1:].bool()
+    logprobs = (suffix.gather(-1, targets[..., None])[..., 0] - suffix.logsumexp(-1))[kept]
+    logprobs.sum().backward()
+    return [logprobs.detach()]
+
+
+def memory_mb(device: torch.device, field: str) -> float:
+    """Memory in use (`VmRSS`) or its peak (`VmHWM`), MB."""
+    if device.type == "cuda":
+        return (torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()) / 1e6
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
+
+
+def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -> dict[str, Any]:
+    """One method on one shape, in this process."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    groups = make_groups(shape, SIZES[size]["vocab_size"])
+    model = make_model(size, device)
+    if method in ("packed", "ours"):
+        attach(model)
+        alone = [(prompt, [ids]) for prompt, completions in groups for ids in completions]
+        rows = [row.to(device) for row in pack(alone if method == "packed" else groups, max_tokens)]
+    if method == "grouper":
+        AttentionInterface.register("grouper", grouper_attention)
+        model.set_attn_implementation("grouper")
+    before = memory_mb(device, "VmRSS")
+    times = []
+    for _ in range(1 + repeats):
+        model.zero_grad(set_to_none=True)
+        started = time.perf_counter()
+        if method == "padded":
+            values = padded_logprobs(model, groups, device)
+        elif method == "grouper":
+            values = grouper_logprobs(model, groups, device)
+        else:
+            values = run_rows(model, rows)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return {
+        "seconds": median(times[1:]),
+        "memory_mb": memory_mb(device, "VmHWM") - before,
+        "logprobs": torch.cat(values).float().tolist(),
+    }
+
+
+def flops(groups: Groups, size: str, share: bool) -> float:
+    """Of forward and backward, each completion's last token left out: 3 x linear and head, 3.5 x attention."""
+    s = SIZES[size]
+    heads = s["num_attention_heads"] * s["head_dim"]
+    projections = 2 * s["hidden_size"] * heads + 2 * s["hidden_size"] * s["num_key_value_heads"] * s["head_dim"]
+    weights = projections + 3 * s["hidden_size"] * s["intermediate_size"]
+    tokens = pairs = predicted = 0
+    for prompt, completions in groups:
+        p, copies = len(prompt), 1 if share else len(completions)
+        tokens += copies * p + sum(len(ids) - 1 for ids in completions)
+        pairs += copies * p * (p + 1) // 2
+        pairs += sum((n := len(ids) - 1) * p + n * (n + 1) // 2 for ids in completions)
+        predicted += sum(map(len, completions))
+    per_layer = 3 * 2 * weights * tokens + 3.5 * 4 * heads * pairs
+    return s["num_hidden_layers"] * per_layer + 3 * 2 * s["vocab_size"] * s["hidden_size"] * predicted
+
+
+def compare(size: str, shape: str, repeats: int, max_tokens: int) -> dict[str, Any]:
+    """All methods on one shape, each in a process of its own."""
+    results = {}
+    for method in METHODS:
+        command = [sys.executable, __file__, "--measure", method, size, shape, str(repeats), str(max_tokens)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            if "out of memory" not in done.stderr.lower() and done.returncode != -9:
+                sys.exit(f"{method} on {shape}: {done.stderr[-2000:]}")
+            continue
+        results[method] = json.loads(done.stdout.splitlines()[-1])
+    groups = make_groups(shape, SIZES[size]["vocab_size"])
+    row: dict[str, Any] = {"model": size, "shape": shape}
+    row |= {f"{method}_s": results[method]["seconds"] for method in METHODS if method in results}
+    row |= {f"{method}_mb": results[method]["memory_mb"] for method in METHODS if method in results}
+    row["bound"] = flops(groups, size, share=False) / flops(groups, size, share=True)
+    if "packed" in results:
+        row["speedup"] = results["packed"]["seconds"] / results["ours"]["seconds"]
+        row["of_bound"] = row["speedup"] / row["bound"]
+    if "grouper" in results:
+        row["over_grouper"] = results["grouper"]["seconds"] / results["ours"]["seconds"]
+    plain = results.get("padded", results["ours"])["logprobs"]
+    for method in ("ours", "grouper"):
+        if method in results:
+            pairs = zip(plain, results[method]["logprobs"], strict=True)
+            row[f"{method}_difference"] = max(abs(a - b) for a, b in pairs)
+    return row
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help="a tiny model and one small shape, in under a minute")
+    parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        method, size, shape, repeats, max_tokens = args.measure
+        print(json.dumps(measure(method, size, shape, int(repeats), int(max_tokens))))
+        return
+    rows = []
+    if args.quick:
+        rows = [compare("quick", "128,32,4", repeats=1, max_tokens=4096)]
+    elif torch.cuda.is_available():
+        for size in ("1.5B", "8B"):
+            for prompt in (4096, 8192, 16384):
+                for group in (8, 16):
+                    for share in (16, 4):
+                        rows.append(compare(size, f"{prompt},{prompt // share},{group}", 3, max_tokens=131072))
+                        report(rows, args.json)
+        return
+    else:
+        for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged"):
+            rows.append(compare("4 layers", shape, repeats=2, max_tokens=8192))
+            report(rows, args.json)
+        return
+    report(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()
