@@ -531,7 +531,7 @@ class _Handover:
         self.conv, self.recurrent = conv, recurrent
         self.is_first = conv is None
 
-    def has_previous_state(self, _: int, **__: Any) -> bool:
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
         return not self.is_first
 
     @property
@@ -696,8 +696,13 @@ def _verify(model: Any) -> None:
         for p in trainable:
             p.grad = None
         (row,) = pack(groups, share_prefix=share_prefix)
-        with torch.set_grad_enabled(bool(trainable)):
-            logprobs = completion_logprobs(model, row.to(device))
+        try:
+            with torch.set_grad_enabled(bool(trainable)):
+                logprobs = completion_logprobs(model, row.to(device))
+        except Exception as error:  # whatever a model that nobody tried does with a row of segments
+            raise ValueError(
+                f"{type(base).__name__} cannot share prefixes: {error}; set share_prefix to false"
+            ) from error
         values.append(logprobs.detach())
         if trainable:
             (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()

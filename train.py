@@ -53,7 +53,7 @@ from vllm_client import (
     score,
 )
 
-MIN_SHARED = 0.05  # share of the batch's tokens that shared prompts must save; below it rows are padded
+MIN_SHARED = 0.05  # share of the batch's tokens that rows of shared prompts must save, or completions are padded rows
 
 # --------------------------------------------------------------------------------------------------------------------
 # Advantages and loss
@@ -381,10 +381,12 @@ def split_batch(groups: list[Group], advantages: Tensor, num_ranks: int, config:
 
 
 def sharing_pays(groups: list[Group]) -> bool:
-    """Whether a shared prompt saves enough tokens to pay for attention in more, smaller calls."""
-    repeated = sum(group.num_tokens for group in groups)
-    saved = sum(len(group.prompt.token_ids) * (len(group.completions) - 1) for group in groups)
-    return saved >= MIN_SHARED * repeated
+    """Whether rows of shared prompts save enough tokens over padded ones to pay for attention in smaller calls."""
+    lengths = [[len(c.token_ids) for c in group.completions] for group in groups]
+    prompts = [len(group.prompt.token_ids) for group in groups]
+    shared = sum(prompt + sum(of_group) for prompt, of_group in zip(prompts, lengths, strict=True))
+    padded = sum(len(of_group) * (prompt + max(of_group)) for prompt, of_group in zip(prompts, lengths, strict=True))
+    return shared <= (1 - MIN_SHARED) * padded
 
 
 def is_trained(completion: Completion, config: TrainConfig) -> bool:

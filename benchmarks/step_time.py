@@ -30,7 +30,7 @@ import utils
 from benchmarks.common import median, report
 from config import TrainConfig
 from recipes.rewards import exact_match
-from train import Rollouts, build_optimizer, build_policy, train_batch
+from train import Rollouts, build_optimizer, build_policy, share_prefixes, train_batch
 from utils import process_group, published_weights, timed
 
 
@@ -100,6 +100,7 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
     """The loop of train.py without log and checkpoints, every part timed."""
     rollouts = Rollouts(config, device)
     policy = build_policy(config, device)
+    config = rollouts.config = share_prefixes(policy, config)
     optimizer, scheduler = build_optimizer(policy, steps, config)
     sizes = [tensor.nbytes for _, tensor in published_weights(policy)]
     rollouts.publish_first(policy, device)

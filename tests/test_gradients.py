@@ -20,9 +20,12 @@ from train import (
     build_optimizer,
     build_policy,
     build_reference,
+    forward,
     load_model,
     optimizer_step,
     parallelize,
+    share_prefixes,
+    sharing_pays,
     split_batch,
     train_batch,
 )
@@ -144,6 +147,42 @@ def test_any_split_equals_plain_rows(models, device, fields):
         assert_same(
             trained_difference(make_config(models["tied"], max_tokens_per_gpu=max_tokens, **fields), device), expected
         )
+
+
+def test_first_ratio_is_one(models, device):
+    """Old, reference and training log-probs of a shared row are the same to the bit, recomputation or not."""
+    for fields in ({}, {"gradient_checkpoint": True}, {"bf16": True}):
+        config = make_config(models["tied"], beta=0.1, **fields)
+        policy = build_policy(config, device)
+        config = share_prefixes(policy, config)
+        reference = build_reference(policy, config, device)
+        assert reference is not None
+        for micro in split_batch(make_groups(), ADVANTAGES, 1, config)[0][0].rows:
+            assert micro.row.segments is not None
+            trained = forward(policy, micro.row, config)
+            with torch.no_grad():
+                old = forward(policy, micro.row, config)
+            assert trained.requires_grad
+            assert torch.equal(trained, old)
+            assert torch.equal(trained, reference(micro.row))
+
+
+def test_sharing_falls_back(models, device, capsys, monkeypatch):
+    """A model that is refused trains on padded rows, with the reason; so does a batch with nothing to share."""
+    config = make_config(models["tied"])
+    policy = build_policy(config, device)
+    monkeypatch.setattr(type(policy), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    config = share_prefixes(policy, config)
+    assert not config.share_prefix
+    assert (
+        "share_prefix is off, each prompt is forwarded once per completion: Qwen3ForCausalLM" in capsys.readouterr().out
+    )
+    (minibatch,) = split_batch(make_groups(), ADVANTAGES, 1, config)[0]
+    assert all(micro.row.segments is None for micro in minibatch.rows)
+    assert sharing_pays(make_groups())
+    (group, *_) = make_groups()
+    even = [Completion([5] * 100, [-1.0] * 100, "stop", [(0, 0, 100)])] * 3
+    assert not sharing_pays([dataclasses.replace(group, completions=even)])
 
 
 def test_order_does_not_matter(models, device):

@@ -103,12 +103,12 @@ def test_training_and_held_out_problems_do_not_overlap():
     assert all(row["answer"] == "".join(sorted(row["prompt"].rstrip("="))) for row in train + held_out)
 
 
-@pytest.mark.parametrize("script", ["step_time.py"])
-def test_benchmarks_run_quickly(script, tmp_path):
+@pytest.mark.parametrize(("script", "figure"), [("step_time.py", "sync_s"), ("prefix_attention.py", "ours_s")])
+def test_benchmarks_run_quickly(script, figure, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick"]
     subprocess.run(
         [*command, "--json", str(tmp_path / "out.json")], check=True, timeout=300, env=ENV, capture_output=True
     )
     result = json.loads((tmp_path / "out.json").read_text())
     assert {"machine", "versions", "rows"} == set(result)
-    assert all(row["sync_s"] > 0 for row in result["rows"])
+    assert all(row[figure] > 0 for row in result["rows"])
