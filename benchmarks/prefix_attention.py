@@ -38,7 +38,7 @@ Groups = list[tuple[list[int], list[list[int]]]]
 
 SIZES: dict[str, dict[str, Any]] = {
     "4 layers": {
-        "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "num_attention_heads": 8,
+        "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 4,
         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 32768,
     },
     "1.5B": {
