@@ -642,8 +642,9 @@ def attach(model: Any, verify: bool = False) -> Any:
 
 
 def _base(model: Any) -> Any:
-    """The Hugging Face model inside DDP and peft."""
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    """The Hugging Face model inside torch.compile, DDP and peft."""
+    inner = getattr(model, "_orig_mod", model)
+    inner = inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner
     return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
 
@@ -813,7 +814,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _chunks(total: int, weight: Tensor) -> Iterator[slice]:
-    size = max(1, HEAD_CHUNK[weight.device.type] // len(weight))
+    size = max(1, HEAD_CHUNK["cuda" if weight.is_cuda else "cpu"] // len(weight))
     return (slice(start, min(start + size, total)) for start in range(0, total, size))
 
 

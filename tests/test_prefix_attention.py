@@ -1,13 +1,16 @@
 """Rows, the head's log-probabilities, refusals, and what shared prefixes must get along with."""
 
 import copy
+import sys
+import types
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo.testing
 import transformers
-from test_prefix_models import SIZES, make_groups, make_model, plain_rows, shared_rows
+from test_prefix_models import SIZES, gradients, make_groups, make_model, plain_rows, shared_rows, stock
 from transformers import AutoModelForCausalLM
 
 import prefix_attention
@@ -292,10 +295,9 @@ def test_half_precision(dtype, limit):
 def test_compiled_once_for_all_layouts():
     """After two layouts (shapes become symbols at the second) any other runs the same program."""
     torch._dynamo.reset()
-    model = attach(make_model("Qwen3"))
     plain = make_model("Qwen3")
     compiles = torch._dynamo.testing.CompileCounter()
-    model.forward = torch.compile(model.forward, backend=compiles)
+    model = torch.compile(attach(make_model("Qwen3")), backend=compiles)
     counts = []
     for groups in (make_groups(), make_groups()[:2], make_groups()[1:], [make_groups()[2]] * 3):
         got = shared_rows(model, groups)
@@ -325,3 +327,44 @@ def test_checkpoints_do_not_know_of_it(tmp_path):
     torch.testing.assert_close(
         plain_rows(loaded, make_groups()), shared_rows(model, make_groups()), rtol=1e-5, atol=1e-5
     )
+
+
+# -- mutations -------------------------------------------------------------------------------------------------------
+
+MUTATIONS = [
+    ("the merge", "Llama", "merged = torch.logaddexp(lse[queries], block_lse)", "merged = lse[queries]"),
+    ("the gradient's lse", "Llama", "out[queries], lse[queries])\n", "out[queries], lse[queries] + 0.1)\n"),
+    ("the gradient's sum", "Llama", "total[where] += part", "pass"),
+    ("causality", "Llama",
+     "0.0, bounds is not None, scale=scale)\n    return out", "0.0, False, scale=scale)\n    return out"),
+    ("positions", "Llama", "self.positions += range(self.segments[0][1] + depth, self.segments[0][1] + depth + length)",
+     "self.positions += range(start, start + length)"),
+    ("the ancestor rule", "Llama", "ends[parent] = max(ends[parent], ends[number])",
+     "ends[parent] = max(ends[parent], min(ends[number], ends[parent] + 3))"),
+    ("the source of first tokens", "Llama", "[len(prompt) - 1] for leaf", "[len(prompt) - 2] for leaf"),
+    ("the window", "Mistral", "(distance < (window or math.inf))", "(distance <= (window or math.inf))"),
+    ("softcap", "Gemma2", "scores = softcap * torch.tanh(scores / softcap)", "scores = torch.tanh(scores / softcap)"),
+    ("logit softcap", "Gemma3", "factor * (1 - (logits", "factor * (1 + 0 * (logits"),
+    ("sinks", "GptOss", "out *= (lse - merged).exp()[..., None]\n        lse", "lse"),
+    ("the gradient of sinks", "GptOss", "dsinks = -(", "dsinks = ("),
+    ("the logit scale", "Cohere2", "_Logits(scale / divisor", "_Logits(1.0"),
+    ("the handed state", "Qwen3Next", "torch.cat(recurrent))", "0 * torch.cat(recurrent))"),
+    ("the handed inputs", "Qwen3_5", "torch.cat(conv), ", "0 * torch.cat(conv), "),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "family", "right", "wrong"), MUTATIONS, ids=[m[0] for m in MUTATIONS])
+def test_the_comparison_notices(what, family, right, wrong):
+    """The module with one line broken fails the comparison of `test_prefix_models.py`."""
+    source = Path(prefix_attention.__file__).read_text()
+    assert source.count(right) == 1, f"{what}: its line has changed"
+    broken = types.ModuleType("broken")
+    sys.modules["broken"] = broken
+    source = source.replace(right, wrong).replace('"prefix_attention::', f'"broken_{abs(hash(what))}::')
+    exec(compile(source.replace('NAME = "', 'NAME = "broken_'), "broken.py", "exec"), vars(broken))
+    plain, shared = make_model(family, stock(family)), broken.attach(make_model(family))
+    rows = broken.pack(make_groups())
+    expected, got = plain_rows(plain, make_groups()), broken.completion_logprobs(shared, *rows)
+    right_gradients, wrong_gradients = gradients(plain, expected), gradients(shared, got)
+    errors = [((wrong_gradients[n] - g).norm() / g.norm()).item() for n, g in right_gradients.items()]
+    assert max((got - expected).abs().max().item(), *errors) > 1e-3
