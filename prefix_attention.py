@@ -308,7 +308,8 @@ def _flash_backward(
         arguments = _cuda_arguments(q, k, bounds)
         random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout of 0
         backward = torch.ops.aten._flash_attention_backward
-        return backward(grad, q, k, v, out, lse.T.contiguous(), *arguments, random, random.new_empty(0), scale=scale)
+        unused = torch.empty(0, device=q.device)
+        return backward(grad, q, k, v, out, lse.T.contiguous(), *arguments, random, unused, scale=scale)
     heads_first = (t.transpose(0, 1)[None] for t in (grad, q, k, v, out))
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     grads = backward(*heads_first, lse.T[None], 0.0, bounds is not None, scale=scale)

@@ -1,6 +1,7 @@
 """Rows, the head's log-probabilities, refusals, and what shared prefixes must get along with."""
 
 import copy
+import re
 import sys
 import types
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 import transformers
+from helpers import ROOT
 from test_prefix_models import SIZES, gradients, make_groups, make_model, plain_rows, shared_rows, stock
 from transformers import AutoModelForCausalLM
 
@@ -327,6 +329,18 @@ def test_checkpoints_do_not_know_of_it(tmp_path):
     torch.testing.assert_close(
         plain_rows(loaded, make_groups()), shared_rows(model, make_groups()), rtol=1e-5, atol=1e-5
     )
+
+
+def test_the_readmes_snippet(monkeypatch):
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (snippet,) = (code for code in snippets if "attach(" in code)
+    model = tiny("Qwen3", vocab_size=10000)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: model)
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    expected = plain_rows(model, names["groups"])
+    torch.testing.assert_close(names["logprobs"], expected, rtol=1e-5, atol=1e-5)
+    assert model.lm_head.weight.grad is not None
 
 
 # -- mutations -------------------------------------------------------------------------------------------------------
