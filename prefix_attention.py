@@ -468,7 +468,7 @@ def _attention(
         query, key, value = query.to(compute), key.to(compute), value.to(compute)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if segments is None:
-        return _plain(module, query, key, value, attention_mask, scale, dropout, softcap, s_aux), None
+        return _plain(module, query, key, value, attention_mask, scale, softcap, s_aux, dropout=dropout, **kwargs), None
     if dropout:
         raise ValueError("dropout in attention is not available with shared prefixes: set it to 0")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
@@ -487,15 +487,15 @@ def _plain(
     value: Tensor,
     mask: Tensor | None,
     scale: float,
-    dropout: float,
     softcap: float | None,
     sinks: Tensor | None,
+    **kwargs: Any,
 ) -> Tensor:
-    """Attention of an ordinary batch, as before `attach`: sdpa, or written out where sdpa lacks softcap and sinks."""
+    """Attention of an ordinary batch: sdpa, or written out where sdpa lacks softcap and sinks."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if softcap is None and sinks is None:
-        return sdpa_attention_forward(module, query, key, value, mask, dropout=dropout, scaling=scale)[0]
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **kwargs)[0]
     if mask is None:
         last, total = query.shape[2], key.shape[2]
         mask = torch.ones(last, total, dtype=torch.bool, device=query.device).tril(total - last)[None, None]
@@ -543,12 +543,6 @@ class _Handover:
     def recurrent_states(self) -> list[Tensor | None]:
         return [self.recurrent]
 
-    def states(self) -> tuple[Tensor, Tensor]:
-        """What the children go on from."""
-        assert self.conv is not None
-        assert self.recurrent is not None
-        return self.conv, self.recurrent
-
     def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
         seen = F.pad(inputs, (conv_kernel_size - 1, 0)) if self.conv is None else torch.cat([self.conv, inputs], -1)
         self.conv = seen[..., seen.shape[-1] - conv_kernel_size + 1 :]
@@ -592,8 +586,9 @@ class _SegmentedDeltaNet:
         """A state that goes on from those of the parents, one each; a fresh one without any."""
         if not above:
             return _Handover(self.module.layer_idx)
-        conv, recurrent = ([state.states()[i] for state in above] for i in (0, 1))
-        return _Handover(self.module.layer_idx, torch.cat(conv), torch.cat(recurrent))
+        conv = torch.cat([state.conv for state in above if state.conv is not None])
+        recurrent = torch.cat([state.recurrent for state in above if state.recurrent is not None])
+        return _Handover(self.module.layer_idx, conv, recurrent)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -621,24 +616,26 @@ def attach(model: Any, verify: bool = False) -> Any:
     Raises:
         ValueError: shared prefixes would not be exact for this model; names the reason.
     """
-    base = _base(model)
-    if reason := _refusal(base):
-        raise ValueError(f"{type(base).__name__} cannot share prefixes: {reason}; set share_prefix to false")
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    base = _base(model)
+    if reason := _refusal(base):
+        raise ValueError(f"{type(base).__name__} cannot share prefixes: {reason}; set share_prefix to false")
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    parts = {name: getattr(base.config, name) for name in getattr(base.config, "sub_configs", {})}
-    towers = {
-        name: part._attn_implementation for name, part in parts.items() if "text" not in name and part is not None
-    }
-    base.set_attn_implementation({"": NAME, **dict.fromkeys(parts, NAME), **towers})
     for module in base.modules():
         if _is_gated_delta_net(module) and "forward" not in vars(module):
             module.forward = _SegmentedDeltaNet(module)
+    before = base.config.get_text_config(decoder=True)._attn_implementation
+    _use(base, NAME)
     if verify or base.config.model_type not in TESTED:
-        _verify(model)
+        try:
+            _verify(model)
+        except Exception as error:  # whatever a model that nobody tried does with a row of segments
+            _use(base, before)
+            reason = f"{error}; set share_prefix to false"
+            raise ValueError(f"{type(base).__name__} cannot share prefixes: {reason}") from error
     return model
 
 
@@ -676,8 +673,17 @@ def _refusal(base: Any) -> str | None:
     return None
 
 
+def _use(base: Any, name: str) -> None:
+    """Set the attention implementation of the language model, and leave other towers theirs."""
+    parts = {part: getattr(base.config, part) for part in getattr(base.config, "sub_configs", {})}
+    own = {
+        part: config._attn_implementation for part, config in parts.items() if config is not None and "text" not in part
+    }
+    base.set_attn_implementation({"": name, **dict.fromkeys(parts, name), **own})
+
+
 def _verify(model: Any) -> None:
-    """Compare values and gradients of random groups, shared against plain rows.
+    """Compare values and gradients of random groups: shared, against plain rows through the model's eager attention.
 
     Raises:
         ValueError: they differ by more than the rounding of the model's dtype explains.
@@ -692,35 +698,32 @@ def _verify(model: Any) -> None:
 
     groups = [(tokens(9), [tokens(5), tokens(2), tokens(7)]), (tokens(4), [tokens(6), tokens(3)])]
     trainable = [p for p in base.parameters() if p.requires_grad]
-    before = [p.grad for p in trainable]
+    before, was_training = [p.grad for p in trainable], model.training
     values, gradients = [], []
-    for share_prefix in (False, True):
-        for p in trainable:
-            p.grad = None
-        (row,) = pack(groups, share_prefix=share_prefix)
-        try:
+    model.eval()  # dropout would be another one every time
+    try:
+        for name in ("eager", NAME):
+            for p in trainable:
+                p.grad = None
+            _use(base, name)
+            (row,) = pack(groups, share_prefix=name == NAME)
             with torch.set_grad_enabled(bool(trainable)):
                 logprobs = completion_logprobs(model, row.to(device))
-        except Exception as error:  # whatever a model that nobody tried does with a row of segments
-            raise ValueError(
-                f"{type(base).__name__} cannot share prefixes: {error}; set share_prefix to false"
-            ) from error
-        values.append(logprobs.detach())
-        if trainable:
-            (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()
-            gradients.append([p.grad if p.grad is None else p.grad.detach().clone() for p in trainable])
-    for p, grad in zip(trainable, before, strict=True):
-        p.grad = grad
+            values.append(logprobs.detach())
+            if trainable:
+                (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()
+                gradients.append([p.grad if p.grad is None else p.grad.detach().clone() for p in trainable])
+    finally:
+        model.train(was_training)
+        for p, grad in zip(trainable, before, strict=True):
+            p.grad = grad
     worst = (values[0] - values[1]).abs().mean().item()
-    limit = 5e-2 if _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16) else 1e-4
     for plain, shared in zip(*gradients, strict=True) if gradients else ():
         if plain is not None and (scale := _norm(plain)) > 0:
             worst = max(worst, _norm(shared - plain) / scale / 10)  # gradients are ten times as rough
+    limit = 5e-2 if _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16) else 1e-4
     if not worst <= limit:
-        raise ValueError(
-            f"{type(base).__name__} cannot share prefixes: log-probs or gradients differ from plain rows by "
-            f"{worst:.2g}, over {limit:.0e}; set share_prefix to false"
-        )
+        raise ValueError(f"log-probs or gradients differ from plain rows by {worst:.2g}, over {limit:.0e}")
 
 
 def _norm(tensor: Any) -> float:

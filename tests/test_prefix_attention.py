@@ -257,6 +257,23 @@ def test_verification_notices_a_model_that_looks_sideways():
         attach(model, verify=True)
 
 
+def test_verification_restores_everything():
+    """Gradients, mode and attention, also where it fails; and it looks past dropout of the adapter's own."""
+    from peft import LoraConfig, get_peft_model
+
+    model = get_peft_model(make_model("Llama"), LoraConfig(target_modules="all-linear", lora_dropout=0.5)).train()
+    weight = next(parameter for name, parameter in model.named_parameters() if "lora_B" in name)
+    weight.grad = torch.ones_like(weight)
+    attach(model, verify=True)
+    assert model.training
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    broken = make_model("Qwen3")
+    broken.model.rotary_emb.forward = lambda x, position_ids: 1 / 0
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM cannot share prefixes: division by zero"):
+        attach(broken, verify=True)
+    assert broken.config._attn_implementation == "sdpa"
+
+
 def test_a_shared_row_needs_an_attached_model():
     (row,) = pack(make_groups())
     with pytest.raises(ValueError, match="attach"):
@@ -362,8 +379,8 @@ MUTATIONS = [
     ("sinks", "GptOss", "out *= (lse - merged).exp()[..., None]\n        lse", "lse"),
     ("the gradient of sinks", "GptOss", "dsinks = -(", "dsinks = ("),
     ("the logit scale", "Cohere2", "_Logits(scale / divisor", "_Logits(1.0"),
-    ("the handed state", "Qwen3Next", "torch.cat(recurrent))", "0 * torch.cat(recurrent))"),
-    ("the handed inputs", "Qwen3_5", "torch.cat(conv), ", "0 * torch.cat(conv), "),
+    ("the handed state", "Qwen3Next", "conv, recurrent)\n", "conv, 0 * recurrent)\n"),
+    ("the handed inputs", "Qwen3_5", "conv, recurrent)\n", "0 * conv, recurrent)\n"),
 ]  # fmt: skip
 
 
