@@ -675,11 +675,11 @@ def _refusal(base: Any) -> str | None:
 
 def _use(base: Any, name: str) -> None:
     """Set the attention implementation of the language model, and leave other towers theirs."""
-    parts = {part: getattr(base.config, part) for part in getattr(base.config, "sub_configs", {})}
-    own = {
-        part: config._attn_implementation for part, config in parts.items() if config is not None and "text" not in part
-    }
-    base.set_attn_implementation({"": name, **dict.fromkeys(parts, name), **own})
+    wanted = {"": name}
+    for part in getattr(base.config, "sub_configs", {}):
+        config = getattr(base.config, part)
+        wanted[part] = name if config is None or "text" in part else config._attn_implementation
+    base.set_attn_implementation(wanted)
 
 
 def _verify(model: Any) -> None:

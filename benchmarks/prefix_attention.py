@@ -135,8 +135,20 @@ def grouper_attention(
     return AttentionForward(sdpa)(prefix_grouper, query, key, value), None
 
 
+def padded_batches(groups: Groups, max_tokens: int) -> list[Groups]:
+    """Consecutive groups whose padded rows fit the token budget together; a larger group alone."""
+    batches: list[Groups] = []
+    for group in groups:
+        together = [*batches[-1], group] if batches else []
+        longest = max((len(prompt) + sum(map(len, completions)) for prompt, completions in together), default=0)
+        if not together or longest * len(together) > max_tokens:
+            batches.append([])
+        batches[-1].append(group)
+    return batches
+
+
 def grouper_logprobs(model: Any, groups: Groups, device: torch.device) -> list[Tensor]:
-    """(c), all groups in one padded batch, as its documentation has it."""
+    """(c), the groups in one padded batch, as its documentation has it."""
     from prefix_grouper import PrefixGrouper
 
     def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
@@ -204,7 +216,7 @@ def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -
         if method == "padded":
             values = padded_logprobs(model, groups, device)
         elif method == "grouper":
-            values = grouper_logprobs(model, groups, device)
+            values = [v for batch in padded_batches(groups, max_tokens) for v in grouper_logprobs(model, batch, device)]
         else:
             values = run_rows(model, rows)
         if device.type == "cuda":
