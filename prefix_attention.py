@@ -105,7 +105,7 @@ def pack(
             raise ValueError(f"group {g} has an empty prompt: nothing predicts the first completion token")
         leaves = []
         for c, tokens in enumerate(completions):
-            if len(prompt) + len(tokens) - 1 > budget:
+            if tokens and len(prompt) + len(tokens) - 1 > budget:
                 raise ValueError(
                     f"completion {c} of group {g} has {len(prompt) + len(tokens)} tokens with its prompt, over "
                     f"max_tokens={max_tokens}"
@@ -599,13 +599,14 @@ TESTED = frozenset({
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4",
     "deepseek_v3", "cohere2", "granite", "smollm3", "qwen2_5_vl", "qwen3_vl", "qwen3_next", "qwen3_5_text",
 })  # fmt: skip
+VISION = frozenset({"qwen2_5_vl", "qwen3_vl"})  # those tested with images
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
 
 
 def attach(model: Any, verify: bool = False) -> Any:
     """Swap shared-prefix attention into a Hugging Face causal language model, in place; returns it.
 
-    Ordinary batches go on as before, through sdpa. Auxiliary losses of a mixture of experts, which count every
+    Ordinary batches go on through sdpa. Auxiliary losses of a mixture of experts, which count every
     forwarded token once, would see a prompt once instead of once per completion: they are refused.
 
     Args:
@@ -625,7 +626,7 @@ def attach(model: Any, verify: bool = False) -> Any:
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     for module in base.modules():
-        if _is_gated_delta_net(module) and "forward" not in vars(module):
+        if _is_gated_delta_net(module) and not isinstance(module.forward, _SegmentedDeltaNet):
             module.forward = _SegmentedDeltaNet(module)
     before = base.config.get_text_config(decoder=True)._attn_implementation
     _use(base, NAME)
@@ -641,9 +642,15 @@ def attach(model: Any, verify: bool = False) -> Any:
 
 def _base(model: Any) -> Any:
     """The Hugging Face model inside torch.compile, DDP and peft."""
-    inner = getattr(model, "_orig_mod", model)
-    inner = inner.module if isinstance(inner, nn.parallel.DistributedDataParallel) else inner
-    return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            return model
 
 
 def _is_gated_delta_net(module: nn.Module) -> bool:
@@ -659,6 +666,12 @@ def _refusal(base: Any) -> str | None:
         return "its attention cannot be replaced through transformers' AttentionInterface"
     if odd := set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES:
         return f"layers of type {', '.join(sorted(odd))} do not see a whole prefix"
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
+            return f"{rope['rope_type']} position embeddings depend on the longest text of a batch"
+    if _has_window(config) and config.model_type not in TESTED and not _passes_window(base):
+        return "its sliding window is in the mask alone and does not reach the attention function"
     if getattr(config, "output_router_logits", False):
         return "output_router_logits adds an auxiliary loss that counts forwarded tokens, prompts once"
     for name, module in base.named_modules():
@@ -671,6 +684,16 @@ def _refusal(base: Any) -> str | None:
     if "position_ids" not in inspect.signature(base.forward).parameters:
         return "its forward takes no position_ids"
     return None
+
+
+def _has_window(config: Any) -> bool:
+    return bool(getattr(config, "sliding_window", None)) and getattr(config, "use_sliding_window", True)
+
+
+def _passes_window(base: Any) -> bool:
+    """Whether the source of some attention layer hands its window to the attention function."""
+    kinds = {type(module) for module in base.modules() if "Attention" in type(module).__name__}
+    return any("sliding_window=" in inspect.getsource(kind) for kind in kinds)
 
 
 def _use(base: Any, name: str) -> None:
@@ -707,8 +730,14 @@ def _verify(model: Any) -> None:
                 p.grad = None
             _use(base, name)
             (row,) = pack(groups, share_prefix=name == NAME)
+            row = row.to(device)
             with torch.set_grad_enabled(bool(trainable)):
-                logprobs = completion_logprobs(model, row.to(device))
+                if name == NAME:
+                    logprobs = completion_logprobs(model, row)
+                else:
+                    logits = model(input_ids=row.input_ids, attention_mask=row.attention_mask, use_cache=False).logits
+                    chosen = logits[row.row, row.position].float().log_softmax(-1)
+                    logprobs = chosen.gather(-1, row.targets[:, None])[:, 0]
             values.append(logprobs.detach())
             if trainable:
                 (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()
@@ -878,11 +907,15 @@ def _factors(head: Any, hidden: Tensor) -> tuple[Tensor | None, list[Tensor]]:
     if hasattr(head, "modules_to_save"):  # peft: a trained copy beside the original
         head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
     linear = head.get_base_layer() if hasattr(head, "lora_A") else head
-    if not isinstance(linear, nn.Linear):
-        raise ValueError(f"the language-model head is a {type(linear).__name__}, not a linear layer")
+    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
+        raise ValueError(f"the language-model head is a {type(linear).__name__}, not a plain linear layer")
     factors = [hidden, linear.weight]
+    if linear is not head and head.disable_adapters and head.merged:
+        head.unmerge()
     if linear is not head and not head.disable_adapters and not head.merged:
-        for name in head.active_adapters:
+        for name in filter(head.lora_A.__contains__, head.active_adapters):
+            if name in head.lora_variant or head.lora_B[name].bias is not None:
+                raise ValueError("the language-model head has an adapter other than plain LoRA (DoRA, or with a bias)")
             low = head.lora_A[name](head.lora_dropout[name](hidden.to(head.lora_A[name].weight.dtype)))
             factors += [(low * head.scaling[name]).to(hidden.dtype), head.lora_B[name].weight.to(hidden.dtype)]
     return linear.bias, factors
@@ -936,7 +969,8 @@ def completion_logprobs(
         row: from `pack`, on the model's device.
         temperature: logits are divided by it.
         return_entropy: also return the entropy of each of the N distributions (no gradient).
-        inputs: further arguments of the model's forward, images for one.
+        inputs: further arguments of the model's forward, in the order of the prompts: images, for Qwen2.5-VL and
+            Qwen3-VL.
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable.
@@ -946,13 +980,16 @@ def completion_logprobs(
     """
     base = _base(model)
     head = _LogprobHead.of(base)
+    if inputs and row.segments is not None and base.config.model_type not in VISION:
+        raise ValueError(f"{', '.join(inputs)}: not known with shared prefixes for {base.config.model_type}")
     inputs |= {"input_ids": row.input_ids, "use_cache": False}
     if row.segments is None:
         inputs["attention_mask"] = row.attention_mask
     else:
         if NAME not in (base.config._attn_implementation, base.config.get_text_config()._attn_implementation):
             raise ValueError("this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)")
-        positions = _rope_positions(base, row, inputs) if "image_grid_thw" in inputs else row.position_ids
+        is_spatial = any(name.endswith("_grid_thw") for name in inputs)
+        positions = _rope_positions(base, row, inputs) if is_spatial else row.position_ids
         nothing_to_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device)  # 4-D: handed through
         inputs |= {"position_ids": positions, "attention_mask": nothing_to_mask, "segments": row.segments}
     width, column = row.input_ids.shape[1], row.position
@@ -981,7 +1018,7 @@ def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tens
     prompts = nn.utils.rnn.pad_sequence([row.input_ids[0, slice(*_span(s))] for s in roots], batch_first=True)
     mask = nn.utils.rnn.pad_sequence([torch.ones(s[1], device=prompts.device) for s in roots], batch_first=True)
     kinds = (prompts == base.config.image_token_id).int() + 2 * (prompts == base.config.video_token_id).int()
-    grids = {name: value for name, value in inputs.items() if name.endswith("_grid_thw")}
+    grids = {name: value for name, value in inputs.items() if name.endswith(("_grid_thw", "second_per_grid_ts"))}
     of_prompts, deltas = base.model.get_rope_index(prompts, kinds, **grids, attention_mask=mask)
     positions = row.position_ids.expand(3, 1, -1).clone()
     ends = [start for start, _, _ in roots[1:]] + [positions.shape[-1]]

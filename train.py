@@ -28,6 +28,7 @@ from utils import (
     epochs,
     exits,
     full_tensor,
+    gather_objects,
     is_main,
     process_group,
     published_weights,
@@ -157,17 +158,27 @@ def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
 
 
 def load_model(config: TrainConfig) -> Any:
-    """The causal language model named by the config, on CPU, in `dtype`."""
+    """The causal language model named by the config, on CPU, in `dtype`, without dropout.
+
+    Dropout would make the first importance ratio differ from 1, and the KL from 0.
+    """
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # ours is the one to watch
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         config.model_id,
         dtype=getattr(torch, config.dtype),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
     )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
 
 
 def check_lora_targets(config: TrainConfig) -> None:
@@ -245,16 +256,10 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def build_policy(config: TrainConfig, device: torch.device) -> Any:
-    """The model that trains: dropout off but LoRA's own, checkpointing, LoRA and parallelism as configured."""
+    """The model that trains: checkpointing, LoRA and parallelism as configured."""
     if config.lora_target_modules:
         check_lora_targets(config)
     model = load_model(config)
-    for module in model.modules():  # dropout would make the first importance ratio differ from 1
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if config.use_peft:
@@ -270,11 +275,14 @@ def share_prefixes(policy: Any, config: TrainConfig) -> TrainConfig:
     """
     if not config.share_prefix:
         return config
+    reason = None
     try:
         attach(policy, verify=True)
     except ValueError as error:
+        reason = str(error)
+    if reason := next(filter(None, gather_objects(reason)), None):
         if is_main():
-            print(f"share_prefix is off, each prompt is forwarded once per completion: {error}")
+            print(f"share_prefix is off, each prompt is forwarded once per completion: {reason}")
         return replace(config, share_prefix=False)
     return config
 

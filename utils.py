@@ -74,6 +74,13 @@ def scatter_objects(values: list[Any] | None) -> Any:
     return box[0]
 
 
+def gather_objects(value: Any) -> list[Any]:
+    """Every rank's `value`, on every rank. Collective: every rank calls it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 class TransferGroup:
     """A process group of its own between one trainer (rank 0) and the workers of one server (ranks 1..N).
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from helpers import on_ranks
 from transformers import AutoModelForCausalLM
 
+import prefix_attention
 from config import TrainConfig
 from prefix_attention import attach
 from train import (
@@ -183,6 +184,18 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
     (group, *_) = make_groups()
     even = [Completion([5] * 100, [-1.0] * 100, "stop", [(0, 0, 100)])] * 3
     assert not sharing_pays([dataclasses.replace(group, completions=even)])
+    long_prompt = dataclasses.replace(group.prompt, token_ids=[5] * 100)
+    assert sharing_pays([dataclasses.replace(group, prompt=long_prompt, completions=even)])
+
+
+def test_sharing_is_verified_before_training(models, device, capsys, monkeypatch):
+    monkeypatch.setattr(prefix_attention, "_below", lambda segments: [])
+    config = make_config(models["tied"])
+    policy = build_policy(config, device)
+    assert not share_prefixes(policy, config).share_prefix
+    assert "differ from plain rows" in capsys.readouterr().out
+    assert policy.config._attn_implementation == "sdpa"
+    assert all(p.grad is None for p in policy.parameters())
 
 
 def test_order_does_not_matter(models, device):

@@ -1,5 +1,6 @@
 """Rows, the head's log-probabilities, refusals, and what shared prefixes must get along with."""
 
+import contextlib
 import copy
 import re
 import sys
@@ -238,6 +239,8 @@ def tiny_bart():
         (lambda: tiny("Mamba", state_size=4), "carries a state from token to token"),
         (lambda: tiny("Bloom"), "takes no position_ids|cannot be replaced"),
         (lambda: tiny("Llama", attention_dropout=0.1), "dropout in attention"),
+        (lambda: tiny("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
+        (lambda: tiny("Qwen2Moe", use_sliding_window=True, sliding_window=8, num_experts=4), "window is in the mask"),
         (lambda: tiny("Qwen3Moe", output_router_logits=True, num_experts=4), "auxiliary loss"),
         (lambda: tiny_bart(), "encoder-decoder"),
         (lambda: tiny("Llama4Text", num_local_experts=2, interleave_moe_layer_step=1), "chunked_attention"),
@@ -274,6 +277,80 @@ def test_verification_restores_everything():
     assert broken.config._attn_implementation == "sdpa"
 
 
+def test_verification_notices_wrong_gradients(monkeypatch):
+    monkeypatch.setattr(prefix_attention, "_cascade_backward", lambda grad, q, k, v, *_: (q * 0, k * 0, v * 0))
+    with pytest.raises(ValueError, match="gradients differ from plain rows"):
+        attach(make_model("Llama"), verify=True)
+
+
+def test_a_type_that_nobody_tested_is_always_verified(monkeypatch):
+    monkeypatch.setattr(prefix_attention, "TESTED", frozenset())
+    monkeypatch.setattr(prefix_attention, "_below", lambda segments: [])
+    with pytest.raises(ValueError, match="differ from plain rows"):
+        attach(make_model("Llama"))
+
+
+class NormHead(torch.nn.Linear):
+    def forward(self, x):
+        return torch.nn.functional.linear(x, torch.nn.functional.normalize(self.weight))
+
+
+def test_odd_heads_are_refused():
+    from peft import LoraConfig, get_peft_model
+
+    (row,) = pack(make_groups(), share_prefix=False)
+    model = make_model("Qwen3")
+    model.lm_head = NormHead(32, 97, bias=False)
+    with pytest.raises(ValueError, match="NormHead, not a plain linear layer"):
+        completion_logprobs(model, row)
+    with pytest.raises(ValueError, match="an adapter other than plain LoRA"):
+        completion_logprobs(
+            get_peft_model(make_model("Qwen3"), LoraConfig(target_modules=["lm_head"], use_dora=True)), row
+        )
+
+
+@pytest.mark.parametrize(
+    "kind", ["two adapters", "adapter elsewhere", "merged", "merged and off", "trained copy", "rslora"]
+)
+def test_adapters_of_the_head(kind):
+    """Whatever peft does to a head, the log-probs are those of its own forward."""
+    from peft import LoraConfig, get_peft_model
+
+    def lora(**fields):
+        return LoraConfig(**{"r": 2, "target_modules": ["lm_head", "q_proj"], "init_lora_weights": False, **fields})
+
+    torch.manual_seed(0)
+    copied = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]} if kind == "trained copy" else {}
+    model = get_peft_model(attach(make_model("Qwen3")), lora(use_rslora=kind == "rslora", **copied))
+    if kind == "two adapters":
+        model.add_adapter("other", lora(lora_alpha=3))
+        model.base_model.set_adapter(["default", "other"])
+    if kind == "adapter elsewhere":
+        model.add_adapter("other", lora(target_modules=["q_proj"]))
+        model.base_model.set_adapter(["other"])
+    if kind == "trained copy":
+        with torch.no_grad():
+            model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    if kind.startswith("merged"):
+        model.merge_adapter()
+    with model.disable_adapter() if kind == "merged and off" else contextlib.nullcontext(), torch.no_grad():
+        got, expected = shared_rows(model, make_groups()), plain_rows(model, make_groups())
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 3, 512])
+def test_blocks_of_queries(block, monkeypatch):
+    """Windows that bind by one token, in blocks smaller than a segment."""
+    monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", block)
+    for family in ("Mistral", "Gemma2", "GptOss"):
+        plain, shared = make_model(family, stock(family)), attach(make_model(family))
+        for length in (5, 6, 7):  # with two prompt tokens, all but the last forwarded: below, at and over the window
+            groups = [([5, 6], [list(range(10, 10 + length)), [7, 8]])]
+            torch.testing.assert_close(
+                shared_rows(shared, groups), plain_rows(plain, groups), rtol=1e-5, atol=1e-5, msg=f"{family} {length}"
+            )
+
+
 def test_a_shared_row_needs_an_attached_model():
     (row,) = pack(make_groups())
     with pytest.raises(ValueError, match="attach"):
@@ -306,6 +383,12 @@ def test_half_precision(dtype, limit):
     shared = shared_rows(attach(make_model("Qwen3", dtype=dtype)), make_groups())
     assert shared.dtype == torch.float32
     assert (shared - exact).abs().mean() <= 2 * (plain - exact).abs().mean() + 1e-3
+    half = attach(make_model("Qwen3", dtype=dtype))
+    full = make_model("Qwen3")
+    of_half = gradients(half, shared_rows(half, make_groups()))
+    of_full = gradients(full, plain_rows(full, make_groups()))
+    errors = [((of_half[n].float() - g).norm() / g.norm()).item() for n, g in of_full.items()]
+    assert sorted(errors)[len(errors) // 2] <= limit
     with torch.autocast("cpu", dtype):
         under_autocast = shared_rows(attach(make_model("Qwen3")), make_groups())
     assert (under_autocast - exact).abs().mean() <= limit
