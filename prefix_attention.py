@@ -13,10 +13,11 @@ never holds the logits of a row. Needs only torch and transformers, and can be c
 import inspect
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any, Literal, Self, overload
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -518,38 +519,37 @@ def _longest(segments: Tensor) -> int:
 
 
 class _Handover:
-    """What a gated delta net takes for its cache: hands it the parent's state and keeps the one it ends with.
+    """What a gated delta net takes for its cache: hands it the parents' state and keeps the one it ends with.
 
-    Attributes:
-        conv: [n, channels, K - 1], the last inputs of the causal convolution; None before the first token.
-        recurrent: [n, heads, d_k, d_v], the state of the delta rule.
+    Args:
+        layer: number of the layer.
+        above: states of the parents, one for each row of the batch; none at a root. Each holds the last inputs of the
+            causal convolution [1, channels, K - 1] and the state of the delta rule [1, heads, d_k, d_v].
     """
 
     record_past = True  # the way that does not update states in place
+    conv_states: list[Tensor]
+    recurrent_states: list[Tensor]
 
-    def __init__(self, layer: int, conv: Tensor | None = None, recurrent: Tensor | None = None):
+    def __init__(self, layer: int, above: "Sequence[_Handover]" = ()):
         self.layers = {layer: self}
-        self.conv, self.recurrent = conv, recurrent
-        self.is_first = conv is None
+        self.is_root = not above
+        if above:
+            conv = torch.cat([state.conv_states[0] for state in above])
+            recurrent = torch.cat([state.recurrent_states[0] for state in above])
+            self.conv_states, self.recurrent_states = [conv], [recurrent]
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return not self.is_first
-
-    @property
-    def conv_states(self) -> list[Tensor | None]:
-        return [self.conv]
-
-    @property
-    def recurrent_states(self) -> list[Tensor | None]:
-        return [self.recurrent]
+        return not self.is_root
 
     def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
-        seen = F.pad(inputs, (conv_kernel_size - 1, 0)) if self.conv is None else torch.cat([self.conv, inputs], -1)
-        self.conv = seen[..., seen.shape[-1] - conv_kernel_size + 1 :]
-        return inputs if self.is_first else seen
+        past = conv_kernel_size - 1
+        seen = F.pad(inputs, (past, 0)) if self.is_root else torch.cat([self.conv_states[0], inputs], -1)
+        self.conv_states = [seen[..., seen.shape[-1] - past :]]
+        return inputs if self.is_root else seen
 
     def update_recurrent_state(self, state: Tensor, _: int, **__: Any) -> None:
-        self.recurrent = state
+        self.recurrent_states = [state]
 
 
 class _SegmentedDeltaNet:
@@ -569,7 +569,7 @@ class _SegmentedDeltaNet:
         states: dict[int, _Handover] = {}
         for number, (start, length, parent) in enumerate(plan):
             if parent < 0 or number in parents:
-                states[number] = self._state([states[parent]] if parent >= 0 else [])
+                states[number] = _Handover(self.module.layer_idx, [states[parent]] if parent >= 0 else ())
                 tokens = hidden_states[:, start : start + length]
                 outs[number] = self.original(tokens, cache_params=states[number])[0]
         leaves = [number for number in range(len(plan)) if number not in states]
@@ -577,18 +577,10 @@ class _SegmentedDeltaNet:
             longest = max(2, *(plan[n][1] for n in leaves))  # one token alone would take the decoding kernels
             pieces = [hidden_states[0, slice(*_span(plan[n]))] for n in leaves]
             batch = torch.stack([F.pad(piece, (0, 0, 0, longest - len(piece))) for piece in pieces])
-            state = self._state([states[plan[n][2]] for n in leaves])
+            state = _Handover(self.module.layer_idx, [states[plan[n][2]] for n in leaves])
             for number, out in zip(leaves, self.original(batch, cache_params=state), strict=True):
                 outs[number] = out[: plan[number][1]]
         return torch.cat([outs[number] for number in range(len(plan))])[None]
-
-    def _state(self, above: list[_Handover]) -> _Handover:
-        """A state that goes on from those of the parents, one each; a fresh one without any."""
-        if not above:
-            return _Handover(self.module.layer_idx)
-        conv = torch.cat([state.conv for state in above if state.conv is not None])
-        recurrent = torch.cat([state.recurrent for state in above if state.recurrent is not None])
-        return _Handover(self.module.layer_idx, conv, recurrent)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -924,25 +916,17 @@ def _factors(head: Any, hidden: Tensor) -> tuple[Tensor | None, list[Tensor]]:
 @contextmanager
 def _bare_logits(base: Any, temperature: float) -> Iterator[_Logits]:
     """Move what the model does to its head's output into the head: yields it as a rule, and undoes it in the model."""
-    config = base.config
-    softcap = getattr(config, "final_logit_softcapping", None)
+    softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
-    divisor = getattr(config, "logits_scaling", 1.0) if config.model_type.startswith("granite") else 1.0
-    undone: list[tuple[Any, str, Any]] = []
-    if softcap is not None:
-        undone.append((config, "final_logit_softcapping", None))
-    if scale != 1.0:
-        undone.append((base, "logit_scale", 1.0))
-    if divisor != 1.0:
-        undone.append((config, "logits_scaling", 1.0))
-    before = [getattr(owner, name) for owner, name, _ in undone]
-    try:
-        for owner, name, value in undone:
-            setattr(owner, name, value)
+    divisor = base.config.logits_scaling if base.config.model_type.startswith("granite") else 1.0
+    with ExitStack() as stack:
+        if softcap is not None:
+            stack.enter_context(patch.object(base.config, "final_logit_softcapping", None))
+        if scale != 1.0:
+            stack.enter_context(patch.object(base, "logit_scale", 1.0))
+        if divisor != 1.0:
+            stack.enter_context(patch.object(base.config, "logits_scaling", 1.0))
         yield _Logits(scale / divisor, softcap, temperature)
-    finally:
-        for (owner, name, _), value in zip(undone, before, strict=True):
-            setattr(owner, name, value)
 
 
 @overload

@@ -462,8 +462,8 @@ MUTATIONS = [
     ("sinks", "GptOss", "out *= (lse - merged).exp()[..., None]\n        lse", "lse"),
     ("the gradient of sinks", "GptOss", "dsinks = -(", "dsinks = ("),
     ("the logit scale", "Cohere2", "_Logits(scale / divisor", "_Logits(1.0"),
-    ("the handed state", "Qwen3Next", "conv, recurrent)\n", "conv, 0 * recurrent)\n"),
-    ("the handed inputs", "Qwen3_5", "conv, recurrent)\n", "0 * conv, recurrent)\n"),
+    ("the handed state", "Qwen3Next", "= [conv], [recurrent]", "= [conv], [0 * recurrent]"),
+    ("the handed inputs", "Qwen3_5", "= [conv], [recurrent]", "= [0 * conv], [recurrent]"),
 ]  # fmt: skip
 
 
