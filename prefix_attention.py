@@ -163,8 +163,10 @@ class _Tree:
                 branches.setdefault(key, []).append(leaf)
         for branch in branches.values():
             rest = [leaf.tokens[depth:-1] for leaf in branch]
-            columns = zip(*rest, strict=False)
-            length = next((i for i, column in enumerate(columns) if len(set(column)) > 1), min(map(len, rest)))
+            length = min(map(len, rest))
+            if len(branch) > 1:
+                columns = zip(*rest, strict=False)
+                length = next((i for i, column in enumerate(columns) if len(set(column)) > 1), length)
             start = len(self.tokens)
             self.tokens += rest[0][:length]
             self.positions += range(self.segments[0][1] + depth, self.segments[0][1] + depth + length)
@@ -173,13 +175,16 @@ class _Tree:
                 self.sources[leaf.number] += range(start, start + length)
             self._grow(len(self.segments) - 1, branch, depth + length)
 
-    def predictions(self, row: int, offset: int) -> list[tuple[int, ...]]:
-        """(row, position, target, group, completion, index) of every completion token of the tree laid at `offset`."""
-        return [
-            (row, offset + source, token, leaf.group, leaf.number, leaf.place + t)
-            for leaf in self.leaves
-            for t, (source, token) in enumerate(zip(self.sources[leaf.number], leaf.tokens, strict=True))
-        ]
+    def predictions(self, row: int, offset: int) -> list[Tensor]:
+        """Of each leaf laid at `offset` [6, tokens]: row, position, target, group, completion, index."""
+        found = []
+        for leaf in self.leaves:
+            places = torch.arange(leaf.place, leaf.place + len(leaf.tokens))
+            same = (torch.full_like(places, number) for number in (row, leaf.group, leaf.number))
+            rows, groups, completions = same
+            positions = torch.tensor(self.sources[leaf.number]) + offset
+            found.append(torch.stack([rows, positions, torch.tensor(leaf.tokens), groups, completions, places]))
+        return found
 
 
 def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
@@ -203,7 +208,7 @@ def _laid(trees: list[_Tree]) -> PackedBatch:
     tokens: list[int] = []
     positions: list[int] = []
     segments: list[tuple[int, int, int]] = []
-    places: list[tuple[int, ...]] = []
+    places: list[Tensor] = []
     for tree in trees:
         places += tree.predictions(0, len(tokens))
         first = len(segments)
@@ -223,7 +228,7 @@ def _padded(trees: list[_Tree]) -> PackedBatch:
     width = max(len(tree.tokens) for tree in trees)
     input_ids = torch.zeros(len(trees), width, dtype=torch.long)
     attention_mask = torch.zeros_like(input_ids)
-    places: list[tuple[int, ...]] = []
+    places: list[Tensor] = []
     for r, tree in enumerate(trees):
         input_ids[r, : len(tree.tokens)] = torch.tensor(tree.tokens)
         attention_mask[r, : len(tree.tokens)] = 1
@@ -232,8 +237,10 @@ def _padded(trees: list[_Tree]) -> PackedBatch:
     return PackedBatch(input_ids, position_ids, attention_mask, None, *_columns(places))
 
 
-def _columns(places: list[tuple[int, ...]]) -> Tensor:
-    return torch.tensor(sorted(places, key=lambda place: place[-1])).T.contiguous()
+def _columns(places: list[Tensor]) -> list[Tensor]:
+    """The predictions of a batch by index, each kind with memory of its own (a view would be sent with all of it)."""
+    together = torch.cat(places, dim=1)
+    return [column[together[-1].argsort()] for column in together]
 
 
 # --------------------------------------------------------------------------------------------------------------------
