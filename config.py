@@ -319,15 +319,7 @@ class TrainConfig:
         )
         _require(not self.push_to_hub or bool(self.hub_repo_id), "push_to_hub needs hub_repo_id (user/name)")
         reserved = {
-            "n",
-            "max_tokens",
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "stop",
-            "logprobs",
-            "structured_outputs",
+            *["n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "structured_outputs"]
         }
         clash = sorted(reserved & set(self.sampling_params or {}))
         _require(not clash, f"sampling_params may not set {', '.join(clash)}: use the fields of TrainConfig")

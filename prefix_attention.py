@@ -515,10 +515,8 @@ def _plain(
 @torch.compiler.disable
 def _longest(segments: Tensor) -> int:
     """Tokens of the longest path from a root to a leaf."""
-    lengths: list[int] = []
-    for _, length, parent in segments.tolist():
-        lengths.append(length + (lengths[parent] if parent >= 0 else 0))
-    return max(lengths)
+    plan = segments.tolist()
+    return max(sum(plan[number][1] for number in path) for path in _paths(plan))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -856,7 +854,7 @@ def _product(
     z = xs[0][part] @ weights[0].T
     for x, w in zip(xs[1:], weights[1:], strict=True):
         z = z.addmm_(x[part], w.T)
-    return (z if bias is None else z.add_(bias)).to(wide)
+    return z.to(wide) if bias is None else z.to(wide).add_(bias)
 
 
 class _LogprobHead:

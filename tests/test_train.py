@@ -69,6 +69,7 @@ def test_ddp(recipe, tmp_path):
     """Two ranks; more rows than fit one micro-batch, four updates a batch."""
     done = torchrun(2, ROOT / "train.py", recipe, "--beta", "0.01", "--num_iterations", "2", "--num_minibatches", "2")
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "share_prefix is off" not in done.stdout
     metrics = check_run(tmp_path)
     assert all(row["kl"] > 0 for row in metrics[1:])  # the policy moves
     assert len([line for line in done.stdout.splitlines() if line.startswith("step ")]) == 4
@@ -89,6 +90,7 @@ def test_fsdp_and_lora(recipe, tmp_path):
     ]
     done = torchrun(2, ROOT / "train.py", recipe, *options)
     assert done.returncode == 0, done.stderr[-3000:]
+    assert "share_prefix is off" not in done.stdout
     metrics = check_run(tmp_path)
     assert metrics[1]["kl"] == pytest.approx(0, abs=1e-9)  # a fresh adapter changes nothing
     assert min(metrics[2]["kl"], metrics[3]["kl"]) > 1e-6
