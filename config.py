@@ -50,6 +50,7 @@ _NEEDS = {
 }
 
 _EXACT_PARAMS = {"seed", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"}
+_FIELD_PARAMS = {"n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "structured_outputs"}
 
 RewardFunc = str | Callable[..., Any]
 
@@ -318,10 +319,7 @@ class TrainConfig:
             not (self.guided_regex and self.guided_json), "guided_regex and guided_json exclude each other: set one"
         )
         _require(not self.push_to_hub or bool(self.hub_repo_id), "push_to_hub needs hub_repo_id (user/name)")
-        reserved = {
-            *["n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "structured_outputs"]
-        }
-        clash = sorted(reserved & set(self.sampling_params or {}))
+        clash = sorted(_FIELD_PARAMS & set(self.sampling_params or {}))
         _require(not clash, f"sampling_params may not set {', '.join(clash)}: use the fields of TrainConfig")
 
     @property

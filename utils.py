@@ -347,7 +347,6 @@ class RunLog:
         if not is_main():
             return
         folder = Path(config.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
         self._metrics = self._files.enter_context((folder / "metrics.jsonl").open("w", buffering=1))
         self._completions = self._files.enter_context((folder / "completions.jsonl").open("w", buffering=1))
