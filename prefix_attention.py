@@ -128,7 +128,7 @@ def pack(
             if row is None:
                 rows.append(row := [])
             row.append(tree)
-    return [_laid(row) if share_prefix else _padded(row) for row in rows]
+    return [_batch(row, share_prefix) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -203,38 +203,25 @@ def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completi
     return [_Tree(prompt, piece, share_completions) for piece in pieces]
 
 
-def _laid(trees: list[_Tree]) -> PackedBatch:
-    """Trees one after the other in a single row."""
-    tokens: list[int] = []
-    positions: list[int] = []
+def _batch(trees: list[_Tree], share_prefix: bool) -> PackedBatch:
+    """Trees one after the other in a single row; or, not shared, a right-padded row for each."""
+    rows = [trees] if share_prefix else [[tree] for tree in trees]
+    width = max(sum(len(tree.tokens) for tree in row) for row in rows)
+    input_ids, position_ids, attention_mask = torch.zeros(3, len(rows), width, dtype=torch.long).unbind()
     segments: list[tuple[int, int, int]] = []
     places: list[Tensor] = []
-    for tree in trees:
-        places += tree.predictions(0, len(tokens))
-        first = len(segments)
-        segments += [
-            (len(tokens) + start, length, parent if parent < 0 else first + parent)
-            for start, length, parent in tree.segments
-        ]
-        tokens += tree.tokens
-        positions += tree.positions
-    return PackedBatch(
-        torch.tensor([tokens]), torch.tensor([positions]), None, torch.tensor(segments), *_columns(places)
-    )
-
-
-def _padded(trees: list[_Tree]) -> PackedBatch:
-    """Trees of one completion each, one below the other."""
-    width = max(len(tree.tokens) for tree in trees)
-    input_ids = torch.zeros(len(trees), width, dtype=torch.long)
-    attention_mask = torch.zeros_like(input_ids)
-    places: list[Tensor] = []
-    for r, tree in enumerate(trees):
-        input_ids[r, : len(tree.tokens)] = torch.tensor(tree.tokens)
-        attention_mask[r, : len(tree.tokens)] = 1
-        places += tree.predictions(r, 0)
-    position_ids = torch.arange(width).expand(len(trees), width)
-    return PackedBatch(input_ids, position_ids, attention_mask, None, *_columns(places))
+    for r, row in enumerate(rows):
+        start = 0
+        for tree in row:
+            end, first = start + len(tree.tokens), len(segments)
+            input_ids[r, start:end] = torch.tensor(tree.tokens)
+            position_ids[r, start:end] = torch.tensor(tree.positions)
+            attention_mask[r, start:end] = 1
+            segments += [(start + at, size, up if up < 0 else first + up) for at, size, up in tree.segments]
+            places += tree.predictions(r, start)
+            start = end
+    layout = (None, torch.tensor(segments)) if share_prefix else (attention_mask.clone(), None)
+    return PackedBatch(input_ids.clone(), position_ids.clone(), *layout, *_columns(places))
 
 
 def _columns(places: list[Tensor]) -> list[Tensor]:
@@ -298,7 +285,7 @@ def _cuda_arguments(q: Tensor, k: Tensor, bounds: list[int] | None) -> tuple[Any
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: list[int] | None, scale: float) -> tuple[Tensor, Tensor]:
     """Flash attention, tokens first: q [L, H, D], k and v [K, H_kv, D] -> out [L, H, D], log-sum-exp [L, H]."""
-    if q.is_cuda:
+    if q.is_cuda:  # what torch.nn.attention.varlen calls, whose own names and arguments change from release to release
         arguments = _cuda_arguments(q, k, bounds)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, scale=scale)
         return out, lse.T
@@ -480,12 +467,18 @@ def _attention(
     if dropout:
         raise ValueError("dropout in attention is not available with shared prefixes: set it to 0")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
-    supported = not q.is_cuda or (q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] <= 256)
-    if softcap is None and supported and (sliding_window is None or _longest(segments) <= sliding_window):
-        missing = q.shape[-1] - v.shape[-1]  # the kernels want one head size
+    missing = q.shape[-1] - v.shape[-1]  # the kernels want one head size
+    is_plain = softcap is None and (sliding_window is None or _longest(segments) <= sliding_window)
+    if is_plain and missing >= 0 and _has_kernel(q):
         out, _ = _cascade(q, k, F.pad(v, (0, missing)) if missing else v, s_aux, segments, scale)
         return out[None, ..., : v.shape[-1]], None
     return _loop(q, k, v, segments.tolist(), scale, sliding_window, softcap, s_aux)[None], None
+
+
+def _has_kernel(q: Tensor) -> bool:
+    """Whether the flash kernels take this device, dtype and head size."""
+    on_gpu = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return on_gpu or q.device.type == "cpu"
 
 
 def _plain(

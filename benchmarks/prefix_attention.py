@@ -1,17 +1,19 @@
 """Forward and backward of groups that share a prompt: repeated rows, prefix_grouper, and ours, side by side.
 
-    python benchmarks/prefix_attention.py [--json PATH] [--quick]
+    python benchmarks/prefix_attention.py [--json PATH] [--quick] [--models 1.5B,8B]
 
 A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GPU in bf16 with gradient checkpointing:
   padded    (a) one row per completion, right-padded, stock sdpa, logits of the completion tokens
   packed    (b) one sequence per completion, without padding, our kernels and head, nothing shared
   grouper   (c) the prefix_grouper package with its sdpa adapter, logits as in its documentation
   ours      (d) `pack`, `attach`, `completion_logprobs`
+On a GPU only (b) and (d).
 
-Every figure comes from a process of its own: the median of `repeats` runs after one that warms up, and the peak of its
-memory above the model's. `bound` is the speed-up over (b) that the FLOPs allow: Σ over linear layers (by tokens
-forwarded), attention (by pairs of query and key) and head (by completion tokens, the same for both); `of_bound` is the
-share of it that ours reaches. `*_difference` is the largest difference of a log-prob from (a)'s.
+Every figure comes from a process of its own: the median of `repeats` runs after one that warms up (on a GPU with a
+short shape), and the peak of its memory above the model's. `bound` is the speed-up over (b) that the FLOPs allow: Σ
+over linear layers (by tokens forwarded), attention (by pairs of query and key) and head (by completion tokens, the same
+for both); `of_bound` is the share of it that ours reaches. `*_difference` is the largest difference of a log-prob from
+(a)'s, or (b)'s.
 """
 
 import argparse
@@ -54,7 +56,8 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024,
     },
 }  # fmt: skip
-METHODS = ("padded", "packed", "grouper", "ours")
+METHODS = {"cpu": ("padded", "packed", "grouper", "ours"), "cuda": ("packed", "ours")}
+REPEATS = {"quick": 1, "4 layers": 2, "1.5B": 3, "8B": 1}
 
 
 def make_groups(shape: str, vocab: int) -> Groups:
@@ -199,18 +202,18 @@ def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -
     """One method on one shape, in this process."""
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    groups = make_groups(shape, SIZES[size]["vocab_size"])
     model = make_model(size, device)
     if method in ("packed", "ours"):
         attach(model)
-        alone = [(prompt, [ids]) for prompt, completions in groups for ids in completions]
-        rows = [row.to(device) for row in pack(alone if method == "packed" else groups, max_tokens)]
     if method == "grouper":
         AttentionInterface.register("grouper", grouper_attention)
         model.set_attn_implementation("grouper")
     before = memory_mb(device, "VmRSS")
     times = []
-    for _ in range(1 + repeats):
+    for warm_up in [True, *[False] * repeats]:
+        groups = make_groups("512,128,4" if warm_up and device.type == "cuda" else shape, SIZES[size]["vocab_size"])
+        alone = [(prompt, [ids]) for prompt, completions in groups for ids in completions]
+        rows = [row.to(device) for row in pack(alone if method == "packed" else groups, max_tokens)]
         model.zero_grad(set_to_none=True)
         started = time.perf_counter()
         if method == "padded":
@@ -246,11 +249,12 @@ def flops(groups: Groups, size: str, share: bool) -> float:
     return s["num_hidden_layers"] * per_layer + 3 * 2 * s["vocab_size"] * s["hidden_size"] * predicted
 
 
-def compare(size: str, shape: str, repeats: int, max_tokens: int) -> dict[str, Any]:
+def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
     """All methods on one shape, each in a process of its own."""
     results = {}
-    for method in METHODS:
-        command = [sys.executable, __file__, "--measure", method, size, shape, str(repeats), str(max_tokens)]
+    methods = METHODS["cuda" if torch.cuda.is_available() else "cpu"]
+    for method in methods:
+        command = [sys.executable, __file__, "--measure", method, size, shape, str(REPEATS[size]), str(max_tokens)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             if "out of memory" not in done.stderr.lower() and done.returncode != -9:
@@ -259,15 +263,15 @@ def compare(size: str, shape: str, repeats: int, max_tokens: int) -> dict[str, A
         results[method] = json.loads(done.stdout.splitlines()[-1])
     groups = make_groups(shape, SIZES[size]["vocab_size"])
     row: dict[str, Any] = {"model": size, "shape": shape}
-    row |= {f"{method}_s": results[method]["seconds"] for method in METHODS if method in results}
-    row |= {f"{method}_mb": results[method]["memory_mb"] for method in METHODS if method in results}
+    row |= {f"{method}_s": results[method]["seconds"] for method in methods if method in results}
+    row |= {f"{method}_mb": results[method]["memory_mb"] for method in methods if method in results}
     row["bound"] = flops(groups, size, share=False) / flops(groups, size, share=True)
     if "packed" in results:
         row["speedup"] = results["packed"]["seconds"] / results["ours"]["seconds"]
         row["of_bound"] = row["speedup"] / row["bound"]
     if "grouper" in results:
         row["over_grouper"] = results["grouper"]["seconds"] / results["ours"]["seconds"]
-    plain = results.get("padded", results["ours"])["logprobs"]
+    plain = results.get("padded", results.get("packed", results["ours"]))["logprobs"]
     for method in ("ours", "grouper"):
         if method in results:
             pairs = zip(plain, results[method]["logprobs"], strict=True)
@@ -280,29 +284,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one small shape, in under a minute")
+    parser.add_argument("--models", default="1.5B,8B", help="on a GPU: which of them (each about ten minutes)")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         method, size, shape, repeats, max_tokens = args.measure
         print(json.dumps(measure(method, size, shape, int(repeats), int(max_tokens))))
         return
-    rows = []
     if args.quick:
-        rows = [compare("quick", "128,32,4", repeats=1, max_tokens=4096)]
+        cases = [("quick", "128,32,4", 4096)]
     elif torch.cuda.is_available():
-        for size in ("1.5B", "8B"):
-            for prompt in (4096, 8192, 16384):
-                for group in (8, 16):
-                    for share in (16, 4):
-                        rows.append(compare(size, f"{prompt},{prompt // share},{group}", 3, max_tokens=131072))
-                        report(rows, args.json)
-        return
+        lengths = [(p, p // part, g) for p in (4096, 8192, 16384) for g in (8, 16) for part in (16, 4)]
+        cases = [(size, f"{p},{s},{g}", 131072) for size in args.models.split(",") for p, s, g in lengths]
     else:
-        for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged"):
-            rows.append(compare("4 layers", shape, repeats=2, max_tokens=8192))
-            report(rows, args.json)
-        return
-    report(rows, args.json)
+        shapes = ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")
+        cases = [("4 layers", shape, 8192) for shape in shapes]
+    rows: list[dict[str, Any]] = []
+    for size, shape, max_tokens in cases:
+        rows.append(compare(size, shape, max_tokens))
+        report(rows, args.json)
 
 
 if __name__ == "__main__":
