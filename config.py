@@ -24,18 +24,19 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "at least 1",
         lambda v: v >= 1,
         "max_completion_len batch_size max_tokens_per_gpu max_steps num_iterations num_minibatches lora_rank "
-        "lora_alpha max_concurrent_requests log_steps top_k",
+        "lora_alpha max_concurrent_requests log_steps top_k reward_workers max_dropped_batches",
     ),
     (
         "at least 0",
         lambda v: v >= 0,
         "log_completions_steps eval_steps save_steps request_retries learning_rate weight_decay grad_norm beta "
-        "epsilon_high max_staleness server_timeout",
+        "epsilon_high max_staleness server_timeout extra_generations correction_floor",
     ),
     (
         "above 0",
         lambda v: v > 0,
-        "temperature num_epochs request_timeout sync_timeout collective_timeout max_logprob_mismatch",
+        "temperature num_epochs request_timeout sync_timeout collective_timeout max_logprob_mismatch reward_timeout "
+        "correction_cap",
     ),
     ("between 0 and 1", lambda v: 0 <= v <= 1, "warmup_ratio min_p"),
     ("above 0 and at most 1", lambda v: 0 < v <= 1, "top_p"),
@@ -47,6 +48,8 @@ _NEEDS = {
     "use_wandb": "wandb_project",
     "push_to_hub": "hub_repo_id hub_private",
     "eval_dataset_id": "eval_steps eval_dataset_split",
+    "max_staleness": "stale_policy inflight_updates",
+    "drop_zero_advantage": "max_dropped_batches",
 }
 
 _EXACT_PARAMS = {"seed", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"}
@@ -139,10 +142,27 @@ class TrainConfig:
     """Completions must be JSON of this schema. See `top_k`."""
     sampling_params: dict[str, Any] | None = None
     """Any further vLLM sampling parameters, passed through as they are."""
-    max_staleness: int = 0
-    """How many policy versions old a trained completion may be. Only 0, synchronous, exists so far."""
+    rollout_fn: Callable[..., Any] | str | None = None
+    """`f(client, prompt, sampling) -> completions` in place of one `client.generate`: several turns, tools,
+    environments. See `recipes/tool_calculator.py`."""
+    extra_generations: int = 0
+    """Completions sampled beyond `num_generations`; the first to finish are kept, the rest is aborted. Cuts the wait
+    for long completions, and biases towards short ones."""
+    max_staleness: int = 1
+    """How many policy versions a trained completion's oldest token may lie behind the policy that it trains. 0 is
+    synchronous: generation and training take turns."""
+    stale_policy: Literal["wait", "drop"] = "wait"
+    """A group that would become too stale: wait for it and train it in time, or drop it and sample another prompt."""
+    inflight_updates: bool = True
+    """Update the servers' weights in the middle of completions, which go on under the new ones; False finishes what
+    is in flight first."""
+    drop_zero_advantage: bool = False
+    """Drop groups whose rewards are all equal, from which nothing is learned, and sample other prompts in their place
+    (DAPO's dynamic sampling)."""
+    max_dropped_batches: int = 10
+    """Stop where a step has dropped so many batches' worth of such groups."""
     max_concurrent_requests: int = 64
-    """Prompts in flight over all servers."""
+    """Groups in flight on one server."""
     request_timeout: float = 600.0
     """Seconds one request may take."""
     sync_timeout: float = 60.0
@@ -162,6 +182,13 @@ class TrainConfig:
     """One weight per reward function; None weighs all 1."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What a group's centred rewards are divided by: its own standard deviation, the batch's, or nothing."""
+    reward_workers: int = 4
+    """Processes (and threads, for functions that no other process can import) that call reward functions."""
+    reward_timeout: float = 60.0
+    """Seconds one call, of one function for one group, may take; its process is then killed and replaced."""
+    failed_reward: float | None = None
+    """Reward of completions whose call failed or timed out; None leaves them out. Failures are counted, and written
+    to `failed_rewards.jsonl`."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "dapo"
     """grpo: mean over completions of token means. bnpo: token mean of the mini-batch. dr_grpo: token sum over
     completions x max_completion_len. dapo: token mean of the whole batch. cispo: dapo's with clipped, detached
@@ -173,7 +200,17 @@ class TrainConfig:
     epsilon_high: float | None = None
     """Upper clip: 1 + epsilon_high; None takes epsilon. DAPO uses 0.28."""
     delta: float | None = None
-    """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4); None for none."""
+    """Dual clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4); None for none."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """What the clipped ratio is taken against: the policy before the batch's first update (the decoupled objective,
+    arXiv:2505.24298), or the server's log-probs, which then need no correction."""
+    off_policy_correction: Literal["truncate", "mask", "none"] = "truncate"
+    """Weight of each token by w = p(trainer) / p(server) at `old_logprobs=trainer`: min(w, correction_cap) (TIS), w
+    where it lies between `correction_floor` and `correction_cap` and else 0 (IcePop, arXiv:2510.18855), or 1."""
+    correction_cap: float = 2.0
+    """Upper bound on w. IcePop uses 5."""
+    correction_floor: float = 0.5
+    """Lower bound on w, for `mask`."""
     beta: float = 0.0
     """Weight of the KL penalty (k3) to the initial policy; 0 keeps no reference model."""
     num_iterations: int = 1
@@ -246,8 +283,9 @@ class TrainConfig:
             object.__setattr__(self, name, _checked(name, getattr(self, name), hint))
         functions = [load_function(f) if isinstance(f, str) else f for f in self.reward_funcs]
         object.__setattr__(self, "reward_funcs", functions)
-        if isinstance(self.collate_fn, str):
-            object.__setattr__(self, "collate_fn", load_function(self.collate_fn))
+        for name in ("collate_fn", "rollout_fn"):
+            if isinstance(path := getattr(self, name), str):
+                object.__setattr__(self, name, load_function(path))
         self._check_ranges()
         self._check_combinations()
 
@@ -274,6 +312,7 @@ class TrainConfig:
             self.collective_timeout > self.request_timeout * (1 + self.request_retries),
             "collective_timeout must exceed request_timeout x (1 + request_retries): ranks wait while rank 0 retries",
         )
+        changed = changed_fields(self)
         weights = self.reward_weights
         _require(
             weights is None or len(weights) == len(self.reward_funcs),
@@ -288,10 +327,23 @@ class TrainConfig:
             f"max_tokens_per_gpu={self.max_tokens_per_gpu} holds no completion of max_completion_len="
             f"{self.max_completion_len} with its prompt: raise it",
         )
-        _require(self.max_staleness == 0, "max_staleness: asynchronous rollouts are not available yet, set it to 0")
+        corrects = self.old_logprobs == "trainer" and self.off_policy_correction != "none"
+        for name, holds, condition in (
+            ("off_policy_correction", self.old_logprobs == "trainer", "old_logprobs=trainer"),
+            ("correction_cap", corrects, "an off_policy_correction"),
+            ("correction_floor", corrects and self.off_policy_correction == "mask", "off_policy_correction=mask"),
+        ):
+            _require(holds or name not in changed, f"{name} has no effect without {condition}")
+        _require(
+            self.correction_floor < self.correction_cap or not corrects,
+            "correction_floor must lie below correction_cap",
+        )
+        _require(
+            not (self.rollout_fn and self.extra_generations),
+            "extra_generations has no effect with a rollout_fn, which samples itself: leave it at 0",
+        )
         _require(self.use_fsdp or not self.fsdp_bf16, "fsdp_bf16 has no effect without use_fsdp: set bf16 instead")
         _require(not (self.bf16 and self.fsdp_bf16), "bf16 and fsdp_bf16 do the same in two ways: set one of them")
-        changed = changed_fields(self)
         _require(
             self.max_steps is None or "num_epochs" not in changed,
             "num_epochs has no effect beside max_steps: set one of them (--max_steps none)",
@@ -533,6 +585,7 @@ def parse_args(argv: list[str]) -> TrainConfig:
         _require(name in values, f"{name} must be given, by a recipe or as --{name}")
     if isinstance(values["reward_funcs"], list):
         values["reward_funcs"] = [load_function(f, recipe) if isinstance(f, str) else f for f in values["reward_funcs"]]
-    if isinstance(values.get("collate_fn"), str):
-        values["collate_fn"] = load_function(values["collate_fn"], recipe)
+    for name in ("collate_fn", "rollout_fn"):
+        if isinstance(values.get(name), str):
+            values[name] = load_function(values[name], recipe)
     return TrainConfig(**values)

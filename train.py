@@ -7,10 +7,12 @@ The file reads top to bottom: advantages, loss, data, rewards, the model, the ba
 
 import math
 import sys
+import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, replace
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, Self
 
@@ -29,6 +31,7 @@ from utils import (
     exits,
     full_tensor,
     gather_objects,
+    in_threads,
     is_main,
     process_group,
     published_weights,
@@ -43,6 +46,8 @@ from vllm_client import (
     Completion,
     Group,
     Prompt,
+    RolloutStream,
+    Scorer,
     ServerError,
     VLLMClient,
     batch_metrics,
@@ -50,8 +55,8 @@ from vllm_client import (
     load_prompts,
     load_tokenizer,
     reward_means,
+    sample_group,
     sampling_params,
-    score,
 )
 
 MIN_SHARED = 0.05  # share of the batch's tokens that rows of shared prompts must save, or completions are padded rows
@@ -139,6 +144,31 @@ def grpo_loss(
     if config.loss_type == "grpo":
         per_token = per_token / completion_sums(mask, completion).clamp(min=1)
     return per_token.sum(), sums
+
+
+def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: TrainConfig) -> Tensor:
+    """What each token's advantage is multiplied by, as another policy sampled it than the ratio is taken against.
+
+    w = exp(old_logprobs - sampler_logprobs): min(w, cap) for `truncate` (TIS), w within [floor, cap] and 0 outside for
+    `mask` (IcePop, arXiv:2510.18855). All arguments and the result are [N]; 1 where nothing is to be corrected.
+    """
+    if config.old_logprobs == "sampler" or config.off_policy_correction == "none":
+        return torch.ones_like(old_logprobs)
+    weights = (old_logprobs - sampler_logprobs).where(mask > 0, 0.0).exp()
+    if config.off_policy_correction == "truncate":
+        return weights.clamp(max=config.correction_cap)
+    return weights.where((weights >= config.correction_floor) & (weights <= config.correction_cap), 0.0)
+
+
+def sampling_sums(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """How far trainer and server are apart on the sampled tokens: sums over tokens, and the largest |difference|.
+
+    `kl` estimates KL(server || trainer) by k3; `weight` and `square` give the effective sample size of w as (Σw)²/NΣw².
+    """
+    gap = (old_logprobs - sampler_logprobs).where(mask > 0, 0.0)
+    weight = gap.exp() * mask
+    sums = {"gap": gap.abs().sum(), "sampling_kl": (gap.exp() - gap - 1).sum(), "weight": weight.sum()}
+    return sums | {"square": weight.square().sum()}, gap.abs().max()
 
 
 def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
@@ -330,71 +360,103 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and what its completion tokens need for the loss; all tensors but the row's are [N]."""
+    """One forward and what its completion tokens need for the loss; all tensors but the row's are [N].
+
+    `is_last` marks the rank's last one before a `Step`: gradients are then summed over ranks.
+    """
 
     row: PackedBatch
     advantages: Tensor
     mask: Tensor
     sampler_logprobs: Tensor
+    is_last: bool = False
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        return type(self)(**{f.name: getattr(self, f.name).to(device) for f in fields(self)})
+        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "is_last"})
 
 
 @dataclass(frozen=True)
-class Minibatch:
-    """One rank's share of an optimizer step, and the whole step's normalizer. Every rank has equally many rows."""
+class Step:
+    """The end of a mini-batch: what its summed gradient is divided by."""
 
-    rows: list[MicroBatch]
     normalizer: float
 
 
-def split_batch(groups: list[Group], advantages: Tensor, num_ranks: int, config: TrainConfig) -> list[list[Minibatch]]:
-    """Scored groups as mini-batches of micro-batches, dealt out to the ranks: [rank][minibatch].
+def deal(groups: Iterable[Group], num_ranks: int, config: TrainConfig) -> Iterator[list[MicroBatch] | list[Step]]:
+    """Scored groups as rounds of micro-batches, one for each rank, as soon as enough groups have come; then a `Step`.
 
-    Where the rows do not divide, ranks get a masked copy of the smallest row: FSDP2 and DDP need every rank to run
-    as many backward passes as the others.
+    Every rank runs as many backward passes as the others, as FSDP2 and DDP need: where rows are missing, it gets a
+    masked copy of the smallest one. In a round the largest row goes to the rank that has had the fewest tokens.
 
     Args:
-        groups: the batch, with completions.
-        advantages: [num_groups, num_generations].
+        groups: the batch, with advantages; num_minibatches equal parts of it end with a `Step` each.
     """
-    shares: list[list[Minibatch]] = [[] for _ in range(num_ranks)]
-    per_part = len(groups) // config.num_minibatches
-    all_lengths = [length for group in groups for length in trained_lengths(group, config)]
-    for start in range(0, len(groups), per_part):
-        part = groups[start : start + per_part]
-        completions = [c for group in part for c in group.completions]
-        sizes = torch.tensor([len(c.token_ids) for c in completions])
-        per_token = {
-            "advantages": advantages[start : start + per_part].flatten().float().repeat_interleave(sizes),
-            "mask": torch.tensor([float(is_trained(c, config)) for c in completions]).repeat_interleave(sizes),
-            "sampler_logprobs": torch.tensor([x for c in completions for x in c.sampler_logprobs]),
-        }
-        pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in part]
-        packed = pack(pairs, config.max_tokens_per_gpu, share_prefix=config.share_prefix and sharing_pays(part))
-        rows = [MicroBatch(row, **{name: values[row.index] for name, values in per_token.items()}) for row in packed]
-        if len(rows) % num_ranks:
-            smallest = min(rows, key=lambda micro: micro.row.num_tokens)
-            filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
-            rows += [filler] * (num_ranks - len(rows) % num_ranks)
+    if config.num_minibatches > 1:
+        groups = list(groups)
+    rest = iter(groups)
+    loads = [0] * num_ranks
+    for _ in range(config.num_minibatches):
+        part: list[Group] = []
+        rows: list[MicroBatch] = []
+        waiting: list[Group] = []
+        for group in islice(rest, config.batch_size // config.num_minibatches):
+            part.append(group)
+            if waiting and row_layout([*waiting, group], config)[1] > config.max_tokens_per_gpu:
+                rows += micro_batches(waiting, config)
+                waiting = []
+            waiting.append(group)
+            while len(rows) >= num_ranks:
+                yield _round(rows[:num_ranks], loads, is_last=False)
+                rows = rows[num_ranks:]
+        rows += micro_batches(waiting, config)
+        while rows:
+            yield _round(rows[:num_ranks], loads, is_last=len(rows) <= num_ranks)
+            rows = rows[num_ranks:]
         if config.loss_type in ("dapo", "cispo"):  # every token of the batch weighs the same
-            normalizer = loss_normalizer(all_lengths, config) / config.num_minibatches
+            whole = groups if isinstance(groups, list) else part
+            normalizer = loss_normalizer(trained_lengths(whole, config), config) / config.num_minibatches
         else:
-            normalizer = loss_normalizer([n for group in part for n in trained_lengths(group, config)], config)
-        for rank in range(num_ranks):
-            shares[rank].append(Minibatch(rows[rank::num_ranks], normalizer))
-    return shares
+            normalizer = loss_normalizer(trained_lengths(part, config), config)
+        yield [Step(normalizer)] * num_ranks
 
 
-def sharing_pays(groups: list[Group]) -> bool:
-    """Whether rows of shared prompts save enough tokens over padded ones to pay for attention in smaller calls."""
-    lengths = [[len(c.token_ids) for c in group.completions] for group in groups]
+def _round(rows: list[MicroBatch], loads: list[int], is_last: bool) -> list[MicroBatch]:
+    """One row for each rank, and the tokens counted into `loads`."""
+    smallest = min(rows, key=lambda micro: micro.row.num_tokens)
+    filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
+    rows = [replace(micro, is_last=is_last) for micro in [*rows, *[filler] * (len(loads) - len(rows))]]
+    rows.sort(key=lambda micro: -micro.row.num_tokens)
+    ranks = sorted(range(len(loads)), key=lambda rank: loads[rank])
+    dealt = dict(zip(ranks, rows, strict=True))
+    for rank, micro in dealt.items():
+        loads[rank] += micro.row.num_tokens
+    return [dealt[rank] for rank in range(len(loads))]
+
+
+def micro_batches(groups: list[Group], config: TrainConfig) -> list[MicroBatch]:
+    """Groups packed into rows, with what their tokens need for the loss."""
+    completions = [c for group in groups for c in group.completions]
+    sizes = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
+    advantages = torch.tensor([a for group in groups for a in group.advantages])
+    trained = [is_trained(c, config) and sampled for c in completions for sampled in c.sampled]
+    advantages = advantages.float().repeat_interleave(sizes)
+    mask = torch.tensor(trained, dtype=torch.float32)
+    sampler_logprobs = torch.tensor([x for c in completions for x in c.sampler_logprobs])
+    pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
+    rows = pack(pairs, config.max_tokens_per_gpu, share_prefix=row_layout(groups, config)[0])
+    return [MicroBatch(row, advantages[row.index], mask[row.index], sampler_logprobs[row.index]) for row in rows]
+
+
+def row_layout(groups: list[Group], config: TrainConfig) -> tuple[bool, int]:
+    """Whether a row of these groups shares their prompts, and its tokens (estimated, where rows are padded)."""
     prompts = [len(group.prompt.token_ids) for group in groups]
+    lengths = [[len(c.token_ids) for c in group.completions] for group in groups]
     shared = sum(prompt + sum(of_group) for prompt, of_group in zip(prompts, lengths, strict=True))
     padded = sum(len(of_group) * (prompt + max(of_group)) for prompt, of_group in zip(prompts, lengths, strict=True))
-    return shared <= (1 - MIN_SHARED) * padded
+    if config.share_prefix and shared <= (1 - MIN_SHARED) * padded:  # attention in smaller calls has its price
+        return True, shared
+    return False, padded
 
 
 def is_trained(completion: Completion, config: TrainConfig) -> bool:
@@ -402,9 +464,9 @@ def is_trained(completion: Completion, config: TrainConfig) -> bool:
     return not (completion.truncated and config.mask_truncated_completions)
 
 
-def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
+def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
     """Tokens of each completion that train."""
-    return [len(c.token_ids) * is_trained(c, config) for c in group.completions]
+    return [sum(c.sampled) * is_trained(c, config) for group in groups for c in group.completions]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -420,7 +482,8 @@ class Rollouts:
 
     def __init__(self, config: TrainConfig, device: torch.device):
         self.config = config
-        self.samples: list[dict[str, Any]] = []
+        self.samples: list[dict[str, Any]] = []  # of the last batch, as are the groups dropped before it
+        self.dropped: list[dict[str, Any]] = []
         self.num_steps = broadcast_object(self._open(device) if is_main() else None)
 
     def _open(self, device: torch.device) -> int:
@@ -431,44 +494,93 @@ class Rollouts:
             Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output_dir={config.output_dir} cannot be made: {error}") from None
-        self.tokenizer = load_tokenizer(config)
+        tokenizer = load_tokenizer(config)
         self.client = VLLMClient(config)
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
         max_prompt_len = longest - config.max_completion_len
-        self.prompts = load_prompts(config.dataset_id, config.dataset_split, self.tokenizer, max_prompt_len, config)
+        self.prompts = load_prompts(config.dataset_id, config.dataset_split, tokenizer, max_prompt_len, config)
         self.held_out: list[Prompt] = []
         if held_out := config.eval_dataset_id:
-            self.held_out = load_prompts(held_out, config.eval_dataset_split, self.tokenizer, max_prompt_len, config)
+            self.held_out = load_prompts(held_out, config.eval_dataset_split, tokenizer, max_prompt_len, config)
         self.client.connect(device)
-        self.order = epochs(len(self.prompts), config.seed)
+        num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
+        self.scorer = Scorer(tokenizer, config)
+        self.num_threads = self.client.num_slots + config.reward_workers
+        prompts = (self.prompts[index] for index in epochs(len(self.prompts), config.seed))
+        self.stream = RolloutStream(prompts, self._sample, self.scorer.score, self.num_threads, num_steps, config)
         self.num_tokens = 0
-        return config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
+        self.reported_s = time.monotonic()
+        return num_steps
 
-    def next_batch(self, version: int) -> tuple[list[Minibatch], dict[str, float]]:
-        """Sample, score and deal out one batch under policy `version`: this rank's share, and rank 0's metrics.
+    def _sample(self, group: Group) -> None:
+        sample_group(group, self.client, sampling_params(self.config), self.config)
 
-        Collective: every rank calls it.
+    def batch(self, version: int, metrics: dict[str, float]) -> Iterator[MicroBatch | Step]:
+        """This rank's share of the batch that trains policy `version`, each part as soon as it is there.
+
+        Collective: every rank iterates to the end. `metrics` is then filled in, on rank 0.
         """
-        shares: list[list[Minibatch]] | None = None
-        metrics: dict[str, float] = {}
-        if is_main():
-            prompts = [self.prompts[next(self.order)] for _ in range(self.config.batch_size)]
-            with timed("time/generate_s", metrics):
-                groups = self.client.roll_out(prompts, sampling_params(self.config), version)
-            with timed("time/reward_s", metrics):
-                rewards = score(groups, self.tokenizer, self.config)
-            advantages = compute_advantages(rewards, self.config.scale_rewards)
-            shares = split_batch(groups, advantages, dist.get_world_size(), self.config)
-            self.num_tokens += sum(group.num_tokens for group in groups)
-            metrics |= batch_metrics(groups, rewards, version, self.config) | {"num_tokens": self.num_tokens}
-            self.samples = batch_samples(groups, rewards, advantages, self.config)
-        return scatter_objects(shares), metrics
+        rounds: Iterator[Any] = self._rounds(version, metrics) if is_main() else repeat(None)
+        for items in rounds:
+            if (item := scatter_objects(items)) is None:
+                return
+            yield item
+
+    def _rounds(self, version: int, metrics: dict[str, float]) -> Iterator[list[MicroBatch] | list[Step] | list[None]]:
+        """What `deal` makes of the stream's groups, and what is known of them."""
+        num_ranks = dist.get_world_size()
+        groups: list[Group] = []
+        metrics["time/wait_s"] = 0.0
+        yield from deal(self._advantages(self._take(version, groups, metrics)), num_ranks, self.config)
+        self.num_tokens += sum(group.num_tokens for group in groups)
+        about, dropped = self.stream.report()
+        self.dropped = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in dropped]
+        now = time.monotonic()
+        elapsed, self.reported_s = now - self.reported_s, now
+        metrics |= batch_metrics(groups, version, self.config) | about
+        metrics |= {
+            "num_tokens": self.num_tokens,
+            "rewards_failed": float(self.scorer.num_failed),
+            "idle/trainer": metrics["time/wait_s"] / elapsed,
+            "idle/servers": self.client.idle_seconds() / elapsed,
+            "tokens_per_s/sampled": metrics.pop("num_sampled_tokens") / elapsed,
+            "tokens_per_s/trained": sum(group.num_tokens for group in groups) / elapsed,
+        }
+        self.samples = batch_samples(groups, self.config)
+        yield [None] * num_ranks
+
+    def _take(self, version: int, taken: list[Group], metrics: dict[str, float]) -> Iterator[Group]:
+        """The stream's groups, noted in `taken`, and the time they were waited for."""
+        started = time.perf_counter()
+        for group in self.stream.take(version):
+            metrics["time/wait_s"] += time.perf_counter() - started
+            taken.append(group)
+            yield group
+            started = time.perf_counter()
+
+    def _advantages(self, groups: Iterable[Group]) -> Iterator[Group]:
+        """The same groups with their advantages; all of them at once where the scale is the batch's."""
+        scale = self.config.scale_rewards
+        for part in [list(groups)] if scale == "batch" else ([group] for group in groups):
+            advantages = compute_advantages(torch.tensor([group.reward for group in part], dtype=torch.float64), scale)
+            for group, values in zip(part, advantages.tolist(), strict=True):
+                group.advantages = values
+                yield group
 
     def publish(self, policy: nn.Module, version: int) -> None:
-        """Send the policy to every server as `version`. Collective: every rank takes part in the gathers."""
+        """Send the policy to every server as `version`, which lets the stream go on.
+
+        Collective: every rank takes part in the gathers.
+        """
+        self._send(policy, version)
+        if is_main():
+            self.stream.open(version)
+
+    def _send(self, policy: nn.Module, version: int) -> None:
         weights = published_weights(policy)
         if is_main():
-            self.client.update_weights(weights, version)
+            with nullcontext() if self.config.inflight_updates else self.stream.drained():
+                self.client.update_weights(weights, version)
         else:
             deque(weights, maxlen=0)
 
@@ -482,7 +594,7 @@ class Rollouts:
         """
         if is_main():
             self.client.clear_weights()
-        self.publish(policy, 0)
+        self._send(policy, 0)
         probes = broadcast_object(self.client.probe(self.prompts[0].token_ids) if is_main() else None)
         for url, (prompt_ids, probe) in zip(self.config.vllm_urls, probes, strict=True):
             (row,) = pack([(prompt_ids, [probe.token_ids])], share_prefix=False)
@@ -494,6 +606,8 @@ class Rollouts:
                     f"after the weight sync {url} and the trainer differ by {mismatch:.3g} nats a token: it does not "
                     "compute this model as the trainer does; compare its --dtype, or raise max_logprob_mismatch"
                 )
+        if is_main():
+            self.stream.open(0)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1."""
@@ -502,8 +616,15 @@ class Rollouts:
         if not (is_main() and self.held_out and due):
             return {}
         greedy = {**sampling_params(config), "n": 1, "temperature": 0.0}
-        groups = self.client.roll_out(self.held_out, greedy, version=step)
-        rewards = score(groups, self.tokenizer, config)
+
+        def answer(prompt: Prompt) -> Group:
+            group = Group(prompt)
+            sample_group(group, self.client, greedy, config)
+            self.scorer.score(group)
+            return group
+
+        groups = in_threads(answer, self.held_out, self.num_threads)
+        rewards = torch.tensor([group.reward for group in groups])
         values = {"eval/reward": rewards.nanmean().item()}
         values |= {f"eval/{name}": value for name, value in reward_means(groups, config).items()}
         if set(rewards.flatten().tolist()) <= {0.0, 1.0}:
@@ -513,6 +634,8 @@ class Rollouts:
     def close(self) -> None:
         """Leave the servers."""
         if is_main():
+            self.stream.close()
+            self.scorer.close()
             self.client.close()
 
 
@@ -546,33 +669,45 @@ def train_batch(
     reference: Callable[[PackedBatch], Tensor] | None,
     optimizer: Any,
     scheduler: Any,
-    batch: list[Minibatch],
+    batch: Iterable[MicroBatch | Step],
     config: TrainConfig,
     device: torch.device,
 ) -> dict[str, float]:
-    """All optimizer steps on one batch; returns its metrics. Collective: every rank calls it with its share."""
+    """All optimizer steps on one batch; returns its metrics. Collective: every rank calls it with its share.
+
+    A batch that is used once trains as it arrives; for several updates it is collected first, as the log-probs before
+    the first of them are needed.
+    """
     totals = TokenSums()
     learning_rate = scheduler.get_last_lr()[0]
-    num_updates = config.num_iterations * len(batch)
+    num_updates = config.num_iterations * config.num_minibatches
     norms = []
-    old_logprobs: dict[int, Tensor] = {}  # under the policy that sampled; where it takes one update, its own forward
+    old_logprobs: dict[int, Tensor] = {}  # of the trainer, where its own forward does not give them
     if num_updates > 1:
+        batch = [item.to(device) if isinstance(item, MicroBatch) else item for item in batch]
         with torch.no_grad():
-            old_logprobs = {id(m): forward(policy, m.row.to(device), config) for part in batch for m in part.rows}
+            old_logprobs = {id(m): forward(policy, m.row, config) for m in batch if isinstance(m, MicroBatch)}
     for _ in range(config.num_iterations):
-        for minibatch in batch:
-            for number, item in enumerate(minibatch.rows):
-                micro = item.to(device)
-                sync_gradients(policy, number == len(minibatch.rows) - 1)
-                logprobs, entropy = forward(policy, micro.row, config, return_entropy=True)
-                old = old_logprobs.get(id(item), logprobs.detach())
-                ref = reference(micro.row) if reference else None
-                loss, sums = grpo_loss(logprobs, old, ref, micro.advantages, micro.mask, micro.row.completion, config)
-                loss.backward()
-                gap = (old - micro.sampler_logprobs).abs() * micro.mask
-                sums |= {"loss": loss.detach() / minibatch.normalizer, "tokens": micro.mask.sum(), "gap": gap.sum()}
-                totals.add(sums | {"entropy": entropy @ micro.mask.to(entropy.dtype)}, {"max_gap": gap.max()})
-            norms.append(optimizer_step(policy, optimizer, scheduler, minibatch.normalizer, config))
+        loss_sum = torch.zeros((), device=device)
+        for item in batch:
+            if isinstance(item, Step):
+                norms.append(optimizer_step(policy, optimizer, scheduler, item.normalizer, config))
+                totals.add({"loss": loss_sum / item.normalizer}, {})
+                loss_sum = torch.zeros((), device=device)
+                continue
+            micro = item.to(device)
+            sync_gradients(policy, micro.is_last)
+            logprobs, entropy = forward(policy, micro.row, config, return_entropy=True)
+            before = old_logprobs.get(id(item), logprobs.detach())
+            old = micro.sampler_logprobs if config.old_logprobs == "sampler" else before
+            advantages = micro.advantages * off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
+            ref = reference(micro.row) if reference else None
+            loss, sums = grpo_loss(logprobs, old, ref, advantages, micro.mask, micro.row.completion, config)
+            loss.backward()
+            loss_sum += loss.detach()
+            apart, max_gap = sampling_sums(before, micro.sampler_logprobs, micro.mask)
+            sums |= apart | {"tokens": micro.mask.sum(), "entropy": entropy @ micro.mask.to(entropy.dtype)}
+            totals.add(sums, {"max_gap": max_gap})
     total = totals.reduce()
     tokens = max(total.pop("tokens"), 1)
     return {
@@ -581,6 +716,8 @@ def train_batch(
         "learning_rate": learning_rate,
         "sampling/sampling_logp_difference/mean": total.pop("gap") / tokens,
         "sampling/sampling_logp_difference/max": total.pop("max_gap"),
+        "sampling/kl": total.pop("sampling_kl") / tokens,
+        "sampling/effective_sample_size": total.pop("weight") ** 2 / max(tokens * total.pop("square"), 1e-30),
         **{name: value / tokens for name, value in total.items()},
     }
 
@@ -596,16 +733,17 @@ def main(config: TrainConfig) -> None:
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
         with closing(RunLog(config, rollouts.num_steps)) as log:
             rollouts.publish_first(policy, device)
-            log.step(0, rollouts.evaluate(0), [])
+            log.step(0, rollouts.evaluate(0))
             for step in range(1, rollouts.num_steps + 1):
                 metrics: dict[str, float] = {"policy_version": step - 1}
                 with timed("time/step_s", metrics):
-                    batch, about_batch = rollouts.next_batch(version=step - 1)
+                    batch = rollouts.batch(step - 1, metrics)
                     with timed("time/train_s", metrics):
                         metrics |= train_batch(policy, reference, optimizer, scheduler, batch, config, device)
+                    metrics["time/train_s"] -= metrics.get("time/wait_s", 0.0)
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, version=step)
-                log.step(step, metrics | about_batch | rollouts.evaluate(step), rollouts.samples)
+                log.step(step, metrics | rollouts.evaluate(step), rollouts.samples, rollouts.dropped)
                 if step == rollouts.num_steps or (config.save_steps and step % config.save_steps == 0):
                     checkpoint = Path(config.output_dir) / f"checkpoint-{step}"
                     save_checkpoint(policy, config.model_id, checkpoint)

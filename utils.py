@@ -8,7 +8,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import groupby
@@ -319,7 +320,7 @@ def push_to_hub(path: Path, repo_id: str, private: bool) -> None:
 
 
 class RunLog:
-    """What a run writes: `config.json`, `metrics.jsonl`, `completions.jsonl`, the terminal, wandb when asked.
+    """What a run writes: `config.json`, the `.jsonl` files, the terminal, wandb when asked.
 
     Exists on every rank; only rank 0's writes.
 
@@ -348,8 +349,8 @@ class RunLog:
             return
         folder = Path(config.output_dir)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        self._metrics = self._files.enter_context((folder / "metrics.jsonl").open("w", buffering=1))
-        self._completions = self._files.enter_context((folder / "completions.jsonl").open("w", buffering=1))
+        names = ("metrics", "completions", "dropped")
+        self._lines = {n: self._files.enter_context((folder / f"{n}.jsonl").open("w", buffering=1)) for n in names}
         self._bar = self._files.enter_context(tqdm(total=num_steps, disable=None, unit="step"))
         if config.use_wandb:
             import wandb
@@ -357,13 +358,19 @@ class RunLog:
             self._wandb = wandb.init(project=config.wandb_project, dir=folder, config=to_json(config))
             self._files.callback(wandb.finish)
 
-    def step(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """Write one step: its metrics everywhere, its samples to `completions.jsonl`."""
+    def step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        samples: Sequence[dict[str, Any]] = (),
+        dropped: Sequence[dict[str, Any]] = (),
+    ) -> None:
+        """Write one step: metrics everywhere, samples to `completions.jsonl`, groups not trained to `dropped.jsonl`."""
         if not is_main() or not metrics:
             return
-        self._metrics.write(json.dumps({"step": step, **metrics}) + "\n")
-        for sample in samples:
-            self._completions.write(json.dumps({"step": step, **sample}, ensure_ascii=False) + "\n")
+        for name, rows in (("metrics", [metrics]), ("completions", samples), ("dropped", dropped)):
+            for row in rows:
+                self._lines[name].write(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n")
         if self._wandb:
             self._wandb.log(metrics, step=step)
         self._bar.update(step - self._bar.n)
@@ -374,7 +381,7 @@ class RunLog:
         if samples and every and step % every == 0:
             self._show(step, samples[:8])
 
-    def _show(self, step: int, samples: list[dict[str, Any]]) -> None:
+    def _show(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """A table of samples on the terminal and in wandb."""
         columns = ("reward", "prompt", "completion")
         rows = [[str(sample[column])[:2000] for column in columns] for sample in samples]
@@ -388,6 +395,15 @@ class RunLog:
     def close(self) -> None:
         """Flush and close everything."""
         self._files.close()
+
+
+def in_threads(function: Callable[[Any], Any], items: Iterable[Any], num_threads: int) -> list[Any]:
+    """`function` of every item, in order; the first error ends it without waiting for what is under way."""
+    pool = ThreadPoolExecutor(num_threads)
+    try:
+        return list(pool.map(function, items))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 @contextmanager

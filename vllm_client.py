@@ -1,6 +1,7 @@
 """From dataset rows to scored groups: prompts, the HTTP client of the rollout servers (`vllm_server.py`), rewards.
 
-The client samples completions, publishes weights and watches health. Nothing here imports vLLM.
+The client samples completions, publishes weights and watches health; `RolloutStream` keeps the servers busy ahead of
+the trainer. Nothing here imports vLLM.
 """
 
 import json
@@ -8,8 +9,9 @@ import math
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -25,6 +27,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import TrainConfig, UserError, is_data_file
+from recipes.workers import CallError, CallPool
 from utils import TransferGroup, address_towards, buckets
 
 
@@ -51,49 +54,102 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What the server sampled for a prompt.
+    """What was sampled for a prompt.
 
     Attributes:
         token_ids: the sampled ids, the end-of-sequence token included where one was sampled.
         sampler_logprobs: the server's log-probability of each token, nats, after temperature (and top-k/p).
         finish_reason: `stop` (ended by itself) or `length` (cut off).
         weight_versions: `(version, start, end)` for each span of tokens sampled under one policy version.
+        loss_mask: False on tokens that an environment wrote, which do not train; None where all were sampled.
     """
 
     token_ids: list[int]
     sampler_logprobs: list[float]
     finish_reason: str
     weight_versions: list[tuple[int, int, int]]
+    loss_mask: list[bool] | None = None
 
     @property
     def truncated(self) -> bool:
         """True where the completion ran into its length limit."""
         return self.finish_reason == "length"
 
+    @property
+    def sampled(self) -> list[bool]:
+        """Which tokens were sampled, as against written by an environment."""
+        return [True] * len(self.token_ids) if self.loss_mask is None else self.loss_mask
+
+    def then(self, environment_ids: list[int], reply: "Completion") -> "Completion":
+        """This turn, the environment's answer and the policy's next turn as one completion; ids are only joined."""
+        start = len(self.token_ids) + len(environment_ids)
+        return Completion(
+            [*self.token_ids, *environment_ids, *reply.token_ids],
+            [*self.sampler_logprobs, *[0.0] * len(environment_ids), *reply.sampler_logprobs],
+            reply.finish_reason,
+            [*self.weight_versions, *((v, start + first, start + last) for v, first, last in reply.weight_versions)],
+            [*self.sampled, *[False] * len(environment_ids), *reply.sampled],
+        )
+
 
 @dataclass
 class Group:
-    """One prompt and its completions: the unit from the server to the gradient."""
+    """One prompt and its completions: the unit from the dataset to the gradient, filled in on its way.
+
+    Attributes:
+        completions, texts: as sampled, and decoded for rewards and people.
+        rewards: [num_generations][num_reward_funcs], None where a function does not apply.
+        reward: [num_generations], weighted sums; NaN where no function applies.
+        advantages: [num_generations].
+        id: its place in the order of admission.
+        started_version, finished_version: of the policy when its request was sent (-1 before), and when its rewards
+            were known.
+        started_s, sampled_s, scored_s: when that was, on the monotonic clock.
+    """
 
     prompt: Prompt
-    completions: list[Completion]
+    completions: list[Completion] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    rewards: list[list[float | None]] = field(default_factory=list)  # [num_generations][num_reward_funcs]
+    rewards: list[list[float | None]] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    id: int = 0
+    started_version: int = -1
+    finished_version: int = 0
+    started_s: float = 0.0
+    sampled_s: float = 0.0
+    scored_s: float = 0.0
 
     @property
     def num_tokens(self) -> int:
         """Prompt and completion tokens of the group, the prompt counted once per completion."""
         return sum(len(self.prompt.token_ids) + len(c.token_ids) for c in self.completions)
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled one of its tokens."""
+        return min((span[0] for c in self.completions for span in c.weight_versions), default=self.finished_version)
+
+    @property
+    def can_teach(self) -> bool:
+        """Whether its rewards differ, so that its advantages do."""
+        return len({r for r in self.reward if not math.isnan(r)}) > 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Servers
+
 
 class Server:
-    """One rollout server: its address, how many requests it is serving for us, and its weight-transfer group."""
+    """One rollout server: its address, how many groups it is sampling for us, and its weight-transfer group."""
 
     def __init__(self, url: str, timeout_s: float, retries: int):
         self.url = url.rstrip("/")
         self.timeout_s = timeout_s
         self.retries = retries
         self.in_flight = 0
+        self.idle_s = 0.0  # since the last report
+        self.idle_since = time.monotonic()
         self.transfer: TransferGroup  # from connect() on
         self._local = threading.local()  # a requests.Session is not thread-safe
 
@@ -119,6 +175,53 @@ class Server:
             if attempt < retries:
                 time.sleep(min(0.5 * 2**attempt, 10))
         raise ServerError(f"{method} {self.url}{path} failed {retries + 1} times; the last time it {cause}")
+
+    def generate(self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0) -> list[Completion]:
+        """Sample `sampling["n"]` completions of one prompt.
+
+        Args:
+            prompt_ids: the prompt's tokens.
+            sampling: vLLM's sampling parameters, passed through.
+            extra: sample so many more, keep the first `n` to finish, and abort the rest.
+
+        Raises:
+            ServerError: refused, or no valid reply after the retries.
+        """
+        num = sampling.get("n", 1)
+        body = {"token_ids": prompt_ids, "sampling_params": {**sampling, "n": num + extra, "logprobs": 0}}
+        if extra:
+            choices = self._first_to_finish(num, {**body, "stream": True})
+        else:
+            choices = self.request("POST", "/inference/v1/generate", json=body)["choices"]
+        return [_completion(choice) for choice in choices]
+
+    def _first_to_finish(self, num: int, body: dict[str, Any]) -> list[dict[str, Any]]:
+        """The first choices of a stream that end; leaving it makes the server abort the others."""
+        found: dict[int, dict[str, Any]] = {}
+        finished: list[dict[str, Any]] = []
+        try:
+            with self._session().post(
+                f"{self.url}/inference/v1/generate", json=body, stream=True, timeout=self.timeout_s
+            ) as reply:
+                if reply.status_code >= 400:
+                    raise ServerError(f"{self.url} answered {reply.status_code}: {reply.text[:500]}")
+                for line in reply.iter_lines():
+                    if not line.startswith(b"data: {"):
+                        continue
+                    chunk = json.loads(line.removeprefix(b"data: "))
+                    if "error" in chunk:
+                        raise ServerError(f"{self.url} broke off a stream: {chunk['error']}")
+                    for part in chunk["choices"]:
+                        choice = found.setdefault(part["index"], {"token_ids": [], "logprobs": {"content": []}})
+                        choice["token_ids"] += part["token_ids"] or []
+                        choice["logprobs"]["content"] += (part["logprobs"] or {}).get("content") or []
+                        if part["finish_reason"]:
+                            finished.append({**part, **choice})
+                    if len(finished) >= num:
+                        return finished[:num]
+        except (requests.RequestException, ValueError) as error:
+            raise ServerError(f"{self.url} broke off a stream: {type(error).__name__}: {error}") from None
+        raise ServerError(f"{self.url} ended a stream after {len(finished)} of {num} completions")
 
     def _session(self) -> requests.Session:
         if not hasattr(self._local, "session"):
@@ -157,9 +260,8 @@ class VLLMClient:
     def __init__(self, config: TrainConfig):
         self.config = config
         self.servers = [Server(url, config.request_timeout, config.request_retries) for url in config.vllm_urls]
-        self._pool = ThreadPoolExecutor(config.max_concurrent_requests, thread_name_prefix="rollout")
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
-        self._lock = threading.Lock()
+        self._slots = threading.Condition()
 
     def wait_until_ready(self) -> int:
         """Wait until every server answers; returns the longest sequence that all of them take, in tokens.
@@ -199,49 +301,48 @@ class VLLMClient:
             )
         return model["max_model_len"]
 
-    def generate(self, prompt_ids: list[int], sampling: dict[str, Any]) -> list[Completion]:
-        """Sample `sampling["n"]` completions of one prompt, on the server with the fewest requests in flight.
-
-        Args:
-            prompt_ids: the prompt's tokens.
-            sampling: vLLM's sampling parameters, passed through.
-
-        Raises:
-            ServerError: refused, or no valid reply after the retries.
-        """
-        with self._lock:
-            server = min(self.servers, key=lambda s: s.in_flight)
+    @contextmanager
+    def lease(self) -> Iterator[Server]:
+        """The server with the fewest groups in flight, for one group: its turns find their prefixes cached there."""
+        with self._slots:
+            while (server := min(self.servers, key=lambda s: s.in_flight)).in_flight >= self.num_slots // len(
+                self.servers
+            ):
+                self._slots.wait()
+            if server.in_flight == 0:
+                server.idle_s += time.monotonic() - server.idle_since
             server.in_flight += 1
         try:
-            return self._ask(server, prompt_ids, sampling)
+            yield server
         finally:
-            with self._lock:
+            with self._slots:
                 server.in_flight -= 1
+                if server.in_flight == 0:
+                    server.idle_since = time.monotonic()
+                self._slots.notify()
 
-    def _ask(self, server: Server, prompt_ids: list[int], sampling: dict[str, Any]) -> list[Completion]:
-        body = {"token_ids": prompt_ids, "sampling_params": {**sampling, "logprobs": 0}}
-        return [
-            _completion(choice) for choice in server.request("POST", "/inference/v1/generate", json=body)["choices"]
-        ]
+    @property
+    def num_slots(self) -> int:
+        """Groups that may be in flight over all servers."""
+        return self.config.max_concurrent_requests * len(self.servers)
 
-    def roll_out(self, prompts: list[Prompt], sampling: dict[str, Any], version: int) -> list[Group]:
-        """A group for each prompt, in order, sampled concurrently under policy `version`.
+    def generate(self, prompt_ids: list[int], sampling: dict[str, Any]) -> list[Completion]:
+        """`Server.generate` on the server with the fewest groups in flight."""
+        with self.lease() as server:
+            return server.generate(prompt_ids, sampling)
 
-        Raises:
-            ServerError: as `generate`, or a completion was sampled under another version.
-        """
-        replies = [self._pool.submit(self.generate, prompt.token_ids, sampling) for prompt in prompts]
-        wait(replies, return_when=FIRST_EXCEPTION)
-        for reply in replies:
-            if reply.done():
-                reply.result()  # the first failure, without waiting for the others
-        groups = [Group(prompt, reply.result()) for prompt, reply in zip(prompts, replies, strict=True)]
-        sampled_by = {span[0] for group in groups for c in group.completions for span in c.weight_versions}
-        if sampled_by - {version}:
-            raise ServerError(
-                f"asked for policy version {version}, got {sorted(sampled_by)}: does another trainer use the server?"
-            )
-        return groups
+    def idle_seconds(self) -> float:
+        """Seconds without a group in flight since this was last asked, mean over the servers."""
+        with self._slots:
+            now = time.monotonic()
+            for server in self.servers:
+                if server.in_flight == 0:
+                    server.idle_s += now - server.idle_since
+                    server.idle_since = now
+            idle = [server.idle_s for server in self.servers]
+            for server in self.servers:
+                server.idle_s = 0.0
+            return sum(idle) / len(idle)
 
     def probe(self, prompt_ids: list[int]) -> list[tuple[list[int], Completion]]:
         """A short completion from every server, drawn from the whole vocabulary, to compare log-probs on."""
@@ -250,7 +351,7 @@ class VLLMClient:
             "max_tokens": min(16, self.config.max_completion_len),
             "temperature": self.config.temperature,
         }
-        return [(prompt_ids, self._ask(server, prompt_ids, sampling)[0]) for server in self.servers]
+        return [(prompt_ids, server.generate(prompt_ids, sampling)[0]) for server in self.servers]
 
     def connect(self, device: torch.device) -> None:
         """Open one weight-transfer group per server."""
@@ -264,7 +365,8 @@ class VLLMClient:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Publish a policy on every server: pause, stream bucket by bucket, resume.
 
-        Requests in flight are kept and go on under the new weights; their K/V is recomputed on resume.
+        Requests in flight are kept and go on under the new weights; their K/V is recomputed on resume, and the prefix
+        cache is emptied, so that no old K/V serves a new request.
 
         Args:
             weights: `(checkpoint name, tensor)`, consumed once.
@@ -288,7 +390,7 @@ class VLLMClient:
     @contextmanager
     def _paused(self) -> Iterator[None]:
         try:
-            self._everywhere("/pause?mode=keep")
+            self._everywhere("/pause?mode=keep&clear_cache=true")
             yield
         except BaseException:
             with suppress(ServerError):  # the first cause is the one to report
@@ -308,7 +410,6 @@ class VLLMClient:
 
     def close(self) -> None:
         """Leave the transfer groups and drop what is still waiting."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
         self._control.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             if hasattr(server, "transfer"):
@@ -468,67 +569,320 @@ def load_prompts(
 # Rewards
 
 
-def score(groups: list[Group], tokenizer: Any, config: TrainConfig) -> Tensor:
-    """Fill in the groups' `texts` and `rewards`.
+class Scorer:
+    """Calls the reward functions, in workers of their own, and keeps account of what fails.
 
-    Returns:
-        [num_groups, num_generations] fp64, weighted sums over the functions; None is left out, NaN where all are None.
-
-    Raises:
-        ValueError: as `reward_group`.
+    Args:
+        tokenizer: decodes completions.
+        config: reward_funcs, reward_weights, reward_workers, reward_timeout, failed_reward, batch_size, output_dir.
     """
-    for group in groups:
-        group.texts = [tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group.completions]
-        columns = [reward_group(function, group) for function in config.reward_funcs]
+
+    def __init__(self, tokenizer: Any, config: TrainConfig):
+        self.tokenizer = tokenizer
+        self.config = config
+        self.num_failed = 0
+        self._in_a_row: Counter[str] = Counter()
+        self._calls = CallPool(config.reward_workers)
+        self._lock = threading.Lock()
+
+    def score(self, group: Group) -> None:
+        """Fill in the group's `texts`, `rewards` and `reward`. Thread-safe.
+
+        Raises:
+            ValueError: a function returns something else than one finite number or None per completion, or fails time
+                after time; the message names it and the dataset row.
+        """
+        group.texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group.completions]
+        columns = [self._call(function, group) for function in self.config.reward_funcs]
         group.rewards = [list(row) for row in zip(*columns, strict=True)]
-    numbers = [[[math.nan if r is None else r for r in row] for row in group.rewards] for group in groups]
-    parts = torch.tensor(numbers, dtype=torch.float64)
-    weights = torch.tensor(config.reward_weights or [1.0] * len(config.reward_funcs), dtype=torch.float64)
-    return (parts * weights).nansum(-1).masked_fill(parts.isnan().all(-1), math.nan)
+        weights = self.config.reward_weights or [1.0] * len(columns)
+        parts = [
+            [w * r for w, r in zip(weights, row, strict=True) if r is not None] or [math.nan] for row in group.rewards
+        ]
+        group.reward = [sum(row) for row in parts]
+        group.scored_s = time.monotonic()
+
+    def _call(self, function: Any, group: Group) -> list[float | None]:
+        """One reward per completion from `f(prompts, completions, completion_ids, **columns)`."""
+        num = len(group.completions)
+        name, where = function.__name__, f"reward {function.__name__} on dataset row {group.prompt.index}"
+        arguments = {
+            "prompts": [group.prompt.content] * num,
+            "completions": group.texts,
+            "completion_ids": [c.token_ids for c in group.completions],
+            **{column: [value] * num for column, value in group.prompt.columns.items()},
+        }
+        try:
+            values = self._calls.call(function, arguments, self.config.reward_timeout)
+        except CallError as error:
+            self._count_failure(name, f"{where} {error}", group)
+            return [self.config.failed_reward] * num
+        with self._lock:
+            self._in_a_row[name] = 0
+        if not isinstance(values, list | tuple) or len(values) != num:
+            got = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
+            raise UserError(f"{where} returned {got}: it must return a list of {num} numbers, one per completion")
+        for value in values:
+            if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+                raise UserError(f"{where} returned {value!r}: rewards are finite numbers or None")
+        return [None if value is None else float(value) for value in values]
+
+    def _count_failure(self, name: str, message: str, group: Group) -> None:
+        """Write the failed call down; a function that only ever fails ends the run."""
+        sample = {"error": message, "prompt": group.prompt.content, "completions": group.texts}
+        line = json.dumps({**sample, "columns": group.prompt.columns}, ensure_ascii=False, default=repr)
+        with self._lock:
+            with (Path(self.config.output_dir) / "failed_rewards.jsonl").open("a") as file:
+                file.write(line + "\n")
+            self.num_failed += 1
+            self._in_a_row[name] += 1
+            if self._in_a_row[name] >= max(self.config.batch_size, 4):
+                raise UserError(f"{message}; so did its last {self._in_a_row[name]} calls, see failed_rewards.jsonl")
+
+    def close(self) -> None:
+        """End the workers."""
+        self._calls.close()
 
 
-def reward_group(function: Any, group: Group) -> list[float | None]:
-    """One reward per completion from `f(prompts, completions, completion_ids, **columns)`.
+# --------------------------------------------------------------------------------------------------------------------
+# The stream
+
+
+def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], config: TrainConfig) -> None:
+    """Fill in the group's `completions`, by one request or the recipe's `rollout_fn`, all on one server.
 
     Raises:
-        ValueError: the function raises, or returns something else than one finite number or None per completion; the
-            message names it and the dataset row.
+        ServerError: as `Server.generate`.
+        ValueError: `rollout_fn` raises, or returns something else than `n` completions that fit a micro-batch.
     """
-    num = len(group.completions)
-    where = f"reward {function.__name__} on dataset row {group.prompt.index}"
-    try:
-        values = function(
-            prompts=[group.prompt.content] * num,
-            completions=group.texts,
-            completion_ids=[c.token_ids for c in group.completions],
-            **{name: [value] * num for name, value in group.prompt.columns.items()},
-        )
-    except Exception as error:
-        raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
-    if not isinstance(values, list | tuple) or len(values) != num:
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-        raise UserError(f"{where} returned {got}: it must return a list of {num} numbers, one per completion")
-    for value in values:
-        if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-            raise UserError(f"{where} returned {value!r}: rewards are finite numbers or None")
-    return [None if value is None else float(value) for value in values]
+    with client.lease() as server:
+        if config.rollout_fn is None:
+            extra = config.extra_generations if sampling["n"] > 1 else 0
+            group.completions = server.generate(group.prompt.token_ids, sampling, extra)
+        else:
+            assert callable(config.rollout_fn)
+            where = f"rollout_fn on dataset row {group.prompt.index}"
+            try:
+                group.completions = config.rollout_fn(server, group.prompt, sampling)
+            except ServerError:
+                raise
+            except Exception as error:
+                raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+            _check_rollout(group, sampling["n"], where, config)
+    group.sampled_s = time.monotonic()
 
 
-def batch_metrics(groups: list[Group], rewards: Tensor, version: int, config: TrainConfig) -> dict[str, float]:
-    """What is known of a batch before it trains under policy `version`: rewards, lengths, staleness."""
+def _check_rollout(group: Group, num: int, where: str, config: TrainConfig) -> None:
+    completions = group.completions
+    if not isinstance(completions, list) or not all(isinstance(c, Completion) for c in completions):
+        raise UserError(f"{where} must return a list of Completion")
+    if len(completions) != num:
+        raise UserError(f"{where} returned {len(completions)} completions: sampling asks for n={num}")
+    for c in completions:
+        if len({len(c.token_ids), len(c.sampler_logprobs), len(c.sampled)}) > 1:
+            raise UserError(f"{where} returned ids, log-probs and loss mask of different lengths: join with `then`")
+        if (length := len(group.prompt.token_ids) + len(c.token_ids)) > config.max_tokens_per_gpu:
+            raise UserError(f"{where} returned {length} tokens with the prompt, over max_tokens_per_gpu: raise it")
+
+
+DROP_REASONS = ("stale", "zero_advantage")
+
+
+class RolloutStream:
+    """Scored groups for the trainer, sampled ahead of it within the bound on staleness. Lives on rank 0.
+
+    A prompt is admitted while groups accepted + running < (max_staleness + version + 1) x batch_size: what is dropped
+    is replaced by itself, and at staleness 0 exactly the batch to be trained is sampled. Every group ends once: taken,
+    or dropped with a reason. At most `batch_size` groups can have to be in a batch lest they grow too stale (no more
+    were admitted by then than batches up to this one hold), so waiting for them always suffices.
+
+    Args:
+        prompts: endless, in the order of admission.
+        sample: fills in a group's completions.
+        score: fills in its rewards.
+        num_threads: groups that are sampled or scored at a time.
+        num_steps: batches to be taken in all.
+        config: batch_size, max_staleness, stale_policy, drop_zero_advantage, max_dropped_batches.
+    """
+
+    def __init__(
+        self,
+        prompts: Iterator[Prompt],
+        sample: Callable[[Group], None],
+        score: Callable[[Group], None],
+        num_threads: int,
+        num_steps: int,
+        config: TrainConfig,
+    ):
+        self.config = config
+        self.num_steps = num_steps
+        self.dropped: list[tuple[Group, str]] = []  # with the reason, since the batch before
+        self.version = -1
+        self._prompts, self._sample, self._score = prompts, sample, score
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="rollout")
+        self._changed = threading.Condition()
+        self._running: dict[int, Group] = {}
+        self._ready: list[Group] = []  # accepted and not yet taken, in the order they were completed
+        self._num_admitted = self._num_accepted = self._num_sampling = self._num_sampled_tokens = 0
+        self._held = False
+        self._failure: BaseException | None = None
+
+    def open(self, version: int) -> None:
+        """The servers now run policy `version`: admit what that allows."""
+        with self._changed:
+            self.version = version
+            self._admit()
+
+    def take(self, version: int) -> Iterator[Group]:
+        """The groups of the batch that trains policy `version`, each as soon as it may be trained.
+
+        Raises:
+            ServerError, ValueError: what sampling or scoring raised.
+        """
+        for missing in range(self.config.batch_size, 0, -1):
+            with self._changed:
+                while (group := self._next(version, missing)) is None:
+                    if self._failure:
+                        raise self._failure
+                    self._changed.wait()
+                self._ready.remove(group)
+            yield group
+
+    @contextmanager
+    def drained(self) -> Iterator[None]:
+        """Nothing is being sampled in this block; what is admitted waits for its end."""
+        with self._changed:
+            self._held = True
+            self._changed.wait_for(lambda: self._failure or not self._num_sampling)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._held = False
+                self._changed.notify_all()
+
+    def report(self) -> tuple[dict[str, float], list[tuple[Group, str]]]:
+        """Queues now, and tokens sampled and groups dropped since this was last asked: metrics, and those groups."""
+        with self._changed:
+            dropped, self.dropped = self.dropped, []
+            num_tokens, self._num_sampled_tokens = self._num_sampled_tokens, 0
+            values = {
+                "queue/ready": len(self._ready),
+                "queue/running": len(self._running),
+                "num_sampled_tokens": num_tokens,
+                **{f"groups/dropped_{r}": sum(r == reason for _, reason in dropped) for r in DROP_REASONS},
+            }
+            return {name: float(value) for name, value in values.items()}, dropped
+
+    def close(self) -> None:
+        """Admit and start nothing more."""
+        with self._changed:
+            self._failure = self._failure or ServerError("the stream of rollouts was closed")
+            self._held = False
+            self._changed.notify_all()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _admit(self) -> None:
+        limit = min(self.config.max_staleness + self.version + 1, self.num_steps) * self.config.batch_size
+        while self._num_accepted + len(self._running) < limit and not self._failure:
+            group = Group(next(self._prompts), id=self._num_admitted)
+            self._num_admitted += 1
+            self._running[group.id] = group
+            self._pool.submit(self._run, group)
+
+    def _run(self, group: Group) -> None:
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._held)
+                if self._failure:
+                    return
+                self._num_sampling += 1
+                group.started_version, group.started_s = self.version, time.monotonic()
+            try:
+                self._sample(group)
+            finally:
+                with self._changed:
+                    self._num_sampling -= 1
+                    self._num_sampled_tokens += sum(sum(c.sampled) for c in group.completions)
+                    self._changed.notify_all()
+            self._check_versions(group)
+            self._score(group)
+        except BaseException as error:  # for the trainer's thread, which raises it
+            with self._changed:
+                self._failure = self._failure or error
+                self._changed.notify_all()
+            return
+        with self._changed:
+            del self._running[group.id]
+            group.finished_version = self.version
+            if self.config.drop_zero_advantage and not group.can_teach:
+                self.dropped.append((group, "zero_advantage"))
+                num = sum(reason == "zero_advantage" for _, reason in self.dropped)
+                if num >= self.config.max_dropped_batches * self.config.batch_size:
+                    self._failure = UserError(
+                        f"nothing to learn: {num} groups of this step were dropped, as all rewards within each were "
+                        "equal; look at the rewards, or raise max_dropped_batches"
+                    )
+            else:
+                self._num_accepted += 1
+                self._ready.append(group)
+            self._admit()
+            self._changed.notify_all()
+
+    def _check_versions(self, group: Group) -> None:
+        """A server that answers under another policy than was published since the request has another trainer, too."""
+        seen = {span[0] for c in group.completions for span in c.weight_versions}
+        if odd := sorted(seen - set(range(group.started_version, self.version + 2))):  # + 1: an update may be under way
+            raise ServerError(
+                f"asked for policy version {group.started_version}, got {odd[0]}: does another trainer use the server?"
+            )
+
+    def _next(self, version: int, missing: int) -> Group | None:
+        """The group to train next, or None where one has to be waited for."""
+        staleness = self.config.max_staleness
+        if staleness == 0:  # in the order of admission, so that a run is the same whatever the servers' latencies
+            first = min([*self._running, *(group.id for group in self._ready)], default=None)
+            return next((group for group in self._ready if group.id == first), None)
+        if self.config.stale_policy == "drop":
+            for group in [g for g in self._ready if g.oldest_version + staleness < version]:
+                self._ready.remove(group)
+                self._num_accepted -= 1
+                self.dropped.append((group, "stale"))
+            self._admit()
+            return self._ready[0] if self._ready else None
+        last_call = version - staleness  # what began under this policy or an older one must be in this batch
+        due = [g for g in self._running.values() if 0 <= g.started_version <= last_call]
+        ready = sorted(self._ready, key=lambda g: g.started_version > last_call)  # stable: else as they were completed
+        if ready and (ready[0].started_version <= last_call or missing > len(due)):
+            return ready[0]
+        return None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is logged of a batch
+
+
+def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
+    """What is known of a batch before it trains policy `version`: rewards, lengths, staleness, times."""
     completions = [c for group in groups for c in group.completions]
+    rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
     lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
-    staleness = torch.tensor([float(version - c.weight_versions[0][0]) for c in completions])
+    stale = [[version - min((span[0] for span in c.weight_versions), default=version)] for c in completions]
     spread = torch.stack([row[~row.isnan()].std(unbiased=False) for row in rewards]).nan_to_num(0.0)
     return {
         "reward": rewards.nanmean().item(),
         "reward_std": spread.mean().item(),
-        "frac_reward_zero_std": sum(len(set(row[~row.isnan()].tolist())) <= 1 for row in rewards) / len(rewards),
+        "frac_reward_zero_std": sum(not group.can_teach for group in groups) / len(groups),
         **reward_means(groups, config),
-        "staleness/mean": staleness.mean().item(),
-        "staleness/max": staleness.max().item(),
+        "staleness/mean": torch.tensor(stale).double().mean().item(),
+        "staleness/max": float(max(map(max, stale))),
+        "staleness/in_flight": sum(g.finished_version - g.started_version for g in groups) / len(groups),
+        "staleness/in_queue": sum(version - g.finished_version for g in groups) / len(groups),
         "completions/mean_length": lengths.mean().item(),
         "completions/clipped_ratio": sum(c.truncated for c in completions) / len(completions),
+        "completions/weight_versions": sum(len(c.weight_versions) for c in completions) / len(completions),
+        "time/generate_s": max(g.sampled_s for g in groups) - min(g.started_s for g in groups),
+        "time/reward_s": sum(g.scored_s - g.sampled_s for g in groups),
     }
 
 
@@ -542,24 +896,23 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     return means
 
 
-def batch_samples(
-    groups: list[Group], rewards: Tensor, advantages: Tensor, config: TrainConfig
-) -> list[dict[str, Any]]:
+def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
     """One JSON object per completion, for `completions.jsonl`."""
     names = [function.__name__ for function in config.reward_funcs if callable(function)]
     return [
         {
+            "group": group.id,
             "row": group.prompt.index,
             "prompt": group.prompt.content,
             "completion": text,
-            "reward": None if reward.isnan() else reward.item(),
+            "reward": None if math.isnan(reward) else reward,
             "rewards": dict(zip(names, parts, strict=True)),
-            "advantage": advantage.item(),
+            "advantage": advantage,
             "finish_reason": completion.finish_reason,
             "weight_versions": completion.weight_versions,
         }
-        for group, group_rewards, group_advantages in zip(groups, rewards, advantages, strict=True)
+        for group in groups
         for completion, text, parts, reward, advantage in zip(
-            group.completions, group.texts, group.rewards, group_rewards, group_advantages, strict=True
+            group.completions, group.texts, group.rewards, group.reward, group.advantages, strict=True
         )
     ]

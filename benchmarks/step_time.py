@@ -89,6 +89,7 @@ def measure(name: str, model: Path, steps: int, **fields: Any) -> dict[str, Any]
                 no_apply_chat_template=True,
                 max_completion_len=12,
                 max_steps=steps,
+                max_staleness=0,
                 output_dir=folder,
                 **fields,
             )
@@ -108,12 +109,12 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
     for version in range(steps):
         parts: dict[str, float] = {}
         with timed("time/step_s", parts):
-            batch, about = rollouts.next_batch(version)
             with timed("time/train_s", parts):
-                train_batch(policy, None, optimizer, scheduler, batch, config, device)
+                train_batch(policy, None, optimizer, scheduler, rollouts.batch(version, parts), config, device)
+            parts["time/train_s"] -= parts["time/wait_s"]
             with timed("time/sync_s", parts):
                 rollouts.publish(policy, version + 1)
-        for part, seconds in {**about, **parts}.items():
+        for part, seconds in parts.items():
             if part.startswith("time/"):
                 times.setdefault(part.removeprefix("time/"), []).append(seconds)
     order = ("generate_s", "reward_s", "train_s", "sync_s", "step_s")

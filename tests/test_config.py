@@ -58,7 +58,14 @@ def test_overrides(words, field, value):
         (["--fsdp_bf16", "true"], "fsdp_bf16 has no effect without use_fsdp"),
         (["--lora_rank", "8"], "no effect without use_peft"),
         (["--reward_weights", "1,2"], "2 values for 1 reward_funcs"),
-        (["--max_staleness", "1"], "max_staleness"),
+        (["--max_staleness", "-1"], "max_staleness=-1: must be at least 0"),
+        (["--max_staleness", "0", "--stale_policy", "drop"], "stale_policy has no effect without max_staleness"),
+        (["--max_staleness", "0", "--inflight_updates", "false"], "inflight_updates has no effect without"),
+        (["--max_dropped_batches", "3"], "max_dropped_batches has no effect without drop_zero_advantage"),
+        (["--old_logprobs", "sampler", "--off_policy_correction", "mask"], "no effect without old_logprobs=trainer"),
+        (["--off_policy_correction", "none", "--correction_cap", "3"], "correction_cap has no effect without an"),
+        (["--correction_floor", "0.1"], "correction_floor has no effect without off_policy_correction=mask"),
+        (["--rollout_fn", "os.path.exists", "--extra_generations", "2"], "extra_generations has no effect with a"),
         (["--push_to_hub", "true"], "push_to_hub needs hub_repo_id"),
         (["--eval_steps", "5"], "eval_steps has no effect without eval_dataset_id"),
         (["--vllm_urls", "[]"], "vllm_urls is empty"),
@@ -140,4 +147,4 @@ def test_every_field_is_documented_and_read():
     for name in fields:
         assert re.search(rf'config\.{name}\b|config\["{name}"\]|self\.{name}\b|\("top_k", "top_p"', code), name
         uses = len(re.findall(rf"\b{name}\b", code.replace(source, "")))
-        assert uses or name == "max_staleness", f"nothing outside config.py reads {name}"
+        assert uses, f"nothing outside config.py reads {name}"

@@ -9,10 +9,11 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import CHAT_TEMPLATE, make_tokenizer
+from some_rewards import hangs, infinite, only_first, raises, right, scalar, short, words
 
 from config import TrainConfig
 from utils import epochs
-from vllm_client import Completion, Group, Prompt, batch_metrics, load_prompts, sampling_params, score
+from vllm_client import Completion, Group, Prompt, Scorer, batch_metrics, load_prompts, sampling_params
 
 ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "12+30=", "answer": "42", "level": 2}]
 
@@ -119,25 +120,18 @@ def make_groups():
     return [Group(Prompt(7, [5], row["prompt"], {"answer": row["answer"]}), completions) for row in ROWS]
 
 
-def right(prompts, completions, completion_ids, answer):
-    assert len(prompts) == len(completions) == len(completion_ids) == len(answer) == 2
-    return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
-
-
-def only_first(prompts, **_):
-    return [2.0 if prompt == "1+1=" else None for prompt in prompts]
-
-
 def test_batch_metrics():
     """Two groups of two; the second one's completions come from versions 3 and 4, one of them was cut off."""
     groups = make_groups()
     last = Completion([1, 2, 3, 4], [0.0] * 4, "length", [(3, 0, 1), (5, 1, 4)])
     groups[1].completions = [Completion([1, 2], [0.0] * 2, "stop", [(4, 0, 2)]), last]
-    for group in groups:
-        group.rewards = [[1.0], [None]] if group is groups[0] else [[2.0], [0.0]]
-    metrics = batch_metrics(
-        groups, torch.tensor([[1.0, math.nan], [2.0, 0.0]]), 5, make_config(reward_funcs=[only_first])
-    )
+    groups[0].rewards, groups[0].reward = [[1.0], [None]], [1.0, math.nan]
+    groups[1].rewards, groups[1].reward = [[2.0], [0.0]], [2.0, 0.0]
+    groups[0].started_version, groups[0].finished_version = 0, 1
+    groups[1].started_version, groups[1].finished_version = 3, 5
+    groups[0].started_s, groups[0].sampled_s, groups[0].scored_s = 10.0, 12.0, 12.5
+    groups[1].started_s, groups[1].sampled_s, groups[1].scored_s = 11.0, 15.0, 16.0
+    metrics = batch_metrics(groups, 5, make_config(reward_funcs=[only_first]))
     assert metrics == {
         "reward": 1.0,
         "reward_std": 0.5,
@@ -145,53 +139,44 @@ def test_batch_metrics():
         "rewards/only_first": 1.0,
         "staleness/mean": (5 + 5 + 1 + 2) / 4,
         "staleness/max": 5.0,
+        "staleness/in_flight": 1.5,
+        "staleness/in_queue": 2.0,
+        "completions/weight_versions": 1.25,
+        "time/generate_s": 5.0,
+        "time/reward_s": 1.5,
         "completions/mean_length": (2 + 2 + 2 + 4) / 4,
         "completions/clipped_ratio": 0.25,
     }
 
 
+def score(groups, config):
+    scorer = Scorer(make_tokenizer(), config)
+    try:
+        for group in groups:
+            scorer.score(group)
+    finally:
+        scorer.close()
+    return [group.reward for group in groups]
+
+
 def test_weighted_rewards_and_none():
     config = make_config(reward_funcs=[right, only_first], reward_weights=[1.0, 0.5])
     groups = make_groups()
-    totals = score(groups, make_tokenizer(), config)
-    assert totals.tolist() == [[2.0, 1.0], [0.0, 0.0]]
+    assert score(groups, config) == [[2.0, 1.0], [0.0, 0.0]]
     assert groups[0].texts == ["2", "3"]
     assert groups[1].rewards == [[0.0, None], [0.0, None]]
-    metrics = batch_metrics(groups, totals, 0, config)
+    metrics = batch_metrics(groups, 0, config)
     assert metrics["rewards/right"] == 0.25
     assert metrics["rewards/only_first"] == 2.0
     assert metrics["frac_reward_zero_std"] == 0.5
-    totals = score(
-        make_groups(), make_tokenizer(), dataclasses.replace(config, reward_funcs=[only_first], reward_weights=None)
-    )
-    assert totals[0].tolist() == [2.0, 2.0]
+    totals = score(make_groups(), dataclasses.replace(config, reward_funcs=[only_first], reward_weights=None))
+    assert totals[0] == [2.0, 2.0]
     assert all(math.isnan(value) for value in totals[1])
-
-
-def raises(**_):
-    raise KeyError("gold")
-
-
-def short(**_):
-    return [1.0]
-
-
-def words(**_):
-    return [1.0, "good"]
-
-
-def infinite(**_):
-    return [1.0, math.inf]
-
-
-def scalar(**_):
-    return 1.0
 
 
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (raises, "reward raises on dataset row 7 raised KeyError: 'gold'"),
         (short, "reward short on dataset row 7 returned 1 values: it must return a list of 2 numbers"),
         (words, "reward words on dataset row 7 returned 'good'"),
         (infinite, "returned inf"),
@@ -200,10 +185,45 @@ def scalar(**_):
 )
 def test_bad_rewards(function, message):
     with pytest.raises(ValueError, match=message):
-        score(make_groups(), make_tokenizer(), make_config(reward_funcs=[function]))
+        score(make_groups(), make_config(reward_funcs=[function]))
+
+
+@pytest.mark.parametrize("value", [None, -1.0])
+def test_a_failed_call_gives_the_configured_value(tmp_path, value):
+    """The other function's rewards still count; the sample is written down."""
+    config = make_config(
+        reward_funcs=[right, raises], failed_reward=value, output_dir=str(tmp_path), reward_timeout=30.0
+    )
+    scorer = Scorer(make_tokenizer(), config)
+    (group, _) = make_groups()
+    scorer.score(group)
+    assert group.reward == [1.0 + (value or 0), 0.0 + (value or 0)]
+    assert group.rewards == [[1.0, value], [0.0, value]]
+    assert scorer.num_failed == 1
+    (line,) = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "error": "reward raises on dataset row 7 raised KeyError: 'gold'",
+        "prompt": "1+1=", "completions": ["2", "3"], "columns": {"answer": "2"},
+    }  # fmt: skip
+    scorer.close()
+
+
+def test_a_hanging_reward_is_replaced(tmp_path):
+    config = make_config(reward_funcs=[hangs, right], reward_timeout=0.3, reward_workers=1, output_dir=str(tmp_path))
+    groups = make_groups()
+    assert score(groups, config) == [[1.0, 0.0], [0.0, 0.0]]
+    lines = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
+    assert len(lines) == 2
+    assert all("reward hangs on dataset row 7 took longer than 0.3 s" in line for line in lines)
+
+
+def test_a_reward_that_only_fails_ends_the_run(tmp_path):
+    config = make_config(reward_funcs=[raises], batch_size=4, output_dir=str(tmp_path))
+    with pytest.raises(ValueError, match="reward raises on dataset row 7 raised KeyError: 'gold'; so did its last 4"):
+        score([*make_groups(), *make_groups()], config)
 
 
 def test_numpy_and_torch_numbers_are_numbers():
     values = lambda **_: [torch.tensor([0.5, 1.5])[i].item() for i in range(2)]  # noqa: E731
     values.__name__ = "values"
-    assert score(make_groups(), make_tokenizer(), make_config(reward_funcs=[values]))[0].tolist() == [0.5, 1.5]
+    assert score(make_groups(), make_config(reward_funcs=[values]))[0] == [0.5, 1.5]

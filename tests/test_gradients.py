@@ -17,17 +17,19 @@ import prefix_attention
 from config import TrainConfig
 from prefix_attention import attach
 from train import (
+    MicroBatch,
+    Step,
     add_lora,
     build_optimizer,
     build_policy,
     build_reference,
+    deal,
     forward,
     load_model,
     optimizer_step,
     parallelize,
+    row_layout,
     share_prefixes,
-    sharing_pays,
-    split_batch,
     train_batch,
 )
 from utils import full_tensor, process_group, unwrap
@@ -52,8 +54,25 @@ def make_groups():
     return groups
 
 
+def dealt(groups, advantages, num_ranks, config):
+    """What each rank gets of a batch: [rank][item], micro-batches and steps."""
+    for group, values in zip(groups, advantages.tolist(), strict=True):
+        group.advantages = values
+    return [list(items) for items in zip(*deal(groups, num_ranks, config), strict=True)]
+
+
+def rows_of(items):
+    return [item for item in items if isinstance(item, MicroBatch)]
+
+
+def normalizers(items):
+    return [item.normalizer for item in items if isinstance(item, Step)]
+
+
 def make_config(model, **fields):
     defaults = {"dataset_id": "d", "reward_funcs": ["os.path.exists"], "num_generations": 3, "batch_size": 4}
+    if not {"old_logprobs", "off_policy_correction"} & set(fields):
+        defaults["off_policy_correction"] = "none"
     return TrainConfig(model_id=model, max_completion_len=12, **{**defaults, "grad_norm": 0, **fields})
 
 
@@ -86,7 +105,7 @@ def trained_difference(config, device, order=None):
     before = trainable(policy)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    share = split_batch(groups, advantages, dist.get_world_size(), config)[dist.get_rank()]
+    share = dealt(groups, advantages, dist.get_world_size(), config)[dist.get_rank()]
     train_batch(policy, None, optimizer, scheduler, share, config, device)
     return {name: before[name] - weight for name, weight in trainable(policy).items()}
 
@@ -108,7 +127,16 @@ def plain_gradient(config):
             start, ids = len(group.prompt.token_ids), group.prompt.token_ids + completion.token_ids
             logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1] / config.temperature
             logprobs = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
-            loss = -ADVANTAGES[g, c] * logprobs
+            ratio = (logprobs.detach() + 3.0).exp()  # to the sampler's log-probs
+            weight = torch.ones_like(ratio)
+            if config.off_policy_correction == "truncate" and config.old_logprobs == "trainer":
+                weight = ratio.clamp(max=config.correction_cap)
+            elif config.off_policy_correction == "mask":
+                weight = ratio * ((ratio >= 0.5) & (ratio <= 2.0))
+            elif config.old_logprobs == "sampler":  # PPO's clip: nothing further where the ratio has gone far enough
+                up = ADVANTAGES[g, c] > 0
+                weight = ratio * ((ratio <= 1.2) if up else (ratio >= 0.8))
+            loss = -ADVANTAGES[g, c] * weight * logprobs
             total = total + (loss.mean() if config.loss_type == "grpo" else loss.sum())
     tokens = sum(map(sum, LENGTHS)) - (9 if config.mask_truncated_completions else 0)
     (total / {"grpo": 12, "dr_grpo": 12 * 12}.get(config.loss_type, tokens)).backward()
@@ -132,6 +160,9 @@ CASES = [
     {"use_peft": True, "lora_rank": 4},
     {"gradient_checkpoint": True},
     {"share_prefix": False},
+    {"off_policy_correction": "truncate", "correction_cap": 1.5},
+    {"off_policy_correction": "mask"},
+    {"old_logprobs": "sampler"},
 ]
 
 
@@ -158,7 +189,7 @@ def test_first_ratio_is_one(models, device):
         config = share_prefixes(policy, config)
         reference = build_reference(policy, config, device)
         assert reference is not None
-        for micro in split_batch(make_groups(), ADVANTAGES, 1, config)[0][0].rows:
+        for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]):
             assert micro.row.segments is not None
             trained = forward(policy, micro.row, config)
             with torch.no_grad():
@@ -178,14 +209,14 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
     assert (
         "share_prefix is off, each prompt is forwarded once per completion: Qwen3ForCausalLM" in capsys.readouterr().out
     )
-    (minibatch,) = split_batch(make_groups(), ADVANTAGES, 1, config)[0]
-    assert all(micro.row.segments is None for micro in minibatch.rows)
-    assert sharing_pays(make_groups())
+    assert all(micro.row.segments is None for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]))
+    config = make_config(models["tied"])
+    assert row_layout(make_groups(), config) == (True, sum(map(sum, LENGTHS)) + 3 + 5 + 7 + 9)
     (group, *_) = make_groups()
     even = [Completion([5] * 100, [-1.0] * 100, "stop", [(0, 0, 100)])] * 3
-    assert not sharing_pays([dataclasses.replace(group, completions=even)])
+    assert row_layout([dataclasses.replace(group, completions=even)], config) == (False, 309)
     long_prompt = dataclasses.replace(group.prompt, token_ids=[5] * 100)
-    assert sharing_pays([dataclasses.replace(group, prompt=long_prompt, completions=even)])
+    assert row_layout([dataclasses.replace(group, prompt=long_prompt, completions=even)], config) == (True, 400)
 
 
 def test_sharing_is_verified_before_training(models, device, capsys, monkeypatch):
@@ -206,20 +237,44 @@ def test_order_does_not_matter(models, device):
 def test_minibatches_of_dapo_weigh_every_token_alike(models, device):
     """Two mini-batches at a learning rate of zero: their gradients add up to twice the whole batch's."""
     config = make_config(models["tied"], num_minibatches=2)
-    halves = split_batch(make_groups(), ADVANTAGES, 1, config)[0]
-    whole = split_batch(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, num_minibatches=1))[0]
-    assert [half.normalizer for half in halves] == [whole[0].normalizer / 2] * 2
-    bnpo = split_batch(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, loss_type="bnpo"))[0]
-    assert [half.normalizer for half in bnpo] == [14 + 13, 19 + 15]
+    halves = dealt(make_groups(), ADVANTAGES, 1, config)[0]
+    whole = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, num_minibatches=1))[0]
+    assert normalizers(halves) == [normalizers(whole)[0] / 2] * 2
+    bnpo = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, loss_type="bnpo"))[0]
+    assert normalizers(bnpo) == [14 + 13, 19 + 15]
 
 
 def test_ranks_get_equally_many_rows_and_every_token_once():
-    config = make_config("m", max_tokens_per_gpu=24)
-    for num_ranks in (1, 2, 3, 16):
-        shares = split_batch(make_groups(), ADVANTAGES, num_ranks, config)
-        assert len({len(share[0].rows) for share in shares}) == 1
-        trained = sum(micro.mask.sum().item() for share in shares for micro in share[0].rows)
+    for max_tokens, num_ranks in itertools.product((24, 60, 10_000), (1, 2, 3, 16)):
+        shares = dealt(make_groups(), ADVANTAGES, num_ranks, make_config("m", max_tokens_per_gpu=max_tokens))
+        assert len({len(rows_of(share)) for share in shares}) == 1
+        trained = sum(micro.mask.sum().item() for share in shares for micro in rows_of(share))
         assert trained == sum(map(sum, LENGTHS))
+        for share in shares:
+            assert [micro.is_last for micro in rows_of(share)] == [False] * (len(rows_of(share)) - 1) + [True]
+            assert isinstance(share[-1], Step)
+
+
+def test_training_starts_before_the_batch_is_complete():
+    """A row goes out as soon as the next group does not fit it, to the rank that has had the fewest tokens."""
+    asked = []
+
+    def arriving():
+        for number, group in enumerate(make_groups()):
+            asked.append(number)
+            group.advantages = ADVANTAGES[number].tolist()
+            yield group
+
+    rounds = deal(arriving(), 1, make_config("m", max_tokens_per_gpu=40))  # groups take 17, 18, 26 and 24 tokens
+    (first,) = next(rounds)
+    assert isinstance(first, MicroBatch)
+    assert asked == [0, 1, 2]
+    assert first.row.group.unique().tolist() == [0, 1]
+    assert not first.is_last
+    loads = [sum(micro.row.num_tokens for micro in rows_of(share)) for share in dealt(
+        make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30)
+    )]  # fmt: skip
+    assert loads == [15 + 21, 14 + 23]  # the larger row of the second round goes to the rank with fewer tokens
 
 
 RANK_CASES = [
@@ -305,7 +360,7 @@ def test_several_updates_on_one_batch(models, device):
     policy = make_policy(config, device)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.05)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    batch = split_batch(make_groups(), ADVANTAGES, 1, config)[0]
+    batch = dealt(make_groups(), ADVANTAGES, 1, config)[0]
     reference = build_reference(policy, config, device)
     metrics = train_batch(policy, reference, optimizer, scheduler, batch, config, device)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from config import TrainConfig
-from train import compute_advantages, grpo_loss, loss_normalizer
+from train import compute_advantages, grpo_loss, loss_normalizer, off_policy_weights, sampling_sums
 
 NAN = math.nan
 
@@ -147,6 +147,79 @@ def test_ratio_one_is_the_plain_policy_gradient(loss_type, importance_level):
     _, gradient, _ = loss_and_gradient(config, [1.0] * 5)
     share = [0.5, 0.5, 1, 1, 0] if loss_type == "grpo" else MASK
     assert gradient == pytest.approx([-a * w for a, w in zip(ADVANTAGE, share, strict=True)])
+
+
+# -- off-policy ------------------------------------------------------------------------------------------------------
+# Server log-probs such that trainer / server is 1, 3, 0.25, 0.8 and (masked) infinity
+
+W = [1.0, 3.0, 0.25, 0.8]
+SAMPLER = [old - math.log(w) for old, w in zip(OLD, W, strict=False)] + [-math.inf]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, [1, 2, 0.25, 0.8]),  # TIS: min(w, 2)
+        ({"correction_cap": 5.0}, W),
+        ({"off_policy_correction": "mask"}, [1, 0, 0, 0.8]),  # IcePop: 0 outside [0.5, 2]
+        ({"off_policy_correction": "mask", "correction_floor": 0.2, "correction_cap": 5.0}, W),
+        ({"off_policy_correction": "none"}, [1, 1, 1, 1]),
+        ({"old_logprobs": "sampler"}, [1, 1, 1, 1]),
+    ],
+)
+def test_off_policy_weights(fields, expected):
+    weights = off_policy_weights(rows(*OLD), rows(*SAMPLER), rows(*MASK), make_config(**fields))
+    assert weights[:4].tolist() == pytest.approx(expected)
+    assert math.isfinite(weights[4])
+
+
+def test_the_decoupled_objective():
+    """w·min(ρA, clip(ρ)A) with ρ against the trainer's old log-probs and w = old / server, capped at 2."""
+    config = make_config()
+    old = rows(*OLD)
+    logprobs = (old + rows(*RATIO).log()).requires_grad_()
+    weights = off_policy_weights(old, rows(*SAMPLER), rows(*MASK), config)
+    args = (rows(*ADVANTAGE) * weights, rows(*MASK), torch.tensor(COMPLETION), config)
+    loss, _ = grpo_loss(logprobs, old, None, *args)
+    loss.backward()
+    assert logprobs.grad is not None
+    assert loss.item() == pytest.approx(-1.2 - 2 * 0.5 + 0.25 * 0.8 + 0.8 * 2.2)
+    assert logprobs.grad.tolist() == pytest.approx([0, 2 * -0.5, 0, 0.8 * 2.2, 0])
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "cispo"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"off_policy_correction": "mask"},
+        {"off_policy_correction": "none"},
+        {"old_logprobs": "sampler"},
+        {"old_logprobs": "sampler", "delta": 4.0},
+    ],
+)
+def test_on_policy_all_corrections_are_the_same(loss_type, fields):
+    if loss_type == "cispo":
+        fields = {name: value for name, value in fields.items() if name != "delta"}
+    config = make_config(loss_type=loss_type, **fields)
+    old = rows(*OLD)
+    logprobs = old.clone().requires_grad_()
+    weights = off_policy_weights(old, old, rows(*MASK), config)
+    args = (rows(*ADVANTAGE) * weights, rows(*MASK), torch.tensor(COMPLETION), config)
+    grpo_loss(logprobs, old, None, *args)[0].backward()
+    assert logprobs.grad is not None
+    share = [0.5, 0.5, 1, 1, 0] if loss_type == "grpo" else MASK
+    assert logprobs.grad.tolist() == pytest.approx([-a * w for a, w in zip(ADVANTAGE, share, strict=True)])
+
+
+def test_mismatch_of_trainer_and_server():
+    # gaps 0, ln 3, -ln 4, ln .8; k3(x) = e^x - x - 1; ESS = (Σw)² / 4Σw² is taken from the sums
+    sums, largest = sampling_sums(rows(*OLD), rows(*SAMPLER), rows(*MASK))
+    gaps = [math.log(w) for w in W]
+    assert largest.item() == pytest.approx(math.log(4))
+    assert sums["gap"].item() == pytest.approx(sum(map(abs, gaps)))
+    assert sums["sampling_kl"].item() == pytest.approx(sum(w - g - 1 for w, g in zip(W, gaps, strict=True)))
+    assert (sums["weight"].item(), sums["square"].item()) == pytest.approx((sum(W), sum(w * w for w in W)))
 
 
 def test_a_masked_infinity_stays_out():

@@ -1,0 +1,207 @@
+"""A stand-in for a rollout server whose answers, latencies and faults are under control, for tests and benchmarks.
+
+It speaks the routes of `vllm_server.py` that the trainer uses, receives real weights over a transfer group, and gives
+the true log-probs of its answers under the weights of each token's version. Only what is said, and when, is fixed.
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from torch import Tensor
+from torch.distributed import TCPStore
+from transformers import AutoModelForCausalLM
+
+from utils import TransferGroup
+
+Answer = Callable[[list[int], int], tuple[list[int], float]]
+
+
+@dataclass
+class FakeServer:
+    """What a test sets, and what it may look at.
+
+    Attributes:
+        model_id: path of the model that it pretends to serve.
+        answer: `(prompt_ids, number of the completion in its group) -> (token_ids, seconds it takes)`.
+        slots: completions that are sampled at a time; others wait their turn.
+        fault: called with each path before it is served; raising an exception answers 500.
+        versions: the weights received, by version.
+        log: `(path, seconds on the monotonic clock)` of every request.
+    """
+
+    model_id: str
+    answer: Answer
+    slots: int = 1000
+    max_model_len: int = 128
+    fault: Callable[[str], None] = lambda path: None
+    url: str = ""
+    versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    log: list[tuple[str, float]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(self.model_id, dtype=torch.float32).eval()
+        self.version = "default"
+        self.versions["default"] = self._weights()
+        self.group: TransferGroup | None = None
+        self._resumed = threading.Event()
+        self._resumed.set()
+        self._free = threading.Semaphore(self.slots)
+        self._computing = threading.Lock()
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+    def control(self, path: str, body: dict[str, Any]) -> Any:
+        """The routes that do not sample."""
+        if path == "/v1/models":
+            return {"data": [{"id": self.model_id, "root": self.model_id, "max_model_len": self.max_model_len}]}
+        if path == "/get_world_size":
+            return {"world_size": 1}
+        if path == "/init_weight_transfer_engine":
+            info = body["init_info"]
+            store = TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=info["timeout_s"]))
+            self.group = TransferGroup(store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"])
+        elif path == "/weight_checker":
+            for tensor in self.model.state_dict().values():
+                tensor.zero_()
+        elif path == "/update_weights":
+            assert self.group is not None
+            while bucket := self.group.receive():
+                missing = self.model.load_state_dict(bucket, strict=False)
+                assert not missing.unexpected_keys
+        elif path == "/finish_weight_update":
+            self.version = body["weight_version"]
+            self.versions[self.version] = self._weights()
+        elif path == "/pause":
+            self._resumed.clear()
+        elif path == "/resume":
+            self._resumed.set()
+        return {}
+
+    def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Each choice, when it has ended: tokens come evenly over its seconds, except while paused."""
+        sampling, prompt = body["sampling_params"], body["token_ids"]
+        answers = [self.answer(prompt, number) for number in range(sampling.get("n", 1))]
+        limit = sampling["max_tokens"]
+        events = sorted(
+            (seconds * (place + 1) / len(ids), number, place)
+            for number, (ids, seconds) in enumerate(answers)
+            for place in range(min(len(ids), limit))
+        )
+        versions: list[list[str]] = [[] for _ in answers]
+        clock = 0.0
+        for _ in answers:
+            self._free.acquire()
+        held = len(answers)
+        try:
+            for moment, number, place in events:
+                time.sleep(moment - clock)
+                clock = moment
+                self._resumed.wait()
+                versions[number].append(self.version)
+                ids = answers[number][0][:limit]
+                if place + 1 == len(ids):
+                    self._free.release()
+                    held -= 1
+                    yield self._choice(prompt, number, ids, versions[number], sampling, len(answers[number][0]) > limit)
+        finally:
+            for _ in range(held):
+                self._free.release()
+
+    def _choice(
+        self, prompt: list[int], number: int, ids: list[int], versions: list[str], sampling: dict[str, Any], cut: bool
+    ) -> dict[str, Any]:
+        logprobs = [0.0] * len(ids)
+        spans: list[dict[str, Any]] = []
+        for place, version in enumerate(versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": place, "end": place})
+            spans[-1]["end"] = place + 1
+        with self._computing, torch.no_grad():
+            for span in spans:
+                inputs = (torch.tensor([prompt + ids]),)
+                logits = torch.func.functional_call(self.model, self.versions[span["version"]], inputs).logits[0]
+                scaled = (logits[len(prompt) - 1 : -1] / (sampling.get("temperature") or 1.0)).log_softmax(-1)
+                part = slice(span["start"], span["end"])
+                logprobs[part] = scaled[range(len(ids)), ids][part].tolist()
+        return {
+            "index": number, "token_ids": ids, "finish_reason": "length" if cut else "stop", "weight_versions": spans,
+            "logprobs": {"content": [{"logprob": value} for value in logprobs]},
+        }  # fmt: skip
+
+
+@contextmanager
+def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeServer]:
+    """Serve on a free port of loopback, from threads of this process, while the block runs."""
+    fake = FakeServer(model_id, answer, **fields)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: Any) -> None:
+            """Silence."""
+
+        def do_GET(self) -> None:
+            """As POST."""
+            self.do_POST()
+
+        def do_POST(self) -> None:
+            """One request."""
+            path = urlsplit(self.path).path
+            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+            fake.log.append((path, time.monotonic()))
+            try:
+                fake.fault(path)
+                if path == "/inference/v1/generate" and body.get("stream"):
+                    self.stream(body)
+                elif path == "/inference/v1/generate":
+                    self.reply(200, {"choices": sorted(fake.generate(body), key=lambda choice: choice["index"])})
+                else:
+                    self.reply(200, fake.control(path, body))
+            except (BrokenPipeError, ConnectionResetError):
+                self.close_connection = True
+            except Exception as error:
+                self.reply(500, {"error": repr(error)})
+
+        def reply(self, status: int, value: Any) -> None:
+            """A whole JSON answer."""
+            data = json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def stream(self, body: dict[str, Any]) -> None:
+            """A server-sent event for each choice that ends."""
+            self.close_connection = True
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for choice in fake.generate(body):
+                self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    fake.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield fake
+    finally:
+        fake._resumed.set()
+        server.shutdown()
+        server.server_close()
+        if fake.group is not None:
+            fake.group.close()

@@ -1,0 +1,35 @@
+"""Functions for the tests of worker processes, in a module that imports little: the workers import it."""
+
+import asyncio
+import os
+import re
+
+
+def add(a, b):
+    return a + b, os.getpid()
+
+
+async def later(a):
+    await asyncio.sleep(0.01)
+    return a
+
+
+def fails():
+    raise KeyError("gold")
+
+
+def leaves():
+    raise SystemExit(3)
+
+
+def dies():
+    os._exit(7)
+
+
+def hangs(path):
+    path.write_text(str(os.getpid()))
+    re.match(r"(a+)+$", "a" * 40 + "b")  # for ever, and without letting go of the GIL
+
+
+def unsendable():
+    return (i for i in range(3))

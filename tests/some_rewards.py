@@ -1,0 +1,37 @@
+"""Reward functions for the tests, in a module that imports nothing: worker processes import it."""
+
+import math
+import time
+
+
+def right(prompts, completions, completion_ids, answer):
+    assert len(prompts) == len(completions) == len(completion_ids) == len(answer) == 2
+    return [float(text == truth) for text, truth in zip(completions, answer, strict=True)]
+
+
+def only_first(prompts, **_):
+    return [2.0 if prompt == "1+1=" else None for prompt in prompts]
+
+
+def raises(**_):
+    raise KeyError("gold")
+
+
+def short(**_):
+    return [1.0]
+
+
+def words(**_):
+    return [1.0, "good"]
+
+
+def infinite(**_):
+    return [1.0, math.inf]
+
+
+def scalar(**_):
+    return 1.0
+
+
+def hangs(**_):
+    time.sleep(60)

@@ -1,0 +1,314 @@
+"""Asynchronous rollouts: the bound on staleness, every group once, updates in flight, filters; latencies under control."""
+
+import itertools
+import json
+import math
+import random
+import threading
+import time
+
+import pytest
+import torch
+from fake_server import fake_server
+from helpers import ROOT, torchrun
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from config import TrainConfig, parse_args
+from prefix_attention import attach, completion_logprobs, pack
+from train import compute_advantages, grpo_loss, main
+from utils import epochs
+from vllm_client import Completion, Group, Prompt, RolloutStream, ServerError
+
+BATCH, STEPS = 4, 8
+
+
+def make_config(**fields):
+    defaults = {"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], "batch_size": BATCH}
+    return TrainConfig(**{**defaults, "num_generations": 2, **fields})
+
+
+class Trainer:
+    """A stream whose groups take random times, and the loop that trains them: nothing but sleeps, and a record."""
+
+    def __init__(self, seed, teaches=lambda group: True, **fields):
+        self.random = random.Random(seed)
+        self.config = make_config(**fields)
+        self.teaches = teaches
+        self.outstanding = self.most_outstanding = 0
+        self.trained: list[tuple[int, Group]] = []
+        self.dropped: list[tuple[int, str]] = []
+        prompts = (Prompt(i, [5], "", {}) for i in itertools.count())
+        self.stream = RolloutStream(prompts, self.sample, self.score, 6, STEPS, self.config)
+
+    def sample(self, group):
+        start = self.stream.version
+        self.most_outstanding = max(self.most_outstanding, len(self.stream._running) + len(self.stream._ready))
+        time.sleep(self.random.choice([0, 0.001, 0.002, 0.03]))
+        end = self.stream.version
+        spans = [(start, 0, 1), (end, 1, 2)] if end > start else [(start, 0, 2)]
+        group.completions = [Completion([5, 6], [-1.0, -1.0], "stop", spans)] * 2
+
+    def score(self, group):
+        group.reward = [1.0, 0.0] if self.teaches(group) else [1.0, 1.0]
+
+    def run(self):
+        for version in range(STEPS):
+            self.stream.open(version)
+            self.trained += [(version, group) for group in self.stream.take(version)]
+            self.dropped += [(group.id, reason) for group, reason in self.stream.report()[1]]
+            time.sleep(self.random.choice([0, 0.004]))
+        self.stream.open(STEPS)
+        self.stream.close()
+        return self
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+def test_the_bound_holds_and_every_group_ends_once(staleness, policy):
+    """Over random latencies; a quarter of the groups teach nothing and are replaced."""
+    fields = {"stale_policy": policy} if staleness else {}
+    for seed in range(6):
+        done = Trainer(
+            seed, lambda group: group.id % 4, drop_zero_advantage=True, max_staleness=staleness, **fields
+        ).run()
+        assert len(done.trained) == STEPS * BATCH
+        for version, group in done.trained:
+            assert 0 <= version - group.oldest_version <= staleness
+        ids = [group.id for _, group in done.trained]
+        ended = sorted(ids + [number for number, _ in done.dropped])
+        assert ended == list(range(len(ended)))
+        assert {number for number, reason in done.dropped if reason == "zero_advantage"} == {
+            number for number in ended if number % 4 == 0
+        }
+        assert done.most_outstanding <= (staleness + 1) * BATCH
+        if staleness == 0:
+            assert ids == sorted(ids)
+        if policy == "wait":
+            assert all(reason == "zero_advantage" for _, reason in done.dropped)
+
+
+def test_a_straggler_is_waited_for_or_dropped():
+    """The first group takes as long as several batches; with staleness 1 it must be in the second one, or go."""
+    for policy in ("wait", "drop"):
+        slow = Trainer(0, max_staleness=1, stale_policy=policy)
+        sample = slow.stream._sample
+        release = threading.Event()
+
+        def slowly(group, slow=slow, release=release, sample=sample):
+            if group.id == 0:
+                version = slow.stream.version
+                release.wait(20)
+                group.completions = [Completion([5], [-1.0], "stop", [(version, 0, 1)])] * 2
+            else:
+                sample(group)
+
+        slow.stream._sample = slowly
+        slow.stream.open(0)
+        assert 0 not in [group.id for group in slow.stream.take(0)]
+        slow.stream.open(1)
+        if policy == "wait":
+            threading.Timer(0.2, release.set).start()
+            assert 0 in [group.id for group in slow.stream.take(1)]
+        else:
+            list(slow.stream.take(1))
+            slow.stream.open(2)
+            release.set()
+            while 0 in slow.stream._running:
+                time.sleep(0.01)
+            assert 0 not in [group.id for group in slow.stream.take(2)]
+            assert [(group.id, reason) for group, reason in slow.stream.report()[1]] == [(0, "stale")]
+        slow.stream.close()
+
+
+def test_nothing_to_learn_stops_loudly():
+    with pytest.raises(ValueError, match=r"nothing to learn: 12 groups of this step were dropped"):
+        Trainer(0, lambda group: False, drop_zero_advantage=True, max_dropped_batches=3).run()
+
+
+def test_errors_of_sampling_and_scoring_reach_the_trainer():
+    broken = Trainer(0)
+    broken.stream._score = lambda group: [][0]
+    with pytest.raises(IndexError):
+        broken.run()
+    other = Trainer(0)
+    other.stream._sample = lambda group: setattr(
+        group, "completions", [Completion([5], [-1.0], "stop", [(7, 0, 1)])] * 2
+    )
+    with pytest.raises(ServerError, match="asked for policy version 0, got 7: does another trainer use the server"):
+        other.run()
+
+
+def test_draining_waits_and_holds():
+    trainer = Trainer(0, max_staleness=1)
+    trainer.stream.open(0)
+    with trainer.stream.drained():
+        assert trainer.stream._num_sampling == 0
+        before = len(trainer.stream._ready)
+        time.sleep(0.1)
+        assert trainer.stream._num_sampling == 0
+        assert len(trainer.stream._ready) <= before + 6  # those that were being scored
+    assert len(list(trainer.stream.take(0))) == BATCH
+    trainer.stream.close()
+
+
+# -- the whole trainer against a server whose latencies are under control --------------------------------------------
+
+RECIPE = """
+from config import TrainConfig
+def rows(): return [{{"prompt": f"{{i}}+{{i}}="}} for i in range(40)]
+def mean_id(completion_ids, **_): return [sum(ids) / len(ids) / 50 for ids in completion_ids]
+config = TrainConfig(
+    model_id={model!r}, vllm_urls={urls!r}, dataset_id=rows, reward_funcs=[mean_id], max_completion_len=12,
+    batch_size=6, num_generations=4, max_steps=3, learning_rate=1e-2, output_dir={output!r}, max_staleness=0,
+    reward_workers=1,
+)
+"""
+
+
+def said(prompt_ids, number):
+    """A completion of 1 to 9 tokens that depends on nothing but prompt and number."""
+    rng = random.Random(1000 * sum(prompt_ids) + number)
+    return [rng.randrange(5, 90) for _ in range(rng.randrange(1, 10))]
+
+
+def answer_in(seconds):
+    """Answers with `said`, in about `seconds`, from a tenth to twice."""
+    rng = random.Random(0)
+    return lambda prompt_ids, number: (said(prompt_ids, number), seconds * rng.uniform(0.1, 2))
+
+
+@pytest.fixture
+def recipe(models, tmp_path):
+    def write(*servers):
+        path = tmp_path / f"recipe_{tmp_path.name}.py"
+        urls = [server.url for server in servers]
+        path.write_text(RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run")))
+        return str(path)
+
+    return write
+
+
+def read(folder, name):
+    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def plain_loop(model_id, tokenizer_ids):
+    """Three steps written out: one row a batch, one group after the other."""
+    model = attach(AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32))
+    config = make_config(batch_size=6, num_generations=4)
+    decay = [
+        {"params": [p for p in model.parameters() if p.ndim > 1]},
+        {"params": [p for p in model.parameters() if p.ndim <= 1]},
+    ]
+    optimizer = torch.optim.AdamW(decay, lr=1e-2, weight_decay=0.0)
+    order = epochs(40, 42)
+    for _ in range(3):
+        prompts = [tokenizer_ids(f"{i}+{i}=") for i in itertools.islice(order, 6)]
+        groups = [(prompt, [said(prompt, number) for number in range(4)]) for prompt in prompts]
+        rewards = torch.tensor(
+            [[sum(ids) / len(ids) / 50 for ids in ids_of] for _, ids_of in groups], dtype=torch.float64
+        )
+        advantages = compute_advantages(rewards).float().flatten()
+        (row,) = pack(groups)
+        logprobs = completion_logprobs(model, row)
+        per_token = advantages[row.completion]
+        old, mask = logprobs.detach(), torch.ones_like(per_token)
+        loss, _ = grpo_loss(logprobs, old, None, per_token, mask, row.completion, config)
+        loss.backward()
+        for p in model.parameters():
+            p.grad /= len(per_token)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def test_staleness_zero_is_the_synchronous_loop(models, recipe, tmp_path):
+    """Bit for bit, whatever the latencies; also in many rows, where only their order of arrival could differ."""
+    from helpers import make_tokenizer
+
+    weights = {}
+    for latency, options in itertools.product((0.0, 0.1), ([], ["--max_tokens_per_gpu", "60"])):
+        with fake_server(models["untied"], answer_in(latency)) as server:
+            main(parse_args([recipe(server), "--off_policy_correction", "none", *options]))
+        weights[latency, bool(options)] = load_file(tmp_path / "run" / "checkpoint-3" / "model.safetensors")
+    expected = plain_loop(models["untied"], lambda text: make_tokenizer()(text)["input_ids"])
+    for name, weight in weights[0.0, False].items():
+        assert torch.equal(weight, expected[name]), name
+        assert torch.equal(weight, weights[0.1, False][name]), name
+        assert torch.equal(weights[0.0, True][name], weights[0.1, True][name]), name
+
+
+@pytest.mark.parametrize("options", [[], ["--stale_policy", "drop"], ["--inflight_updates", "false"]], ids=str)
+def test_staleness_one(models, recipe, tmp_path, options):
+    """Updates come in mid-generation; every token knows its version, and none is older than one step."""
+    with fake_server(models["untied"], answer_in(0.15)) as server:
+        main(parse_args([recipe(server), "--max_staleness", "1", "--max_steps", "8", *options]))
+    metrics, samples, dropped = (read(tmp_path, name) for name in ("metrics", "completions", "dropped"))
+    assert [row["step"] for row in metrics] == list(range(1, 9))
+    spans = [(row["step"] - 1, [version for version, _, _ in row["weight_versions"]]) for row in samples]
+    assert all(version - min(seen) in (0, 1) for version, seen in spans)
+    assert any(version > min(seen) for version, seen in spans)
+    assert max(row["staleness/max"] for row in metrics) == 1
+    mixed = [seen for _, seen in spans if len(seen) > 1]
+    assert bool(mixed) == (options != ["--inflight_updates", "false"])
+    ids = sorted({row["group"] for row in samples} | {row["group"] for row in dropped})
+    assert ids == list(range(len(ids)))
+    assert len(samples) == 8 * 6 * 4
+    updates = [path for path, _ in server.log if path == "/update_weights"]
+    assert len(updates) == 9
+
+
+def test_two_servers_share_the_work_and_groups_stay_together(models, recipe, tmp_path):
+    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+        main(parse_args([recipe(one, two), "--max_staleness", "1"]))
+    counts = [sum(path == "/inference/v1/generate" for path, _ in server.log) for server in (one, two)]
+    assert sum(counts) == 3 * 6 + 2  # one request a group, and the probes
+    assert min(counts) >= 6
+    for name, weight in one.versions["3"].items():
+        assert torch.equal(weight, two.versions["3"][name])
+    assert len(read(tmp_path, "completions")) == 72
+
+
+def test_the_first_to_finish_are_kept(models, recipe, tmp_path):
+    """Of six completions the two slow ones, which come first, are not waited for."""
+    slow = lambda ids, number: (said(ids, number), 5.0 if number < 2 else 0.01)  # noqa: E731
+    started = time.monotonic()
+    with fake_server(models["untied"], slow) as server:
+        main(parse_args([recipe(server), "--extra_generations", "2", "--max_steps", "1"]))
+    assert time.monotonic() - started < 5 * 3
+    kept: dict[int, list[str]] = {}
+    for row in read(tmp_path, "completions"):
+        kept.setdefault(row["group"], []).append(row["completion"])
+    assert {len(texts) for texts in kept.values()} == {4}
+
+
+def test_two_ranks_stream(models, recipe, tmp_path):
+    """Many small rows dealt to two ranks as they come, DDP and FSDP2 alike: the weights of one rank and one row."""
+    weights = []
+    for ranks, options in (
+        (1, []),
+        (2, ["--max_tokens_per_gpu", "60"]),
+        (2, ["--max_tokens_per_gpu", "60", "--use_fsdp", "true"]),
+    ):
+        with fake_server(models["untied"], answer_in(0.02)) as server:
+            path = recipe(server)
+            sgd = ["--adam_beta1", "0", "--max_steps", "1", "--grad_norm", "0"]
+            done = torchrun(ranks, ROOT / "train.py", path, *sgd, *options)
+        assert done.returncode == 0, done.stderr[-3000:]
+        weights.append(load_file(tmp_path / "run" / "checkpoint-1" / "model.safetensors"))
+        (row,) = read(tmp_path, "metrics")
+        assert math.isfinite(row["grad_norm"])
+        weights[-1]["norm"] = torch.tensor(row["grad_norm"])
+    for other in weights[1:]:
+        torch.testing.assert_close(other["norm"], weights[0]["norm"], rtol=1e-5, atol=0)
+
+
+def test_all_groups_filtered_ends_the_run(models, recipe, tmp_path):
+    same = lambda ids, number: ([7, 8, 9], 0.0)  # noqa: E731
+    with (
+        fake_server(models["untied"], same) as server,
+        pytest.raises(ValueError, match="nothing to learn: 12 groups of this step"),
+    ):
+        main(parse_args([recipe(server), "--drop_zero_advantage", "true", "--max_dropped_batches", "2"]))
