@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -182,15 +183,16 @@ def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeSe
             self.wfile.write(data)
 
         def stream(self, body: dict[str, Any]) -> None:
-            """A server-sent event for each choice that ends."""
-            self.close_connection = True
+            """A server-sent event for each choice that ends, each a chunk."""
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Connection", "close")
+            self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
-            for choice in fake.generate(body):
-                self.wfile.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
-            self.wfile.write(b"data: [DONE]\n\n")
+            events = (json.dumps({"choices": [choice]}) for choice in fake.generate(body))
+            for event in chain(events, ["[DONE]"]):
+                data = f"data: {event}\n\n".encode()
+                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+            self.wfile.write(b"0\r\n\r\n")
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from helpers import ENV, ROOT, on_ranks, server
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
+from transformers import AutoModelForCausalLM
 
 import train
 import utils
@@ -266,6 +267,25 @@ def test_stop_strings(client):
     stopped = client.generate(PROMPT, {"n": 1, "max_tokens": 20, "temperature": 0.0, "stop": [chr(token + 28)]})[0]
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] == token
+
+
+def test_the_first_to_finish_of_a_stream(client, models):
+    """Ids, log-probs and versions of a streamed group are those of a whole reply; the rest is aborted."""
+    sampling = {"n": 3, "max_tokens": 60, "temperature": 1.0}
+    (server,) = client.servers
+    completions = server.generate(PROMPT, sampling, extra=5)
+    assert len(completions) == 3
+    model = AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32)
+    version = server.generate(PROMPT, {"n": 1, "max_tokens": 1})[0].weight_versions[0][0]
+    for c in completions:
+        assert len(c.token_ids) == len(c.sampler_logprobs)
+        assert c.weight_versions == [(version, 0, len(c.token_ids))]
+        if version == -1:  # the weights that the server started with
+            logits = model(input_ids=torch.tensor([PROMPT + c.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+            logprobs = logits.log_softmax(-1)[range(len(c.token_ids)), c.token_ids]
+            assert (logprobs - torch.tensor(c.sampler_logprobs)).abs().max() < 1e-4
+    with pytest.raises(ServerError, match="answered 400"):
+        server.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0}, extra=1)
 
 
 def test_a_refused_request_is_not_repeated(client):
