@@ -152,16 +152,9 @@ class _Tree:
         # where each token of each leaf is predicted from: its first one from the prompt's end
         self.sources = {leaf.number: [len(prompt) - 1] for leaf in leaves}
         self.leaves = leaves
-        self._grow(0, leaves, 0)
-
-    def _grow(self, parent: int, leaves: list[_Leaf], depth: int) -> None:
-        """Lay out below `parent` what is left of `leaves` after `depth` tokens, all but their last token."""
-        branches: dict[int, list[_Leaf]] = {}
-        for leaf in leaves:
-            if len(leaf.tokens) - 1 > depth:
-                key = leaf.tokens[depth] if self.share_completions else leaf.number
-                branches.setdefault(key, []).append(leaf)
-        for branch in branches.values():
+        branches = self._branches(0, leaves, 0)
+        while branches:  # depth first, without recursion: completions may branch at every token
+            parent, branch, depth = branches.pop()
             rest = [leaf.tokens[depth:-1] for leaf in branch]
             length = min(map(len, rest))
             if len(branch) > 1:
@@ -169,11 +162,20 @@ class _Tree:
                 length = next((i for i, column in enumerate(columns) if len(set(column)) > 1), length)
             start = len(self.tokens)
             self.tokens += rest[0][:length]
-            self.positions += range(self.segments[0][1] + depth, self.segments[0][1] + depth + length)
+            self.positions += range(len(prompt) + depth, len(prompt) + depth + length)
             self.segments.append((start, length, parent))
             for leaf in branch:
                 self.sources[leaf.number] += range(start, start + length)
-            self._grow(len(self.segments) - 1, branch, depth + length)
+            branches += self._branches(len(self.segments) - 1, branch, depth + length)
+
+    def _branches(self, parent: int, leaves: list[_Leaf], depth: int) -> list[tuple[int, list[_Leaf], int]]:
+        """What is left of `leaves` after `depth` tokens, all but their last token, by what begins alike; last first."""
+        found: dict[int, list[_Leaf]] = {}
+        for leaf in leaves:
+            if len(leaf.tokens) - 1 > depth:
+                key = leaf.tokens[depth] if self.share_completions else leaf.number
+                found.setdefault(key, []).append(leaf)
+        return [(parent, branch, depth) for branch in reversed(found.values())]
 
     def predictions(self, row: int, offset: int) -> list[Tensor]:
         """Of each leaf laid at `offset` [6, tokens]: row, position, target, group, completion, index."""
@@ -596,8 +598,9 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
 def attach(model: Any, verify: bool = False) -> Any:
     """Swap shared-prefix attention into a Hugging Face causal language model, in place; returns it.
 
-    Ordinary batches go on through sdpa. Auxiliary losses of a mixture of experts, which count every
-    forwarded token once, would see a prompt once instead of once per completion: they are refused.
+    Ordinary batches go on through sdpa, whatever the implementation was before. Auxiliary losses of a mixture of
+    experts, which count every forwarded token once, would see a prompt once instead of once per completion: they are
+    refused. Dropout outside attention, LoRA's too, falls on a prompt once for all its completions.
 
     Args:
         model: wrapped (DDP, FSDP2, peft) or not.
@@ -612,7 +615,8 @@ def attach(model: Any, verify: bool = False) -> Any:
 
     base = _base(model)
     if reason := _refusal(base):
-        raise ValueError(f"{type(base).__name__} cannot share prefixes: {reason}; set share_prefix to false")
+        raise ValueError(_refused(base, reason))
+    _LogprobHead.of(base)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     for module in base.modules():
@@ -620,19 +624,30 @@ def attach(model: Any, verify: bool = False) -> Any:
             module.forward = _SegmentedDeltaNet(module)
     before = base.config.get_text_config(decoder=True)._attn_implementation
     _use(base, NAME)
+    base.shares_prefixes = True  # of this instance: models made from one config share the implementation's name
     if verify or base.config.model_type not in TESTED:
         try:
             _verify(model)
         except Exception as error:  # whatever a model that nobody tried does with a row of segments
             _use(base, before)
-            reason = f"{error}; set share_prefix to false"
-            raise ValueError(f"{type(base).__name__} cannot share prefixes: {reason}") from error
+            base.shares_prefixes = False
+            raise ValueError(_refused(base, str(error))) from error
     return model
 
 
+def _refused(base: Any, reason: str) -> str:
+    return f"{type(base).__name__} cannot share prefixes: {' '.join(reason.split())}; go without (share_prefix=False)"
+
+
 def _base(model: Any) -> Any:
-    """The Hugging Face model inside torch.compile, DDP and peft."""
+    """The Hugging Face model inside torch.compile, DDP and peft.
+
+    Raises:
+        ValueError: an adapter that adds tokens, which are at no position of a row.
+    """
     while True:
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("adapters of prompt learning add tokens to a row: log-probs of its own are not available")
         if hasattr(model, "_orig_mod"):
             model = model._orig_mod
         elif isinstance(model, nn.parallel.DistributedDataParallel):
@@ -665,13 +680,17 @@ def _refusal(base: Any) -> str | None:
     if getattr(config, "output_router_logits", False):
         return "output_router_logits adds an auxiliary loss that counts forwarded tokens, prompts once"
     for name, module in base.named_modules():
-        if getattr(module, "attention_dropout", 0.0):
-            return f"dropout in attention ({name})"
         kind = type(module).__name__
+        share: Any = getattr(module, "attention_dropout", 0.0)
+        if isinstance(module, nn.Dropout) and "att" in name.rpartition(".")[2]:
+            share = module.p
+        if isinstance(share, float) and share > 0:
+            return f"dropout in attention ({name})"
         recurrent = isinstance(module, nn.Conv1d | nn.RNNBase) or any(w in kind for w in ("Mamba", "Recurrent", "SSM"))
         if recurrent and not _is_gated_delta_net(base.get_submodule(name.rpartition(".")[0])):
-            return f"{name} ({kind}) carries a state from token to token"
-    if "position_ids" not in inspect.signature(base.forward).parameters:
+            return f"{name or 'it'} ({kind}) carries a state from token to token"
+    parameters = inspect.signature(base.forward).parameters
+    if "position_ids" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return "its forward takes no position_ids"
     return None
 
@@ -721,17 +740,17 @@ def _verify(model: Any) -> None:
             _use(base, name)
             (row,) = pack(groups, share_prefix=name == NAME)
             row = row.to(device)
-            with torch.set_grad_enabled(bool(trainable)):
+            with torch.set_grad_enabled(bool(trainable)):  # whatever the caller's mode
                 if name == NAME:
                     logprobs = completion_logprobs(model, row)
                 else:
                     logits = model(input_ids=row.input_ids, attention_mask=row.attention_mask, use_cache=False).logits
                     chosen = logits[row.row, row.position].float().log_softmax(-1)
                     logprobs = chosen.gather(-1, row.targets[:, None])[:, 0]
-            values.append(logprobs.detach())
-            if trainable:
-                (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()
-                gradients.append([p.grad if p.grad is None else p.grad.detach().clone() for p in trainable])
+                values.append(logprobs.detach())
+                if trainable:
+                    (logprobs * torch.linspace(-1, 1, len(logprobs), device=device)).sum().backward()
+                    gradients.append([p.grad if p.grad is None else p.grad.detach().clone() for p in trainable])
     finally:
         model.train(was_training)
         for p, grad in zip(trainable, before, strict=True):
@@ -918,12 +937,12 @@ def _bare_logits(base: Any, temperature: float) -> Iterator[_Logits]:
     scale = getattr(base, "logit_scale", 1.0)
     divisor = base.config.logits_scaling if base.config.model_type.startswith("granite") else 1.0
     with ExitStack() as stack:
-        if softcap is not None:
-            stack.enter_context(patch.object(base.config, "final_logit_softcapping", None))
+        if softcap is not None:  # by the dictionary, as a config may refuse None
+            stack.enter_context(patch.dict(vars(base.config), final_logit_softcapping=None))
         if scale != 1.0:
             stack.enter_context(patch.object(base, "logit_scale", 1.0))
         if divisor != 1.0:
-            stack.enter_context(patch.object(base.config, "logits_scaling", 1.0))
+            stack.enter_context(patch.dict(vars(base.config), logits_scaling=1.0))
         yield _Logits(scale / divisor, softcap, temperature)
 
 
@@ -949,10 +968,10 @@ def completion_logprobs(
     Args:
         model: a Hugging Face causal language model, wrapped or not; attached where the row shares prefixes.
         row: from `pack`, on the model's device.
-        temperature: logits are divided by it.
+        temperature: logits are divided by it; above 0.
         return_entropy: also return the entropy of each of the N distributions (no gradient).
-        inputs: further arguments of the model's forward, in the order of the prompts: images, for Qwen2.5-VL and
-            Qwen3-VL.
+        inputs: further arguments of the model's forward: the images of this row's prompts, in their order, for
+            Qwen2.5-VL and Qwen3-VL (of a padded row: the prompt's for each of its completions).
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable.
@@ -960,6 +979,8 @@ def completion_logprobs(
     Raises:
         ValueError: the row shares prefixes and the model is not attached, or it changes its logits in an unknown way.
     """
+    if not temperature > 0:
+        raise ValueError(f"temperature={temperature}: must be above 0")
     base = _base(model)
     head = _LogprobHead.of(base)
     if inputs and row.segments is not None and base.config.model_type not in VISION:
@@ -968,7 +989,8 @@ def completion_logprobs(
     if row.segments is None:
         inputs["attention_mask"] = row.attention_mask
     else:
-        if NAME not in (base.config._attn_implementation, base.config.get_text_config()._attn_implementation):
+        in_use = NAME in (base.config._attn_implementation, base.config.get_text_config()._attn_implementation)
+        if not (in_use and getattr(base, "shares_prefixes", False)):
             raise ValueError("this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)")
         is_spatial = any(name.endswith("_grid_thw") for name in inputs)
         positions = _rope_positions(base, row, inputs) if is_spatial else row.position_ids
@@ -982,7 +1004,7 @@ def completion_logprobs(
         head.request = (row.row * width + column, row.targets, rule, return_entropy)
         try:
             answer = model(**inputs).logits
-            if not (answer is head.answer or (head.answer is not None and torch.equal(answer, head.answer))):
+            if head.answer is None or not torch.equal(answer.nan_to_num(), head.answer.nan_to_num()):
                 raise ValueError(
                     f"{type(base).__name__} changes its logits after the head in a way that is not known here"
                 )

@@ -495,7 +495,7 @@ class Rollouts:
         except OSError as error:
             raise UserError(f"output_dir={config.output_dir} cannot be made: {error}") from None
         tokenizer = load_tokenizer(config)
-        self.client = VLLMClient(config)
+        self.client = VLLMClient(config, tokenizer)
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
         max_prompt_len = longest - config.max_completion_len
         self.prompts = load_prompts(config.dataset_id, config.dataset_split, tokenizer, max_prompt_len, config)

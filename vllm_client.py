@@ -141,10 +141,14 @@ class Group:
 
 
 class Server:
-    """One rollout server: its address, how many groups it is sampling for us, and its weight-transfer group."""
+    """One rollout server: its address, how many groups it is sampling for us, and its weight-transfer group.
 
-    def __init__(self, url: str, timeout_s: float, retries: int):
+    This is the `client` of a recipe's `rollout_fn`, which uses `generate` and the model's `tokenizer`.
+    """
+
+    def __init__(self, url: str, timeout_s: float, retries: int, tokenizer: Any = None):
         self.url = url.rstrip("/")
+        self.tokenizer = tokenizer
         self.timeout_s = timeout_s
         self.retries = retries
         self.in_flight = 0
@@ -255,11 +259,13 @@ class VLLMClient:
 
     Args:
         config: vllm_urls, request_timeout, request_retries, max_concurrent_requests, server_timeout, model_id.
+        tokenizer: for rollout functions.
     """
 
-    def __init__(self, config: TrainConfig):
+    def __init__(self, config: TrainConfig, tokenizer: Any = None):
         self.config = config
-        self.servers = [Server(url, config.request_timeout, config.request_retries) for url in config.vllm_urls]
+        timeout_s, retries = config.request_timeout, config.request_retries
+        self.servers = [Server(url, timeout_s, retries, tokenizer) for url in config.vllm_urls]
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
         self._slots = threading.Condition()
 

@@ -55,11 +55,12 @@ class FakeServer:
         self.group: TransferGroup | None = None
         self._resumed = threading.Event()
         self._resumed.set()
-        self._free = threading.Semaphore(self.slots)
+        self._free = self.slots
+        self._freed = threading.Condition()
         self._computing = threading.Lock()
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        return {name: weight.detach().clone() for name, weight in self.model.named_parameters()}  # tied ones once
 
     def control(self, path: str, body: dict[str, Any]) -> Any:
         """The routes that do not sample."""
@@ -100,8 +101,9 @@ class FakeServer:
         )
         versions: list[list[str]] = [[] for _ in answers]
         clock = 0.0
-        for _ in answers:
-            self._free.acquire()
+        with self._freed:  # all at once: two requests with half of theirs each would wait for ever
+            self._freed.wait_for(lambda: self._free >= len(answers))
+            self._free -= len(answers)
         held = len(answers)
         try:
             for moment, number, place in events:
@@ -111,12 +113,16 @@ class FakeServer:
                 versions[number].append(self.version)
                 ids = answers[number][0][:limit]
                 if place + 1 == len(ids):
-                    self._free.release()
                     held -= 1
+                    self._release(1)
                     yield self._choice(prompt, number, ids, versions[number], sampling, len(answers[number][0]) > limit)
         finally:
-            for _ in range(held):
-                self._free.release()
+            self._release(held)
+
+    def _release(self, slots: int) -> None:
+        with self._freed:
+            self._free += slots
+            self._freed.notify_all()
 
     def _choice(
         self, prompt: list[int], number: int, ids: list[int], versions: list[str], sampling: dict[str, Any], cut: bool

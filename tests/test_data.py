@@ -11,7 +11,8 @@ from datasets import Dataset
 from helpers import CHAT_TEMPLATE, make_tokenizer
 from some_rewards import hangs, infinite, only_first, raises, right, scalar, short, words
 
-from config import TrainConfig
+from config import TrainConfig, to_json
+from recipes.rewards import best_of
 from utils import epochs
 from vllm_client import Completion, Group, Prompt, Scorer, batch_metrics, load_prompts, sampling_params
 
@@ -221,6 +222,18 @@ def test_a_reward_that_only_fails_ends_the_run(tmp_path):
     config = make_config(reward_funcs=[raises], batch_size=4, output_dir=str(tmp_path))
     with pytest.raises(ValueError, match="reward raises on dataset row 7 raised KeyError: 'gold'; so did its last 4"):
         score([*make_groups(), *make_groups()], config)
+
+
+def test_best_of_several_verifiers():
+    """As one reward function, in a worker: the better of two, None only where neither applies."""
+    either = best_of(right, only_first)
+    assert either.__name__ == "best_of_right_only_first"
+    assert to_json(make_config(reward_funcs=[either]))["reward_funcs"] == ["recipes.rewards.best_of_right_only_first"]
+    groups = make_groups()
+    assert score(groups, make_config(reward_funcs=[either])) == [[2.0, 2.0], [0.0, 0.0]]
+    nothing = best_of(only_first, only_first)
+    score(groups, make_config(reward_funcs=[nothing]))
+    assert groups[1].rewards == [[None], [None]]
 
 
 def test_numpy_and_torch_numbers_are_numbers():

@@ -239,6 +239,7 @@ def tiny_bart():
         (lambda: tiny("Mamba", state_size=4), "carries a state from token to token"),
         (lambda: tiny("Bloom"), "takes no position_ids|cannot be replaced"),
         (lambda: tiny("Llama", attention_dropout=0.1), "dropout in attention"),
+        (lambda: tiny("GPT2", attn_pdrop=0.1), "dropout in attention .transformer.h.0.attn.attn_dropout"),
         (lambda: tiny("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
         (lambda: tiny("Qwen2Moe", use_sliding_window=True, sliding_window=8, num_experts=4), "window is in the mask"),
         (lambda: tiny("Qwen3Moe", output_router_logits=True, num_experts=4), "auxiliary loss"),
@@ -246,9 +247,66 @@ def tiny_bart():
         (lambda: tiny("Llama4Text", num_local_experts=2, interleave_moe_layer_step=1), "chunked_attention"),
     ],
 )
+@torch.no_grad()
 def test_attach_refuses(build, reason):
-    with pytest.raises(ValueError, match=f"cannot share prefixes: .*({reason}).*set share_prefix to false"):
+    with pytest.raises(ValueError, match=f"cannot share prefixes: .*({reason}).*go without .share_prefix=False."):
         attach(build())
+
+
+def test_completions_may_branch_at_every_token():
+    """Each one a token longer than the one before: a chain of segments deeper than Python would recurse."""
+    answer = [3 + i % 90 for i in range(1500)]
+    (row,) = pack([([1, 2], [answer[:length] for length in range(1, 1501)])], share_completions=True)
+    assert row.segments is not None
+    assert row.num_tokens == 2 + 1499
+    assert row.position_ids[0].tolist() == list(range(1501))
+    assert len(row.targets) == 1500 * 1501 // 2
+
+
+def test_another_model_of_the_same_config_is_not_attached():
+    """The implementation's name stands in the config, which both share; the patched layers are one model's."""
+    policy = make_model("Qwen3Next")
+    reference = type(policy)(policy.config)
+    attach(policy)
+    (row,) = pack(make_groups())
+    completion_logprobs(policy, row)
+    with pytest.raises(ValueError, match="attach.model. first"):
+        completion_logprobs(reference, row)
+    assert torch.equal(completion_logprobs(copy.deepcopy(policy), row), completion_logprobs(policy, row))
+
+
+def test_prompt_learning_is_refused():
+    from peft import PromptTuningConfig, get_peft_model
+
+    model = get_peft_model(make_model("Qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    with pytest.raises(ValueError, match="prompt learning"):
+        attach(model)
+    with pytest.raises(ValueError, match="prompt learning"):
+        completion_logprobs(model, pack(make_groups(), share_prefix=False)[0])
+
+
+def test_a_head_and_a_temperature_are_needed():
+    classifier = transformers.Qwen3ForSequenceClassification(transformers.Qwen3Config(**SIZES))
+    with pytest.raises(ValueError, match="no language-model head"):
+        attach(classifier)
+    model = make_model("Granite")
+    (row,) = pack(make_groups(), share_prefix=False)
+    with pytest.raises(ValueError, match="temperature=0.0: must be above 0"):
+        completion_logprobs(model, row, 0.0)
+    with torch.no_grad():
+        model.model.norm.weight.fill_(torch.nan)
+    assert completion_logprobs(model, row).isnan().all()  # a diverged run is seen as what it is
+
+
+def test_softcap_of_a_config_that_refuses_none():
+    config = transformers.Gemma3nTextConfig(
+        **{**SIZES, "num_hidden_layers": 2, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8},
+        vocab_size_per_layer_input=97, layer_types=["full_attention"] * 2, laurel_rank=4, final_logit_softcapping=3.0,
+        activation_sparsity_pattern=[0.0, 0.0],
+    )  # fmt: skip
+    model = transformers.Gemma3nForCausalLM(config)
+    (row,) = pack(make_groups(), share_prefix=False)
+    torch.testing.assert_close(completion_logprobs(model, row), plain_rows(model, make_groups()), rtol=1e-4, atol=1e-4)
 
 
 def test_verification_notices_a_model_that_looks_sideways():
@@ -451,7 +509,7 @@ MUTATIONS = [
     ("the gradient's sum", "Llama", "total[where] += part", "pass"),
     ("causality", "Llama",
      "0.0, bounds is not None, scale=scale)\n    return out", "0.0, False, scale=scale)\n    return out"),
-    ("positions", "Llama", "self.positions += range(self.segments[0][1] + depth, self.segments[0][1] + depth + length)",
+    ("positions", "Llama", "self.positions += range(len(prompt) + depth, len(prompt) + depth + length)",
      "self.positions += range(start, start + length)"),
     ("the ancestor rule", "Llama", "ends[parent] = max(ends[parent], ends[number])",
      "ends[parent] = max(ends[parent], min(ends[number], ends[parent] + 3))"),

@@ -1,0 +1,66 @@
+"""Two turns with a tool: a tiny model asks a calculator and copies what it says, in about three minutes on two cores.
+
+    python scripts/build_tiny.py --task calculator
+    python vllm_server.py --model outputs/calculator/model --dtype float32 --max-model-len 64
+    python train.py recipes/tool_calculator.py
+
+`547+582=` is answered by `547+582?`, the calculator says `1129!`, and the model ends with `1129`. The rollout joins the
+ids of both turns and of the tool; the tool's own tokens are left out of the loss.
+"""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from config import TrainConfig
+
+folder = Path(__file__).resolve().parent.parent / "outputs" / "calculator"
+MAX_COMPLETION_LEN = 24
+
+
+def calculate(call: str) -> str:
+    """What the calculator says to `547+582?`."""
+    terms = re.fullmatch(r"(\d{1,6})\+(\d{1,6})\?", call)
+    return f"{int(terms[1]) + int(terms[2])}!" if terms else "error!"
+
+
+def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[Any]:
+    """A first turn up to a question mark, the calculator's word, and a second turn."""
+
+    def second_turn(turn: Any) -> Any:
+        call = client.tokenizer.decode(turn.token_ids)
+        said = client.tokenizer(calculate(call), add_special_tokens=False)["input_ids"]
+        room = MAX_COMPLETION_LEN - len(turn.token_ids) - len(said)
+        if not call.endswith("?") or room < 1:
+            return turn
+        so_far = prompt.token_ids + turn.token_ids + said
+        (reply,) = client.generate(so_far, {**sampling, "n": 1, "max_tokens": room})
+        return turn.then(said, reply)
+
+    turns = client.generate(prompt.token_ids, {**sampling, "stop": ["?"]})
+    with ThreadPoolExecutor(len(turns)) as pool:
+        return list(pool.map(second_turn, turns))
+
+
+def right_with_tool(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    """1 where what follows the calculator's word is the answer, else 0."""
+    return [float(text.endswith(f"!{truth}")) for text, truth in zip(completions, answer, strict=True)]
+
+
+config = TrainConfig(
+    model_id=str(folder / "model"),
+    dataset_id=str(folder / "train.jsonl"),
+    eval_dataset_id=str(folder / "heldout.jsonl"),
+    reward_funcs=[right_with_tool],
+    rollout_fn=use_calculator,
+    no_apply_chat_template=True,
+    max_completion_len=MAX_COMPLETION_LEN,
+    batch_size=32,
+    max_steps=80,
+    learning_rate=3e-4,
+    lr_scheduler="linear",
+    max_tokens_per_gpu=8192,
+    eval_steps=20,
+    output_dir=str(folder / "run"),
+)
