@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -33,6 +33,10 @@ from utils import TransferGroup, address_towards, buckets
 
 class ServerError(RuntimeError):
     """A rollout server could not be reached, or refused; the message says which one, why and what to do."""
+
+
+class ServerLost(ServerError):
+    """A server does not answer any more, or only with errors of its own: another one may do its work."""
 
 
 @dataclass(frozen=True)
@@ -151,10 +155,11 @@ class Server:
         self.tokenizer = tokenizer
         self.timeout_s = timeout_s
         self.retries = retries
+        self.is_ready = True  # has the current weights; False once it is lost
         self.in_flight = 0
         self.idle_s = 0.0  # since the last report
         self.idle_since = time.monotonic()
-        self.transfer: TransferGroup  # from connect() on
+        self.transfer: TransferGroup | None = None
         self._local = threading.local()  # a requests.Session is not thread-safe
 
     def request(
@@ -163,7 +168,8 @@ class Server:
         """The JSON reply of one request, retried after connection errors, time-outs and 5xx replies.
 
         Raises:
-            ServerError: a 4xx reply at once; anything else after the last retry.
+            ServerError: a 4xx reply, at once.
+            ServerLost: anything else, after the last retry.
         """
         retries = self.retries if retries is None else retries
         for attempt in range(retries + 1):
@@ -178,7 +184,7 @@ class Server:
                 cause = f"{type(error).__name__}: {error}"
             if attempt < retries:
                 time.sleep(min(0.5 * 2**attempt, 10))
-        raise ServerError(f"{method} {self.url}{path} failed {retries + 1} times; the last time it {cause}")
+        raise ServerLost(f"{method} {self.url}{path} failed {retries + 1} times; the last time it {cause}")
 
     def generate(self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0) -> list[Completion]:
         """Sample `sampling["n"]` completions of one prompt.
@@ -208,13 +214,14 @@ class Server:
                 f"{self.url}/inference/v1/generate", json=body, stream=True, timeout=self.timeout_s
             ) as reply:
                 if reply.status_code >= 400:
-                    raise ServerError(f"{self.url} answered {reply.status_code}: {reply.text[:500]}")
+                    kind = ServerError if reply.status_code < 500 else ServerLost
+                    raise kind(f"{self.url} answered {reply.status_code}: {reply.text[:500]}")
                 for line in reply.iter_lines():
                     if not line.startswith(b"data: {"):
                         continue
                     chunk = json.loads(line.removeprefix(b"data: "))
                     if "error" in chunk:
-                        raise ServerError(f"{self.url} broke off a stream: {chunk['error']}")
+                        raise ServerLost(f"{self.url} broke off a stream: {chunk['error']}")
                     for part in chunk["choices"]:
                         choice = found.setdefault(part["index"], {"token_ids": [], "logprobs": {"content": []}})
                         choice["token_ids"] += part["token_ids"] or []
@@ -224,8 +231,8 @@ class Server:
                     if len(finished) >= num:
                         return finished[:num]
         except (requests.RequestException, ValueError) as error:
-            raise ServerError(f"{self.url} broke off a stream: {type(error).__name__}: {error}") from None
-        raise ServerError(f"{self.url} ended a stream after {len(finished)} of {num} completions")
+            raise ServerLost(f"{self.url} broke off a stream: {type(error).__name__}: {error}") from None
+        raise ServerLost(f"{self.url} ended a stream after {len(finished)} of {num} completions")
 
     def _session(self) -> requests.Session:
         if not hasattr(self._local, "session"):
@@ -237,6 +244,7 @@ class Server:
 
     def connect(self, device: torch.device, timeout_s: float) -> None:
         """Open the weight-transfer group with this server's workers, replacing one that an earlier trainer left."""
+        self._receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
         world_size = 1 + self.request("GET", "/get_world_size")["world_size"]
         timeout = timedelta(seconds=timeout_s)
@@ -253,6 +261,43 @@ class Server:
             self.transfer = TransferGroup(store, 0, world_size, device, timeout_s)
             reply.result()
 
+    def disconnect(self) -> None:
+        """Leave the weight-transfer group; what a lost server never received may keep it open for its time-out."""
+        if self.transfer is not None:
+            leaving = threading.Thread(target=self.transfer.close, daemon=True)
+            self.transfer = None
+            leaving.start()
+            leaving.join(1.0)
+
+    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+        """A POST that is never repeated, as it may not be done twice."""
+        return self.request("POST", path, retries=0, json=body)
+
+    def begin_update(self) -> None:
+        """Pause, and start to receive a stream of weights."""
+        self.post("/pause?mode=keep&clear_cache=true")
+        self.post("/start_weight_update")
+        self.loading = self._receiver.submit(self.post, "/update_weights", {"update_info": {}})
+        self.sending: list[Any] = []
+
+    def send(self, bucket: dict[str, Tensor] | None) -> None:
+        """Start to send a bucket, {} to end the stream, once the one before has arrived; None only waits for that."""
+        assert self.transfer is not None
+        for handle in self.sending:
+            while not handle.is_completed():
+                if self.loading.done():
+                    self.loading.result()  # the error of a server that failed, and will never take part
+                time.sleep(2e-4)
+            handle.wait()
+        self.sending = [] if bucket is None else self.transfer.send(bucket)
+
+    def end_update(self, version: int) -> None:
+        """Wait until everything is loaded, and sample on as `version`."""
+        self.loading.result()
+        self.post("/finish_weight_update", {"weight_version": str(version)})
+        self.post("/resume")
+        self.is_ready = True
+
 
 class VLLMClient:
     """All rollout servers of a run. Thread-safe; lives on rank 0.
@@ -268,6 +313,7 @@ class VLLMClient:
         self.servers = [Server(url, timeout_s, retries, tokenizer) for url in config.vllm_urls]
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
         self._slots = threading.Condition()
+        self._last_loss: BaseException | None = None
 
     def wait_until_ready(self) -> int:
         """Wait until every server answers; returns the longest sequence that all of them take, in tokens.
@@ -309,11 +355,13 @@ class VLLMClient:
 
     @contextmanager
     def lease(self) -> Iterator[Server]:
-        """The server with the fewest groups in flight, for one group: its turns find their prefixes cached there."""
+        """The server with the fewest groups in flight, for one group: its turns find their prefixes cached there.
+
+        Raises:
+            ServerError: no server is left.
+        """
         with self._slots:
-            while (server := min(self.servers, key=lambda s: s.in_flight)).in_flight >= self.num_slots // len(
-                self.servers
-            ):
+            while (server := self._least_busy()).in_flight >= self.config.max_concurrent_requests:
                 self._slots.wait()
             if server.in_flight == 0:
                 server.idle_s += time.monotonic() - server.idle_since
@@ -326,6 +374,20 @@ class VLLMClient:
                 if server.in_flight == 0:
                     server.idle_since = time.monotonic()
                 self._slots.notify()
+
+    def _least_busy(self) -> Server:
+        if not (ready := [server for server in self.servers if server.is_ready]):
+            raise ServerError(f"no rollout server is left: {self._last_loss}")
+        return min(ready, key=lambda server: server.in_flight)
+
+    def lose(self, server: Server, error: BaseException) -> None:
+        """Leave a server out, until a weight sync finds it back."""
+        with self._slots:
+            if server.is_ready:
+                print(f"{server.url} is left out from now on: {error}", flush=True)
+            server.is_ready = False
+            self._last_loss = error
+            self._slots.notify_all()
 
     @property
     def num_slots(self) -> int:
@@ -361,76 +423,78 @@ class VLLMClient:
 
     def connect(self, device: torch.device) -> None:
         """Open one weight-transfer group per server."""
+        self._device = device
         for server in self.servers:
             server.connect(device, self.config.sync_timeout)
 
     def clear_weights(self) -> None:
         """Zero the servers' weights, so that the check after the first sync can only pass if every weight arrived."""
-        self._everywhere("/weight_checker", {"action": "reset"})
+        self._on(self.servers, lambda server: server.post("/weight_checker", {"action": "reset"}))
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Publish a policy on every server: pause, stream bucket by bucket, resume.
+        """Publish a policy on every server, side by side: pause, stream bucket by bucket, resume.
 
         Requests in flight are kept and go on under the new weights; their K/V is recomputed on resume, and the prefix
-        cache is emptied, so that no old K/V serves a new request.
+        cache is emptied, so that no old K/V serves a new request. A lost server that answers again takes part, and
+        serves from then on.
 
         Args:
-            weights: `(checkpoint name, tensor)`, consumed once.
+            weights: `(checkpoint name, tensor)`, consumed to the end.
             version: policy version that completions report from now on.
 
         Raises:
-            ServerError: a server failed; the others are resumed.
+            ServerError: the last server was lost.
         """
-        with self._paused():
-            self._everywhere("/start_weight_update")
-            loading = self._post("/update_weights", {"update_info": {}})
-            sending: list[Any] = []
-            for bucket in chain(buckets(weights), [{}]):  # an empty bucket ends the stream
-                _settle(sending, loading)  # a server loads one bucket while the trainer gathers the next
-                sending = [handle for server in self.servers for handle in server.transfer.send(bucket)]
-            _settle(sending, loading)
-            for reply in loading:
-                reply.result()
-            self._everywhere("/finish_weight_update", {"weight_version": str(version)})
-
-    @contextmanager
-    def _paused(self) -> Iterator[None]:
+        servers = [server for server in self.servers if server.is_ready or self._is_back(server)]
         try:
-            self._everywhere("/pause?mode=keep&clear_cache=true")
-            yield
+            servers = self._on(servers, Server.begin_update)
+            for bucket in chain(buckets(weights), [{}, None]):
+                for server in list(servers):  # one loads a bucket while the trainer gathers the next
+                    try:
+                        server.send(bucket)
+                    except (ServerError, RuntimeError) as error:  # RuntimeError: its end of the group is gone
+                        servers = self._without(server, servers, error)
+            self._on(servers, lambda server: server.end_update(version))
         except BaseException:
             with suppress(ServerError):  # the first cause is the one to report
-                self._everywhere("/resume")
+                self._on(servers, lambda server: server.post("/resume"))
             raise
-        self._everywhere("/resume")
 
-    def _post(self, path: str, body: dict[str, Any] | None = None) -> list["Future[Any]"]:
-        """One POST to every server, side by side, never repeated: none of them may be done twice."""
-        return [self._control.submit(s.request, "POST", path, retries=0, json=body) for s in self.servers]
+    def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
+        """A step on every server, side by side; those that did it. A server that fails does not stop the others."""
+        replies = [(server, self._control.submit(step, server)) for server in servers]
+        wait([reply for _, reply in replies])
+        for server, reply in replies:
+            if isinstance(error := reply.exception(), ServerLost):
+                servers = self._without(server, servers, error)
+            elif error:
+                raise error
+        return servers
 
-    def _everywhere(self, path: str, body: dict[str, Any] | None = None) -> None:
-        replies = self._post(path, body)
-        wait(replies)  # a server that failed must not leave the others half done
-        for reply in replies:
-            reply.result()
+    def _without(self, lost: Server, servers: list[Server], error: BaseException) -> list[Server]:
+        self.lose(lost, error)
+        if servers == [lost]:
+            raise ServerError(f"no rollout server is left: {error}") from error
+        return [server for server in servers if server is not lost]
+
+    def _is_back(self, server: Server) -> bool:
+        """Whether a lost server answers again; it is then connected and its weights are zeroed."""
+        server.disconnect()
+        try:
+            server.request("GET", "/health", timeout_s=2, retries=0)
+            self._when_ready(server, deadline=0.0)
+            server.connect(self._device, self.config.sync_timeout)
+            server.post("/weight_checker", {"action": "reset"})
+        except ServerError:
+            return False
+        print(f"{server.url} is back", flush=True)
+        return True
 
     def close(self) -> None:
         """Leave the transfer groups and drop what is still waiting."""
         self._control.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
-            if hasattr(server, "transfer"):
-                server.transfer.close()
-
-
-def _settle(sending: list[Any], loading: list["Future[Any]"]) -> None:
-    """Wait for broadcasts, and raise at once the error of a server that failed and will never take part in them."""
-    for handle in sending:
-        while not handle.is_completed():
-            for reply in loading:
-                if reply.done():
-                    reply.result()
-            time.sleep(2e-4)
-        handle.wait()
+            server.disconnect()
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
@@ -661,25 +725,31 @@ def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], con
         ServerError: as `Server.generate`.
         ValueError: `rollout_fn` raises, or returns something else than `n` completions that fit a micro-batch.
     """
-    with client.lease() as server:
-        if config.rollout_fn is None:
-            extra = config.extra_generations if sampling["n"] > 1 else 0
-            group.completions = server.generate(group.prompt.token_ids, sampling, extra)
-        else:
-            assert callable(config.rollout_fn)
-            where = f"rollout_fn on dataset row {group.prompt.index}"
+    while not group.completions:
+        with client.lease() as server:
             try:
-                group.completions = config.rollout_fn(server, group.prompt, sampling)
-            except ServerError:
-                raise
-            except Exception as error:
-                raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
-            _check_rollout(group, sampling["n"], where, config)
+                group.completions = _sampled_by(server, group.prompt, sampling, config)
+            except ServerLost as error:  # another one starts the group anew
+                client.lose(server, error)
     group.sampled_s = time.monotonic()
 
 
-def _check_rollout(group: Group, num: int, where: str, config: TrainConfig) -> None:
-    completions = group.completions
+def _sampled_by(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
+    if config.rollout_fn is None:
+        return server.generate(prompt.token_ids, sampling, config.extra_generations if sampling["n"] > 1 else 0)
+    assert callable(config.rollout_fn)
+    where = f"rollout_fn on dataset row {prompt.index}"
+    try:
+        completions = config.rollout_fn(server, prompt, sampling)
+    except ServerError:
+        raise
+    except Exception as error:
+        raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
+    _check_rollout(completions, prompt, sampling["n"], where, config)
+    return completions
+
+
+def _check_rollout(completions: Any, prompt: Prompt, num: int, where: str, config: TrainConfig) -> None:
     if not isinstance(completions, list) or not all(isinstance(c, Completion) for c in completions):
         raise UserError(f"{where} must return a list of Completion")
     if len(completions) != num:
@@ -687,7 +757,7 @@ def _check_rollout(group: Group, num: int, where: str, config: TrainConfig) -> N
     for c in completions:
         if len({len(c.token_ids), len(c.sampler_logprobs), len(c.sampled)}) > 1:
             raise UserError(f"{where} returned ids, log-probs and loss mask of different lengths: join with `then`")
-        if (length := len(group.prompt.token_ids) + len(c.token_ids)) > config.max_tokens_per_gpu:
+        if (length := len(prompt.token_ids) + len(c.token_ids)) > config.max_tokens_per_gpu:
             raise UserError(f"{where} returned {length} tokens with the prompt, over max_tokens_per_gpu: raise it")
 
 

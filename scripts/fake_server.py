@@ -34,6 +34,7 @@ class FakeServer:
         model_id: path of the model that it pretends to serve.
         answer: `(prompt_ids, number of the completion in its group) -> (token_ids, seconds it takes)`.
         slots: completions that are sampled at a time; others wait their turn.
+        with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
         fault: called with each path before it is served; raising an exception answers 500.
         versions: the weights received, by version.
         log: `(path, seconds on the monotonic clock)` of every request.
@@ -43,6 +44,7 @@ class FakeServer:
     answer: Answer
     slots: int = 1000
     max_model_len: int = 128
+    with_logprobs: bool = True
     fault: Callable[[str], None] = lambda path: None
     url: str = ""
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -134,7 +136,7 @@ class FakeServer:
                 spans.append({"version": version, "start": place, "end": place})
             spans[-1]["end"] = place + 1
         with self._computing, torch.no_grad():
-            for span in spans:
+            for span in spans if self.with_logprobs else ():
                 inputs = (torch.tensor([prompt + ids]),)
                 logits = torch.func.functional_call(self.model, self.versions[span["version"]], inputs).logits[0]
                 scaled = (logits[len(prompt) - 1 : -1] / (sampling.get("temperature") or 1.0)).log_softmax(-1)

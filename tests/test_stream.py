@@ -271,6 +271,59 @@ def test_two_servers_share_the_work_and_groups_stay_together(models, recipe, tmp
     assert len(read(tmp_path, "completions")) == 72
 
 
+def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
+    """It answers only errors for a while: its groups go to the other one, and the next sync after that has it back."""
+    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+
+        def ill(path):
+            asked = [path for path, _ in two.log].count("/inference/v1/generate")
+            health = [path for path, _ in two.log].count("/health")
+            if asked > 4 and health < 4:  # one look at the start; two syncs find it ill
+                raise ConnectionError("out of order")
+
+        two.fault = ill
+        main(parse_args([recipe(one, two), "--max_staleness", "1", "--max_steps", "10", "--request_retries", "0"]))
+    output = capsys.readouterr().out
+    assert output.count(f"{two.url} is left out from now on") == 1
+    assert output.count(f"{two.url} is back") == 1
+    samples = read(tmp_path, "completions")
+    assert sorted({row["group"] for row in samples}) == list(range(60))
+    assert len(samples) == 60 * 4
+    asked = [number for number, (path, _) in enumerate(two.log) if path == "/inference/v1/generate"]
+    back = max(number for number, (path, _) in enumerate(two.log) if path == "/weight_checker")
+    assert min(asked) < back < max(asked)
+    for name, weight in one.versions["10"].items():
+        assert torch.equal(weight, two.versions["10"][name])
+    assert {"1", "2"} & set(two.versions) == set()
+
+
+@pytest.mark.parametrize("path", ["/pause", "/update_weights", "/finish_weight_update"])
+def test_a_server_lost_in_a_sync_does_not_cost_the_step(models, recipe, tmp_path, path):
+    with fake_server(models["untied"], answer_in(0.01)) as one, fake_server(models["untied"], answer_in(0.01)) as two:
+
+        def ill(asked):
+            if asked == path and "1" in two.versions:
+                raise ConnectionError("out of order")
+
+        two.fault = ill
+        main(parse_args([recipe(one, two), "--max_steps", "4", "--request_retries", "0"]))
+    assert "4" in one.versions
+    assert "4" not in two.versions
+    assert len(read(tmp_path, "completions")) == 4 * 6 * 4
+
+
+def test_the_last_server_lost_ends_the_run(models, recipe):
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+
+        def ill(_):
+            if "1" in server.versions:
+                raise ConnectionError("out of order")
+
+        server.fault = ill
+        with pytest.raises(ServerError, match="no rollout server is left: .*out of order"):
+            main(parse_args([recipe(server), "--request_retries", "0"]))
+
+
 def test_the_first_to_finish_are_kept(models, recipe, tmp_path):
     """Of six completions the two slow ones are not waited for."""
     slow = lambda ids, number: (said(ids, number), 5.0 if number >= 4 else 0.01)  # noqa: E731

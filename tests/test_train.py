@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import ENV, ROOT, torchrun
+from build_tiny import build
+from helpers import ENV, ROOT, server, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import utils
 from config import parse_args
 from prefix_attention import completion_logprobs, pack
+from recipes.tool_calculator import calculate
 from train import main
 
 RECIPE = """
@@ -175,6 +177,47 @@ def test_epochs_and_checkpoints(recipe, tmp_path, capsys):
     prompts = [row["prompt"] for row in read(tmp_path, "completions.jsonl")][::4]
     assert sorted(prompts) == sorted(f"{i}+{i}=" for i in range(40))
     assert re.search(r"0\.\d+ *│ '\d+\+\d+='", capsys.readouterr().out)
+
+
+def test_asynchronous(recipe, tmp_path):
+    """Two ranks, the next batch sampled while one trains: bounded, exactly once, and log-probs of the right weights."""
+    options = ["--max_staleness", "1", "--max_steps", "6", "--drop_zero_advantage", "true", "--learning_rate", "1e-4"]
+    done = torchrun(2, ROOT / "train.py", recipe, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics, samples, dropped = (read(tmp_path, f"{name}.jsonl") for name in ("metrics", "completions", "dropped"))
+    assert [row["step"] for row in metrics] == list(range(7))
+    assert all(set(row) >= NAMES for row in metrics[1:])
+    assert max(row["staleness/max"] for row in metrics[1:]) <= 1
+    assert {span[0] for row in samples for span in row["weight_versions"]} <= set(range(7))
+    assert len(samples) == 6 * 6 * 4
+    ids = sorted({row["group"] for row in samples} | {row["group"] for row in dropped})
+    assert ids == list(range(len(ids)))
+    # the first batch is on-policy; later ones differ by what one small update changes
+    assert metrics[1]["sampling/sampling_logp_difference/max"] < 1e-4
+    assert all(row["sampling/sampling_logp_difference/mean"] < 0.05 for row in metrics[1:])
+    assert all(0.9 < row["sampling/effective_sample_size"] <= 1.0001 for row in metrics[1:])
+
+
+def test_two_turns_with_a_tool(tmp_path):
+    """The recipe with the real server: what the calculator says is no part of the loss, and its position is right."""
+    build(tmp_path, seed=0, task="calculator")
+    with server(str(tmp_path / "model"), tmp_path / "log") as started:
+        words = {"model_id": tmp_path / "model", "dataset_id": tmp_path / "train.jsonl", "max_staleness": 0}
+        words |= {"eval_dataset_id": tmp_path / "heldout.jsonl", "output_dir": tmp_path / "run", "max_steps": 2}
+        words |= {"vllm_urls": started.wait(), "batch_size": 8, "learning_rate": 0}
+        config = parse_args([str(ROOT / "recipes" / "tool_calculator.py"), *(f"--{k}={v}" for k, v in words.items())])
+        main(config)
+    metrics, samples = read(tmp_path, "metrics.jsonl"), read(tmp_path, "completions.jsonl")
+    assert metrics[0]["eval/accuracy"] > 0
+    # trainer and server agree on the tokens after the tool's word as well: they saw the same context
+    assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in metrics[1:])
+    two_turns = [row for row in samples if "?" in row["completion"]]
+    assert len(two_turns) > 30
+    for row in two_turns:
+        call, said = row["completion"].split("?", 1)
+        assert said.startswith(calculate(call + "?"))
+        spans = row["weight_versions"]
+        assert spans[1][1] - spans[0][2] == len(calculate(call + "?"))  # the gap between the turns is the tool's
 
 
 def test_wandb_offline(recipe, tmp_path):
