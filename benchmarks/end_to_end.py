@@ -191,7 +191,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         rows: list[dict[str, Any]] = []
-        for name, steps in [("tiny", 3)] if args.quick else [("10 M", 6), ("tiny", 30)]:
+        for name, steps in [("tiny", 3)] if args.quick else [("10 M", 5), ("tiny", 30)]:
             rows.append(compare(name, steps, Path(folder)))
             report(rows, args.json)
 

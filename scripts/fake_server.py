@@ -5,6 +5,7 @@ the true log-probs of its answers under the weights of each token's version. Onl
 """
 
 import json
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,8 +58,7 @@ class FakeServer:
         self.group: TransferGroup | None = None
         self._resumed = threading.Event()
         self._resumed.set()
-        self._free = self.slots
-        self._freed = threading.Condition()
+        self._free = threading.Semaphore(self.slots)
         self._computing = threading.Lock()
 
     def _weights(self) -> dict[str, Tensor]:
@@ -92,39 +92,26 @@ class FakeServer:
         return {}
 
     def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Each choice, when it has ended: tokens come evenly over its seconds, except while paused."""
+        """Each choice, when it has ended."""
         sampling, prompt = body["sampling_params"], body["token_ids"]
-        answers = [self.answer(prompt, number) for number in range(sampling.get("n", 1))]
-        limit = sampling["max_tokens"]
-        events = sorted(
-            (seconds * (place + 1) / len(ids), number, place)
-            for number, (ids, seconds) in enumerate(answers)
-            for place in range(min(len(ids), limit))
-        )
-        versions: list[list[str]] = [[] for _ in answers]
-        clock = 0.0
-        with self._freed:  # all at once: two requests with half of theirs each would wait for ever
-            self._freed.wait_for(lambda: self._free >= len(answers))
-            self._free -= len(answers)
-        held = len(answers)
-        try:
-            for moment, number, place in events:
-                time.sleep(moment - clock)
-                clock = moment
-                self._resumed.wait()
-                versions[number].append(self.version)
-                ids = answers[number][0][:limit]
-                if place + 1 == len(ids):
-                    held -= 1
-                    self._release(1)
-                    yield self._choice(prompt, number, ids, versions[number], sampling, len(answers[number][0]) > limit)
-        finally:
-            self._release(held)
+        num = sampling.get("n", 1)
+        ended: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        for number in range(num):
+            threading.Thread(target=self._say, args=(prompt, number, sampling, ended), daemon=True).start()
+        for _ in range(num):
+            yield ended.get()
 
-    def _release(self, slots: int) -> None:
-        with self._freed:
-            self._free += slots
-            self._freed.notify_all()
+    def _say(self, prompt: list[int], number: int, sampling: dict[str, Any], ended: Any) -> None:
+        """One completion: tokens come evenly over its seconds, except while paused."""
+        ids, seconds = self.answer(prompt, number)
+        said = ids[: sampling["max_tokens"]]
+        versions = []
+        with self._free:
+            for _ in said:
+                time.sleep(seconds / len(ids))
+                self._resumed.wait()
+                versions.append(self.version)
+        ended.put(self._choice(prompt, number, said, versions, sampling, len(ids) > len(said)))
 
     def _choice(
         self, prompt: list[int], number: int, ids: list[int], versions: list[str], sampling: dict[str, Any], cut: bool
