@@ -684,9 +684,11 @@ def train_batch(
     norms = []
     old_logprobs: dict[int, Tensor] = {}  # of the trainer, where its own forward does not give them
     if num_updates > 1:
-        batch = [item.to(device) if isinstance(item, MicroBatch) else item for item in batch]
+        batch = list(batch)
         with torch.no_grad():
-            old_logprobs = {id(m): forward(policy, m.row, config) for m in batch if isinstance(m, MicroBatch)}
+            old_logprobs = {
+                id(m): forward(policy, m.row.to(device), config) for m in batch if isinstance(m, MicroBatch)
+            }
     for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for item in batch:

@@ -654,6 +654,8 @@ class Scorer:
         self._in_a_row: Counter[str] = Counter()
         self._calls = CallPool(config.reward_workers)
         self._lock = threading.Lock()
+        self._failed_path = Path(config.output_dir) / "failed_rewards.jsonl"
+        self._failed_path.unlink(missing_ok=True)
 
     def score(self, group: Group) -> None:
         """Fill in the group's `texts`, `rewards` and `reward`. Thread-safe.
@@ -702,7 +704,7 @@ class Scorer:
         sample = {"error": message, "prompt": group.prompt.content, "completions": group.texts}
         line = json.dumps({**sample, "columns": group.prompt.columns}, ensure_ascii=False, default=repr)
         with self._lock:
-            with (Path(self.config.output_dir) / "failed_rewards.jsonl").open("a") as file:
+            with self._failed_path.open("a") as file:
                 file.write(line + "\n")
             self.num_failed += 1
             self._in_a_row[name] += 1
