@@ -509,7 +509,7 @@ class Rollouts:
         prompts = (self.prompts[index] for index in epochs(len(self.prompts), config.seed))
         self.stream = RolloutStream(prompts, self._sample, self.scorer.score, self.num_threads, num_steps, config)
         self.num_tokens = 0
-        self.reported_s = time.monotonic()
+        self.reported_s = 0.0  # when the metrics' clocks were last read
         return num_steps
 
     def _sample(self, group: Group) -> None:
@@ -607,6 +607,8 @@ class Rollouts:
                     "compute this model as the trainer does; compare its --dtype, or raise max_logprob_mismatch"
                 )
         if is_main():
+            self.client.idle_seconds()  # the metrics' clocks start here
+            self.reported_s = time.monotonic()
             self.stream.open(0)
 
     def evaluate(self, step: int) -> dict[str, float]:
