@@ -409,6 +409,12 @@ def describe(config: TrainConfig) -> str:
             "warning: top_k, top_p, min_p, guided decoding and penalties change the distribution sampled from, while "
             "the loss takes log-probs over the whole vocabulary: ratios are then not exact"
         )
+    idle = {"importance_level", "epsilon", "epsilon_high", "delta"} & set(changed_fields(config))
+    if idle and config.old_logprobs == "trainer" and config.num_iterations * config.num_minibatches == 1:
+        lines.append(
+            f"warning: {', '.join(sorted(idle))}: without effect, as with one update a batch the ratio to the "
+            "trainer's own log-probs is 1; set old_logprobs to sampler, or num_iterations or num_minibatches above 1"
+        )
     if config.attn_implementation and config.share_prefix:
         lines.append(
             f"warning: attn_implementation={config.attn_implementation} counts only for a model that cannot share "

@@ -403,13 +403,13 @@ def deal(groups: Iterable[Group], num_ranks: int, config: TrainConfig) -> Iterat
         for group in islice(rest, config.batch_size // config.num_minibatches):
             part.append(group)
             if waiting and row_layout([*waiting, group], config)[1] > config.max_tokens_per_gpu:
-                rows += micro_batches(waiting, config)
+                rows += micro_batches(waiting, config.max_tokens_per_gpu, config)
                 waiting = []
             waiting.append(group)
             while len(rows) >= num_ranks:
                 yield _round(rows[:num_ranks], loads, is_last=False)
                 rows = rows[num_ranks:]
-        rows += micro_batches(waiting, config)
+        rows += micro_batches(waiting, _tail_tokens(waiting, num_ranks - len(rows), config), config)
         while rows:
             yield _round(rows[:num_ranks], loads, is_last=len(rows) <= num_ranks)
             rows = rows[num_ranks:]
@@ -434,8 +434,15 @@ def _round(rows: list[MicroBatch], loads: list[int], is_last: bool) -> list[Micr
     return [dealt[rank] for rank in range(len(loads))]
 
 
-def micro_batches(groups: list[Group], config: TrainConfig) -> list[MicroBatch]:
-    """Groups packed into rows, with what their tokens need for the loss."""
+def _tail_tokens(groups: list[Group], num_ranks: int, config: TrainConfig) -> int:
+    """A budget at which the last groups fill a row on every rank that has none yet."""
+    longest = max(len(group.prompt.token_ids) + len(c.token_ids) for group in groups for c in group.completions)
+    even = math.ceil(row_layout(groups, config)[1] / num_ranks)
+    return min(max(even, longest), config.max_tokens_per_gpu)
+
+
+def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> list[MicroBatch]:
+    """Groups packed into rows of at most `max_tokens`, with what their tokens need for the loss."""
     completions = [c for group in groups for c in group.completions]
     sizes = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
     advantages = torch.tensor([a for group in groups for a in group.advantages])
@@ -444,7 +451,7 @@ def micro_batches(groups: list[Group], config: TrainConfig) -> list[MicroBatch]:
     mask = torch.tensor(trained, dtype=torch.float32)
     sampler_logprobs = torch.tensor([x for c in completions for x in c.sampler_logprobs])
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
-    rows = pack(pairs, config.max_tokens_per_gpu, share_prefix=row_layout(groups, config)[0])
+    rows = pack(pairs, max_tokens, share_prefix=row_layout(groups, config)[0])
     return [MicroBatch(row, advantages[row.index], mask[row.index], sampler_logprobs[row.index]) for row in rows]
 
 
@@ -572,15 +579,12 @@ class Rollouts:
 
         Collective: every rank takes part in the gathers.
         """
-        self._send(policy, version)
-        if is_main():
-            self.stream.open(version)
-
-    def _send(self, policy: nn.Module, version: int) -> None:
         weights = published_weights(policy)
         if is_main():
             with nullcontext() if self.config.inflight_updates else self.stream.drained():
                 self.client.update_weights(weights, version)
+                if version > 0:  # before anything is sampled, the first one is verified
+                    self.stream.open(version)
         else:
             deque(weights, maxlen=0)
 
@@ -594,7 +598,7 @@ class Rollouts:
         """
         if is_main():
             self.client.clear_weights()
-        self._send(policy, 0)
+        self.publish(policy, 0)
         probes = broadcast_object(self.client.probe(self.prompts[0].token_ids) if is_main() else None)
         for url, (prompt_ids, probe) in zip(self.config.vllm_urls, probes, strict=True):
             (row,) = pack([(prompt_ids, [probe.token_ids])], share_prefix=False)
@@ -687,10 +691,9 @@ def train_batch(
     old_logprobs: dict[int, Tensor] = {}  # of the trainer, where its own forward does not give them
     if num_updates > 1:
         batch = list(batch)
+        rows = [item for item in batch if isinstance(item, MicroBatch) and config.old_logprobs == "trainer"]
         with torch.no_grad():
-            old_logprobs = {
-                id(m): forward(policy, m.row.to(device), config) for m in batch if isinstance(m, MicroBatch)
-            }
+            old_logprobs = {id(micro): forward(policy, micro.row.to(device), config) for micro in rows}
     for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for item in batch:

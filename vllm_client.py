@@ -30,6 +30,8 @@ from config import TrainConfig, UserError, is_data_file
 from recipes.workers import CallError, CallPool
 from utils import TransferGroup, address_towards, buckets
 
+CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
+
 
 class ServerError(RuntimeError):
     """A rollout server could not be reached, or refused; the message says which one, why and what to do."""
@@ -37,6 +39,10 @@ class ServerError(RuntimeError):
 
 class ServerLost(ServerError):
     """A server does not answer any more, or only with errors of its own: another one may do its work."""
+
+
+class ServerRestarted(ServerLost):
+    """A server answers, but not with the weights that it was sent."""
 
 
 @dataclass(frozen=True)
@@ -182,9 +188,11 @@ class Server:
                     raise ServerError(f"{method} {self.url}{path} {cause}")
             except (requests.RequestException, ValueError) as error:  # ValueError: half a JSON reply
                 cause = f"{type(error).__name__}: {error}"
+            if not self.is_ready:  # lost meanwhile: its work is for another one
+                break
             if attempt < retries:
                 time.sleep(min(0.5 * 2**attempt, 10))
-        raise ServerLost(f"{method} {self.url}{path} failed {retries + 1} times; the last time it {cause}")
+        raise ServerLost(f"{method} {self.url}{path} failed {attempt + 1} times; the last time it {cause}")
 
     def generate(self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0) -> list[Completion]:
         """Sample `sampling["n"]` completions of one prompt.
@@ -199,10 +207,18 @@ class Server:
         """
         num = sampling.get("n", 1)
         body = {"token_ids": prompt_ids, "sampling_params": {**sampling, "n": num + extra, "logprobs": 0}}
-        if extra:
-            choices = self._first_to_finish(num, {**body, "stream": True})
-        else:
+        choices: list[dict[str, Any]] = []
+        for attempt in range(self.retries + 1 if extra else 0):
+            try:
+                choices = self._first_to_finish(num, {**body, "stream": True})
+                break
+            except ServerLost:
+                if attempt == self.retries or not self.is_ready:
+                    raise
+        if not extra:
             choices = self.request("POST", "/inference/v1/generate", json=body)["choices"]
+        if len(choices) != num:
+            raise ServerLost(f"{self.url} returned {len(choices)} of {num} completions")
         return [_completion(choice) for choice in choices]
 
     def _first_to_finish(self, num: int, body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -246,13 +262,13 @@ class Server:
         """Open the weight-transfer group with this server's workers, replacing one that an earlier trainer left."""
         self._receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
-        world_size = 1 + self.request("GET", "/get_world_size")["world_size"]
+        world_size = 1 + self.request("GET", "/get_world_size", CONTROL_TIMEOUT_S)["world_size"]
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         info = {"host": address, "port": store.port, "world_size": world_size, "timeout_s": timeout_s}
         with ThreadPoolExecutor(1) as pool:  # both sides must enter the rendezvous
             reply = pool.submit(
-                self.request, "POST", "/init_weight_transfer_engine", retries=0, json={"init_info": info}
+                self.post, "/init_weight_transfer_engine", {"init_info": info}, timeout_s + CONTROL_TIMEOUT_S
             )
             while not store.check(["device/1"]):  # a server that refuses never comes
                 if reply.done():
@@ -269,15 +285,28 @@ class Server:
             leaving.start()
             leaving.join(1.0)
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """A POST that is never repeated, as it may not be done twice."""
-        return self.request("POST", path, retries=0, json=body)
+        return self.request("POST", path, timeout_s, retries=0, json=body)
+
+    def answers(self) -> bool:
+        """Whether it calls itself healthy."""
+        try:
+            self.request("GET", "/health", timeout_s=5, retries=0)
+        except ServerError:
+            return False
+        return True
+
+    def abort(self) -> None:
+        """End what is in flight, if the server still listens."""
+        with suppress(ServerError):
+            self.post("/pause?mode=abort", timeout_s=5)
 
     def begin_update(self) -> None:
         """Pause, and start to receive a stream of weights."""
         self.post("/pause?mode=keep&clear_cache=true")
         self.post("/start_weight_update")
-        self.loading = self._receiver.submit(self.post, "/update_weights", {"update_info": {}})
+        self.loading = self._receiver.submit(self.post, "/update_weights", {"update_info": {}}, self.timeout_s)
         self.sending: list[Any] = []
 
     def send(self, bucket: dict[str, Tensor] | None) -> None:
@@ -383,11 +412,14 @@ class VLLMClient:
     def lose(self, server: Server, error: BaseException) -> None:
         """Leave a server out, until a weight sync finds it back."""
         with self._slots:
-            if server.is_ready:
-                print(f"{server.url} is left out from now on: {error}", flush=True)
+            if not server.is_ready:
+                return
+            print(f"{server.url} is left out from now on: {error}", flush=True)
             server.is_ready = False
             self._last_loss = error
             self._slots.notify_all()
+        # what it has in flight goes to others at once, where it still listens (it may stand paused in mid-update)
+        threading.Thread(target=server.abort, daemon=True).start()
 
     @property
     def num_slots(self) -> int:
@@ -478,14 +510,13 @@ class VLLMClient:
         return [server for server in servers if server is not lost]
 
     def _is_back(self, server: Server) -> bool:
-        """Whether a lost server answers again; it is then connected and its weights are zeroed."""
+        """Whether a lost server answers again; it is then connected."""
         server.disconnect()
         try:
             server.request("GET", "/health", timeout_s=2, retries=0)
             self._when_ready(server, deadline=0.0)
             server.connect(self._device, self.config.sync_timeout)
-            server.post("/weight_checker", {"action": "reset"})
-        except ServerError:
+        except (ServerError, RuntimeError):  # RuntimeError: not all of its workers came to the transfer group
             return False
         print(f"{server.url} is back", flush=True)
         return True
@@ -506,6 +537,8 @@ def _completion(choice: dict[str, Any]) -> Completion:
     logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
     if len(logprobs) != len(token_ids):
         raise ServerError(f"a server returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    if not token_ids or choice["finish_reason"] not in ("stop", "length"):
+        raise ServerLost(f"a server ended a completion by {choice['finish_reason']!r} after {len(token_ids)} tokens")
     return Completion(token_ids, logprobs, choice["finish_reason"], spans)
 
 
@@ -651,6 +684,7 @@ class Scorer:
         self.tokenizer = tokenizer
         self.config = config
         self.num_failed = 0
+        self._is_closed = False
         self._in_a_row: Counter[str] = Counter()
         self._calls = CallPool(config.reward_workers)
         self._lock = threading.Lock()
@@ -687,6 +721,8 @@ class Scorer:
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:
+            if self._is_closed:
+                raise
             self._count_failure(name, f"{where} {error}", group)
             return [self.config.failed_reward] * num
         with self._lock:
@@ -713,6 +749,7 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers."""
+        self._is_closed = True
         self._calls.close()
 
 
@@ -727,12 +764,21 @@ def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], con
         ServerError: as `Server.generate`.
         ValueError: `rollout_fn` raises, or returns something else than `n` completions that fit a micro-batch.
     """
+    failures = 0
     while not group.completions:
         with client.lease() as server:
             try:
-                group.completions = _sampled_by(server, group.prompt, sampling, config)
+                completions = _sampled_by(server, group.prompt, sampling, config)
+                if any(span[0] < 0 for c in completions for span in c.weight_versions):
+                    raise ServerRestarted(
+                        f"{server.url} sampled with weights that this run did not give it: was it restarted?"
+                    )
+                group.completions = completions
             except ServerLost as error:  # another one starts the group anew
-                client.lose(server, error)
+                if isinstance(error, ServerRestarted) or not (server.is_ready and server.answers()):
+                    client.lose(server, error)
+                elif (failures := failures + 1) == 3:  # it is not the servers
+                    raise ServerError(f"dataset row {group.prompt.index}: {error}, though it is healthy") from error
     group.sampled_s = time.monotonic()
 
 
@@ -757,6 +803,8 @@ def _check_rollout(completions: Any, prompt: Prompt, num: int, where: str, confi
     if len(completions) != num:
         raise UserError(f"{where} returned {len(completions)} completions: sampling asks for n={num}")
     for c in completions:
+        if not c.token_ids:
+            raise UserError(f"{where} returned an empty completion")
         if len({len(c.token_ids), len(c.sampler_logprobs), len(c.sampled)}) > 1:
             raise UserError(f"{where} returned ids, log-probs and loss mask of different lengths: join with `then`")
         if (length := len(prompt.token_ids) + len(c.token_ids)) > config.max_tokens_per_gpu:
@@ -771,8 +819,8 @@ class RolloutStream:
 
     A prompt is admitted while groups accepted + running < (max_staleness + version + 1) x batch_size: what is dropped
     is replaced by itself, and at staleness 0 exactly the batch to be trained is sampled. Every group ends once: taken,
-    or dropped with a reason. At most `batch_size` groups can have to be in a batch lest they grow too stale (no more
-    were admitted by then than batches up to this one hold), so waiting for them always suffices.
+    or dropped with a reason. No more groups can have begun by version v than the batches up to v + max_staleness hold,
+    so that it always suffices to keep room for them, and to wait.
 
     Args:
         prompts: endless, in the order of admission.
@@ -822,8 +870,11 @@ class RolloutStream:
                 while (group := self._next(version, missing)) is None:
                     if self._failure:
                         raise self._failure
-                    self._changed.wait()
+                    if not self._changed.wait(60) and self._running:
+                        oldest = min(self._running.values(), key=lambda g: g.id)
+                        print(f"waiting for rollouts; the oldest is of dataset row {oldest.prompt.index}", flush=True)
                 self._ready.remove(group)
+                assert version - group.oldest_version <= self.config.max_staleness
             yield group
 
     @contextmanager
@@ -928,11 +979,17 @@ class RolloutStream:
                 self.dropped.append((group, "stale"))
             self._admit()
             return self._ready[0] if self._ready else None
-        last_call = version - staleness  # what began under this policy or an older one must be in this batch
-        due = [g for g in self._running.values() if 0 <= g.started_version <= last_call]
-        ready = sorted(self._ready, key=lambda g: g.started_version > last_call)  # stable: else as they were completed
-        if ready and (ready[0].started_version <= last_call or missing > len(due)):
-            return ready[0]
+        # A group that began under policy v must be in batch v + staleness at the latest. Take the oldest that leaves
+        # enough room in this batch and the next ones for all that are older than it, ready or still running.
+        starts = [g.started_version for g in [*self._running.values(), *self._ready] if g.started_version >= 0]
+        last_call = version - staleness
+        for group in sorted(self._ready, key=lambda g: g.started_version):  # stable: else as they were completed
+            later = range(group.started_version - last_call)
+            if all(
+                sum(start <= last_call + k for start in starts) <= missing - 1 + k * self.config.batch_size
+                for k in later
+            ):
+                return group
         return None
 
 

@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection
 from types import FunctionType
 from typing import Any
 
+IMPORT_TIMEOUT_S = 120.0
+
 
 class CallError(RuntimeError):
     """A call raised, took too long, or ended its process; the message says which."""
@@ -46,6 +48,7 @@ class CallPool:
         for _ in range(num_workers):
             self._places.put(None)
         self._alive: set[_Worker] = set()
+        self._in_threads: set[str] = set()
         self._starter = ThreadPoolExecutor(1)  # Linux ends a worker with the thread that started it: one that stays
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
@@ -57,9 +60,11 @@ class CallPool:
         try:
             message = _pickled((function, arguments))
         except (pickle.PicklingError, AttributeError, TypeError):
-            return _call_in_thread(function, arguments, timeout_s)
+            message = None
         worker = self._places.get()
         try:
+            if message is None:
+                return self._call_in_thread(function, arguments, timeout_s)
             if worker is None:
                 worker = self._starter.submit(_Worker).result()
                 self._alive.add(worker)
@@ -69,6 +74,22 @@ class CallPool:
                 self._alive.discard(worker)
                 worker = None
             self._places.put(worker)
+
+    def _call_in_thread(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
+        name = getattr(function, "__name__", repr(function))
+        if name not in self._in_threads:
+            self._in_threads.add(name)
+            print(
+                f"{name} runs in a thread, as no other process can import it: it cannot be ended by force", flush=True
+            )
+        outcome: list[tuple[bool, Any]] = []
+        thread = threading.Thread(target=lambda: outcome.append(_outcome(function, arguments)), daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        succeeded, value = outcome[0] if outcome else (False, f"took longer than {timeout_s:g} s")
+        if not succeeded:
+            raise CallError(value)
+        return value
 
     def close(self) -> None:
         """End all workers, those in a call too."""
@@ -81,38 +102,36 @@ class _Worker:
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
         fd = theirs.fileno()
-        self.process = subprocess.Popen([sys.executable, __file__, str(fd)], pass_fds=[fd], stdin=subprocess.DEVNULL)
+        command = [sys.executable, __file__, str(fd)]
+        self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         self.connection.send_bytes(pickle.dumps(sys.path))
 
     def call(self, message: bytes, timeout_s: float) -> Any:
         try:
             self.connection.send_bytes(message)
+            if not self.connection.poll(IMPORT_TIMEOUT_S):
+                self.end()
+                raise CallError(f"took longer than {IMPORT_TIMEOUT_S:g} s to be imported")
             self.connection.recv_bytes()  # the function is imported
             if not self.connection.poll(timeout_s):
                 self.end()
                 raise CallError(f"took longer than {timeout_s:g} s")
             succeeded, value = pickle.loads(self.connection.recv_bytes())
         except (EOFError, OSError):
-            raise CallError(f"ended its process (exit code {self.process.wait()})") from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)  # to its own end, for the exit code
+            self.end()
+            raise CallError(f"ended its process (exit code {self.process.returncode})") from None
         if not succeeded:
             raise CallError(value)
         return value
 
     def end(self) -> None:
-        self.process.kill()
+        """Kill it, with the processes that a function may have started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-def _call_in_thread(function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
-    outcome: list[tuple[bool, Any]] = []
-    thread = threading.Thread(target=lambda: outcome.append(_outcome(function, arguments)), daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    succeeded, value = outcome[0] if outcome else (False, f"took longer than {timeout_s:g} s")
-    if not succeeded:
-        raise CallError(value)
-    return value
 
 
 def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, Any]:

@@ -15,7 +15,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class FakeServer:
         self.group: TransferGroup | None = None
         self._resumed = threading.Event()
         self._resumed.set()
+        self._aborted = False
         self._free = threading.Semaphore(self.slots)
         self._computing = threading.Lock()
 
@@ -87,6 +88,7 @@ class FakeServer:
             self.versions[self.version] = self._weights()
         elif path == "/pause":
             self._resumed.clear()
+            self._aborted = body.get("mode") == "abort"
         elif path == "/resume":
             self._resumed.set()
         return {}
@@ -109,12 +111,17 @@ class FakeServer:
         with self._free:
             for _ in said:
                 time.sleep(seconds / len(ids))
-                self._resumed.wait()
+                while not self._resumed.wait(0.01) and not self._aborted:
+                    pass
+                if not self._resumed.is_set():
+                    break
                 versions.append(self.version)
-        ended.put(self._choice(prompt, number, said, versions, sampling, len(ids) > len(said)))
+        choice = self._choice(prompt, number, said[: len(versions)], versions, sampling)
+        reason = "abort" if len(versions) < len(said) else "length" if len(said) < len(ids) else "stop"
+        ended.put({**choice, "finish_reason": reason})
 
     def _choice(
-        self, prompt: list[int], number: int, ids: list[int], versions: list[str], sampling: dict[str, Any], cut: bool
+        self, prompt: list[int], number: int, ids: list[int], versions: list[str], sampling: dict[str, Any]
     ) -> dict[str, Any]:
         logprobs = [0.0] * len(ids)
         spans: list[dict[str, Any]] = []
@@ -130,7 +137,7 @@ class FakeServer:
                 part = slice(span["start"], span["end"])
                 logprobs[part] = scaled[range(len(ids)), ids][part].tolist()
         return {
-            "index": number, "token_ids": ids, "finish_reason": "length" if cut else "stop", "weight_versions": spans,
+            "index": number, "token_ids": ids, "weight_versions": spans,
             "logprobs": {"content": [{"logprob": value} for value in logprobs]},
         }  # fmt: skip
 
@@ -152,7 +159,7 @@ def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeSe
 
         def do_POST(self) -> None:
             """One request."""
-            path = urlsplit(self.path).path
+            path, query = urlsplit(self.path).path, dict(parse_qsl(urlsplit(self.path).query))
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
             fake.log.append((path, time.monotonic()))
             try:
@@ -162,7 +169,7 @@ def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeSe
                 elif path == "/inference/v1/generate":
                     self.reply(200, {"choices": sorted(fake.generate(body), key=lambda choice: choice["index"])})
                 else:
-                    self.reply(200, fake.control(path, body))
+                    self.reply(200, fake.control(path, body | query))
             except (BrokenPipeError, ConnectionResetError):
                 self.close_connection = True
             except Exception as error:

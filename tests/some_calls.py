@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import subprocess
 
 
 def add(a, b):
@@ -33,3 +34,9 @@ def hangs(path):
 
 def unsendable():
     return (i for i in range(3))
+
+
+def sandbox(path):
+    with subprocess.Popen(["sleep", "60"]) as process:
+        path.write_text(str(process.pid))
+        process.wait()

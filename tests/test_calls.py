@@ -1,6 +1,7 @@
 """Calls in worker processes: values, failures, time-outs, what cannot be sent, orphans."""
 
 import concurrent.futures
+import importlib
 import importlib.util
 import os
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
-from some_calls import add, dies, fails, hangs, later, leaves, unsendable
+from some_calls import add, dies, fails, hangs, later, leaves, sandbox, unsendable
 
+from recipes import workers
 from recipes.workers import CallError, CallPool
 
 
@@ -118,3 +120,43 @@ def test_a_function_of_the_main_script(tmp_path):
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "2"
+
+
+def test_what_a_stuck_function_started_ends_with_it(pool, tmp_path):
+    """As a sandbox that runs code in a process of its own."""
+    with pytest.raises(CallError, match="took longer than 0.5 s"):
+        pool.call(sandbox, {"path": tmp_path / "pid"}, 0.5)
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "IMPORT_TIMEOUT_S", 0.5)
+    path = tmp_path / "slow_module.py"
+    path.write_text("import sys, time\nif not hasattr(sys, 'ours'): time.sleep(60)\ndef f(): return 1\n")
+    monkeypatch.setattr(sys, "ours", True, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    slow = importlib.import_module("slow_module")
+    pool = CallPool(1)
+    with pytest.raises(CallError, match="took longer than 0.5 s to be imported"):
+        pool.call(slow.f, {}, 5)
+    pool.close()
+
+
+def test_threads_are_bounded_too():
+    pool, running, most = CallPool(2), [0], [0]
+
+    def count():
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        running[0] -= 1
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for call in [threads.submit(pool.call, count, {}, 5) for _ in range(16)]:
+            call.result()
+    assert most[0] <= 2
+    pool.close()

@@ -151,6 +151,63 @@ def assert_same(got, expected):
         torch.testing.assert_close(got[name], gradient, rtol=1e-3, atol=3e-6)
 
 
+def with_environment(groups):
+    """The same groups, whose completions of more than two tokens have an environment's word in their middle."""
+    for group in groups:
+        group.completions = [
+            dataclasses.replace(c, loss_mask=[not 0 < i < len(c.token_ids) - 1 for i in range(len(c.token_ids))])
+            for c in group.completions
+        ]
+    return groups
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+def test_tokens_of_an_environment_are_context_only(models, device, loss_type):
+    """Against plain rows whose loss takes the first and the last token of each completion, and counts no others."""
+    config = make_config(models["tied"], loss_type=loss_type, max_tokens_per_gpu=60)
+    policy = make_policy(config, device)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
+    before = trainable(policy)
+    share = dealt(with_environment(make_groups()), ADVANTAGES, 1, config)[0]
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    train_batch(policy, None, optimizer, schedule, share, config, device)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
+    total, count = torch.zeros(()), 0
+    for group, c, completion in _numbered(make_groups()):
+        start, ids = len(group.prompt.token_ids), group.prompt.token_ids + completion.token_ids
+        logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
+        logprobs = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
+        own = logprobs[[0]] if len(logprobs) == 1 else logprobs[[0, -1]]
+        count += len(own)
+        loss = -ADVANTAGES[group.prompt.index, c] * own
+        total = total + (loss.mean() if loss_type == "grpo" else loss.sum())
+    (total / {"grpo": 12, "dr_grpo": 12 * 12, "dapo": count}[loss_type]).backward()
+    got = {name: before[name] - weight for name, weight in trainable(policy).items()}
+    weights = {id(w): (name, w) for name, w in reversed(model.state_dict(keep_vars=True).items()) if w.requires_grad}
+    assert_same(got, {name: w.grad for name, w in weights.values()})
+
+
+def test_turns_are_joined():
+    first = Completion([5, 6], [-1.0, -2.0], "stop", [(3, 0, 2)])
+    last = Completion([9], [-0.5], "length", [(3, 0, 1), (4, 1, 1)])
+    joined = first.then([7, 8], last)
+    assert joined.token_ids == [5, 6, 7, 8, 9]
+    assert joined.sampler_logprobs == [-1.0, -2.0, 0.0, 0.0, -0.5]
+    assert joined.sampled == [True, True, False, False, True]
+    assert joined.weight_versions == [(3, 0, 2), (3, 4, 5), (4, 5, 5)]
+    assert joined.finish_reason == "length"
+    assert joined.then([1], first).sampled == [True, True, False, False, True, False, True, True]
+
+
+def test_the_tail_is_spread_over_the_ranks():
+    """One batch that would fit a single row: each of two ranks gets about half of it."""
+    shares = dealt(make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=10_000))
+    sizes = [sum(micro.row.num_tokens for micro in rows_of(share)) for share in shares]
+    assert max(sizes) < 0.7 * sum(sizes)
+    assert sum(micro.mask.sum().item() for share in shares for micro in rows_of(share)) == sum(map(sum, LENGTHS))
+
+
 CASES = [
     {},
     {"loss_type": "grpo"},

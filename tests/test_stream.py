@@ -39,7 +39,8 @@ class Trainer:
         self.trained: list[tuple[int, Group]] = []
         self.dropped: list[tuple[int, str]] = []
         prompts = (Prompt(i, [5], "", {}) for i in itertools.count())
-        self.stream = RolloutStream(prompts, self.sample, self.score, 6, STEPS, self.config)
+        num_threads = (self.config.max_staleness + 1) * BATCH  # all that is admitted can be under way
+        self.stream = RolloutStream(prompts, self.sample, self.score, num_threads, STEPS, self.config)
 
     def sample(self, group):
         start = self.stream.version
@@ -86,6 +87,21 @@ def test_the_bound_holds_and_every_group_ends_once(staleness, policy):
             assert ids == sorted(ids)
         if policy == "wait":
             assert all(reason == "zero_advantage" for _, reason in done.dropped)
+
+
+@pytest.mark.parametrize("staleness", [2, 3, 4])
+def test_fast_new_groups_leave_room_for_slow_old_ones(staleness):
+    """All that begin under policy 0 are slow, all later ones are instant: they may not crowd those out."""
+    trainer = Trainer(0, max_staleness=staleness)
+
+    def sample(group):
+        version = trainer.stream.version
+        time.sleep(0.05 if version == 0 and group.id >= BATCH else 0)
+        group.completions = [Completion([5], [-1.0], "stop", [(version, 0, 1)])] * 2
+
+    trainer.stream._sample = sample
+    for version, group in trainer.run().trained:
+        assert version - group.oldest_version <= staleness
 
 
 def test_a_straggler_is_waited_for_or_dropped():
@@ -140,15 +156,31 @@ def test_errors_of_sampling_and_scoring_reach_the_trainer():
 
 
 def test_draining_waits_and_holds():
+    """The block begins when the sample under way has ended, and nothing begins before its end."""
     trainer = Trainer(0, max_staleness=1)
+    under_way, release = threading.Event(), threading.Event()
+    begun = []
+
+    def sample(group):
+        begun.append(group.id)
+        under_way.set()
+        release.wait(20)
+        group.completions = [Completion([5], [-1.0], "stop", [(trainer.stream.version, 0, 1)])] * 2
+
+    trainer.stream._sample = sample
     trainer.stream.open(0)
+    assert under_way.wait(20)
+    threading.Timer(0.2, release.set).start()
+    started = time.monotonic()
     with trainer.stream.drained():
+        assert release.is_set()
+        assert time.monotonic() - started > 0.1
         assert trainer.stream._num_sampling == 0
-        before = len(trainer.stream._ready)
+        before = list(begun)
+        trainer.stream.open(1)  # what this admits waits, and begins under the new version
         time.sleep(0.1)
-        assert trainer.stream._num_sampling == 0
-        assert len(trainer.stream._ready) <= before + 6  # those that were being scored
-    assert len(list(trainer.stream.take(0))) == BATCH
+        assert begun == before
+    assert len(list(trainer.stream.take(1))) == BATCH
     trainer.stream.close()
 
 
@@ -277,8 +309,7 @@ def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
 
         def ill(path):
             asked = [path for path, _ in two.log].count("/inference/v1/generate")
-            health = [path for path, _ in two.log].count("/health")
-            if asked > 4 and health < 4:  # one look at the start; two syncs find it ill
+            if asked > 4 and "2" not in one.versions:
                 raise ConnectionError("out of order")
 
         two.fault = ill
@@ -290,7 +321,7 @@ def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
     assert sorted({row["group"] for row in samples}) == list(range(60))
     assert len(samples) == 60 * 4
     asked = [number for number, (path, _) in enumerate(two.log) if path == "/inference/v1/generate"]
-    back = max(number for number, (path, _) in enumerate(two.log) if path == "/weight_checker")
+    back = max(number for number, (path, _) in enumerate(two.log) if path == "/init_weight_transfer_engine")
     assert min(asked) < back < max(asked)
     for name, weight in one.versions["10"].items():
         assert torch.equal(weight, two.versions["10"][name])
@@ -310,6 +341,59 @@ def test_a_server_lost_in_a_sync_does_not_cost_the_step(models, recipe, tmp_path
     assert "4" in one.versions
     assert "4" not in two.versions
     assert len(read(tmp_path, "completions")) == 4 * 6 * 4
+
+
+def test_requests_in_flight_on_a_server_lost_in_a_sync_go_to_another(models, recipe, tmp_path):
+    """It stands paused in mid-update, with completions under way; they are aborted there, and sampled anew."""
+    with fake_server(models["untied"], answer_in(0.3)) as one, fake_server(models["untied"], answer_in(0.3)) as two:
+
+        def ill(asked):
+            if asked == "/finish_weight_update" and "1" in two.versions:
+                raise ConnectionError("out of order")
+
+        two.fault = ill
+        started = time.monotonic()
+        main(parse_args([recipe(one, two), "--max_steps", "4", "--max_staleness", "1"]))
+        assert time.monotonic() - started < 60  # request_timeout is 600
+    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
+
+
+def test_a_restarted_server_gets_the_weights_again(models, recipe, tmp_path, capsys):
+    """It answers, with the weights it started with: what it says is not trained, and the next sync has it back."""
+    with fake_server(models["untied"], answer_in(0.01)) as one, fake_server(models["untied"], answer_in(0.01)) as two:
+
+        def restart(path):
+            if path == "/resume" and two.version == "2":
+                two.version = "default"
+
+        two.fault = restart
+        main(parse_args([recipe(one, two), "--max_steps", "6"]))
+    assert "was it restarted?" in capsys.readouterr().out
+    spans = [span[0] for row in read(tmp_path, "completions") for span in row["weight_versions"]]
+    assert set(spans) == set(range(6))
+    assert "6" in two.versions
+
+
+def test_a_group_that_no_server_can_take_is_named(models, recipe):
+    """A healthy server that fails on one prompt, again and again: the others are not tried to death with it."""
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+
+        def ill(path):
+            if path == "/inference/v1/generate" and "0" in server.versions and len(server.log) > 20:
+                raise ValueError("a prompt like that")
+
+        server.fault = ill
+        with pytest.raises(ServerError, match=r"dataset row \d+: .*a prompt like that.*though it is healthy"):
+            main(parse_args([recipe(server), "--request_retries", "1"]))
+
+
+def test_the_fewest_in_flight_is_asked(models, recipe):
+    """A server ten times as slow gets few of the groups, as it is the busier one."""
+    with fake_server(models["untied"], answer_in(0.4)) as slow, fake_server(models["untied"], answer_in(0.04)) as fast:
+        limit = ["--max_concurrent_requests", "1", "--max_steps", "4", "--max_staleness", "1"]
+        main(parse_args([recipe(slow, fast), *limit]))
+    counts = [sum(path == "/inference/v1/generate" for path, _ in server.log) for server in (slow, fast)]
+    assert counts[1] > 2 * counts[0]
 
 
 def test_the_last_server_lost_ends_the_run(models, recipe):
