@@ -166,6 +166,7 @@ class Server:
         self.idle_s = 0.0  # since the last report
         self.idle_since = time.monotonic()
         self.transfer: TransferGroup | None = None
+        self.sending: list[Any] = []  # broadcasts under way
         self._local = threading.local()  # a requests.Session is not thread-safe
 
     def request(
@@ -281,7 +282,7 @@ class Server:
         """Leave the weight-transfer group; what a lost server never received may keep it open for its time-out."""
         if self.transfer is not None:
             leaving = threading.Thread(target=self.transfer.close, daemon=True)
-            self.transfer = None
+            self.transfer, self.sending = None, []  # a broadcast would keep the group, and the server, waiting
             leaving.start()
             leaving.join(1.0)
 
@@ -307,7 +308,7 @@ class Server:
         self.post("/pause?mode=keep&clear_cache=true")
         self.post("/start_weight_update")
         self.loading = self._receiver.submit(self.post, "/update_weights", {"update_info": {}}, self.timeout_s)
-        self.sending: list[Any] = []
+        self.sending = []
 
     def send(self, bucket: dict[str, Tensor] | None) -> None:
         """Start to send a bucket, {} to end the stream, once the one before has arrived; None only waits for that."""
@@ -488,8 +489,10 @@ class VLLMClient:
                         servers = self._without(server, servers, error)
             self._on(servers, lambda server: server.end_update(version))
         except BaseException:
-            with suppress(ServerError):  # the first cause is the one to report
-                self._on(servers, lambda server: server.post("/resume"))
+            for server in servers:
+                server.disconnect()  # a server that waits for the rest of the stream would not hear the next request
+            for server in servers:
+                server.abort()  # to go on with half of the weights would end its engine; the next sync resumes it
             raise
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
