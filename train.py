@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, fields, replace
-from itertools import islice, repeat
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
 
@@ -163,7 +163,8 @@ def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
 def sampling_sums(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """How far trainer and server are apart on the sampled tokens: sums over tokens, and the largest |difference|.
 
-    `kl` estimates KL(server || trainer) by k3; `weight` and `square` give the effective sample size of w as (Σw)²/NΣw².
+    `sampling_kl` estimates KL(server || trainer) by k3; `weight` and `square` give the effective sample size of w as
+    (Σw)² / NΣw².
     """
     gap = (old_logprobs - sampler_logprobs).where(mask > 0, 0.0)
     weight = gap.exp() * mask
@@ -392,16 +393,21 @@ def deal(groups: Iterable[Group], num_ranks: int, config: TrainConfig) -> Iterat
     Args:
         groups: the batch, with advantages; num_minibatches equal parts of it end with a `Step` each.
     """
+    parts: Iterable[Iterable[Group]] = [groups]
+    whole: float | None = None  # one normalizer for all parts, where every token of the batch weighs the same
     if config.num_minibatches > 1:
         groups = list(groups)
-    rest = iter(groups)
+        size = config.batch_size // config.num_minibatches
+        parts = [groups[start : start + size] for start in range(0, len(groups), size)]
+        if config.loss_type in ("dapo", "cispo"):
+            whole = loss_normalizer(trained_lengths(groups, config), config) / config.num_minibatches
     loads = [0] * num_ranks
-    for _ in range(config.num_minibatches):
-        part: list[Group] = []
+    for part in parts:
+        lengths: list[int] = []
         rows: list[MicroBatch] = []
         waiting: list[Group] = []
-        for group in islice(rest, config.batch_size // config.num_minibatches):
-            part.append(group)
+        for group in part:
+            lengths += trained_lengths([group], config)
             if waiting and row_layout([*waiting, group], config)[1] > config.max_tokens_per_gpu:
                 rows += micro_batches(waiting, config.max_tokens_per_gpu, config)
                 waiting = []
@@ -413,12 +419,7 @@ def deal(groups: Iterable[Group], num_ranks: int, config: TrainConfig) -> Iterat
         while rows:
             yield _round(rows[:num_ranks], loads, is_last=len(rows) <= num_ranks)
             rows = rows[num_ranks:]
-        if config.loss_type in ("dapo", "cispo"):  # every token of the batch weighs the same
-            whole = groups if isinstance(groups, list) else part
-            normalizer = loss_normalizer(trained_lengths(whole, config), config) / config.num_minibatches
-        else:
-            normalizer = loss_normalizer(trained_lengths(part, config), config)
-        yield [Step(normalizer)] * num_ranks
+        yield [Step(whole or loss_normalizer(lengths, config))] * num_ranks
 
 
 def _round(rows: list[MicroBatch], loads: list[int], is_last: bool) -> list[MicroBatch]:
