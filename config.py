@@ -87,6 +87,8 @@ class TrainConfig:
     be are trained on one padded row per completion, with a message; so are batches with next to nothing to share."""
     gradient_checkpoint: bool = False
     """Recompute activations in the backward pass: about a third more time for much less memory."""
+    freeze_vision_tower: bool = False
+    """Train the language model and the projector of a vision-language model, but not its vision tower."""
     trust_remote_code: bool = False
     """Let the model's repository run its own Python code here."""
     use_peft: bool = False

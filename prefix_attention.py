@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, Literal, Self, overload
 from unittest.mock import patch
 
@@ -27,6 +27,9 @@ from torch.utils.checkpoint import checkpoint
 NAME = "shared_prefix"  # under which transformers knows the attention function
 HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits alive at a time
 QUERY_BLOCK = 512  # queries at a time in the attention loop
+SMALL = (
+    64  # tokens up to which segments of one length attend together on the CPU, where a call costs more than its work
+)
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rows
@@ -66,6 +69,16 @@ class PackedBatch:
     def num_tokens(self) -> int:
         """Tokens forwarded, padding included."""
         return self.input_ids.numel()
+
+    @property
+    def prompts(self) -> list[int]:
+        """Numbers of the groups whose prompts are forwarded, in their order, once for each time."""
+        if self.segments is None:
+            place, num = self.row, len(self.input_ids)
+        else:
+            starts = self.segments[self.segments[:, 2] < 0, 0].to(self.position.device)
+            place, num = torch.searchsorted(starts, self.position, right=True) - 1, len(starts)
+        return self.group.new_zeros(num).index_put((place,), self.group).tolist()
 
     def to(self, device: torch.device | str) -> Self:
         """The same row on `device`; `segments` stay on the CPU, where attention reads them."""
@@ -240,77 +253,135 @@ def _columns(places: list[Tensor]) -> list[Tensor]:
 # or value is copied. The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge; but
 # given the *merged* output and log-sum-exp, the backward of flash attention over one block of keys is just that block's
 # part of the whole gradient (it makes p = exp(q·k - lse) again and needs rowsum(grad·out), nothing else).
+#
+# A plan is a row's segments with a fourth number, 1 for a segment that sees all of itself (an image in Gemma3's
+# prompts), 0 for a causal one.
 
 
 def _paths(segments: list[list[int]]) -> list[list[int]]:
     """For each segment, its ancestors and itself, root first."""
     paths: list[list[int]] = []
-    for number, (_, _, parent) in enumerate(segments):
+    for number, (_, _, parent, _) in enumerate(segments):
         paths.append([*(paths[parent] if parent >= 0 else []), number])
     return paths
 
 
-def _below(segments: list[list[int]]) -> list[tuple[slice, slice]]:
-    """(tokens of a segment, tokens of everything below it) for each segment that has something below it."""
-    ends = [start + length for start, length, _ in segments]
-    for number in range(len(segments) - 1, -1, -1):  # depth first: what is below follows at once
-        parent = segments[number][2]
-        if parent >= 0:
-            ends[parent] = max(ends[parent], ends[number])
-    return [
-        (slice(start, start + length), slice(start + length, end))
-        for (start, length, _), end in zip(segments, ends, strict=True)
-        if end > start + length
-    ]
+@dataclass(frozen=True)
+class _Block:
+    """One kernel call of the cascade: pieces of queries, each of which sees its piece of keys.
 
-
-def _blocks(segments: list[list[int]], is_cuda: bool) -> list[tuple[slice, slice, list[int] | None]]:
-    """(queries, keys, bounds) of every kernel call of the cascade.
-
-    Bounds cut a causal block into sequences: all segments at once for the CUDA kernel, one a call for the CPU's.
-    Without bounds all queries see all keys. The causal blocks come first, and cover every token once.
+    The CUDA kernel takes neighbouring pieces of any lengths; the CPU's takes pieces of one shape, from anywhere.
+    `is_first` for the call that is the first one for its queries; the results of later ones are merged.
     """
-    starts = [start for start, _, _ in segments]
-    bounds = [*starts, sum(segments[-1][:2])]
-    own = [bounds] if is_cuda else [list(pair) for pair in pairwise(bounds)]
-    causal = [(slice(part[0], part[-1]), slice(part[0], part[-1]), part) for part in own]
-    return [*causal, *((below, keys, None) for keys, below in _below(segments))]
+
+    queries: list[slice]
+    keys: list[slice]
+    is_first: bool
+    is_causal: bool
 
 
-def _cuda_arguments(q: Tensor, k: Tensor, bounds: list[int] | None) -> tuple[Any, ...]:
+def _below(segments: list[list[int]]) -> list[tuple[int, slice, slice]]:
+    """(depth, tokens of everything below it, its tokens) for each segment that has something below it."""
+    ends = [_span(segment)[1] for segment in segments]
+    for number in range(len(segments) - 1, -1, -1):  # depth first: what is below follows at once
+        if (parent := segments[number][2]) >= 0:
+            ends[parent] = max(ends[parent], ends[number])
+    found: list[tuple[int, slice, slice]] = []
+    depths: list[int] = []
+    for segment, end in zip(segments, ends, strict=True):
+        depths.append(depths[segment[2]] + 1 if segment[2] >= 0 else 0)
+        start, stop = _span(segment)
+        if end > stop:
+            found.append((depths[-1], slice(stop, end), slice(start, stop)))
+    return found
+
+
+def _blocks(segments: list[list[int]], is_cuda: bool) -> list[_Block]:
+    """The kernel calls of a row: every segment on itself, then what is below a segment on it, from the roots down.
+
+    On the CPU small calls of one shape are made together. The order of a token's calls depends on its own tree alone.
+    """
+    calls: dict[Any, _Block] = {}
+
+    def call(depth: int, queries: slice, keys: slice, is_causal: bool) -> None:
+        shape = (queries.stop - queries.start, keys.stop - keys.start)
+        is_small = not is_cuda and shape[0] * shape[1] <= SMALL * SMALL
+        block = _Block([], [], depth < 0, is_causal)
+        block = calls.setdefault((depth, shape, is_causal, None if is_small else queries.start), block)
+        block.queries.append(queries)
+        block.keys.append(keys)
+
+    if is_cuda:
+        for is_whole, run in groupby(segments, key=lambda segment: segment[3]):
+            pieces = [slice(*_span(segment)) for segment in run]
+            calls[pieces[0].start] = _Block(pieces, pieces, True, not is_whole)
+    else:
+        for segment in segments:
+            call(-1, slice(*_span(segment)), slice(*_span(segment)), not segment[3])
+    for depth, queries, keys in sorted(_below(segments), key=lambda found: found[0]):
+        call(depth, queries, keys, False)
+    return list(calls.values())
+
+
+def _neighbours(pieces: list[slice]) -> list[list[slice]]:
+    """Pieces in runs, each of which goes on where the one before ends."""
+    runs = [[pieces[0]]]
+    for before, piece in pairwise(pieces):
+        if piece.start != before.stop:
+            runs.append([])
+        runs[-1].append(piece)
+    return runs
+
+
+def _tokens(pieces: list[slice], device: torch.device) -> slice | Tensor:
+    """The tokens of pieces as an index: a slice, which copies nothing, wherever one will do."""
+    if len(_neighbours(pieces)) == 1:
+        return slice(pieces[0].start, pieces[-1].stop)
+    starts = torch.tensor([piece.start for piece in pieces], device=device)
+    return (starts[:, None] + torch.arange(pieces[0].stop - pieces[0].start, device=device)).flatten()
+
+
+def _cuda_arguments(block: _Block, device: torch.device) -> tuple[Any, ...]:
     """Cumulative and longest lengths of queries and keys, dropout and causality, as the CUDA kernel takes them."""
-    both = (bounds or [0, len(q)], bounds or [0, len(k)])
-    cumulative = (torch.tensor(ends, dtype=torch.int32, device=q.device) for ends in both)
-    longest = (max(b - a for a, b in pairwise(ends)) for ends in both)
-    return *cumulative, *longest, 0.0, bounds is not None
+    lengths = [[piece.stop - piece.start for piece in pieces] for pieces in (block.queries, block.keys)]
+    cumulative = (torch.tensor([0, *accumulate(of)], dtype=torch.int32, device=device) for of in lengths)
+    return *cumulative, *map(max, lengths), 0.0, block.is_causal
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, bounds: list[int] | None, scale: float) -> tuple[Tensor, Tensor]:
-    """Flash attention, tokens first: q [L, H, D], k and v [K, H_kv, D] -> out [L, H, D], log-sum-exp [L, H]."""
+def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tuple[Tensor, Tensor]:
+    """Flash attention of a block's tokens: q [L, H, D], k and v [K, H_kv, D] -> out [L, H, D], log-sum-exp [L, H]."""
     if q.is_cuda:  # what torch.nn.attention.varlen calls, whose own names and arguments change from release to release
-        arguments = _cuda_arguments(q, k, bounds)
+        arguments = _cuda_arguments(block, q.device)
         out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, scale=scale)
         return out, lse.T
-    heads_first = (t.transpose(0, 1)[None] for t in (q, k, v))
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = flash(*heads_first, 0.0, bounds is not None, scale=scale)
-    return out[0].transpose(0, 1), lse[0].T
+    out, lse = flash(*(_heads_first(t, block) for t in (q, k, v)), 0.0, block.is_causal, scale=scale)
+    return _tokens_first(out), _tokens_first(lse)
+
+
+def _heads_first(tensor: Tensor, block: _Block) -> Tensor:
+    """[pieces * L, H, ...] -> [pieces, H, L, ...]"""
+    return tensor.unflatten(0, (len(block.queries), -1)).transpose(1, 2)
+
+
+def _tokens_first(tensor: Tensor) -> Tensor:
+    """[pieces, H, L, ...] -> [pieces * L, H, ...]"""
+    return tensor.transpose(1, 2).flatten(0, 1)
 
 
 def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, bounds: list[int] | None, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: _Block, scale: float
 ) -> tuple[Tensor, ...]:
     """The block's part of the gradients of q, k and v, from the merged `out` [L, H, D] and `lse` [L, H]."""
     if q.is_cuda:
-        arguments = _cuda_arguments(q, k, bounds)
+        arguments = _cuda_arguments(block, q.device)
         random = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the state of a dropout of 0
         backward = torch.ops.aten._flash_attention_backward
         unused = torch.empty(0, device=q.device)
         return backward(grad, q, k, v, out, lse.T.contiguous(), *arguments, random, unused, scale=scale)
-    heads_first = (t.transpose(0, 1)[None] for t in (grad, q, k, v, out))
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    grads = backward(*heads_first, lse.T[None], 0.0, bounds is not None, scale=scale)
-    return tuple(g[0].transpose(0, 1) for g in grads)
+    tensors = (_heads_first(t, block) for t in (grad, q, k, v, out, lse))
+    return tuple(map(_tokens_first, backward(*tensors, 0.0, block.is_causal, scale=scale)))
 
 
 @torch.library.custom_op("prefix_attention::cascade", mutates_args=())
@@ -324,14 +395,15 @@ def _cascade(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = torch.empty(q.shape, dtype=wide, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
-    for queries, keys, bounds in _blocks(segments.tolist(), q.is_cuda):
-        block, block_lse = _flash(q[queries], k[keys], v[keys], bounds, scale)
-        if bounds:
-            out[queries], lse[queries] = block, block_lse
+    for block in _blocks(segments.tolist(), q.is_cuda):
+        queries, keys = _tokens(block.queries, q.device), _tokens(block.keys, q.device)
+        part, part_lse = _flash(q[queries], k[keys], v[keys], block, scale)
+        if block.is_first:
+            out[queries], lse[queries] = part.to(wide), part_lse
         else:
-            merged = torch.logaddexp(lse[queries], block_lse)
+            merged = torch.logaddexp(lse[queries], part_lse)
             out[queries] *= (lse[queries] - merged).exp()[..., None]
-            out[queries] += block * (block_lse - merged).exp()[..., None]
+            out[queries] += part * (part_lse - merged).exp()[..., None]
             lse[queries] = merged
     if sinks is not None:  # a key without a value in every softmax
         merged = torch.logaddexp(lse, sinks.to(wide))
@@ -353,14 +425,12 @@ def _cascade_backward(
     """Gradients of q, k and v: the sum of every block's."""
     wide = torch.promote_types(q.dtype, torch.float32)
     grads = [torch.empty(t.shape, dtype=wide, device=t.device) for t in (q, k, v)]
-    for queries, keys, bounds in _blocks(segments.tolist(), q.is_cuda):
+    for block in _blocks(segments.tolist(), q.is_cuda):
+        queries, keys = _tokens(block.queries, q.device), _tokens(block.keys, q.device)
         tensors = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
-        parts = _flash_backward(*tensors, bounds, scale)
+        parts = _flash_backward(*tensors, block, scale)
         for total, part, where in zip(grads, parts, (queries, keys, keys), strict=True):
-            if bounds:
-                total[where] = part
-            else:
-                total[where] += part
+            total[where] = part.to(wide) if block.is_first else total[where] + part
     dq, dk, dv = (total.to(q.dtype) for total in grads)
     return dq, dk, dv
 
@@ -427,13 +497,14 @@ def _loop(
     outs = []
     for path in _paths(segments):
         tokens = torch.cat([torch.arange(*_span(segments[number]), device=q.device) for number in path])
-        for first in range(len(tokens) - segments[path[-1]][1], len(tokens), QUERY_BLOCK):
+        _, length, _, is_whole = segments[path[-1]]
+        for first in range(len(tokens) - length, len(tokens), QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, len(tokens))
             oldest = 0 if window is None else max(first - window + 1, 0)
-            at = torch.arange(oldest, last, device=q.device)
-            distance = at[first - oldest :, None] - at[None]
-            mask = (distance >= 0) & (distance < (window or math.inf))
-            keys = tokens[oldest:last]
+            at = torch.arange(oldest, len(tokens) if is_whole else last, device=q.device)
+            distance = torch.arange(first, last, device=q.device)[:, None] - at[None]
+            mask = ((distance >= 0) | bool(is_whole)) & (distance < (window or math.inf))
+            keys = tokens[at]
             queries = q[tokens[first] : tokens[first] + last - first]
             outs.append(
                 checkpoint(_attend, queries, k[keys], v[keys], mask, scale, softcap, sinks, use_reentrant=False)
@@ -564,10 +635,10 @@ class _SegmentedDeltaNet:
         if segments is None:
             return self.original(hidden_states, **kwargs)
         plan = segments.tolist()
-        parents = {parent for _, _, parent in plan}
+        parents = {parent for _, _, parent, _ in plan}
         outs: dict[int, Tensor] = {}
         states: dict[int, _Handover] = {}
-        for number, (start, length, parent) in enumerate(plan):
+        for number, (start, length, parent, _) in enumerate(plan):
             if parent < 0 or number in parents:
                 states[number] = _Handover(self.module.layer_idx, [states[parent]] if parent >= 0 else ())
                 tokens = hidden_states[:, start : start + length]
@@ -589,9 +660,10 @@ class _SegmentedDeltaNet:
 # Compared with one plain row per completion by the tests; any other type is compared when it is attached.
 TESTED = frozenset({
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4",
-    "deepseek_v3", "cohere2", "granite", "smollm3", "qwen2_5_vl", "qwen3_vl", "qwen3_next", "qwen3_5_text",
+    "deepseek_v3", "cohere2", "granite", "smollm3", "qwen3_next", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "gemma3",
 })  # fmt: skip
-VISION = frozenset({"qwen2_5_vl", "qwen3_vl"})  # those tested with images
+VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})  # tested with images (LLaVA's text part may be any)
+WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their image
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
 
 
@@ -775,18 +847,23 @@ def _norm(tensor: Any) -> float:
 
 @dataclass(frozen=True)
 class _Logits:
-    """From the head's product to the logits of the distribution: z -> cap·tanh(z·multiplier / cap) / temperature."""
+    """From the head's product to the logits of the distribution: z -> cap·tanh(z·multiplier / cap) / temperature.
+
+    Those of `forbidden` tokens are as good as -inf, but finite, as 0·inf would make the entropy NaN.
+    """
 
     multiplier: float
     softcap: float | None
     temperature: float
+    forbidden: Tensor | None = None
 
     def apply(self, z: Tensor) -> Tensor:
         """In place."""
         z = z.mul_(self.multiplier)
         if self.softcap is not None:
             z = z.div_(self.softcap).tanh_().mul_(self.softcap)
-        return z.div_(self.temperature)
+        z = z.div_(self.temperature)
+        return z if self.forbidden is None else z.index_fill_(-1, self.forbidden, -1e4)
 
     def slope(self, logits: Tensor) -> Tensor | float:
         """d logits / d z, from the logits."""
@@ -931,7 +1008,7 @@ def _factors(head: Any, hidden: Tensor) -> tuple[Tensor | None, list[Tensor]]:
 
 
 @contextmanager
-def _bare_logits(base: Any, temperature: float) -> Iterator[_Logits]:
+def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Iterator[_Logits]:
     """Move what the model does to its head's output into the head: yields it as a rule, and undoes it in the model."""
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
@@ -943,23 +1020,44 @@ def _bare_logits(base: Any, temperature: float) -> Iterator[_Logits]:
             stack.enter_context(patch.object(base, "logit_scale", 1.0))
         if divisor != 1.0:
             stack.enter_context(patch.dict(vars(base.config), logits_scaling=1.0))
-        yield _Logits(scale / divisor, softcap, temperature)
+        yield _Logits(scale / divisor, softcap, temperature, forbidden)
 
 
 @overload
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: Literal[False] = False, **inputs: Any
+    model: Any,
+    row: PackedBatch,
+    temperature: float = 1.0,
+    return_entropy: Literal[False] = False,
+    forbidden: Sequence[int] = (),
+    **inputs: Any,
 ) -> Tensor: ...
 @overload
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, *, return_entropy: Literal[True], **inputs: Any
+    model: Any,
+    row: PackedBatch,
+    temperature: float = 1.0,
+    *,
+    return_entropy: Literal[True],
+    forbidden: Sequence[int] = (),
+    **inputs: Any,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float, return_entropy: bool, **inputs: Any
+    model: Any,
+    row: PackedBatch,
+    temperature: float,
+    return_entropy: bool,
+    forbidden: Sequence[int] = (),
+    **inputs: Any,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False, **inputs: Any
+    model: Any,
+    row: PackedBatch,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    forbidden: Sequence[int] = (),
+    **inputs: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """log p(token | prompt, completion so far) at a sampling temperature, for every completion token of `row`.
 
@@ -970,8 +1068,9 @@ def completion_logprobs(
         row: from `pack`, on the model's device.
         temperature: logits are divided by it; above 0.
         return_entropy: also return the entropy of each of the N distributions (no gradient).
-        inputs: further arguments of the model's forward: the images of this row's prompts, in their order, for
-            Qwen2.5-VL and Qwen3-VL (of a padded row: the prompt's for each of its completions).
+        forbidden: tokens that the sampler could not draw (the placeholders of images): they have no probability.
+        inputs: what the processor makes of the images of the forwarded prompts, in the order of `row.prompts`
+            (`pixel_values`, ...): for Qwen2.5-VL, Qwen3-VL, Gemma3 and LLaVA; in padded rows for any model.
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable.
@@ -985,9 +1084,12 @@ def completion_logprobs(
     head = _LogprobHead.of(base)
     if inputs and row.segments is not None and base.config.model_type not in VISION:
         raise ValueError(f"{', '.join(inputs)}: not known with shared prefixes for {base.config.model_type}")
+    images = bool(inputs)
     inputs |= {"input_ids": row.input_ids, "use_cache": False}
     if row.segments is None:
-        inputs["attention_mask"] = row.attention_mask
+        parameters = inspect.signature(base.forward).parameters
+        kinds = parameters.keys() & {"mm_token_type_ids", "token_type_ids"} if images else ()
+        inputs |= {"attention_mask": row.attention_mask, **{kind: _kinds(base, row.input_ids) for kind in kinds}}
     else:
         in_use = NAME in (base.config._attn_implementation, base.config.get_text_config()._attn_implementation)
         if not (in_use and getattr(base, "shares_prefixes", False)):
@@ -995,12 +1097,16 @@ def completion_logprobs(
         is_spatial = any(name.endswith("_grid_thw") for name in inputs)
         positions = _rope_positions(base, row, inputs) if is_spatial else row.position_ids
         nothing_to_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device)  # 4-D: handed through
-        inputs |= {"position_ids": positions, "attention_mask": nothing_to_mask, "segments": row.segments}
+        plan = F.pad(row.segments, (0, 1))
+        if images and base.config.model_type in WHOLE_IMAGES:
+            plan = _cut_at_images(plan, row.input_ids[0].cpu() == base.config.image_token_id)
+        inputs |= {"position_ids": positions, "attention_mask": nothing_to_mask, "segments": plan}
     width, column = row.input_ids.shape[1], row.position
     if "logits_to_keep" in inspect.signature(base.forward).parameters:
         kept, column = row.position.unique(return_inverse=True)
         inputs["logits_to_keep"], width = kept, len(kept)
-    with _bare_logits(base, temperature) as rule:
+    never = torch.tensor(forbidden, device=row.input_ids.device) if forbidden else None
+    with _bare_logits(base, temperature, never) as rule:
         head.request = (row.row * width + column, row.targets, rule, return_entropy)
         try:
             answer = model(**inputs).logits
@@ -1021,12 +1127,34 @@ def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tens
     roots = [segment for segment in plan if segment[2] < 0]
     prompts = nn.utils.rnn.pad_sequence([row.input_ids[0, slice(*_span(s))] for s in roots], batch_first=True)
     mask = nn.utils.rnn.pad_sequence([torch.ones(s[1], device=prompts.device) for s in roots], batch_first=True)
-    kinds = (prompts == base.config.image_token_id).int() + 2 * (prompts == base.config.video_token_id).int()
     grids = {name: value for name, value in inputs.items() if name.endswith(("_grid_thw", "second_per_grid_ts"))}
-    of_prompts, deltas = base.model.get_rope_index(prompts, kinds, **grids, attention_mask=mask)
+    of_prompts, deltas = base.model.get_rope_index(prompts, _kinds(base, prompts), **grids, attention_mask=mask)
     positions = row.position_ids.expand(3, 1, -1).clone()
     ends = [start for start, _, _ in roots[1:]] + [positions.shape[-1]]
     for number, ((start, length, _), end) in enumerate(zip(roots, ends, strict=True)):
         positions[:, 0, start : start + length] = of_prompts[:, number, :length]
         positions[:, 0, start + length : end] += deltas[number]
     return positions
+
+
+def _kinds(base: Any, ids: Tensor) -> Tensor:
+    """0 for text, 1 for the placeholder of an image, 2 for that of a video."""
+    video = getattr(base.config, "video_token_id", -1)
+    return (ids == base.config.image_token_id).int() + 2 * (ids == video).int()
+
+
+def _cut_at_images(plan: Tensor, is_image: Tensor) -> Tensor:
+    """The same row with every run of image tokens as a segment of its own that sees itself whole.
+
+    What followed it hangs below it, so that a prompt becomes a chain of segments.
+    """
+    cut: list[tuple[int, int, int, int]] = []
+    last: dict[int, int] = {-1: -1}  # where a segment's last piece stands in the new plan
+    for number, (start, length, parent, _) in enumerate(plan.tolist()):
+        above = last[parent]
+        for kind, run in groupby(range(start, start + length), key=lambda at: bool(is_image[at])):
+            tokens = list(run)
+            cut.append((tokens[0], len(tokens), above, int(kind)))
+            above = len(cut) - 1
+        last[number] = above
+    return torch.tensor(cut)

@@ -9,9 +9,9 @@ import math
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any, Self
@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from config import TrainConfig, UserError, describe, parse_args
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
@@ -52,11 +53,14 @@ from vllm_client import (
     VLLMClient,
     batch_metrics,
     batch_samples,
+    load_processor,
     load_prompts,
-    load_tokenizer,
+    placeholder_ids,
     reward_means,
     sample_group,
     sampling_params,
+    tokenizer_of,
+    with_images,
 )
 
 MIN_SHARED = 0.05  # share of the batch's tokens that rows of shared prompts must save, or completions are padded rows
@@ -188,16 +192,25 @@ def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
 # The model
 
 
+def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
+    """transformers' configuration of `model_id`, and the class for such models: with a vision part, or without."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    model_config = AutoConfig.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code)
+    has_vision = getattr(model_config, "vision_config", None) is not None
+    return model_config, AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+
+
 def load_model(config: TrainConfig) -> Any:
-    """The causal language model named by the config, on CPU, in `dtype`, without dropout.
+    """The model named by the config, on CPU, in `dtype`, without dropout.
 
     Dropout would make the first importance ratio differ from 1, and the KL from 0.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # ours is the one to watch
-    model = AutoModelForCausalLM.from_pretrained(
+    _, loads = load_model_config(config)
+    model = loads.from_pretrained(
         config.model_id,
         dtype=getattr(torch, config.dtype),
         attn_implementation=config.attn_implementation,
@@ -218,13 +231,11 @@ def check_lora_targets(config: TrainConfig) -> None:
     Raises:
         ValueError: a target that matches no linear or embedding layer, with those that exist.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.pytorch_utils import Conv1D
 
-    remote = config.trust_remote_code
+    shape, loads = load_model_config(config)
     with torch.device("meta"):
-        shape = AutoConfig.from_pretrained(config.model_id, trust_remote_code=remote)
-        skeleton = AutoModelForCausalLM.from_config(shape, trust_remote_code=remote)
+        skeleton = loads.from_config(shape, trust_remote_code=config.trust_remote_code)
     names = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear | nn.Embedding | Conv1D)]
     for target in config.lora_target_modules or []:
         if not any(name == target or name.endswith(f".{target}") for name in names):
@@ -240,8 +251,23 @@ def check_lora_targets(config: TrainConfig) -> None:
                 )
 
 
-def add_lora(model: Any, config: TrainConfig) -> Any:
-    """Wrap a model in fresh LoRA adapters."""
+def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
+    """Names of the modules that do not train.
+
+    The vision tower, if so configured; in a run without images everything but the language model.
+    """
+    tower = model.get_encoder(modality="image")
+    if tower is model:  # it has none
+        return []
+    frozen = set(tower.modules()) if config.freeze_vision_tower else set()
+    if not has_images:
+        ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+        frozen = set(model.modules()) - set(model.get_decoder().modules()) - ends
+    return [name for name, module in model.named_modules() if module in frozen]
+
+
+def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = ()) -> Any:
+    """Wrap a model in fresh LoRA adapters, but for its frozen modules."""
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(
@@ -249,6 +275,7 @@ def add_lora(model: Any, config: TrainConfig) -> Any:
         lora_alpha=config.lora_alpha,
         lora_dropout=config.lora_dropout,
         target_modules=config.lora_target_modules or "all-linear",
+        exclude_modules=list(frozen) or None,
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, lora)
@@ -286,15 +313,52 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def build_policy(config: TrainConfig, device: torch.device) -> Any:
-    """The model that trains: checkpointing, LoRA and parallelism as configured."""
+def run_tower_always(model: nn.Module, image: dict[str, Tensor], device: torch.device) -> None:
+    """Let every forward run the vision tower, with no effect on a row without images.
+
+    Otherwise ranks with and without images in their row would not meet in FSDP2's and DDP's collectives.
+
+    Args:
+        image: any one, as the processor makes it.
+    """
+    base = base_model(model)
+    image = {name: value.to(device) for name, value in image.items()}
+    row_has_images = False
+
+    def look(_: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        nonlocal row_has_images
+        row_has_images = "pixel_values" in inputs
+
+    def add_nothing(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not row_has_images:
+            features = tree_leaves(dict(base.get_image_features(**image)))
+            nothing = sum(0 * feature.sum() for feature in features if isinstance(feature, Tensor))
+            inputs["inputs_embeds"] = inputs["inputs_embeds"] + nothing
+        return args, inputs
+
+    base.register_forward_pre_hook(look, with_kwargs=True)
+    base.get_decoder().register_forward_pre_hook(add_nothing, with_kwargs=True)
+
+
+def build_policy(config: TrainConfig, device: torch.device, image: dict[str, Tensor] | None = None) -> Any:
+    """The model that trains: checkpointing, frozen parts, LoRA and parallelism as configured.
+
+    Args:
+        image: one of the run's, processed; None in a run without images.
+    """
     if config.lora_target_modules:
         check_lora_targets(config)
     model = load_model(config)
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    frozen = frozen_modules(model, config, image is not None)
+    for name in frozen:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            parameter.requires_grad_(False)
     if config.use_peft:
-        model = add_lora(model, config)
+        model = add_lora(model, config, frozen)
+    if image:
+        run_tower_always(model, image, device)
     return parallelize(model.train(), config, device)
 
 
@@ -318,21 +382,26 @@ def share_prefixes(policy: Any, config: TrainConfig) -> TrainConfig:
     return config
 
 
-def build_reference(policy: Any, config: TrainConfig, device: torch.device) -> Callable[[PackedBatch], Tensor] | None:
+def build_reference(
+    policy: Any, config: TrainConfig, device: torch.device, image: dict[str, Tensor] | None = None
+) -> "Callable[[MicroBatch], Tensor] | None":
     """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0."""
     if config.beta == 0:
         return None
     if config.use_peft:
 
-        def without_adapter(row: PackedBatch) -> Tensor:
+        def without_adapter(micro: MicroBatch) -> Tensor:
             with torch.no_grad(), unwrap(policy).disable_adapter():
-                return forward(unwrap(policy), row, config)
+                return forward(unwrap(policy), micro, config)
 
         return without_adapter
-    frozen = parallelize(load_model(config).requires_grad_(False).eval(), config, device)
+    frozen = load_model(config).requires_grad_(False).eval()
+    if image:
+        run_tower_always(frozen, image, device)
+    frozen = parallelize(frozen, config, device)
     if config.share_prefix:
         attach(frozen)
-    return lambda row: torch.no_grad()(forward)(frozen, row, config)
+    return lambda micro: torch.no_grad()(forward)(frozen, micro, config)
 
 
 def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
@@ -361,20 +430,23 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and what its completion tokens need for the loss; all tensors but the row's are [N].
+    """One forward and what its completion tokens need for the loss: [N] each.
 
-    `is_last` marks the rank's last one before a `Step`: gradients are then summed over ranks.
+    `images` are those of the row's prompts, as the processor made them. `is_last` marks the rank's last micro-batch
+    before a `Step`: gradients are then summed over ranks.
     """
 
     row: PackedBatch
     advantages: Tensor
     mask: Tensor
     sampler_logprobs: Tensor
+    images: dict[str, Tensor] = field(default_factory=dict)
     is_last: bool = False
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        return replace(self, **{f.name: getattr(self, f.name).to(device) for f in fields(self) if f.name != "is_last"})
+        moved = {n: getattr(self, n).to(device) for n in ("row", "advantages", "mask", "sampler_logprobs")}
+        return replace(self, **moved, images={name: value.to(device) for name, value in self.images.items()})
 
 
 @dataclass(frozen=True)
@@ -453,7 +525,22 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     sampler_logprobs = torch.tensor([x for c in completions for x in c.sampler_logprobs])
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     rows = pack(pairs, max_tokens, share_prefix=row_layout(groups, config)[0])
-    return [MicroBatch(row, advantages[row.index], mask[row.index], sampler_logprobs[row.index]) for row in rows]
+    return [
+        MicroBatch(
+            row,
+            advantages[row.index],
+            mask[row.index],
+            sampler_logprobs[row.index],
+            joined_images([groups[number].prompt for number in row.prompts]),
+        )
+        for row in rows
+    ]
+
+
+def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
+    """The images of several prompts, one after the other."""
+    inputs = [prompt.images.inputs for prompt in prompts if prompt.images]
+    return {name: torch.cat([values[name] for values in inputs]) for name in (inputs[0] if inputs else ())}
 
 
 def row_layout(groups: list[Group], config: TrainConfig) -> tuple[bool, int]:
@@ -492,33 +579,42 @@ class Rollouts:
         self.config = config
         self.samples: list[dict[str, Any]] = []  # of the last batch, as are the groups dropped before it
         self.dropped: list[dict[str, Any]] = []
-        self.num_steps = broadcast_object(self._open(device) if is_main() else None)
+        # one image of the data, processed, for run_tower_always; None where there are none
+        self.num_steps, self.image = broadcast_object(self._open(device) if is_main() else None)
 
-    def _open(self, device: torch.device) -> int:
-        """Check and load everything rank 0 needs; returns the number of steps."""
+    def _open(self, device: torch.device) -> tuple[int, dict[str, Tensor] | None]:
+        """Check and load everything rank 0 needs; returns the number of steps, and an image of the data."""
         config = self.config
         print(describe(config))
         try:
             Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output_dir={config.output_dir} cannot be made: {error}") from None
-        tokenizer = load_tokenizer(config)
-        self.client = VLLMClient(config, tokenizer)
+        processor = load_processor(config)
+        model_config, _ = load_model_config(config)
+        self.client = VLLMClient(config, processor, placeholder_ids(model_config))
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
         max_prompt_len = longest - config.max_completion_len
-        self.prompts = load_prompts(config.dataset_id, config.dataset_split, tokenizer, max_prompt_len, config)
+        self.prompts = load_prompts(config.dataset_id, config.dataset_split, processor, max_prompt_len, config)
         self.held_out: list[Prompt] = []
         if held_out := config.eval_dataset_id:
-            self.held_out = load_prompts(held_out, config.eval_dataset_split, tokenizer, max_prompt_len, config)
+            self.held_out = load_prompts(held_out, config.eval_dataset_split, processor, max_prompt_len, config)
         self.client.connect(device)
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
-        self.scorer = Scorer(tokenizer, config)
+        self.scorer = Scorer(tokenizer_of(processor), config)
         self.num_threads = self.client.num_slots + config.reward_workers
         prompts = (self.prompts[index] for index in epochs(len(self.prompts), config.seed))
         self.stream = RolloutStream(prompts, self._sample, self.scorer.score, self.num_threads, num_steps, config)
         self.num_tokens = 0
         self.reported_s = 0.0  # when the metrics' clocks were last read
-        return num_steps
+        with_sources = [prompt for prompt in self.prompts + self.held_out if prompt.sources]
+        if not with_sources:
+            if config.freeze_vision_tower:
+                raise UserError("freeze_vision_tower has no effect: no prompt has an image")
+            return num_steps, None
+        smallest = with_images(min(with_sources, key=lambda p: len(p.token_ids)), processor, config)
+        assert smallest.images
+        return num_steps, smallest.images.inputs
 
     def _sample(self, group: Group) -> None:
         sample_group(group, self.client, sampling_params(self.config), self.config)
@@ -600,12 +696,12 @@ class Rollouts:
         if is_main():
             self.client.clear_weights()
         self.publish(policy, 0)
-        probes = broadcast_object(self.client.probe(self.prompts[0].token_ids) if is_main() else None)
-        for url, (prompt_ids, probe) in zip(self.config.vllm_urls, probes, strict=True):
-            (row,) = pack([(prompt_ids, [probe.token_ids])], share_prefix=False)
+        probes: list[Group] = broadcast_object(self._probe() if is_main() else None)
+        for url, probe in zip(self.config.vllm_urls, probes, strict=True):
+            (micro,) = micro_batches([probe], self.config.max_tokens_per_gpu, self.config)
             with torch.no_grad():
-                logprobs = forward(policy, row.to(device), self.config)
-            mismatch = (logprobs.cpu() - torch.tensor(probe.sampler_logprobs)).abs().mean().item()
+                logprobs = forward(policy, micro.to(device), self.config)
+            mismatch = (logprobs.cpu() - micro.sampler_logprobs).abs().mean().item()
             if not mismatch <= self.config.max_logprob_mismatch:
                 raise ServerError(
                     f"after the weight sync {url} and the trainer differ by {mismatch:.3g} nats a token: it does not "
@@ -615,6 +711,10 @@ class Rollouts:
             self.client.idle_seconds()  # the metrics' clocks start here
             self.reported_s = time.monotonic()
             self.stream.open(0)
+
+    def _probe(self) -> list[Group]:
+        """A completion from every server, of a prompt with an image if there is one."""
+        return self.client.probe(next((prompt for prompt in self.prompts if prompt.sources), self.prompts[0]))
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1."""
@@ -650,10 +750,11 @@ class Rollouts:
 # The loop
 
 
-def forward(model: nn.Module, row: PackedBatch, config: TrainConfig, return_entropy: bool = False) -> Any:
-    """`completion_logprobs` at the sampling temperature, under autocast where the config asks for it."""
-    with torch.autocast(row.input_ids.device.type, torch.bfloat16, enabled=config.bf16):
-        return completion_logprobs(model, row, config.temperature, return_entropy)
+def forward(model: nn.Module, micro: MicroBatch, config: TrainConfig, return_entropy: bool = False) -> Any:
+    """`completion_logprobs` of what the server could sample, under autocast where the config asks for it."""
+    forbidden = placeholder_ids(base_model(model).config)
+    with torch.autocast(micro.mask.device.type, torch.bfloat16, enabled=config.bf16):
+        return completion_logprobs(model, micro.row, config.temperature, return_entropy, forbidden, **micro.images)
 
 
 def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
@@ -673,7 +774,7 @@ def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer
 
 def train_batch(
     policy: nn.Module,
-    reference: Callable[[PackedBatch], Tensor] | None,
+    reference: Callable[[MicroBatch], Tensor] | None,
     optimizer: Any,
     scheduler: Any,
     batch: Iterable[MicroBatch | Step],
@@ -694,7 +795,7 @@ def train_batch(
         batch = list(batch)
         rows = [item for item in batch if isinstance(item, MicroBatch) and config.old_logprobs == "trainer"]
         with torch.no_grad():
-            old_logprobs = {id(micro): forward(policy, micro.row.to(device), config) for micro in rows}
+            old_logprobs = {id(micro): forward(policy, micro.to(device), config) for micro in rows}
     for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for item in batch:
@@ -705,11 +806,11 @@ def train_batch(
                 continue
             micro = item.to(device)
             sync_gradients(policy, micro.is_last)
-            logprobs, entropy = forward(policy, micro.row, config, return_entropy=True)
+            logprobs, entropy = forward(policy, micro, config, return_entropy=True)
             before = old_logprobs.get(id(item), logprobs.detach())
             old = micro.sampler_logprobs if config.old_logprobs == "sampler" else before
             advantages = micro.advantages * off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
-            ref = reference(micro.row) if reference else None
+            ref = reference(micro) if reference else None
             loss, sums = grpo_loss(logprobs, old, ref, advantages, micro.mask, micro.row.completion, config)
             loss.backward()
             loss_sum += loss.detach()
@@ -734,9 +835,9 @@ def main(config: TrainConfig) -> None:
     """Train. Under torchrun every rank calls it; without torchrun the world is this process."""
     with process_group(config.collective_timeout) as device, closing(Rollouts(config, device)) as rollouts:
         torch.manual_seed(config.seed)
-        policy = build_policy(config, device)
+        policy = build_policy(config, device, rollouts.image)
         config = rollouts.config = share_prefixes(policy, config)
-        reference = build_reference(policy, config, device)
+        reference = build_reference(policy, config, device, rollouts.image)
         num_updates = rollouts.num_steps * config.num_iterations * config.num_minibatches
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
         with closing(RunLog(config, rollouts.num_steps)) as log:

@@ -258,13 +258,13 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 # Checkpoints, metrics, order
 
 
-def save_checkpoint(model: nn.Module, tokenizer_id: str, path: Path) -> None:
-    """Write a directory that `from_pretrained` loads: the model, or the adapter of a LoRA model, and the tokenizer.
+def save_checkpoint(model: nn.Module, processor_id: str, path: Path) -> None:
+    """Write a directory that `from_pretrained` loads: the model, or the adapter of a LoRA model, and the processor.
 
     Written beside and renamed, so that a directory with the final name is always whole.
     Collective: every rank calls it; rank 0 writes.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor
 
     inner = unwrap(model)
     is_lora = hasattr(inner, "peft_config")
@@ -278,7 +278,7 @@ def save_checkpoint(model: nn.Module, tokenizer_id: str, path: Path) -> None:
         part = path.with_name(path.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         inner.save_pretrained(part, state_dict=state)
-        AutoTokenizer.from_pretrained(tokenizer_id).save_pretrained(part)
+        AutoProcessor.from_pretrained(processor_id).save_pretrained(part)
         shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
         tqdm.write(f"saved {path}")

@@ -4,16 +4,18 @@ The client samples completions, publishes weights and watches health; `RolloutSt
 the trainer. Nothing here imports vLLM.
 """
 
+import base64
+import io
 import json
 import math
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import chain
 from numbers import Real
@@ -28,7 +30,7 @@ from torch.distributed import TCPStore
 
 from config import TrainConfig, UserError, is_data_file
 from recipes.workers import CallError, CallPool
-from utils import TransferGroup, address_towards, buckets
+from utils import TransferGroup, address_towards, buckets, in_threads
 
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 
@@ -46,20 +48,41 @@ class ServerRestarted(ServerLost):
 
 
 @dataclass(frozen=True)
+class Images:
+    """A prompt's images, processed once for all its completions.
+
+    Attributes:
+        server_ids: the prompt with one placeholder for each image, which the server expands.
+        num_tokens: of the prompt once it is expanded.
+        urls: for the server: PNG, as data URIs.
+        inputs: for the policy: what the model's processor makes of them (`pixel_values`, ...).
+    """
+
+    server_ids: list[int]
+    num_tokens: int
+    urls: list[str]
+    inputs: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
 class Prompt:
     """One problem: what the server gets, and what the rewards see.
 
     Attributes:
         index: row in the dataset.
-        token_ids: the prompt, tokenized once.
+        token_ids: the prompt, tokenized once, every placeholder of an image expanded to the tokens it stands for.
         content: the dataset's `prompt` (string or chat messages), for rewards and people.
         columns: the other columns that the rewards want.
+        sources: its images as the dataset has them.
+        images: the same, processed; None before it is sampled, and for text.
     """
 
     index: int
     token_ids: list[int]
     content: Any
     columns: dict[str, Any]
+    sources: list[Any] = field(default_factory=list)
+    images: Images | None = None
 
 
 @dataclass(frozen=True)
@@ -156,9 +179,10 @@ class Server:
     This is the `client` of a recipe's `rollout_fn`, which uses `generate` and the model's `tokenizer`.
     """
 
-    def __init__(self, url: str, timeout_s: float, retries: int, tokenizer: Any = None):
+    def __init__(self, url: str, timeout_s: float, retries: int, tokenizer: Any = None, forbidden: Sequence[int] = ()):
         self.url = url.rstrip("/")
         self.tokenizer = tokenizer
+        self.forbidden = forbidden  # tokens that are never sampled
         self.timeout_s = timeout_s
         self.retries = retries
         self.is_ready = True  # has the current weights; False once it is lost
@@ -195,37 +219,54 @@ class Server:
                 time.sleep(min(0.5 * 2**attempt, 10))
         raise ServerLost(f"{method} {self.url}{path} failed {attempt + 1} times; the last time it {cause}")
 
-    def generate(self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0) -> list[Completion]:
+    def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0, images: Images | None = None
+    ) -> list[Completion]:
         """Sample `sampling["n"]` completions of one prompt.
 
         Args:
-            prompt_ids: the prompt's tokens.
+            prompt_ids: the prompt's tokens, and those of earlier turns.
             sampling: vLLM's sampling parameters, passed through.
             extra: sample so many more, keep the first `n` to finish, and abort the rest.
+            images: of the prompt, which are at the beginning of `prompt_ids`.
 
         Raises:
-            ServerError: refused, or no valid reply after the retries.
+            ServerError: refused, no valid reply after the retries, or images that the server expands to other tokens.
         """
         num = sampling.get("n", 1)
-        body = {"token_ids": prompt_ids, "sampling_params": {**sampling, "n": num + extra, "logprobs": 0}}
-        choices: list[dict[str, Any]] = []
+        body: dict[str, Any] = {"token_ids": prompt_ids}
+        body["sampling_params"] = {**sampling, "n": num + extra, "logprobs": 0}
+        if self.forbidden:  # -100 is the most that the server takes, and as good as -inf
+            bias = dict.fromkeys(self.forbidden, -100.0)
+            body["sampling_params"]["logit_bias"] = {**(sampling.get("logit_bias") or {}), **bias}
+        if images:
+            body["token_ids"] = [*images.server_ids, *prompt_ids[images.num_tokens :]]
+            body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
+            body["return_token_ids"] = True
+        reply: dict[str, Any] = {}
         for attempt in range(self.retries + 1 if extra else 0):
             try:
-                choices = self._first_to_finish(num, {**body, "stream": True})
+                reply = self._first_to_finish(num, {**body, "stream": True})
                 break
             except ServerLost:
                 if attempt == self.retries or not self.is_ready:
                     raise
         if not extra:
-            choices = self.request("POST", "/inference/v1/generate", json=body)["choices"]
-        if len(choices) != num:
-            raise ServerLost(f"{self.url} returned {len(choices)} of {num} completions")
-        return [_completion(choice) for choice in choices]
+            reply = self.request("POST", "/inference/v1/generate", json=body)
+        if len(reply["choices"]) != num:
+            raise ServerLost(f"{self.url} returned {len(reply['choices'])} of {num} completions")
+        if images and reply["prompt_token_ids"] != prompt_ids:
+            raise ServerError(
+                f"{self.url} expands the images of a prompt to {len(reply['prompt_token_ids'])} tokens in all, the "
+                f"trainer to {len(prompt_ids)}, or to others: do both process images alike (--mm-processor-kwargs)?"
+            )
+        return [_completion(choice) for choice in reply["choices"]]
 
-    def _first_to_finish(self, num: int, body: dict[str, Any]) -> list[dict[str, Any]]:
-        """The first choices of a stream that end; leaving it makes the server abort the others."""
+    def _first_to_finish(self, num: int, body: dict[str, Any]) -> dict[str, Any]:
+        """A reply with the first choices of a stream that end; leaving it makes the server abort the others."""
         found: dict[int, dict[str, Any]] = {}
         finished: list[dict[str, Any]] = []
+        prompt_ids: list[int] = []
         try:
             with self._session().post(
                 f"{self.url}/inference/v1/generate", json=body, stream=True, timeout=self.timeout_s
@@ -239,6 +280,7 @@ class Server:
                     chunk = json.loads(line.removeprefix(b"data: "))
                     if "error" in chunk:
                         raise ServerLost(f"{self.url} broke off a stream: {chunk['error']}")
+                    prompt_ids = chunk.get("prompt_token_ids") or prompt_ids  # the first chunk has them
                     for part in chunk["choices"]:
                         choice = found.setdefault(part["index"], {"token_ids": [], "logprobs": {"content": []}})
                         choice["token_ids"] += part["token_ids"] or []
@@ -246,7 +288,7 @@ class Server:
                         if part["finish_reason"]:
                             finished.append({**part, **choice})
                     if len(finished) >= num:
-                        return finished[:num]
+                        return {"choices": finished[:num], "prompt_token_ids": prompt_ids}
         except (requests.RequestException, ValueError) as error:
             raise ServerLost(f"{self.url} broke off a stream: {type(error).__name__}: {error}") from None
         raise ServerLost(f"{self.url} ended a stream after {len(finished)} of {num} completions")
@@ -334,13 +376,15 @@ class VLLMClient:
 
     Args:
         config: vllm_urls, request_timeout, request_retries, max_concurrent_requests, server_timeout, model_id.
-        tokenizer: for rollout functions.
+        processor: of the model, for images and rollout functions.
+        forbidden: tokens that are never sampled.
     """
 
-    def __init__(self, config: TrainConfig, tokenizer: Any = None):
+    def __init__(self, config: TrainConfig, processor: Any = None, forbidden: Sequence[int] = ()):
         self.config = config
-        timeout_s, retries = config.request_timeout, config.request_retries
-        self.servers = [Server(url, timeout_s, retries, tokenizer) for url in config.vllm_urls]
+        self.processor = processor
+        limits = (config.request_timeout, config.request_retries)
+        self.servers = [Server(url, *limits, tokenizer_of(processor), forbidden) for url in config.vllm_urls]
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
         self._slots = threading.Condition()
         self._last_loss: BaseException | None = None
@@ -427,10 +471,10 @@ class VLLMClient:
         """Groups that may be in flight over all servers."""
         return self.config.max_concurrent_requests * len(self.servers)
 
-    def generate(self, prompt_ids: list[int], sampling: dict[str, Any]) -> list[Completion]:
+    def generate(self, prompt_ids: list[int], sampling: dict[str, Any], **images: Any) -> list[Completion]:
         """`Server.generate` on the server with the fewest groups in flight."""
         with self.lease() as server:
-            return server.generate(prompt_ids, sampling)
+            return server.generate(prompt_ids, sampling, **images)
 
     def idle_seconds(self) -> float:
         """Seconds without a group in flight since this was last asked, mean over the servers."""
@@ -445,14 +489,18 @@ class VLLMClient:
                 server.idle_s = 0.0
             return sum(idle) / len(idle)
 
-    def probe(self, prompt_ids: list[int]) -> list[tuple[list[int], Completion]]:
+    def probe(self, prompt: Prompt) -> list[Group]:
         """A short completion from every server, drawn from the whole vocabulary, to compare log-probs on."""
+        prompt = with_images(prompt, self.processor, self.config)
         sampling = {
             "n": 1,
             "max_tokens": min(16, self.config.max_completion_len),
             "temperature": self.config.temperature,
         }
-        return [(prompt_ids, server.generate(prompt_ids, sampling)[0]) for server in self.servers]
+        return [
+            Group(prompt, server.generate(prompt.token_ids, sampling, images=prompt.images), advantages=[0.0])
+            for server in self.servers
+        ]
 
     def connect(self, device: torch.device) -> None:
         """Open one weight-transfer group per server."""
@@ -549,20 +597,31 @@ def _completion(choice: dict[str, Any]) -> Completion:
 # Prompts
 
 
-def load_tokenizer(config: TrainConfig) -> Any:
-    """The tokenizer of `model_id`.
+def load_processor(config: TrainConfig) -> Any:
+    """The processor of `model_id`, which takes text and images; its tokenizer where it has no other.
 
     Raises:
         ValueError: no such model.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoProcessor
 
     try:
-        return AutoTokenizer.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code)
+        return AutoProcessor.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code)
     except OSError as error:
         raise UserError(
             f"model_id={config.model_id}: no such path, and the hub has no such model ({str(error).splitlines()[0]})"
         ) from None
+
+
+def tokenizer_of(processor: Any) -> Any:
+    """The tokenizer of a processor; a tokenizer is its own."""
+    return getattr(processor, "tokenizer", processor)
+
+
+def placeholder_ids(model_config: Any) -> list[int]:
+    """Tokens that stand for images and the like. A policy's forward could not take one that was sampled."""
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    return [token for name in names if (token := getattr(model_config, name, None)) is not None]
 
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
@@ -621,28 +680,146 @@ def _datasets_rows(source: str, split: str, config: TrainConfig) -> list[dict[st
 
     try:
         if source.endswith(".parquet"):
-            return list(load_dataset("parquet", data_files=source, split="train"))
-        return list(load_dataset(source, config.dataset_config, split=split))
+            return list(_undecoded(load_dataset("parquet", data_files=source, split="train")))
+        return list(_undecoded(load_dataset(source, config.dataset_config, split=split)))
     except (OSError, ValueError) as error:  # ConnectionError, DatasetNotFoundError, an unknown split
         raise UserError(f"dataset {source} cannot be loaded: {str(error).splitlines()[0]}") from error
 
 
-def tokenize_prompt(tokenizer: Any, prompt: Any, config: TrainConfig) -> list[int]:
-    """Token ids of a string or of chat messages: the chat template once, and no second BOS."""
-    if isinstance(prompt, str) and (config.no_apply_chat_template or not tokenizer.chat_template):
-        return tokenizer(prompt)["input_ids"]
+def _undecoded(dataset: Any) -> Any:
+    """The data set with its images as bytes and paths: pixels are made when they are needed."""
+    from datasets import Image, List
+
+    for name, feature in dataset.features.items():
+        if isinstance(feature, Image):
+            dataset = dataset.cast_column(name, Image(decode=False))
+        elif isinstance(feature, List) and isinstance(feature.feature, Image):
+            dataset = dataset.cast_column(name, List(Image(decode=False)))
+    return dataset
+
+
+def prompt_text(processor: Any, prompt: Any, num_images: int, config: TrainConfig) -> tuple[str, bool]:
+    """What the tokenizer gets for a string or chat messages, and whether special tokens (BOS) are still to be added.
+
+    The chat template writes them where it applies. Images stand where the messages have `{"type": "image"}`, or else
+    before the text of the first user message.
+    """
+    owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
+    if isinstance(prompt, str) and (config.no_apply_chat_template or not owner.chat_template):
+        return prompt, True
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template wrote the BOS where there is one
+    if hasattr(processor, "image_processor"):  # whose templates want parts
+        missing = num_images if num_images and not any(map(is_image, chain.from_iterable(map(parts, messages)))) else 0
+        written = []
+        for message in messages:
+            placeholders = [{"type": "image"}] * missing if message["role"] == "user" else []
+            missing -= len(placeholders)
+            written.append({**message, "content": [*placeholders, *parts(message)]})
+        messages = written
+    return owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), False
+
+
+def parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A chat message's content as parts."""
+    content = message["content"]
+    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+
+
+def is_image(part: dict[str, Any]) -> bool:
+    """Whether a part of a message is an image, or the place of one."""
+    return part.get("type") in ("image", "image_url")
+
+
+def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages."""
+    prompt = row["prompt"]
+    images: list[Any] = []
+    for name in ("image", "images"):
+        value = row.get(name)
+        images += value if isinstance(value, list | tuple) else [] if value is None else [value]
+    if isinstance(prompt, str):
+        return prompt, images
+    inside: list[Any] = []
+    messages = []
+    for message in prompt:
+        if isinstance(message["content"], str):
+            messages.append(message)
+            continue
+        for part in filter(is_image, message["content"]):
+            found = part.get("image") or part.get("url") or part.get("image_url")
+            inside += (
+                [found["url"] if part["type"] == "image_url" and isinstance(found, dict) else found] if found else []
+            )
+        bare = [{"type": "image"} if is_image(part) else part for part in message["content"]]
+        messages.append({**message, "content": bare})
+    if inside and images:
+        raise ValueError("has images both in its messages and in a column: leave one of them out")
+    images = inside or images
+    places = sum(is_image(part) for message in messages for part in parts(message))
+    if places not in (0, len(images)):
+        raise ValueError(f"has {len(images)} images for the {places} in its messages")
+    return messages, images
+
+
+def open_image(source: Any) -> Any:
+    """A PIL image, upright and in RGB, from one, a path, URL, data URI, bytes, or `datasets`' `bytes` and `path`."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path")
+    return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source, timeout=30)
+
+
+def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
+    """The prompt with its images processed and its tokens expanded; a text prompt as it is.
+
+    Raises:
+        ValueError: an image cannot be read, or the processor does not take it; names the row.
+    """
+    if not prompt.sources:
+        return prompt
+    where = f"dataset row {prompt.index}"
+    images = []
+    for source in prompt.sources:
+        try:
+            images.append(open_image(source))
+        except Exception as error:  # whatever Pillow, requests or a broken file may raise
+            name = source if isinstance(source, str) else type(source).__name__
+            raise UserError(f"{where}: the image {name:.100} cannot be read: {error}") from error
+    text, add_special_tokens = prompt_text(processor, prompt.content, len(images), config)
+    server_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
+    try:
+        batch = processor(text=[text], images=[images], add_special_tokens=add_special_tokens, return_tensors="pt")
+    except (ValueError, TypeError, IndexError) as error:
+        raise UserError(f"{where}: the model's processor does not take its {len(images)} images: {error}") from error
+    token_ids = batch["input_ids"][0].tolist()
+    if token_ids == server_ids:
+        raise UserError(f"{where}: its prompt has no place for its {len(images)} images: use chat messages")
+    inputs = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and not name.endswith(("input_ids", "attention_mask", "token_type_ids"))
+    }
+    urls = []
+    for image in images:
+        buffer = io.BytesIO()
+        image.save(buffer, "png", compress_level=1)
+        urls.append(f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}")
+    return replace(prompt, token_ids=token_ids, images=Images(server_ids, len(token_ids), urls, inputs))
 
 
 def load_prompts(
-    source: str | Callable[[], Any], split: str, tokenizer: Any, max_prompt_len: int, config: TrainConfig
+    source: str | Callable[[], Any], split: str, processor: Any, max_prompt_len: int, config: TrainConfig
 ) -> list[Prompt]:
     """Prompts with their token ids and reward columns; those over `max_prompt_len` tokens are counted and left out.
 
+    Every image is read and processed once here, so that a broken one shows at once, and again when it is sampled: only
+    its tokens are kept.
+
     Raises:
-        ValueError: a row without a usable `prompt`, a column that does not exist, or nothing left.
+        ValueError: a row without a usable `prompt`, a column that does not exist, an image that cannot be read or that
+            the model does not take, or nothing left.
     """
     rows = load_rows(source, split, config)
     prompts = []
@@ -651,15 +828,26 @@ def load_prompts(
             raise UserError(
                 f"dataset row {index} has no `prompt` (string or chat messages); its columns are {sorted(row)}"
             )
-        wanted = [name for name in row if name != "prompt"] if config.extra_columns is None else config.extra_columns
+        ours = ("prompt", "image", "images")
+        wanted = [name for name in row if name not in ours] if config.extra_columns is None else config.extra_columns
         if missing := [name for name in wanted if name not in row]:
             raise UserError(
                 f"dataset row {index} has no column {missing[0]}, which extra_columns names; it has {sorted(row)}"
             )
         if taken := {"prompts", "completions", "completion_ids"} & set(wanted):
             raise UserError(f"dataset column {taken.pop()} is the name of a reward's own argument: rename it")
-        token_ids = tokenize_prompt(tokenizer, row["prompt"], config)
-        prompts.append(Prompt(index, token_ids, row["prompt"], {name: row[name] for name in wanted}))
+        try:
+            content, images = take_images(row)
+        except ValueError as error:
+            raise UserError(f"dataset row {index} {error}") from None
+        if images and not hasattr(processor, "image_processor"):
+            raise UserError(f"dataset row {index} has images, and model_id={config.model_id} takes none")
+        text, add_special_tokens = prompt_text(processor, content, len(images), config)
+        token_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
+        prompts.append(Prompt(index, token_ids, content, {name: row[name] for name in wanted}, images))
+    prompts = in_threads(
+        lambda p: replace(with_images(p, processor, config), images=None), prompts, os.cpu_count() or 1
+    )
     kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_prompt_len]
     if len(kept) < len(prompts):
         print(f"left out {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {max_prompt_len} tokens")
@@ -768,6 +956,7 @@ def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], con
         ValueError: `rollout_fn` raises, or returns something else than `n` completions that fit a micro-batch.
     """
     failures = 0
+    group.prompt = with_images(group.prompt, client.processor, config)
     while not group.completions:
         with client.lease() as server:
             try:
@@ -782,12 +971,15 @@ def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], con
                     client.lose(server, error)
                 elif (failures := failures + 1) == 3:  # it is not the servers
                     raise ServerError(f"dataset row {group.prompt.index}: {error}, though it is healthy") from error
+            except ServerError as error:
+                raise ServerError(f"dataset row {group.prompt.index}: {error}") from None
     group.sampled_s = time.monotonic()
 
 
 def _sampled_by(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
     if config.rollout_fn is None:
-        return server.generate(prompt.token_ids, sampling, config.extra_generations if sampling["n"] > 1 else 0)
+        extra = config.extra_generations if sampling["n"] > 1 else 0
+        return server.generate(prompt.token_ids, sampling, extra, prompt.images)
     assert callable(config.rollout_fn)
     where = f"rollout_fn on dataset row {prompt.index}"
     try:

@@ -157,7 +157,7 @@ def tiny(folder: Path, steps: int) -> list[dict[str, Any]]:
                     eval_dataset_id=str(folder / "tiny" / "heldout.jsonl"),
                     no_apply_chat_template=True, max_completion_len=12, batch_size=64, max_steps=steps,
                     learning_rate=3e-4, lr_scheduler="linear", warmup_ratio=0.03, output_dir=str(folder / "run"),
-                    log_steps=50, **{"max_tokens_per_gpu": 2048 if mode == "streaming" else 12288, **fields},
+                    log_steps=50, **{"max_tokens_per_gpu": 2048, **fields},
                 )  # fmt: skip
                 runs.append(run(config))
             row: dict[str, Any] = {"part": "b", "mode": mode}

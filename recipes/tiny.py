@@ -26,7 +26,7 @@ config = TrainConfig(
     learning_rate=3e-4,
     lr_scheduler="linear",
     warmup_ratio=0.03,
-    max_tokens_per_gpu=12288,
+    max_tokens_per_gpu=2048,
     eval_steps=25,
     output_dir=str(folder / "run"),
 )

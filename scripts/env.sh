@@ -45,6 +45,14 @@ make_environment() {
         index=(--extra-index-url "$url")
     fi
     install cpu --no-deps "${index[@]}" -r requirements-cpu.txt
+    # PyTorch's index has a torchvision for the CPU; PyPI's takes a little help to be imported.
+    if [ ! -e "$venv/.torchvision" ] && ! "$python" -c 'import torchvision' 2>/dev/null; then
+        local packages
+        packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+        cp scripts/torchvision_ops.py "$packages/"
+        echo 'import torchvision_ops' > "$packages/torchvision_ops.pth"
+    fi
+    touch "$venv/.torchvision"
 }
 
 groups=()

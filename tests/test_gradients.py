@@ -248,12 +248,12 @@ def test_first_ratio_is_one(models, device):
         assert reference is not None
         for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]):
             assert micro.row.segments is not None
-            trained = forward(policy, micro.row, config)
+            trained = forward(policy, micro, config)
             with torch.no_grad():
-                old = forward(policy, micro.row, config)
+                old = forward(policy, micro, config)
             assert trained.requires_grad
             assert torch.equal(trained, old)
-            assert torch.equal(trained, reference(micro.row))
+            assert torch.equal(trained, reference(micro))
 
 
 def test_sharing_falls_back(models, device, capsys, monkeypatch):

@@ -504,11 +504,12 @@ def test_the_readmes_snippet(monkeypatch):
 # -- mutations -------------------------------------------------------------------------------------------------------
 
 MUTATIONS = [
-    ("the merge", "Llama", "merged = torch.logaddexp(lse[queries], block_lse)", "merged = lse[queries]"),
+    ("the merge", "Llama", "merged = torch.logaddexp(lse[queries], part_lse)", "merged = lse[queries]"),
     ("the gradient's lse", "Llama", "out[queries], lse[queries])\n", "out[queries], lse[queries] + 0.1)\n"),
-    ("the gradient's sum", "Llama", "total[where] += part", "pass"),
+    ("the gradient's sum", "Llama", "else total[where] + part", "else total[where]"),
     ("causality", "Llama",
-     "0.0, bounds is not None, scale=scale)\n    return out", "0.0, False, scale=scale)\n    return out"),
+     "block.is_causal, scale=scale)\n    return _tokens_first", "False, scale=scale)\n    return _tokens_first"),
+    ("the pieces of a call", "Llama", "block.keys.append(keys)", "block.keys.insert(0, keys)"),
     ("positions", "Llama", "self.positions += range(len(prompt) + depth, len(prompt) + depth + length)",
      "self.positions += range(start, start + length)"),
     ("the ancestor rule", "Llama", "ends[parent] = max(ends[parent], ends[number])",

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 import train
 import utils
 from config import TrainConfig
-from prefix_attention import pack
-from train import Rollouts, add_lora, check_lora_targets, forward, load_model, parallelize
+from prefix_attention import completion_logprobs, pack
+from train import Rollouts, add_lora, check_lora_targets, load_model, parallelize
 from utils import full_weights, process_group, published_weights, save_checkpoint, unwrap
 from vllm_client import ServerError, VLLMClient, sampling_params
 
@@ -86,7 +86,7 @@ def mismatch(policy, rollouts, config, device):
     pairs = [(PROMPT, [c.token_ids for c in replies])]
     with torch.no_grad():
         (row,) = pack(pairs, share_prefix=False)
-        logprobs = forward(policy, row.to(device), config)
+        logprobs = completion_logprobs(policy, row.to(device), config.temperature)
     sampled = torch.tensor([x for c in replies for x in c.sampler_logprobs])
     return (logprobs - sampled).abs().max().item(), sorted({span[0] for c in replies for span in c.weight_versions})
 
@@ -228,7 +228,7 @@ def test_updates_in_flight_keep_both_versions(models, servers):
         assert (version, start, end) == (attempt, change, 100)
         (row,) = pack([(PROMPT, [completion.token_ids])], share_prefix=False)
         with torch.no_grad():
-            under_old, under_new = (forward(model, row, config) for model in (old, new))
+            under_old, under_new = (completion_logprobs(model, row) for model in (old, new))
         sampled = torch.tensor(completion.sampler_logprobs)
         assert (under_old - sampled)[:change].abs().max() <= 1e-4
         assert (under_new - sampled)[change:].abs().max() <= 1e-4
@@ -356,10 +356,10 @@ def test_another_model(models, servers, tmp_path):
 
 
 def test_unknown_model_is_refused_before_anything(tmp_path):
-    from vllm_client import load_tokenizer
+    from vllm_client import load_processor
 
     with pytest.raises(ValueError, match="no such path, and the hub has no such model"):
-        load_tokenizer(make_config(str(tmp_path / "nowhere"), "http://x"))
+        load_processor(make_config(str(tmp_path / "nowhere"), "http://x"))
 
 
 def test_lora_target_that_matches_nothing(models):

@@ -1,0 +1,49 @@
+"""Qwen2.5-VL learns geometry problems with a figure, from whether its answer is right (hiyouga/geometry3k).
+
+    python vllm_server.py --model Qwen/Qwen2.5-VL-3B-Instruct --max-model-len 4096     # on a GPU of its own
+    torchrun --nproc_per_node=2 train.py recipes/geometry3k.py
+
+`--model_id Qwen/Qwen2.5-VL-7B-Instruct` (there and here) takes the larger one.
+"""
+
+from typing import Any
+
+from config import TrainConfig
+from recipes.rewards import math_answer
+
+INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
+
+
+def with_figure(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The data set's `problem`, with `<image>` for its figure, `images` and `answer`, as rows with a `prompt`."""
+    return [
+        {
+            "prompt": f"{row['problem'].replace('<image>', '').strip()}\n{INSTRUCTION}",
+            "images": row["images"],
+            "answer": row["answer"],
+        }
+        for row in rows
+    ]
+
+
+config = TrainConfig(
+    model_id="Qwen/Qwen2.5-VL-3B-Instruct",
+    dataset_id="hiyouga/geometry3k",
+    eval_dataset_id="hiyouga/geometry3k",
+    eval_dataset_split="validation",
+    collate_fn=with_figure,
+    reward_funcs=[math_answer],
+    num_generations=8,
+    max_completion_len=2048,
+    batch_size=64,
+    num_epochs=3,
+    learning_rate=1e-6,
+    max_tokens_per_gpu=16384,
+    freeze_vision_tower=True,
+    gradient_checkpoint=True,
+    use_fsdp=True,
+    fsdp_bf16=True,
+    mask_truncated_completions=True,
+    eval_steps=20,
+    output_dir="outputs/geometry3k",
+)

@@ -1,0 +1,69 @@
+"""A tiny Qwen2.5-VL learns to name the colour of a square, on two CPU cores.
+
+    python scripts/build_tiny_vlm.py                        # the model, half-taught, in outputs/tiny_vlm/model
+    python vllm_server.py --model outputs/tiny_vlm/model --dtype float32 --max-model-len 64 --max-num-seqs 128
+    torchrun --nproc_per_node=1 train.py recipes/tiny_vlm.py
+
+(prefix the last two with what the README says about a few CPU cores). Expected: 90 % and more of the held-out squares
+after 60 steps, from about 30 %.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw
+
+from config import TrainConfig
+from recipes.rewards import exact_match
+
+COLOURS = {
+    "red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (235, 220, 50),
+    "purple": (140, 50, 170), "orange": (240, 140, 30), "cyan": (60, 210, 220), "pink": (250, 150, 190),
+}  # fmt: skip
+SIZE = 64  # pixels
+
+
+def squares(num: int, seed: int) -> list[dict[str, Any]]:
+    """`num` problems: a square of some colour on grey noise, and its name."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(num):
+        name = rng.choice(list(COLOURS))
+        noise = Image.frombytes("L", (SIZE, SIZE), rng.randbytes(SIZE * SIZE)).point(lambda v: 96 + v // 4)
+        image = noise.convert("RGB")
+        left, top, edge = rng.randint(0, 32), rng.randint(0, 32), rng.randint(16, 31)
+        shade = tuple(min(255, max(0, value + rng.randint(-25, 25))) for value in COLOURS[name])
+        ImageDraw.Draw(image).rectangle((left, top, left + edge, top + edge), fill=shade)
+        rows.append({"prompt": "Colour?", "image": image, "answer": name})
+    return rows
+
+
+def train_squares() -> list[dict[str, Any]]:
+    """What is trained on."""
+    return squares(2048, seed=1)
+
+
+def held_out_squares() -> list[dict[str, Any]]:
+    """What is evaluated on."""
+    return squares(256, seed=2)
+
+
+folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny_vlm"
+
+config = TrainConfig(
+    model_id=str(folder / "model"),
+    dataset_id=train_squares,
+    eval_dataset_id=held_out_squares,
+    reward_funcs=[exact_match],
+    num_generations=8,
+    max_completion_len=8,
+    batch_size=32,
+    max_steps=60,
+    learning_rate=3e-4,
+    lr_scheduler="linear",
+    warmup_ratio=0.05,
+    max_tokens_per_gpu=4096,
+    eval_steps=20,
+    output_dir=str(folder / "run"),
+)
