@@ -73,7 +73,7 @@ class TrainConfig:
 
     # -- model ---------------------------------------------------------------------------------------------------
     model_id: str
-    """Hub name or path of a causal language model."""
+    """Hub name or path of a causal language model, or of a vision-language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights and of the optimizer state. Keep float32 and use `bf16` for fast mathematics:
     bfloat16 weights lose updates smaller than 1/256 of a weight."""
@@ -87,6 +87,9 @@ class TrainConfig:
     be are trained on one padded row per completion, with a message; so are batches with next to nothing to share."""
     gradient_checkpoint: bool = False
     """Recompute activations in the backward pass: about a third more time for much less memory."""
+    processor_kwargs: dict[str, Any] | None = None
+    """Arguments of the model's processor, for example `{"max_pixels": 401408}`. The server needs the same
+    (`--mm-processor-kwargs`)."""
     freeze_vision_tower: bool = False
     """Train the language model and the projector of a vision-language model, but not its vision tower."""
     trust_remote_code: bool = False
@@ -104,7 +107,8 @@ class TrainConfig:
 
     # -- data ----------------------------------------------------------------------------------------------------
     dataset_id: str | Callable[[], Any]
-    """`datasets` name, a local `.jsonl` or `.parquet` file, or a function that returns rows with a `prompt`."""
+    """`datasets` name, a local `.jsonl` or `.parquet` file, or a function that returns rows with a `prompt`, and an
+    `image` or `images` where the model sees."""
     dataset_config: str | None = None
     """Configuration (subset) name of a `datasets` name."""
     dataset_split: str = "train"
@@ -116,7 +120,7 @@ class TrainConfig:
     collate_fn: Callable[[list[dict[str, Any]]], list[dict[str, Any]]] | str | None = None
     """Maps the dataset's rows to rows with a `prompt` before anything else, for data of another shape."""
     extra_columns: list[str] | None = None
-    """Columns handed to the rewards beside the prompt; None hands over all."""
+    """Columns handed to the rewards beside the prompt; None hands over all but the images."""
     no_apply_chat_template: bool = False
     """Tokenize a string prompt as it is. Otherwise it becomes one user message where the tokenizer has a chat
     template. Chat messages always go through the template."""

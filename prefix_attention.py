@@ -667,7 +667,7 @@ WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their imag
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
 
 
-def attach(model: Any, verify: bool = False) -> Any:
+def attach(model: Any, verify: bool = False, with_images: bool = False) -> Any:
     """Swap shared-prefix attention into a Hugging Face causal language model, in place; returns it.
 
     Ordinary batches go on through sdpa, whatever the implementation was before. Auxiliary losses of a mixture of
@@ -678,6 +678,7 @@ def attach(model: Any, verify: bool = False) -> Any:
         model: wrapped (DDP, FSDP2, peft) or not.
         verify: compare log-probs and gradients of a few random groups with one plain row per completion. Model types
             that the tests of this file do not cover are always compared. Collective where the model is sharded.
+        with_images: prompts will have images: refuse models that were not tested with them.
 
     Raises:
         ValueError: shared prefixes would not be exact for this model; names the reason.
@@ -686,7 +687,10 @@ def attach(model: Any, verify: bool = False) -> Any:
     from transformers.masking_utils import sdpa_mask
 
     base = _base(model)
-    if reason := _refusal(base):
+    reason = _refusal(base)
+    if with_images and base.config.model_type not in VISION:
+        reason = reason or f"{base.config.model_type} was not tested with images"
+    if reason:
         raise ValueError(_refused(base, reason))
     _LogprobHead.of(base)
     AttentionInterface.register(NAME, _attention)

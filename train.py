@@ -278,7 +278,10 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = ()) -> Any
         exclude_modules=list(frozen) or None,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, lora)
+    try:
+        return get_peft_model(model, lora)
+    except ValueError as error:  # nothing is left of the targets without the frozen ones
+        raise UserError(f"lora_target_modules: {error}") from None
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
@@ -362,7 +365,7 @@ def build_policy(config: TrainConfig, device: torch.device, image: dict[str, Ten
     return parallelize(model.train(), config, device)
 
 
-def share_prefixes(policy: Any, config: TrainConfig) -> TrainConfig:
+def share_prefixes(policy: Any, config: TrainConfig, has_images: bool = False) -> TrainConfig:
     """Swap shared-prefix attention into the policy and prove it there; a model it refuses goes on without. Collective.
 
     Returns:
@@ -372,7 +375,7 @@ def share_prefixes(policy: Any, config: TrainConfig) -> TrainConfig:
         return config
     reason = None
     try:
-        attach(policy, verify=True)
+        attach(policy, verify=True, with_images=has_images)
     except ValueError as error:
         reason = str(error)
     if reason := next(filter(None, gather_objects(reason)), None):
@@ -836,7 +839,7 @@ def main(config: TrainConfig) -> None:
     with process_group(config.collective_timeout) as device, closing(Rollouts(config, device)) as rollouts:
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.image)
-        config = rollouts.config = share_prefixes(policy, config)
+        config = rollouts.config = share_prefixes(policy, config, rollouts.image is not None)
         reference = build_reference(policy, config, device, rollouts.image)
         num_updates = rollouts.num_steps * config.num_iterations * config.num_minibatches
         optimizer, scheduler = build_optimizer(policy, num_updates, config)

@@ -239,6 +239,8 @@ class Server:
         if self.forbidden:  # -100 is the most that the server takes, and as good as -inf
             bias = dict.fromkeys(self.forbidden, -100.0)
             body["sampling_params"]["logit_bias"] = {**(sampling.get("logit_bias") or {}), **bias}
+        if images is None and not set(self.forbidden).isdisjoint(prompt_ids):
+            raise UserError("a prompt with placeholders of images was sent without them: pass images=prompt.images")
         if images:
             body["token_ids"] = [*images.server_ids, *prompt_ids[images.num_tokens :]]
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
@@ -606,7 +608,9 @@ def load_processor(config: TrainConfig) -> Any:
     from transformers import AutoProcessor
 
     try:
-        return AutoProcessor.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code)
+        return AutoProcessor.from_pretrained(
+            config.model_id, trust_remote_code=config.trust_remote_code, **(config.processor_kwargs or {})
+        )
     except OSError as error:
         raise UserError(
             f"model_id={config.model_id}: no such path, and the hub has no such model ({str(error).splitlines()[0]})"
@@ -844,6 +848,8 @@ def load_prompts(
             raise UserError(f"dataset row {index} has images, and model_id={config.model_id} takes none")
         text, add_special_tokens = prompt_text(processor, content, len(images), config)
         token_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
+        if not images and getattr(processor, "image_token_id", None) in token_ids:
+            raise UserError(f"dataset row {index}: its prompt has the placeholder of an image, and no image")
         prompts.append(Prompt(index, token_ids, content, {name: row[name] for name in wanted}, images))
     prompts = in_threads(
         lambda p: replace(with_images(p, processor, config), images=None), prompts, os.cpu_count() or 1

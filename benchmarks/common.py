@@ -30,6 +30,14 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: installed[name] for name in names if name in installed}
 
 
+def memory_mb(device: torch.device, field: str) -> float:
+    """Memory in use (`VmRSS`) or its peak (`VmHWM`), MB."""
+    if device.type == "cuda":
+        return (torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()) / 1e6
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
+
+
 def median(values: list[float]) -> float:
     """The middle value: these machines are shared and noisy."""
     return statistics.median(values)

@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import median, report
+from benchmarks.common import median, memory_mb, report
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 
 Groups = list[tuple[list[int], list[list[int]]]]
@@ -188,14 +188,6 @@ def grouper_logprobs(model: Any, groups: Groups, device: torch.device) -> list[T
     logprobs = (suffix.gather(-1, targets[..., None])[..., 0] - suffix.logsumexp(-1))[kept]
     logprobs.sum().backward()
     return [logprobs.detach()]
-
-
-def memory_mb(device: torch.device, field: str) -> float:
-    """Memory in use (`VmRSS`) or its peak (`VmHWM`), MB."""
-    if device.type == "cuda":
-        return (torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()) / 1e6
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
 
 
 def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ COLOURS = {
     "purple": (140, 50, 170), "orange": (240, 140, 30), "cyan": (60, 210, 220), "pink": (250, 150, 190),
 }  # fmt: skip
 SIZE = 64  # pixels
+QUESTION = "Colour?"
 
 
 def squares(num: int, seed: int) -> list[dict[str, Any]]:
@@ -35,7 +36,7 @@ def squares(num: int, seed: int) -> list[dict[str, Any]]:
         left, top, edge = rng.randint(0, 32), rng.randint(0, 32), rng.randint(16, 31)
         shade = tuple(min(255, max(0, value + rng.randint(-25, 25))) for value in COLOURS[name])
         ImageDraw.Draw(image).rectangle((left, top, left + edge, top + edge), fill=shade)
-        rows.append({"prompt": "Colour?", "image": image, "answer": name})
+        rows.append({"prompt": QUESTION, "image": image, "answer": name})
     return rows
 
 

@@ -1,0 +1,492 @@
+"""Images from the dataset to the gradient: rows, prompts, rows of mixed batches, the real server."""
+
+import base64
+import dataclasses
+import io
+import json
+
+import helpers  # noqa: F401  # first: it finds the repository
+import pytest
+import torch
+import torch.distributed as dist
+from build_tiny_vlm import build_model, build_processor
+from helpers import make_tokenizer, on_ranks, server, torchrun
+from PIL import Image
+from transformers import Qwen2_5_VLForConditionalGeneration
+
+from config import TrainConfig
+from recipes import geometry3k
+from recipes.rewards import math_answer
+from recipes.tiny_vlm import squares
+from train import (
+    MicroBatch,
+    Rollouts,
+    build_policy,
+    deal,
+    forward,
+    frozen_modules,
+    load_model,
+    micro_batches,
+    share_prefixes,
+    train_batch,
+)
+from utils import full_tensor, process_group, unwrap
+from vllm_client import (
+    Completion,
+    Group,
+    ServerError,
+    load_processor,
+    load_prompts,
+    open_image,
+    sample_group,
+    sampling_params,
+    with_images,
+)
+
+IMAGE_TOKENS = 16  # of a 64 x 64 image: 8 x 8 patches, merged by four
+
+
+def no_reward(completions, **_):
+    return [0.0] * len(completions)
+
+
+def picture(number):
+    return squares(number + 1, seed=5)[number]["image"]
+
+
+def rows():
+    """One image, none, two of them in the messages' places, one in a column of the other name."""
+    inside = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+    return [
+        {"prompt": "Colour?", "image": picture(0), "answer": "red"},
+        {"prompt": "No picture.", "image": None, "answer": "blue"},
+        {"prompt": [{"role": "user", "content": inside}], "images": [picture(1), picture(2)], "answer": "red"},
+        {"prompt": [{"role": "user", "content": "What?"}], "images": [picture(3)], "answer": "pink"},
+    ]
+
+
+@pytest.fixture(scope="session")
+def vlm(tmp_path_factory):
+    """A random Qwen2.5-VL whose distributions are far from uniform, and depend on the image."""
+    folder = tmp_path_factory.mktemp("vlm")
+    torch.manual_seed(0)
+    processor = build_processor()
+    model = build_model(processor.tokenizer)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.ndim > 1 else 1)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+def make_config(model="m", url="http://x", **fields):
+    defaults = {
+        "dataset_id": rows, "reward_funcs": [no_reward], "num_generations": 2, "batch_size": 4,
+        "max_completion_len": 12, "server_timeout": 5.0, "grad_norm": 0, "off_policy_correction": "none",
+    }  # fmt: skip
+    return TrainConfig(model_id=model, vllm_urls=[url], **{**defaults, **fields})
+
+
+# -- rows ------------------------------------------------------------------------------------------------------------
+
+
+def load(source, max_prompt_len=100, processor=None, **fields):
+    config = make_config(**fields)
+    return load_prompts(source, "train", processor or build_processor(), max_prompt_len, config)
+
+
+def test_prompts_of_mixed_rows():
+    """Each image takes 16 tokens between its two marks, where the messages have it or before the text."""
+    processor = build_processor()
+    start, end, image = processor.tokenizer.convert_tokens_to_ids(
+        ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    )
+    letters = {text: processor.tokenizer(text)["input_ids"] for text in ("Colour?", "No picture.", "or", "What?")}
+    one = [start, *[image] * IMAGE_TOKENS, end]
+    prompts = load(rows)
+    assert [p.token_ids for p in prompts] == [
+        one + letters["Colour?"],
+        letters["No picture."],
+        one + letters["or"] + one,
+        one + letters["What?"],
+    ]
+    assert [len(p.sources) for p in prompts] == [1, 0, 2, 1]
+    assert all(p.images is None for p in prompts)  # processed again when they are sampled
+    assert prompts[0].columns == {"answer": "red"}  # rewards get no pixels unless they ask
+    ready = with_images(prompts[2], processor, make_config())
+    assert ready.token_ids == prompts[2].token_ids
+    assert ready.images.server_ids == [start, image, end, *letters["or"], start, image, end]
+    assert ready.images.inputs["image_grid_thw"].tolist() == [[1, 8, 8], [1, 8, 8]]
+    assert ready.images.inputs["pixel_values"].shape == (128, 3 * 2 * 8 * 8)
+    for url, number in zip(ready.images.urls, (1, 2), strict=True):
+        sent = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
+        assert sent.tobytes() == picture(number).tobytes()
+    assert with_images(prompts[1], processor, make_config()) is prompts[1]
+
+
+def test_images_in_every_shape(tmp_path):
+    original = picture(0)
+    path = tmp_path / "a.png"
+    original.save(path)
+    content = path.read_bytes()
+    url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
+    sources = [original, str(path), content, {"bytes": content, "path": None}, {"bytes": None, "path": str(path)}, url]
+    for source in sources:
+        assert open_image(source).tobytes() == original.tobytes()
+    gray = original.convert("L")
+    assert open_image(gray).mode == "RGB"
+    turned = tmp_path / "turned.jpg"
+    exif = Image.Exif()
+    exif[0x0112] = 6  # the camera was held upright
+    Image.new("RGB", (40, 20)).save(turned, exif=exif)
+    assert open_image(str(turned)).size == (20, 40)
+
+
+def test_images_inside_messages(tmp_path):
+    picture(1).save(tmp_path / "b.png")
+    parts = [
+        {"type": "text", "text": "a"},
+        {"type": "image", "image": picture(0)},
+        {"type": "image_url", "image_url": {"url": str(tmp_path / "b.png")}},
+    ]
+    (prompt,) = load(lambda: [{"prompt": [{"role": "user", "content": parts}]}])
+    assert len(prompt.sources) == 2
+    assert json.dumps(prompt.content)  # for completions.jsonl
+
+
+def test_a_dataset_of_images(tmp_path):
+    """As `datasets` stores them, single and in lists: not decoded before they are needed."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    data = {"prompt": ["x", "y"], "images": [[picture(0), picture(1)], []]}
+    datasets.Dataset.from_dict(data, features=features).to_parquet(tmp_path / "many.parquet")
+    many = load(str(tmp_path / "many.parquet"))
+    assert [len(p.sources) for p in many] == [2, 0]
+    assert isinstance(many[0].sources[0], dict)
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    data = {"prompt": ["x", "y"], "image": [picture(0), None]}
+    datasets.Dataset.from_dict(data, features=features).to_parquet(tmp_path / "one.parquet")
+    assert [len(p.sources) for p in load(str(tmp_path / "one.parquet"))] == [1, 0]
+
+
+BROKEN = [
+    ({"prompt": "a", "image": "/nowhere/a.png"}, "dataset row 1: the image /nowhere/a.png cannot be read"),
+    ({"prompt": "a", "image": b"no image"}, "dataset row 1: the image bytes cannot be read"),
+    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "row 1 has 0 images for the 1 in its messages"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "image": "b.png"},
+        "row 1 has images both in its messages and in a column",
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "message"), BROKEN, ids=[message[:40] for _, message in BROKEN])
+def test_broken_rows_are_named(row, message):
+    with pytest.raises(ValueError, match=message):
+        load(lambda: [{"prompt": "fine"}, row])
+
+
+def test_a_truncated_file_is_found_before_training(tmp_path):
+    path = tmp_path / "cut.png"
+    picture(0).save(path)
+    path.write_bytes(path.read_bytes()[:-2000])
+    with pytest.raises(ValueError, match="row 0: the image .*cut.png cannot be read"):
+        load(lambda: [{"prompt": "a", "image": str(path)}])
+
+
+def test_images_without_a_vision_model_are_refused():
+    with pytest.raises(ValueError, match="dataset row 0 has images, and model_id=m takes none"):
+        load(rows, processor=make_tokenizer())
+
+
+def test_a_prompt_without_a_place_for_its_image_is_refused():
+    with pytest.raises(ValueError, match="row 0: its prompt has no place for its 1 images"):
+        load(rows, no_apply_chat_template=True)
+
+
+def test_processor_arguments(vlm):
+    """A quarter of the pixels is a quarter of the tokens."""
+    config = make_config(vlm, processor_kwargs={"max_pixels": 32 * 32, "min_pixels": 32 * 32})
+    prompt = with_images(load(rows)[0], load_processor(config), config)
+    assert prompt.images.inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
+    assert len(prompt.token_ids) == 2 + IMAGE_TOKENS // 4 + len("Colour?")
+
+
+def geometry(folder):
+    """The schema of hiyouga/geometry3k."""
+    datasets = pytest.importorskip("datasets")
+    features = datasets.Features({
+        "images": datasets.List(datasets.Image()), "problem": datasets.Value("string"),
+        "answer": datasets.Value("string"),
+    })  # fmt: skip
+    problems = ["<image>Find x.", "<image>Find the area of the figure."]
+    data = {"images": [[picture(0)], [picture(1)]], "problem": problems, "answer": ["3", "2 \\sqrt { 3 }"]}
+    path = str(folder / "geometry.parquet")
+    datasets.Dataset.from_dict(data, features=features).to_parquet(path)
+    return path
+
+
+def test_geometry_rows_and_verifier(tmp_path):
+    prompts = load(geometry(tmp_path), max_prompt_len=200, collate_fn=geometry3k.with_figure)
+    assert [len(p.sources) for p in prompts] == [1, 1]
+    assert prompts[0].content == f"Find x.\n{geometry3k.INSTRUCTION}"
+    answers = [p.columns["answer"] for p in prompts]
+    right = ["so x = 3, \\boxed{3}", "the area is \\boxed{\\sqrt{12}}"]
+    assert math_answer(right, answers) == [1.0, 1.0]
+    assert math_answer(["\\boxed{4}", "no idea"], answers) == [0.0, 0.0]
+
+
+def test_a_placeholder_without_an_image_is_refused():
+    with pytest.raises(ValueError, match="row 0: its prompt has the placeholder of an image, and no image"):
+        load(lambda: [{"prompt": "look: <|image_pad|>"}])
+
+
+def test_images_too_large_for_the_context_are_left_out(capsys):
+    prompts = load(rows, max_prompt_len=30)
+    assert [p.index for p in prompts] == [0, 1, 3]
+    assert "left out 1 of 4 prompts" in capsys.readouterr().out
+
+
+# -- gradients -------------------------------------------------------------------------------------------------------
+
+LENGTHS = [[4, 7], [3, 9], [6, 2], [5, 5]]
+ADVANTAGES = [[0.9, -0.4], [-1.1, 0.3], [1.2, -0.7], [0.5, -0.6]]
+
+
+def make_groups():
+    processor, config = build_processor(), make_config()
+    groups = []
+    for prompt, lengths, advantages in zip(load(rows), LENGTHS, ADVANTAGES, strict=True):
+        completions = [
+            Completion([20 + (i * 7 + n) % 60 for i in range(n)], [-3.0] * n, "stop", [(0, 0, n)]) for n in lengths
+        ]
+        groups.append(Group(with_images(prompt, processor, config), completions, advantages=advantages))
+    return groups
+
+
+def plain_gradient(model_id):
+    """Σ -A·log p over plain rows of the model's own forward, over all tokens; placeholders have no probability."""
+    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_id, dtype=torch.float32)
+    placeholders = [model.config.image_token_id, model.config.video_token_id]
+    total = torch.zeros(())
+    for group in make_groups():
+        for advantage, completion in zip(group.advantages, group.completions, strict=True):
+            start, ids = len(group.prompt.token_ids), torch.tensor([group.prompt.token_ids + completion.token_ids])
+            inputs = dict(group.prompt.images.inputs) if group.prompt.images else {}
+            if inputs:
+                inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+            logits = (
+                model(input_ids=ids, **inputs)
+                .logits[0, start - 1 : -1]
+                .index_fill(1, torch.tensor(placeholders), -torch.inf)
+            )
+            logprobs = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
+            total = total - advantage * logprobs.sum()
+    (total / sum(map(sum, LENGTHS))).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trained_difference(config, device):
+    """What a step of SGD with learning rate 1 subtracts from each weight, through the real path; collective."""
+    policy = build_policy(config, device, make_groups()[0].prompt.images.inputs)
+    config = share_prefixes(policy, config)
+    before = {name: full_tensor(p).clone() for name, p in unwrap(policy).named_parameters()}
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    shares = [list(items) for items in zip(*deal(make_groups(), dist.get_world_size(), config), strict=True)]
+    kinds = {bool(item.images) for share in shares for item in share if isinstance(item, MicroBatch)}
+    train_batch(policy, None, optimizer, scheduler, shares[dist.get_rank()], config, device)
+    return {name: before[name] - full_tensor(p) for name, p in unwrap(policy).named_parameters()}, kinds
+
+
+def assert_same(got, expected):
+    """As in test_gradients.py: sums in another order, read off weights of size 1. What has no gradient is not moved."""
+    for name, difference in got.items():
+        gradient = expected.get(name, torch.zeros_like(difference))
+        torch.testing.assert_close(difference, gradient, rtol=1e-3, atol=5e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+@pytest.mark.parametrize("share_prefix", [True, False])
+@pytest.mark.parametrize("max_tokens", [10_000, 90, 50])
+def test_any_split_equals_plain_rows(vlm, max_tokens, share_prefix):
+    with process_group(60) as device:
+        config = make_config(vlm, max_tokens_per_gpu=max_tokens, share_prefix=share_prefix)
+        got, _ = trained_difference(config, device)
+    assert any(".visual." in name and difference.any() for name, difference in got.items())
+    assert_same(got, plain_gradient(vlm))
+
+
+def ranks_main(model, use_fsdp, max_tokens, folder):
+    with process_group(120) as device:
+        config = make_config(model, use_fsdp=use_fsdp == "True", max_tokens_per_gpu=int(max_tokens))
+        got, kinds = trained_difference(config, device)
+        if dist.get_rank() == 0:
+            torch.save((got, kinds), f"{folder}/got.pt")
+
+
+@pytest.mark.parametrize("use_fsdp", [False, True], ids=["ddp", "fsdp"])
+def test_mixed_batches_on_two_ranks(vlm, tmp_path, use_fsdp):
+    """Micro-batches with and without images, side by side on two ranks."""
+    on_ranks(2, tmp_path, "test_images.ranks_main", vlm, use_fsdp, 50, tmp_path)
+    got, kinds = torch.load(tmp_path / "got.pt")
+    assert kinds == {True, False}
+    assert_same(got, plain_gradient(vlm))
+
+
+def test_the_tower_runs_once_per_prompt(vlm):
+    seen = []
+    with process_group(60) as device:
+        config = make_config(vlm)
+        policy = build_policy(config, device, make_groups()[0].prompt.images.inputs)
+        config = share_prefixes(policy, config)
+        policy.model.visual.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.append(len(args[0])), with_kwargs=True
+        )
+        for micro in micro_batches(make_groups(), 10_000, config):
+            forward(policy, micro, config)
+    assert seen == [4 * 64]  # patches of the four images of three prompts, not of their six completions
+
+
+def test_frozen_parts(vlm):
+    config = make_config(vlm, freeze_vision_tower=True)
+    model = load_model(config)
+    frozen = frozen_modules(model, config, has_images=True)
+    assert "model.visual.blocks.0.attn.qkv" in frozen
+    assert not any("language_model" in name for name in frozen)
+    frozen = frozen_modules(model, make_config(vlm), has_images=False)  # a run on text alone
+    assert "model.visual.blocks.0.attn.qkv" in frozen
+    assert not any("language_model" in name or name == "lm_head" for name in frozen)
+    assert frozen_modules(model, make_config(vlm), has_images=True) == []
+    with process_group(60) as device:
+        image = make_groups()[0].prompt.images.inputs
+        policy = build_policy(config, device, image)
+        trained = {name for name, p in policy.named_parameters() if p.requires_grad}
+        assert trained
+        assert not any(".visual." in name for name in trained)
+        lora = dataclasses.replace(config, use_peft=True)
+        names = [name for name, p in build_policy(lora, device, image).named_parameters() if p.requires_grad]
+        assert names
+        assert not any(".visual." in name for name in names)
+        names = [
+            n
+            for n, p in build_policy(make_config(vlm, use_peft=True), device, image).named_parameters()
+            if p.requires_grad
+        ]
+        assert any(".visual." in name for name in names)
+
+
+# -- the real server -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def url(vlm, tmp_path_factory):
+    log = tmp_path_factory.mktemp("vlm_server") / "log"
+    with server(vlm, log, "--limit-mm-per-prompt", '{"image": 2}') as started:
+        yield started.wait()
+
+
+def worst_mismatch(rollouts, policy, config, device):
+    """Largest |trainer - server| over fresh completions of every prompt, in shared and in plain rows."""
+    groups = []
+    for prompt in rollouts.prompts:
+        group = Group(prompt, advantages=[0.0] * config.num_generations)
+        sample_group(group, rollouts.client, sampling_params(config), config)
+        groups.append(group)
+    worst = 0.0
+    for share_prefix in (True, False):
+        for micro in micro_batches(groups, 10_000, dataclasses.replace(config, share_prefix=share_prefix)):
+            with torch.no_grad():
+                logprobs = forward(policy, micro.to(device), config)
+            worst = max(worst, (logprobs - micro.sampler_logprobs).abs().max().item())
+    return worst, groups
+
+
+def test_server_and_trainer_agree(vlm, url):
+    """On image and text prompts, before and after an update of the vision tower alone, to fp32's rounding."""
+    config = make_config(vlm, url, temperature=0.8)
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        policy = build_policy(config, device, rollouts.image)
+        config = share_prefixes(policy, config)
+        assert config.share_prefix
+        rollouts.publish_first(policy, device)
+        worst, _ = worst_mismatch(rollouts, policy, config, device)
+        assert worst <= 1e-4
+        old = build_policy(config, device, rollouts.image)
+        with torch.no_grad():
+            for weight in policy.model.visual.parameters():
+                weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
+        rollouts.publish(policy, 1)
+        worst, groups = worst_mismatch(rollouts, policy, config, device)
+        assert worst <= 1e-4  # the same images again: neither K/V nor features of the old tower serve them
+        (micro,) = micro_batches(groups[:1], 10_000, dataclasses.replace(config, share_prefix=False))
+        with torch.no_grad():
+            assert (forward(old, micro, config) - micro.sampler_logprobs).abs().max() > 1e-2
+        rollouts.close()
+
+
+def test_placeholders_are_never_sampled(vlm, url):
+    """The likeliest token made an image's placeholder: the server does not take it, and both sides leave it out."""
+    config = make_config(vlm, url)
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        policy = build_policy(config, device, rollouts.image)
+        rollouts.publish_first(policy, device)
+        prompt = rollouts.prompts[1]
+        greedy = {"n": 1, "max_tokens": 1, "temperature": 0.0}
+        (first,) = rollouts.client.generate(prompt.token_ids, greedy)
+        image = policy.config.image_token_id
+        with torch.no_grad():
+            head = policy.get_output_embeddings().weight
+            head[image] = 2 * head[first.token_ids[0]]
+            logits = policy(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1]
+        assert logits.argmax() == image
+        rollouts.publish(policy, 1)
+        assert rollouts.client.generate(prompt.token_ids, greedy)[0].token_ids != [image]
+        worst, groups = worst_mismatch(rollouts, policy, config, device)
+        assert worst <= 1e-4
+        assert not any(image in c.token_ids for group in groups for c in group.completions)
+        rollouts.close()
+
+
+def test_geometry_recipe(vlm, url, tmp_path):
+    """A step of recipes/geometry3k.py, on data of its schema: collate_fn, verifier, frozen tower, FSDP2."""
+    fields = {
+        "model_id": vlm, "dataset_id": geometry(tmp_path), "vllm_urls": url, "max_completion_len": 8, "batch_size": 2,
+        "max_steps": 1, "num_epochs": 1, "fsdp_bf16": "false", "output_dir": tmp_path / "run",
+        "eval_dataset_id": "none", "eval_steps": 0, "eval_dataset_split": "test",
+    }  # fmt: skip
+    flags = [word for name, value in fields.items() for word in (f"--{name}", value)]
+    done = torchrun(1, "train.py", "recipes/geometry3k.py", *flags)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
+    (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    assert row["rewards/math_answer"] == 0
+    loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "run" / "checkpoint-1")
+    assert loaded.model.visual is not None
+    assert (tmp_path / "run" / "checkpoint-1" / "processor_config.json").exists()
+
+
+def test_what_the_server_refuses_names_the_row(vlm, url):
+    config = make_config(vlm, url, dataset_id=lambda: [{"prompt": "three", "images": [picture(0)] * 3}])
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
+            sample_group(Group(rollouts.prompts[0]), rollouts.client, sampling_params(config), config)
+        rollouts.close()
+
+
+def test_other_tokens_for_an_image_are_noticed(vlm, url):
+    config = make_config(vlm, url)
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        prompt = with_images(rollouts.prompts[0], build_processor(), config)
+        odd = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]
+        with pytest.raises(ValueError, match="pass images=prompt.images"):
+            rollouts.client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3})
+        for extra in (0, 1):
+            with pytest.raises(ServerError, match="expands the images of a prompt to 25 tokens"):
+                rollouts.client.generate(odd, {"n": 2, "max_tokens": 3}, extra=extra, images=prompt.images)
+            good = {"extra": extra, "images": prompt.images}
+            assert len(rollouts.client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3}, **good)) == 2
+        rollouts.close()
