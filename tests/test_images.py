@@ -432,6 +432,7 @@ def test_placeholders_are_never_sampled(vlm, url):
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         policy = build_policy(config, device, rollouts.image)
+        config = share_prefixes(policy, config, has_images=True)
         rollouts.publish_first(policy, device)
         prompt = rollouts.prompts[1]
         greedy = {"n": 1, "max_tokens": 1, "temperature": 0.0}
@@ -461,7 +462,8 @@ def test_geometry_recipe(vlm, url, tmp_path):
     done = torchrun(1, "train.py", "recipes/geometry3k.py", *flags)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     (row,) = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
-    assert row["rewards/math_answer"] == 0
+    assert 0 <= row["rewards/math_answer"] < 1
+    assert row["sampling/sampling_logp_difference/max"] < 1e-4
     loaded = Qwen2_5_VLForConditionalGeneration.from_pretrained(tmp_path / "run" / "checkpoint-1")
     assert loaded.model.visual is not None
     assert (tmp_path / "run" / "checkpoint-1" / "processor_config.json").exists()
