@@ -103,7 +103,10 @@ def test_training_and_held_out_problems_do_not_overlap():
     assert all(row["answer"] == "".join(sorted(row["prompt"].rstrip("="))) for row in train + held_out)
 
 
-@pytest.mark.parametrize(("script", "figure"), [("step_time.py", "sync_s"), ("prefix_attention.py", "ours_s")])
+@pytest.mark.parametrize(
+    ("script", "figure"),
+    [("step_time.py", "sync_s"), ("prefix_attention.py", "ours_s"), ("vlm.py", "images_forwarded")],
+)
 def test_benchmarks_run_quickly(script, figure, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick"]
     subprocess.run(
