@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from urllib.parse import urlsplit
 
 _RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
     ("at least 2", lambda v: v >= 2, "num_generations"),
@@ -309,11 +310,17 @@ class TrainConfig:
         """Refuse settings that contradict each other or have no effect."""
         for url in self.vllm_urls:
             _require(url.startswith(("http://", "https://")), f"vllm_urls: {url} must start with http:// or https://")
+            _require(not urlsplit(url).path.strip("/"), f"vllm_urls: {url} must end with the port, without a path")
         _require(len(set(self.vllm_urls)) == len(self.vllm_urls), "vllm_urls names a server twice")
         for function in self.reward_funcs:
             _require(
                 hasattr(function, "__name__"), f"reward {function!r} has no __name__, which names its metric: use def"
             )
+        rewards = [getattr(function, "__name__", "") for function in self.reward_funcs]
+        _require(
+            len(set(rewards)) == len(rewards),
+            f"reward_funcs: {', '.join(rewards)}: two have one name, which names a metric",
+        )
         _require(
             self.collective_timeout > self.request_timeout * (1 + self.request_retries),
             "collective_timeout must exceed request_timeout x (1 + request_retries): ranks wait while rank 0 retries",

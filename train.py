@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=N train.py [recipes/x.py] [--field value ...]
 
-The file reads top to bottom: advantages, loss, data, rewards, the model, the batch, the loop.
+The file reads top to bottom: advantages, loss, the model, the batch, rollouts, the loop.
 """
 
 import math
@@ -53,6 +53,7 @@ from vllm_client import (
     VLLMClient,
     batch_metrics,
     batch_samples,
+    check_rewards,
     load_processor,
     load_prompts,
     placeholder_ids,
@@ -172,7 +173,7 @@ def sampling_sums(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) 
     """
     gap = (old_logprobs - sampler_logprobs).where(mask > 0, 0.0)
     weight = gap.exp() * mask
-    sums = {"gap": gap.abs().sum(), "sampling_kl": (gap.exp() - gap - 1).sum(), "weight": weight.sum()}
+    sums = {"gap": gap.abs().sum(), "sampling_kl": (gap.expm1() - gap).sum(), "weight": weight.sum()}
     return sums | {"square": weight.square().sum()}, gap.abs().max()
 
 
@@ -599,6 +600,7 @@ class Rollouts:
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
         max_prompt_len = longest - config.max_completion_len
         self.prompts = load_prompts(config.dataset_id, config.dataset_split, processor, max_prompt_len, config)
+        check_rewards(self.prompts, config)
         self.held_out: list[Prompt] = []
         if held_out := config.eval_dataset_id:
             self.held_out = load_prompts(held_out, config.eval_dataset_split, processor, max_prompt_len, config)

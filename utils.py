@@ -370,7 +370,8 @@ class RunLog:
             return
         for name, rows in (("metrics", [metrics]), ("completions", samples), ("dropped", dropped)):
             for row in rows:
-                self._lines[name].write(json.dumps({"step": step, **row}, ensure_ascii=False) + "\n")
+                numbers = {key: None if value != value else value for key, value in row.items()}  # JSON has no NaN
+                self._lines[name].write(json.dumps({"step": step, **numbers}, ensure_ascii=False) + "\n")
         if self._wandb:
             self._wandb.log(metrics, step=step)
         self._bar.update(step - self._bar.n)

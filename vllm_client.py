@@ -5,6 +5,7 @@ the trainer. Nothing here imports vLLM.
 """
 
 import base64
+import inspect
 import io
 import json
 import math
@@ -13,7 +14,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -33,6 +35,7 @@ from recipes.workers import CallError, CallPool
 from utils import TransferGroup, address_towards, buckets, in_threads
 
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
+Timeout = float | tuple[float, None]  # seconds; or to connect, and none to answer
 
 
 class ServerError(RuntimeError):
@@ -191,10 +194,13 @@ class Server:
         self.idle_since = time.monotonic()
         self.transfer: TransferGroup | None = None
         self.sending: list[Any] = []  # broadcasts under way
+        self.loading: Future[Any]  # the server's reply to an update under way
+        self.receiver: ThreadPoolExecutor  # waits for it
+        self.why_lost = ""
         self._local = threading.local()  # a requests.Session is not thread-safe
 
     def request(
-        self, method: str, path: str, timeout_s: float | None = None, retries: int | None = None, **kwargs: Any
+        self, method: str, path: str, timeout_s: Timeout | None = None, retries: int | None = None, **kwargs: Any
     ) -> Any:
         """The JSON reply of one request, retried after connection errors, time-outs and 5xx replies.
 
@@ -245,15 +251,9 @@ class Server:
             body["token_ids"] = [*images.server_ids, *prompt_ids[images.num_tokens :]]
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
             body["return_token_ids"] = True
-        reply: dict[str, Any] = {}
-        for attempt in range(self.retries + 1 if extra else 0):
-            try:
-                reply = self._first_to_finish(num, {**body, "stream": True})
-                break
-            except ServerLost:
-                if attempt == self.retries or not self.is_ready:
-                    raise
-        if not extra:
+        if extra:
+            reply = self._first_to_finish(num, {**body, "stream": True})
+        else:
             reply = self.request("POST", "/inference/v1/generate", json=body)
         if len(reply["choices"]) != num:
             raise ServerLost(f"{self.url} returned {len(reply['choices'])} of {num} completions")
@@ -265,7 +265,16 @@ class Server:
         return [_completion(choice) for choice in reply["choices"]]
 
     def _first_to_finish(self, num: int, body: dict[str, Any]) -> dict[str, Any]:
-        """A reply with the first choices of a stream that end; leaving it makes the server abort the others."""
+        """A reply with the first choices of a stream that end, retried as any request."""
+        for _ in range(self.retries):
+            with suppress(ServerLost):
+                return self._stream(num, body)
+            if not self.is_ready:
+                break
+        return self._stream(num, body)
+
+    def _stream(self, num: int, body: dict[str, Any]) -> dict[str, Any]:
+        """The same, once; leaving the stream makes the server abort the other choices."""
         found: dict[int, dict[str, Any]] = {}
         finished: list[dict[str, Any]] = []
         prompt_ids: list[int] = []
@@ -305,7 +314,8 @@ class Server:
 
     def connect(self, device: torch.device, timeout_s: float) -> None:
         """Open the weight-transfer group with this server's workers, replacing one that an earlier trainer left."""
-        self._receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
+        self.receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
+        self.sync_timeout_s = timeout_s
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
         world_size = 1 + self.request("GET", "/get_world_size", CONTROL_TIMEOUT_S)["world_size"]
         timeout = timedelta(seconds=timeout_s)
@@ -330,7 +340,7 @@ class Server:
             leaving.start()
             leaving.join(1.0)
 
-    def post(self, path: str, body: dict[str, Any] | None = None, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+    def post(self, path: str, body: dict[str, Any] | None = None, timeout_s: Timeout = CONTROL_TIMEOUT_S) -> Any:
         """A POST that is never repeated, as it may not be done twice."""
         return self.request("POST", path, timeout_s, retries=0, json=body)
 
@@ -347,11 +357,14 @@ class Server:
         with suppress(ServerError):
             self.post("/pause?mode=abort", timeout_s=5)
 
-    def begin_update(self) -> None:
-        """Pause, and start to receive a stream of weights."""
+    def pause(self) -> None:
+        """Stop sampling, and make ready for new weights."""
         self.post("/pause?mode=keep&clear_cache=true")
         self.post("/start_weight_update")
-        self.loading = self._receiver.submit(self.post, "/update_weights", {"update_info": {}}, self.timeout_s)
+
+    def begin_update(self) -> None:
+        """Start to receive a stream of weights. What bounds it is the time-out of each broadcast."""
+        self.loading = self.receiver.submit(self.post, "/update_weights", {"update_info": {}}, (5, None))
         self.sending = []
 
     def send(self, bucket: dict[str, Tensor] | None) -> None:
@@ -367,7 +380,10 @@ class Server:
 
     def end_update(self, version: int) -> None:
         """Wait until everything is loaded, and sample on as `version`."""
-        self.loading.result()
+        try:
+            self.loading.result(self.sync_timeout_s)
+        except FutureTimeout:
+            raise ServerLost(f"{self.url} took longer than sync_timeout to load the last weights") from None
         self.post("/finish_weight_update", {"weight_version": str(version)})
         self.post("/resume")
         self.is_ready = True
@@ -399,7 +415,8 @@ class VLLMClient:
                 serves another model.
         """
         deadline = time.monotonic() + self.config.server_timeout
-        return min(self._when_ready(server, deadline) for server in self.servers)
+        self._longest = min(self._when_ready(server, deadline) for server in self.servers)
+        return self._longest
 
     def _when_ready(self, server: Server, deadline: float) -> int:
         model_id = self.config.model_id
@@ -461,7 +478,7 @@ class VLLMClient:
         with self._slots:
             if not server.is_ready:
                 return
-            print(f"{server.url} is left out from now on: {error}", flush=True)
+            print(f"{server.url} is left out until it answers again: {error}", flush=True)
             server.is_ready = False
             self._last_loss = error
             self._slots.notify_all()
@@ -508,7 +525,12 @@ class VLLMClient:
         """Open one weight-transfer group per server."""
         self._device = device
         for server in self.servers:
-            server.connect(device, self.config.sync_timeout)
+            try:
+                server.connect(device, self.config.sync_timeout)
+            except RuntimeError as error:
+                raise ServerError(
+                    f"{server.url} and the trainer cannot open a weight-transfer group: {str(error).splitlines()[0]}"
+                ) from error
 
     def clear_weights(self) -> None:
         """Zero the servers' weights, so that the check after the first sync can only pass if every weight arrived."""
@@ -530,7 +552,9 @@ class VLLMClient:
         """
         servers = [server for server in self.servers if server.is_ready or self._is_back(server)]
         try:
-            servers = self._on(servers, Server.begin_update)
+            servers = self._on(servers, Server.pause)  # all of them first: one that hangs keeps no other waiting
+            for server in servers:
+                server.begin_update()
             for bucket in chain(buckets(weights), [{}, None]):
                 for server in list(servers):  # one loads a bucket while the trainer gathers the next
                     try:
@@ -565,11 +589,16 @@ class VLLMClient:
     def _is_back(self, server: Server) -> bool:
         """Whether a lost server answers again; it is then connected."""
         server.disconnect()
+        if not server.answers():
+            return False
         try:
-            server.request("GET", "/health", timeout_s=2, retries=0)
-            self._when_ready(server, deadline=0.0)
+            if (longest := self._when_ready(server, deadline=0.0)) < self._longest:
+                raise ServerError(f"its --max-model-len is {longest}, this run's {self._longest}: restart it with that")
             server.connect(self._device, self.config.sync_timeout)
-        except (ServerError, RuntimeError):  # RuntimeError: not all of its workers came to the transfer group
+        except (ServerError, RuntimeError) as error:  # RuntimeError: not all of its workers came to the transfer group
+            if str(error) != server.why_lost:
+                server.why_lost = str(error)
+                print(f"{server.url} answers again, but stays left out: {error}", flush=True)
             return False
         print(f"{server.url} is back", flush=True)
         return True
@@ -869,6 +898,21 @@ def load_prompts(
 # Rewards
 
 
+def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
+    """Refuse reward functions that cannot be called with the columns of the data.
+
+    Raises:
+        ValueError: one wants a column that is not there, or does not take one that is.
+    """
+    names = ["prompts", "completions", "completion_ids", *prompts[0].columns]
+    for function in config.reward_funcs:
+        assert callable(function)
+        try:
+            inspect.signature(function).bind(**dict.fromkeys(names))
+        except TypeError as error:
+            raise UserError(f"reward {function.__name__}: {error}; it gets {', '.join(names)}") from None
+
+
 class Scorer:
     """Calls the reward functions, in workers of their own, and keeps account of what fails.
 
@@ -883,6 +927,7 @@ class Scorer:
         self.num_failed = 0
         self._is_closed = False
         self._in_a_row: Counter[str] = Counter()
+        self._told: set[str] = set()
         self._calls = CallPool(config.reward_workers)
         self._lock = threading.Lock()
         self._failed_path = Path(config.output_dir) / "failed_rewards.jsonl"
@@ -941,6 +986,12 @@ class Scorer:
                 file.write(line + "\n")
             self.num_failed += 1
             self._in_a_row[name] += 1
+            if name not in self._told:
+                self._told.add(name)
+                print(
+                    f"{message} (further failures are counted in rewards_failed, and in {self._failed_path})",
+                    flush=True,
+                )
             if self._in_a_row[name] >= max(self.config.batch_size, 4):
                 raise UserError(f"{message}; so did its last {self._in_a_row[name]} calls, see failed_rewards.jsonl")
 
@@ -994,11 +1045,16 @@ def _sampled_by(server: Server, prompt: Prompt, sampling: dict[str, Any], config
         raise
     except Exception as error:
         raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
-    _check_rollout(completions, prompt, sampling["n"], where, config)
+    check_rollout(completions, prompt, sampling["n"], where, config)
     return completions
 
 
-def _check_rollout(completions: Any, prompt: Prompt, num: int, where: str, config: TrainConfig) -> None:
+def check_rollout(completions: Any, prompt: Prompt, num: int, where: str, config: TrainConfig) -> None:
+    """Refuse what a `rollout_fn` returned, unless it is `num` completions that can be trained.
+
+    Raises:
+        ValueError: says `where`, and what is wrong.
+    """
     if not isinstance(completions, list) or not all(isinstance(c, Completion) for c in completions):
         raise UserError(f"{where} must return a list of Completion")
     if len(completions) != num:
@@ -1008,6 +1064,11 @@ def _check_rollout(completions: Any, prompt: Prompt, num: int, where: str, confi
             raise UserError(f"{where} returned an empty completion")
         if len({len(c.token_ids), len(c.sampler_logprobs), len(c.sampled)}) > 1:
             raise UserError(f"{where} returned ids, log-probs and loss mask of different lengths: join with `then`")
+        covered = [place for _, start, end in c.weight_versions for place in range(start, end)]
+        if covered != [place for place, sampled in enumerate(c.sampled) if sampled]:
+            raise UserError(
+                f"{where} returned weight_versions that are not those of the sampled tokens: join with `then`"
+            )
         if (length := len(prompt.token_ids) + len(c.token_ids)) > config.max_tokens_per_gpu:
             raise UserError(f"{where} returned {length} tokens with the prompt, over max_tokens_per_gpu: raise it")
 
@@ -1149,7 +1210,7 @@ class RolloutStream:
                 self.dropped.append((group, "zero_advantage"))
                 num = sum(reason == "zero_advantage" for _, reason in self.dropped)
                 if num >= self.config.max_dropped_batches * self.config.batch_size:
-                    self._failure = UserError(
+                    self._failure = self._failure or UserError(
                         f"nothing to learn: {num} groups of this step were dropped, as all rewards within each were "
                         "equal; look at the rewards, or raise max_dropped_batches"
                     )
@@ -1202,6 +1263,8 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
     """What is known of a batch before it trains policy `version`: rewards, lengths, staleness, times."""
     completions = [c for group in groups for c in group.completions]
     rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
+    if rewards.isnan().all():
+        raise UserError("no reward function gave any completion of this batch a number: nothing can be learned")
     lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
     stale = [[version - min((span[0] for span in c.weight_versions), default=version)] for c in completions]
     spread = torch.stack([row[~row.isnan()].std(unbiased=False) for row in rewards]).nan_to_num(0.0)
@@ -1216,7 +1279,8 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
         "staleness/in_queue": sum(version - g.finished_version for g in groups) / len(groups),
         "completions/mean_length": lengths.mean().item(),
         "completions/clipped_ratio": sum(c.truncated for c in completions) / len(completions),
-        "completions/weight_versions": sum(len(c.weight_versions) for c in completions) / len(completions),
+        "completions/weight_versions": sum(len({s[0] for s in c.weight_versions}) for c in completions)
+        / len(completions),
         "time/generate_s": max(g.sampled_s for g in groups) - min(g.started_s for g in groups),
         "time/reward_s": sum(g.scored_s - g.sampled_s for g in groups),
     }

@@ -16,7 +16,6 @@ from typing import Any
 from config import TrainConfig
 
 folder = Path(__file__).resolve().parent.parent / "outputs" / "calculator"
-MAX_COMPLETION_LEN = 24
 
 
 def calculate(call: str) -> str:
@@ -31,7 +30,7 @@ def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[A
     def second_turn(turn: Any) -> Any:
         call = client.tokenizer.decode(turn.token_ids)
         said = client.tokenizer(calculate(call), add_special_tokens=False)["input_ids"]
-        room = MAX_COMPLETION_LEN - len(turn.token_ids) - len(said)
+        room = sampling["max_tokens"] - len(turn.token_ids) - len(said)
         if not call.endswith("?") or room < 1:
             return turn
         so_far = prompt.token_ids + turn.token_ids + said
@@ -55,7 +54,7 @@ config = TrainConfig(
     reward_funcs=[right_with_tool],
     rollout_fn=use_calculator,
     no_apply_chat_template=True,
-    max_completion_len=MAX_COMPLETION_LEN,
+    max_completion_len=24,
     batch_size=32,
     max_steps=80,
     learning_rate=3e-4,

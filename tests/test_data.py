@@ -1,5 +1,6 @@
 """Prompts, their order, rewards."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -14,7 +15,17 @@ from some_rewards import hangs, infinite, only_first, raises, right, scalar, sho
 from config import TrainConfig, to_json
 from recipes.rewards import best_of
 from utils import epochs
-from vllm_client import Completion, Group, Prompt, Scorer, batch_metrics, load_prompts, sampling_params
+from vllm_client import (
+    Completion,
+    Group,
+    Prompt,
+    Scorer,
+    batch_metrics,
+    check_rewards,
+    check_rollout,
+    load_prompts,
+    sampling_params,
+)
 
 ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "12+30=", "answer": "42", "level": 2}]
 
@@ -148,6 +159,49 @@ def test_batch_metrics():
         "completions/mean_length": (2 + 2 + 2 + 4) / 4,
         "completions/clipped_ratio": 0.25,
     }
+
+
+def test_a_batch_without_any_reward_is_refused():
+    groups = make_groups()
+    for group in groups:
+        group.rewards, group.reward = [[None], [None]], [math.nan] * 2
+    with pytest.raises(ValueError, match="no reward function gave any completion of this batch a number"):
+        batch_metrics(groups, 5, make_config(reward_funcs=[only_first]))
+
+
+def wants_anser(completions, anser, **_):
+    return [0.0] * len(completions)
+
+
+def takes_no_columns(prompts, completions, completion_ids):
+    return [0.0] * len(completions)
+
+
+def test_rewards_that_do_not_fit_the_data():
+    prompts = prompts_of(lambda: ROWS)
+    check_rewards(prompts, make_config(reward_funcs=[right, best_of(right, only_first)]))
+    with pytest.raises(ValueError, match="reward wants_anser: missing a required argument: 'anser'; it gets .*answer"):
+        check_rewards(prompts, make_config(reward_funcs=[wants_anser]))
+    with pytest.raises(ValueError, match="reward takes_no_columns: got an unexpected keyword argument"):
+        check_rewards(prompts, make_config(reward_funcs=[takes_no_columns]))
+
+
+ROLLOUTS = [
+    ([(0, 0, 2)], None, None),
+    ([(0, 0, 1), (1, 1, 2)], None, None),
+    ([(0, 0, 1)], [True, False], None),
+    ([], None, "weight_versions that are not those of the sampled tokens"),
+    ([(0, 0, 1)], None, "weight_versions that are not those of the sampled tokens"),  # an environment without a mask
+    ([(0, 0, 2)], [True, False], "weight_versions that are not those of the sampled tokens"),
+]
+
+
+@pytest.mark.parametrize(("spans", "loss_mask", "message"), ROLLOUTS, ids=str)
+def test_spans_of_a_rollout_are_its_sampled_tokens(spans, loss_mask, message):
+    completion = Completion([5, 6], [-1.0, -1.0], "stop", spans, loss_mask)
+    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
+    with refused:
+        check_rollout([completion], Prompt(0, [5], "", {}), 1, "rollout_fn", make_config())
 
 
 def score(groups, config):

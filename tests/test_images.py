@@ -115,6 +115,7 @@ def test_prompts_of_mixed_rows():
     assert all(p.images is None for p in prompts)  # processed again when they are sampled
     assert prompts[0].columns == {"answer": "red"}  # rewards get no pixels unless they ask
     ready = with_images(prompts[2], processor, make_config())
+    assert ready.images
     assert ready.token_ids == prompts[2].token_ids
     assert ready.images.server_ids == [start, image, end, *letters["or"], start, image, end]
     assert ready.images.inputs["image_grid_thw"].tolist() == [[1, 8, 8], [1, 8, 8]]
@@ -209,6 +210,7 @@ def test_processor_arguments(vlm):
     """A quarter of the pixels is a quarter of the tokens."""
     config = make_config(vlm, processor_kwargs={"max_pixels": 32 * 32, "min_pixels": 32 * 32})
     prompt = with_images(load(rows)[0], load_processor(config), config)
+    assert prompt.images
     assert prompt.images.inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
     assert len(prompt.token_ids) == 2 + IMAGE_TOKENS // 4 + len("Colour?")
 
@@ -304,7 +306,7 @@ def assert_same(got, expected):
     """As in test_gradients.py: sums in another order, read off weights of size 1. What has no gradient is not moved."""
     for name, difference in got.items():
         gradient = expected.get(name, torch.zeros_like(difference))
-        torch.testing.assert_close(difference, gradient, rtol=1e-3, atol=5e-6, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(difference, gradient, rtol=1e-3, atol=5e-6, msg=f"{name}: {difference - gradient}")
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
@@ -340,9 +342,7 @@ def test_the_tower_runs_once_per_prompt(vlm):
         config = make_config(vlm)
         policy = build_policy(config, device, make_groups()[0].prompt.images.inputs)
         config = share_prefixes(policy, config)
-        policy.model.visual.register_forward_pre_hook(
-            lambda _, args, kwargs: seen.append(len(args[0])), with_kwargs=True
-        )
+        policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
         for micro in micro_batches(make_groups(), 10_000, config):
             forward(policy, micro, config)
     assert seen == [4 * 64]  # patches of the four images of three prompts, not of their six completions

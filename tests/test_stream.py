@@ -315,7 +315,7 @@ def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
         two.fault = ill
         main(parse_args([recipe(one, two), "--max_staleness", "1", "--max_steps", "10", "--request_retries", "0"]))
     output = capsys.readouterr().out
-    assert output.count(f"{two.url} is left out from now on") == 1
+    assert output.count(f"{two.url} is left out until it answers again") == 1
     assert output.count(f"{two.url} is back") == 1
     samples = read(tmp_path, "completions")
     assert sorted({row["group"] for row in samples}) == list(range(60))
@@ -326,6 +326,39 @@ def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
     for name, weight in one.versions["10"].items():
         assert torch.equal(weight, two.versions["10"][name])
     assert {"1", "2"} & set(two.versions) == set()
+
+
+def test_a_server_that_comes_back_shorter_stays_out(models, recipe, capsys):
+    """Restarted with a smaller --max-model-len it would cut completions without a word."""
+    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+
+        def ill(path):
+            asked = [path for path, _ in two.log].count("/inference/v1/generate")
+            if asked > 4 and "2" not in one.versions:
+                two.max_model_len = 9
+                raise ConnectionError("out of order")
+
+        two.fault = ill
+        main(parse_args([recipe(one, two), "--max_steps", "6", "--request_retries", "0"]))
+    output = capsys.readouterr().out
+    assert output.count("answers again, but stays left out: its --max-model-len is 9") == 1
+    assert "is back" not in output
+
+
+def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(models, recipe):
+    """Longer than a broadcast may take: the healthy one has not begun to receive."""
+    with fake_server(models["untied"], answer_in(0.01)) as one, fake_server(models["untied"], answer_in(0.01)) as two:
+
+        def ill(asked):
+            if asked == "/pause" and "1" in two.versions:
+                time.sleep(3)
+                raise ConnectionError("out of order")
+
+        two.fault = ill
+        flags = ["--max_steps", "3", "--request_retries", "0", "--sync_timeout", "1"]
+        main(parse_args([recipe(one, two), *flags]))
+    assert "3" in one.versions
+    assert "3" not in two.versions
 
 
 @pytest.mark.parametrize("path", ["/pause", "/update_weights", "/finish_weight_update"])
