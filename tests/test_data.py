@@ -178,7 +178,7 @@ def takes_no_columns(prompts, completions, completion_ids):
 
 
 def test_rewards_that_do_not_fit_the_data():
-    prompts = prompts_of(lambda: ROWS)
+    prompts = prompts_of(lambda: ROWS, extra_columns=["answer"])
     check_rewards(prompts, make_config(reward_funcs=[right, best_of(right, only_first)]))
     with pytest.raises(ValueError, match="reward wants_anser: missing a required argument: 'anser'; it gets .*answer"):
         check_rewards(prompts, make_config(reward_funcs=[wants_anser]))
