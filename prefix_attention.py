@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
 from itertools import accumulate, groupby, pairwise
-from typing import Any, Literal, Self, overload
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
@@ -1027,34 +1027,6 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
         yield _Logits(scale / divisor, softcap, temperature, forbidden)
 
 
-@overload
-def completion_logprobs(
-    model: Any,
-    row: PackedBatch,
-    temperature: float = 1.0,
-    return_entropy: Literal[False] = False,
-    forbidden: Sequence[int] = (),
-    **inputs: Any,
-) -> Tensor: ...
-@overload
-def completion_logprobs(
-    model: Any,
-    row: PackedBatch,
-    temperature: float = 1.0,
-    *,
-    return_entropy: Literal[True],
-    forbidden: Sequence[int] = (),
-    **inputs: Any,
-) -> tuple[Tensor, Tensor]: ...
-@overload
-def completion_logprobs(
-    model: Any,
-    row: PackedBatch,
-    temperature: float,
-    return_entropy: bool,
-    forbidden: Sequence[int] = (),
-    **inputs: Any,
-) -> Tensor | tuple[Tensor, Tensor]: ...
 def completion_logprobs(
     model: Any,
     row: PackedBatch,
@@ -1062,7 +1034,7 @@ def completion_logprobs(
     return_entropy: bool = False,
     forbidden: Sequence[int] = (),
     **inputs: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """log p(token | prompt, completion so far) at a sampling temperature, for every completion token of `row`.
 
     The head runs only on positions that predict a completion token, and its logits exist a chunk at a time.
@@ -1077,7 +1049,8 @@ def completion_logprobs(
             (`pixel_values`, ...): for Qwen2.5-VL, Qwen3-VL, Gemma3 and LLaVA; in padded rows for any model.
 
     Returns:
-        [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable.
+        [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable. With
+        `return_entropy` a pair: those, and the entropies [N].
 
     Raises:
         ValueError: the row shares prefixes and the model is not attached, or it changes its logits in an unknown way.

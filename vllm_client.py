@@ -780,9 +780,9 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
             continue
         for part in filter(is_image, message["content"]):
             found = part.get("image") or part.get("url") or part.get("image_url")
-            inside += (
-                [found["url"] if part["type"] == "image_url" and isinstance(found, dict) else found] if found else []
-            )
+            if isinstance(found, dict) and "url" in found:
+                found = found["url"]
+            inside += [found] if found else []
         bare = [{"type": "image"} if is_image(part) else part for part in message["content"]]
         messages.append({**message, "content": bare})
     if inside and images:
@@ -805,12 +805,12 @@ def open_image(source: Any) -> Any:
 
 
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
-    """The prompt with its images processed and its tokens expanded; a text prompt as it is.
+    """The prompt with its images processed and its tokens expanded; one of text, or processed before, as it is.
 
     Raises:
         ValueError: an image cannot be read, or the processor does not take it; names the row.
     """
-    if not prompt.sources:
+    if not prompt.sources or prompt.images:
         return prompt
     where = f"dataset row {prompt.index}"
     images = []
