@@ -583,6 +583,7 @@ class Rollouts:
         self.config = config
         self.samples: list[dict[str, Any]] = []  # of the last batch, as are the groups dropped before it
         self.dropped: list[dict[str, Any]] = []
+        self.processor: Any = None  # of the model; rank 0's
         # one image of the data, processed, for run_tower_always; None where there are none
         self.num_steps, self.image = broadcast_object(self._open(device) if is_main() else None)
 
@@ -594,7 +595,7 @@ class Rollouts:
             Path(config.output_dir).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"output_dir={config.output_dir} cannot be made: {error}") from None
-        processor = load_processor(config)
+        self.processor = processor = load_processor(config)
         model_config, _ = load_model_config(config)
         self.client = VLLMClient(config, processor, placeholder_ids(model_config))
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
@@ -604,6 +605,7 @@ class Rollouts:
         self.held_out: list[Prompt] = []
         if held_out := config.eval_dataset_id:
             self.held_out = load_prompts(held_out, config.eval_dataset_split, processor, max_prompt_len, config)
+            check_rewards(self.held_out, config)
         self.client.connect(device)
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
         self.scorer = Scorer(tokenizer_of(processor), config)
@@ -860,7 +862,7 @@ def main(config: TrainConfig) -> None:
                 log.step(step, metrics | rollouts.evaluate(step), rollouts.samples, rollouts.dropped)
                 if step == rollouts.num_steps or (config.save_steps and step % config.save_steps == 0):
                     checkpoint = Path(config.output_dir) / f"checkpoint-{step}"
-                    save_checkpoint(policy, config.model_id, checkpoint)
+                    save_checkpoint(policy, rollouts.processor, checkpoint)
         if config.hub_repo_id and is_main():
             push_to_hub(checkpoint, config.hub_repo_id, config.hub_private)
 

@@ -258,14 +258,12 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 # Checkpoints, metrics, order
 
 
-def save_checkpoint(model: nn.Module, processor_id: str, path: Path) -> None:
-    """Write a directory that `from_pretrained` loads: the model, or the adapter of a LoRA model, and the processor.
+def save_checkpoint(model: nn.Module, processor: Any, path: Path) -> None:
+    """Write a directory that `from_pretrained` loads: the model, or a LoRA model's adapter, and rank 0's processor.
 
     Written beside and renamed, so that a directory with the final name is always whole.
     Collective: every rank calls it; rank 0 writes.
     """
-    from transformers import AutoProcessor
-
     inner = unwrap(model)
     is_lora = hasattr(inner, "peft_config")
     adapter = ((n, t) for n, t in inner.state_dict(keep_vars=True).items() if ".lora_" in n)
@@ -278,7 +276,7 @@ def save_checkpoint(model: nn.Module, processor_id: str, path: Path) -> None:
         part = path.with_name(path.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         inner.save_pretrained(part, state_dict=state)
-        AutoProcessor.from_pretrained(processor_id).save_pretrained(part)
+        processor.save_pretrained(part)
         shutil.rmtree(path, ignore_errors=True)
         part.rename(path)
         tqdm.write(f"saved {path}")

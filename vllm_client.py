@@ -15,10 +15,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from numbers import Real
 from pathlib import Path
@@ -176,6 +176,10 @@ class Group:
 # Servers
 
 
+def _json(reply: requests.Response) -> Any:
+    return reply.json() if reply.content else None
+
+
 class Server:
     """One rollout server: its address, how many groups it is sampling for us, and its weight-transfer group.
 
@@ -200,9 +204,15 @@ class Server:
         self._local = threading.local()  # a requests.Session is not thread-safe
 
     def request(
-        self, method: str, path: str, timeout_s: Timeout | None = None, retries: int | None = None, **kwargs: Any
+        self,
+        method: str,
+        path: str,
+        timeout_s: Timeout | None = None,
+        retries: int | None = None,
+        read: Callable[[requests.Response], Any] = _json,
+        **kwargs: Any,
     ) -> Any:
-        """The JSON reply of one request, retried after connection errors, time-outs and 5xx replies.
+        """What `read` makes of the reply, retried after connection errors, time-outs, 5xx and incomplete replies.
 
         Raises:
             ServerError: a 4xx reply, at once.
@@ -211,13 +221,15 @@ class Server:
         retries = self.retries if retries is None else retries
         for attempt in range(retries + 1):
             try:
-                reply = self._session().request(method, self.url + path, timeout=timeout_s or self.timeout_s, **kwargs)
-                if reply.status_code < 400:
-                    return reply.json() if reply.content else None
-                cause = f"answered {reply.status_code}: {reply.text[:500]}"
+                timeout = timeout_s or self.timeout_s
+                # closed at the end: the server aborts what is left of a stream
+                with self._session().request(method, self.url + path, timeout=timeout, **kwargs) as reply:
+                    if reply.status_code < 400:
+                        return read(reply)
+                    cause = f"answered {reply.status_code}: {reply.text[:500]}"
                 if reply.status_code < 500:
                     raise ServerError(f"{method} {self.url}{path} {cause}")
-            except (requests.RequestException, ValueError) as error:  # ValueError: half a JSON reply
+            except (requests.RequestException, ValueError) as error:  # ValueError: half a reply
                 cause = f"{type(error).__name__}: {error}"
             if not self.is_ready:  # lost meanwhile: its work is for another one
                 break
@@ -251,10 +263,12 @@ class Server:
             body["token_ids"] = [*images.server_ids, *prompt_ids[images.num_tokens :]]
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
             body["return_token_ids"] = True
+        route = ("POST", "/inference/v1/generate")
         if extra:
-            reply = self._first_to_finish(num, {**body, "stream": True})
+            read = partial(_first_to_finish, num)
+            reply = self.request(*route, read=read, json={**body, "stream": True}, stream=True)
         else:
-            reply = self.request("POST", "/inference/v1/generate", json=body)
+            reply = self.request(*route, json=body)
         if len(reply["choices"]) != num:
             raise ServerLost(f"{self.url} returned {len(reply['choices'])} of {num} completions")
         if images and reply["prompt_token_ids"] != prompt_ids:
@@ -263,46 +277,6 @@ class Server:
                 f"trainer to {len(prompt_ids)}, or to others: do both process images alike (--mm-processor-kwargs)?"
             )
         return [_completion(choice) for choice in reply["choices"]]
-
-    def _first_to_finish(self, num: int, body: dict[str, Any]) -> dict[str, Any]:
-        """A reply with the first choices of a stream that end, retried as any request."""
-        for _ in range(self.retries):
-            with suppress(ServerLost):
-                return self._stream(num, body)
-            if not self.is_ready:
-                break
-        return self._stream(num, body)
-
-    def _stream(self, num: int, body: dict[str, Any]) -> dict[str, Any]:
-        """The same, once; leaving the stream makes the server abort the other choices."""
-        found: dict[int, dict[str, Any]] = {}
-        finished: list[dict[str, Any]] = []
-        prompt_ids: list[int] = []
-        try:
-            with self._session().post(
-                f"{self.url}/inference/v1/generate", json=body, stream=True, timeout=self.timeout_s
-            ) as reply:
-                if reply.status_code >= 400:
-                    kind = ServerError if reply.status_code < 500 else ServerLost
-                    raise kind(f"{self.url} answered {reply.status_code}: {reply.text[:500]}")
-                for line in reply.iter_lines():
-                    if not line.startswith(b"data: {"):
-                        continue
-                    chunk = json.loads(line.removeprefix(b"data: "))
-                    if "error" in chunk:
-                        raise ServerLost(f"{self.url} broke off a stream: {chunk['error']}")
-                    prompt_ids = chunk.get("prompt_token_ids") or prompt_ids  # the first chunk has them
-                    for part in chunk["choices"]:
-                        choice = found.setdefault(part["index"], {"token_ids": [], "logprobs": {"content": []}})
-                        choice["token_ids"] += part["token_ids"] or []
-                        choice["logprobs"]["content"] += (part["logprobs"] or {}).get("content") or []
-                        if part["finish_reason"]:
-                            finished.append({**part, **choice})
-                    if len(finished) >= num:
-                        return {"choices": finished[:num], "prompt_token_ids": prompt_ids}
-        except (requests.RequestException, ValueError) as error:
-            raise ServerLost(f"{self.url} broke off a stream: {type(error).__name__}: {error}") from None
-        raise ServerLost(f"{self.url} ended a stream after {len(finished)} of {num} completions")
 
     def _session(self) -> requests.Session:
         if not hasattr(self._local, "session"):
@@ -382,7 +356,7 @@ class Server:
         """Wait until everything is loaded, and sample on as `version`."""
         try:
             self.loading.result(self.sync_timeout_s)
-        except FutureTimeout:
+        except TimeoutError:
             raise ServerLost(f"{self.url} took longer than sync_timeout to load the last weights") from None
         self.post("/finish_weight_update", {"weight_version": str(version)})
         self.post("/resume")
@@ -490,10 +464,10 @@ class VLLMClient:
         """Groups that may be in flight over all servers."""
         return self.config.max_concurrent_requests * len(self.servers)
 
-    def generate(self, prompt_ids: list[int], sampling: dict[str, Any], **images: Any) -> list[Completion]:
-        """`Server.generate` on the server with the fewest groups in flight."""
+    def generate(self, prompt_ids: list[int], sampling: dict[str, Any], **options: Any) -> list[Completion]:
+        """`Server.generate` on the server with the fewest groups in flight, for a request on its own."""
         with self.lease() as server:
-            return server.generate(prompt_ids, sampling, **images)
+            return server.generate(prompt_ids, sampling, **options)
 
     def idle_seconds(self) -> float:
         """Seconds without a group in flight since this was last asked, mean over the servers."""
@@ -608,6 +582,33 @@ class VLLMClient:
         self._control.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             server.disconnect()
+
+
+def _first_to_finish(num: int, reply: requests.Response) -> dict[str, Any]:
+    """What a reply of `num` choices would be, of the first ones of a stream that end.
+
+    Raises:
+        ValueError: the stream broke off.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    finished: list[dict[str, Any]] = []
+    prompt_ids: list[int] = []
+    for line in reply.iter_lines():
+        if not line.startswith(b"data: {"):
+            continue
+        chunk = json.loads(line.removeprefix(b"data: "))
+        if "error" in chunk:
+            raise ValueError(f"the stream broke off: {chunk['error']}")
+        prompt_ids = chunk.get("prompt_token_ids") or prompt_ids  # the first chunk has them
+        for part in chunk["choices"]:
+            choice = found.setdefault(part["index"], {"token_ids": [], "logprobs": {"content": []}})
+            choice["token_ids"] += part["token_ids"] or []
+            choice["logprobs"]["content"] += (part["logprobs"] or {}).get("content") or []
+            if part["finish_reason"]:
+                finished.append({**part, **choice})
+        if len(finished) >= num:
+            return {"choices": finished[:num], "prompt_token_ids": prompt_ids}
+    raise ValueError(f"the stream ended after {len(finished)} of {num} completions")
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

@@ -107,7 +107,7 @@ def sync_main(model, url, folder):
                 same = all(torch.equal(before[name], after) for name, after in bits(policy).items())
             worst, versions = mismatch(policy, rollouts, config, device)
             published = {name: tensor.clone() for name, tensor in published_weights(policy)}
-            save_checkpoint(policy, model, output / f"checkpoint-{number}")
+            save_checkpoint(policy, rollouts.processor, output / f"checkpoint-{number}")
             rollouts.close()
             if dist.get_rank() == 0:
                 torch.save(published, output / f"published-{number}.pt")
