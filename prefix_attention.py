@@ -667,7 +667,7 @@ WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their imag
 LAYER_TYPES = {"full_attention", "sliding_attention", "linear_attention"}
 
 
-def attach(model: Any, verify: bool = False, with_images: bool = False) -> Any:
+def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str, Any]] | None = None) -> Any:
     """Swap shared-prefix attention into a Hugging Face causal language model, in place; returns it.
 
     Ordinary batches go on through sdpa, whatever the implementation was before. Auxiliary losses of a mixture of
@@ -678,7 +678,8 @@ def attach(model: Any, verify: bool = False, with_images: bool = False) -> Any:
         model: wrapped (DDP, FSDP2, peft) or not.
         verify: compare log-probs and gradients of a few random groups with one plain row per completion. Model types
             that the tests of this file do not cover are always compared. Collective where the model is sharded.
-        with_images: prompts will have images: refuse models that were not tested with them.
+        example: a prompt with images as they will come, its tokens and what the processor makes of its images: it is
+            among what is compared. Images in model types that the tests of this file do not cover need one.
 
     Raises:
         ValueError: shared prefixes would not be exact for this model; names the reason.
@@ -687,10 +688,7 @@ def attach(model: Any, verify: bool = False, with_images: bool = False) -> Any:
     from transformers.masking_utils import sdpa_mask
 
     base = _base(model)
-    reason = _refusal(base)
-    if with_images and base.config.model_type not in VISION:
-        reason = reason or f"{base.config.model_type} was not tested with images"
-    if reason:
+    if reason := _refusal(base):
         raise ValueError(_refused(base, reason))
     _LogprobHead.of(base)
     AttentionInterface.register(NAME, _attention)
@@ -701,9 +699,11 @@ def attach(model: Any, verify: bool = False, with_images: bool = False) -> Any:
     before = base.config.get_text_config(decoder=True)._attn_implementation
     _use(base, NAME)
     base.shares_prefixes = True  # of this instance: models made from one config share the implementation's name
-    if verify or base.config.model_type not in TESTED:
+    base.shares_images = example is not None or base.config.model_type in VISION
+    kind = base.config.model_type
+    if verify or kind not in TESTED or (example and kind not in VISION):
         try:
-            _verify(model)
+            _verify(model, example)
         except Exception as error:  # whatever a model that nobody tried does with a row of segments
             _use(base, before)
             base.shares_prefixes = False
@@ -790,8 +790,10 @@ def _use(base: Any, name: str) -> None:
     base.set_attn_implementation(wanted)
 
 
-def _verify(model: Any) -> None:
-    """Compare values and gradients of random groups: shared, against plain rows through the model's eager attention.
+def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> None:
+    """Compare values and gradients of a few groups: shared, against plain rows through the model's eager attention.
+
+    Two of random tokens, and one of the example with random completions.
 
     Raises:
         ValueError: they differ by more than the rounding of the model's dtype explains.
@@ -801,10 +803,16 @@ def _verify(model: Any) -> None:
     device = next(base.parameters()).device
     generator = torch.Generator().manual_seed(0)
 
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    placeholders = {getattr(base.config, name, None) for name in names}
+    words = [token for token in range(min(config.vocab_size, 1000)) if token not in placeholders]
+
     def tokens(count: int) -> list[int]:
-        return torch.randint(min(config.vocab_size, 1000), (count,), generator=generator).tolist()
+        return [words[n] for n in torch.randint(len(words), (count,), generator=generator)]
 
     groups = [(tokens(9), [tokens(5), tokens(2), tokens(7)]), (tokens(4), [tokens(6), tokens(3)])]
+    if example:
+        groups.append((example[0], [tokens(5), tokens(3)]))
     trainable = [p for p in base.parameters() if p.requires_grad]
     before, was_training = [p.grad for p in trainable], model.training
     values, gradients = [], []
@@ -816,11 +824,15 @@ def _verify(model: Any) -> None:
             _use(base, name)
             (row,) = pack(groups, share_prefix=name == NAME)
             row = row.to(device)
+            times = row.prompts.count(2)  # the example is the third prompt
+            images: dict[str, Any] = {}
+            for key, value in example[1].items() if example else ():
+                images[key] = torch.cat([value.to(device)] * times)
             with torch.set_grad_enabled(bool(trainable)):  # whatever the caller's mode
                 if name == NAME:
-                    logprobs = completion_logprobs(model, row)
+                    logprobs = completion_logprobs(model, row, **images)
                 else:
-                    logits = model(input_ids=row.input_ids, attention_mask=row.attention_mask, use_cache=False).logits
+                    logits = model(**_padded_inputs(base, row, images)).logits
                     chosen = logits[row.row, row.position].float().log_softmax(-1)
                     logprobs = chosen.gather(-1, row.targets[:, None])[:, 0]
                 values.append(logprobs.detach())
@@ -832,8 +844,10 @@ def _verify(model: Any) -> None:
         for p, grad in zip(trainable, before, strict=True):
             p.grad = grad
     worst = (values[0] - values[1]).abs().mean().item()
-    for plain, shared in zip(*gradients, strict=True) if gradients else ():
-        if plain is not None and (scale := _norm(plain)) > 0:
+    pairs = [pair for pair in zip(*gradients, strict=True) if pair[0] is not None] if gradients else []
+    norms = [_norm(plain) for plain, _ in pairs]
+    for (plain, shared), norm in zip(pairs, norms, strict=True):
+        if scale := max(norm, 0.01 * max(norms)):  # some, as of a bias of all keys, are nothing but rounding
             worst = max(worst, _norm(shared - plain) / scale / 10)  # gradients are ten times as rough
     limit = 5e-2 if _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16) else 1e-4
     if not worst <= limit:
@@ -1046,7 +1060,8 @@ def completion_logprobs(
         return_entropy: also return the entropy of each of the N distributions (no gradient).
         forbidden: tokens that the sampler could not draw (the placeholders of images): they have no probability.
         inputs: what the processor makes of the images of the forwarded prompts, in the order of `row.prompts`
-            (`pixel_values`, ...): for Qwen2.5-VL, Qwen3-VL, Gemma3 and LLaVA; in padded rows for any model.
+            (`pixel_values`, ...). With shared prefixes for Qwen2.5-VL, Qwen3-VL, Gemma3 and LLaVA, and for what was
+            attached with an example.
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable. With
@@ -1059,25 +1074,23 @@ def completion_logprobs(
         raise ValueError(f"temperature={temperature}: must be above 0")
     base = _base(model)
     head = _LogprobHead.of(base)
-    if inputs and row.segments is not None and base.config.model_type not in VISION:
-        raise ValueError(f"{', '.join(inputs)}: not known with shared prefixes for {base.config.model_type}")
     images = bool(inputs)
-    inputs |= {"input_ids": row.input_ids, "use_cache": False}
     if row.segments is None:
-        parameters = inspect.signature(base.forward).parameters
-        kinds = parameters.keys() & {"mm_token_type_ids", "token_type_ids"} if images else ()
-        inputs |= {"attention_mask": row.attention_mask, **{kind: _kinds(base, row.input_ids) for kind in kinds}}
+        inputs = _padded_inputs(base, row, inputs)
     else:
         in_use = NAME in (base.config._attn_implementation, base.config.get_text_config()._attn_implementation)
         if not (in_use and getattr(base, "shares_prefixes", False)):
             raise ValueError("this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)")
+        if images and not base.shares_images:
+            raise ValueError(f"a {base.config.model_type} with images: attach(model, example=...) first, to compare it")
         is_spatial = any(name.endswith("_grid_thw") for name in inputs)
         positions = _rope_positions(base, row, inputs) if is_spatial else row.position_ids
         nothing_to_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device)  # 4-D: handed through
         plan = F.pad(row.segments, (0, 1))
         if images and base.config.model_type in WHOLE_IMAGES:
             plan = _cut_at_images(plan, row.input_ids[0].cpu() == base.config.image_token_id)
-        inputs |= {"position_ids": positions, "attention_mask": nothing_to_mask, "segments": plan}
+        inputs |= {"input_ids": row.input_ids, "position_ids": positions, "use_cache": False}
+        inputs |= {"attention_mask": nothing_to_mask, "segments": plan}
     width, column = row.input_ids.shape[1], row.position
     if "logits_to_keep" in inspect.signature(base.forward).parameters:
         kept, column = row.position.unique(return_inverse=True)
@@ -1095,6 +1108,16 @@ def completion_logprobs(
             head.request = head.answer = None
     logprobs, entropy = answer[0].unbind(-1)
     return (logprobs, entropy.detach()) if return_entropy else logprobs
+
+
+def _padded_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
+    """What a model's own forward gets for padded rows."""
+    parameters = inspect.signature(base.forward).parameters
+    kinds = parameters.keys() & {"mm_token_type_ids", "token_type_ids"} if images else ()
+    of_tokens = {kind: _kinds(base, row.input_ids) for kind in kinds}
+    return {
+        "input_ids": row.input_ids, "attention_mask": row.attention_mask, "use_cache": False, **of_tokens, **images,
+    }  # fmt: skip
 
 
 def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:

@@ -317,16 +317,16 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
     return work.get_future().then(lambda done: done.value()[0])
 
 
-def run_tower_always(model: nn.Module, image: dict[str, Tensor], device: torch.device) -> None:
+def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
     """Let every forward run the vision tower, with no effect on a row without images.
 
     Otherwise ranks with and without images in their row would not meet in FSDP2's and DDP's collectives.
 
     Args:
-        image: any one, as the processor makes it.
+        example: any prompt with images.
     """
     base = base_model(model)
-    image = {name: value.to(device) for name, value in image.items()}
+    image = {name: value.to(device) for name, value in example.inputs.items()}
     row_has_images = False
 
     def look(_: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
@@ -344,30 +344,33 @@ def run_tower_always(model: nn.Module, image: dict[str, Tensor], device: torch.d
     base.get_decoder().register_forward_pre_hook(add_nothing, with_kwargs=True)
 
 
-def build_policy(config: TrainConfig, device: torch.device, image: dict[str, Tensor] | None = None) -> Any:
+def build_policy(config: TrainConfig, device: torch.device, example: Prompt | None = None) -> Any:
     """The model that trains: checkpointing, frozen parts, LoRA and parallelism as configured.
 
     Args:
-        image: one of the run's, processed; None in a run without images.
+        example: a prompt of the run with images; None in a run without.
     """
     if config.lora_target_modules:
         check_lora_targets(config)
     model = load_model(config)
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    frozen = frozen_modules(model, config, image is not None)
+    frozen = frozen_modules(model, config, example is not None)
     for name in frozen:
         for parameter in model.get_submodule(name).parameters(recurse=False):
             parameter.requires_grad_(False)
     if config.use_peft:
         model = add_lora(model, config, frozen)
-    if image:
-        run_tower_always(model, image, device)
+    if example:
+        run_tower_always(model, example, device)
     return parallelize(model.train(), config, device)
 
 
-def share_prefixes(policy: Any, config: TrainConfig, has_images: bool = False) -> TrainConfig:
+def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
     """Swap shared-prefix attention into the policy and prove it there; a model it refuses goes on without. Collective.
+
+    Args:
+        example: a prompt of the run with images; None in a run without.
 
     Returns:
         The configuration, with `share_prefix` off where the model was refused.
@@ -376,7 +379,7 @@ def share_prefixes(policy: Any, config: TrainConfig, has_images: bool = False) -
         return config
     reason = None
     try:
-        attach(policy, verify=True, with_images=has_images)
+        attach(policy, verify=True, example=(example.token_ids, example.inputs) if example else None)
     except ValueError as error:
         reason = str(error)
     if reason := next(filter(None, gather_objects(reason)), None):
@@ -387,7 +390,7 @@ def share_prefixes(policy: Any, config: TrainConfig, has_images: bool = False) -
 
 
 def build_reference(
-    policy: Any, config: TrainConfig, device: torch.device, image: dict[str, Tensor] | None = None
+    policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None
 ) -> "Callable[[MicroBatch], Tensor] | None":
     """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0."""
     if config.beta == 0:
@@ -400,11 +403,11 @@ def build_reference(
 
         return without_adapter
     frozen = load_model(config).requires_grad_(False).eval()
-    if image:
-        run_tower_always(frozen, image, device)
+    if example:
+        run_tower_always(frozen, example, device)
     frozen = parallelize(frozen, config, device)
-    if config.share_prefix:
-        attach(frozen)
+    if config.share_prefix:  # the policy was compared
+        attach(frozen, example=(example.token_ids, example.inputs) if example else None)
     return lambda micro: torch.no_grad()(forward)(frozen, micro, config)
 
 
@@ -543,7 +546,7 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
     """The images of several prompts, one after the other."""
-    inputs = [prompt.images.inputs for prompt in prompts if prompt.images]
+    inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
     return {name: torch.cat([values[name] for values in inputs]) for name in (inputs[0] if inputs else ())}
 
 
@@ -584,11 +587,11 @@ class Rollouts:
         self.samples: list[dict[str, Any]] = []  # of the last batch, as are the groups dropped before it
         self.dropped: list[dict[str, Any]] = []
         self.processor: Any = None  # of the model; rank 0's
-        # one image of the data, processed, for run_tower_always; None where there are none
-        self.num_steps, self.image = broadcast_object(self._open(device) if is_main() else None)
+        self.example: Prompt | None  # the shortest prompt with images, processed
+        self.num_steps, self.example = broadcast_object(self._open(device) if is_main() else None)
 
-    def _open(self, device: torch.device) -> tuple[int, dict[str, Tensor] | None]:
-        """Check and load everything rank 0 needs; returns the number of steps, and an image of the data."""
+    def _open(self, device: torch.device) -> tuple[int, Prompt | None]:
+        """Check and load everything rank 0 needs; returns the number of steps, and an example of its images."""
         config = self.config
         print(describe(config))
         try:
@@ -619,9 +622,7 @@ class Rollouts:
             if config.freeze_vision_tower:
                 raise UserError("freeze_vision_tower has no effect: no prompt has an image")
             return num_steps, None
-        smallest = with_images(min(with_sources, key=lambda p: len(p.token_ids)), processor, config)
-        assert smallest.images
-        return num_steps, smallest.images.inputs
+        return num_steps, with_images(min(with_sources, key=lambda p: len(p.token_ids)), processor, config)
 
     def _sample(self, group: Group) -> None:
         sample_group(group, self.client, sampling_params(self.config), self.config)
@@ -842,9 +843,9 @@ def main(config: TrainConfig) -> None:
     """Train. Under torchrun every rank calls it; without torchrun the world is this process."""
     with process_group(config.collective_timeout) as device, closing(Rollouts(config, device)) as rollouts:
         torch.manual_seed(config.seed)
-        policy = build_policy(config, device, rollouts.image)
-        config = rollouts.config = share_prefixes(policy, config, rollouts.image is not None)
-        reference = build_reference(policy, config, device, rollouts.image)
+        policy = build_policy(config, device, rollouts.example)
+        config = rollouts.config = share_prefixes(policy, config, rollouts.example)
+        reference = build_reference(policy, config, device, rollouts.example)
         num_updates = rollouts.num_steps * config.num_iterations * config.num_minibatches
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
         with closing(RunLog(config, rollouts.num_steps)) as log:

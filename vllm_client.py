@@ -87,6 +87,11 @@ class Prompt:
     sources: list[Any] = field(default_factory=list)
     images: Images | None = None
 
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Its images for the policy."""
+        return self.images.inputs if self.images else {}
+
 
 @dataclass(frozen=True)
 class Completion:

@@ -64,10 +64,9 @@ def measure(share_prefix: bool, num_prompts: int, length: int) -> dict[str, Any]
             images += len(inputs["grid_thw"])
 
         policy.model.visual.register_forward_pre_hook(count, with_kwargs=True)
-        assert groups[0].prompt.images
-        run_tower_always(policy, groups[0].prompt.images.inputs, device)
+        run_tower_always(policy, groups[0].prompt, device)
         policy = parallelize(policy, config, device)
-        config = share_prefixes(policy, config)
+        config = share_prefixes(policy, config, groups[0].prompt)
         assert config.share_prefix == share_prefix
         optimizer, scheduler = build_optimizer(policy, 100, config)
         before, times = memory_mb(device, "VmRSS"), []

@@ -47,12 +47,32 @@ FAMILIES = {
         "image_token_index": IMAGE,
     },
 }
+OTHERS = {  # of which attach knows nothing
+    "Qwen2VL": {
+        "text_config": TEXT | MROPE,
+        "vision_config": QWEN | {"depth": 1, "embed_dim": 32, "hidden_size": 64, "mlp_ratio": 2},
+        **QWEN_IDS,
+    },
+    "InternVL": {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": SQUARE | {"image_size": [16, 16], "patch_size": [4, 4], "model_type": "internvl_vision"},
+        "image_token_id": IMAGE,
+        "image_seq_length": 4,
+    },
+    # every token of its prompts sees all of them
+    "PaliGemma": {
+        "text_config": TEXT | {"model_type": "gemma"},
+        "vision_config": SQUARE | {"patch_size": 8, "model_type": "siglip_vision_model"},
+        "projection_dim": 64,
+        "image_token_index": IMAGE,
+    },
+}
 GRIDS = [(1, 4, 4), (1, 2, 6)]  # Qwen's images in patches: time, height, width
 
 
 def make_model(family):
     config = getattr(transformers, f"{family}Config")(
-        **{n: dict(v) if isinstance(v, dict) else v for n, v in FAMILIES[family].items()}
+        **{n: dict(v) if isinstance(v, dict) else v for n, v in (FAMILIES | OTHERS)[family].items()}
     )
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForConditionalGeneration")(config)
@@ -108,7 +128,7 @@ def plain_logprobs(model, groups, images):
         for completion in completions:
             ids = torch.tensor([prompt + completion])
             kinds = {}
-            if inputs and model.config.model_type != "llava":
+            if inputs and model.config.model_type not in ("llava", "internvl"):
                 name = "token_type_ids" if model.config.model_type == "gemma3" else "mm_token_type_ids"
                 kinds = {name: (ids == IMAGE).int()}
             logits = model(input_ids=ids, **kinds, **inputs).logits
@@ -120,8 +140,8 @@ def plain_logprobs(model, groups, images):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients(family):
     """The tower runs once per prompt; its gradients equal those of one run per completion."""
-    plain, shared = make_model(family), attach(make_model(family), verify=True)
     groups, images = make_batch(family)
+    plain, shared = make_model(family), attach(make_model(family), verify=True, example=(groups[0][0], images[0]))
     expected = plain_logprobs(plain, groups, images)
     (row,) = pack(groups)
     assert row.prompts == [0, 1, 2, 3]
@@ -134,6 +154,29 @@ def test_values_and_gradients(family):
         assert of_plain.pop(name).norm() < 1e-5
         assert of_shared.pop(name).norm() < 1e-5
     assert_equal_gradients(of_shared, of_plain, 1e-5)
+
+
+@pytest.mark.parametrize("family", ["Qwen2VL", "InternVL"])
+def test_other_models_are_compared(family):
+    groups, images = make_batch(family)
+    model = attach(make_model(family))
+    (row,) = pack(groups)
+    with pytest.raises(ValueError, match="attach.model, example=...."):
+        completion_logprobs(model, row, **of_row(row, images))
+    attach(model, example=(groups[0][0], images[0]))
+    got = completion_logprobs(model, row, **of_row(row, images))
+    torch.testing.assert_close(got, plain_logprobs(make_model(family), groups, images), rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_exact_is_refused(monkeypatch):
+    """A prompt that sees itself whole; and Gemma3, if its images did not."""
+    groups, images = make_batch("PaliGemma")
+    example = (groups[0][0], images[0])
+    with pytest.raises(ValueError, match="PaliGemma.* cannot share prefixes: .* differ from plain rows"):
+        attach(make_model("PaliGemma"), example=example)
+    monkeypatch.setattr(prefix_attention, "WHOLE_IMAGES", frozenset())
+    with pytest.raises(ValueError, match="differ from plain rows"):
+        attach(make_model("Gemma3"), verify=True, example=example)
 
 
 @pytest.mark.parametrize("share_prefix", [False, True])
@@ -152,15 +195,14 @@ def test_rows_of_any_split(family, share_prefix):
         torch.testing.assert_close(got, expected[row.index], rtol=1e-5, atol=1e-5)
 
 
-def test_an_image_sees_itself_whole():
+def test_an_image_sees_itself_whole(monkeypatch):
     """Without the cut at images Gemma3's log-probs would be others: the test above would notice."""
     model = attach(make_model("Gemma3"))
     groups, images = make_batch("Gemma3")
     (row,) = pack(groups)
     right = completion_logprobs(model, row, **of_row(row, images))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefix_attention, "WHOLE_IMAGES", frozenset())
-        wrong = completion_logprobs(model, row, **of_row(row, images))
+    monkeypatch.setattr(prefix_attention, "WHOLE_IMAGES", frozenset())
+    wrong = completion_logprobs(model, row, **of_row(row, images))
     assert (right - wrong).abs().max() > 1e-3
 
 
