@@ -211,8 +211,9 @@ def load_model(config: TrainConfig) -> Any:
 
     disable_progress_bar()  # ours is the one to watch
     _, loads = load_model_config(config)
+    local = Path(config.model_id)
     model = loads.from_pretrained(
-        config.model_id,
+        local.resolve() if local.exists() else config.model_id,  # an adapter finds its model by this, from anywhere
         dtype=getattr(torch, config.dtype),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
@@ -242,8 +243,8 @@ def check_lora_targets(config: TrainConfig) -> None:
         if not any(name == target or name.endswith(f".{target}") for name in names):
             leaves = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
             raise UserError(f"lora_target_modules: {target} matches no module; the model has {leaves}")
-    if shape.get_text_config().tie_word_embeddings:  # one matrix cannot take the adapter of one of its two uses
-        ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+    ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+    if ends[0].weight is ends[1].weight:  # one matrix cannot take the adapter of one of its two uses
         tied = [name for name, module in skeleton.named_modules() if any(module is end for end in ends)]
         for target in config.lora_target_modules or []:
             if any(name == target or name.endswith(f".{target}") for name in tied):
@@ -255,12 +256,13 @@ def check_lora_targets(config: TrainConfig) -> None:
 def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
     """Names of the modules that do not train.
 
-    The vision tower, if so configured; in a run without images everything but the language model.
+    The vision tower, if so configured, but not the projector after it, which Qwen's towers call merger and have inside;
+    in a run without images everything but the language model.
     """
     tower = model.get_encoder(modality="image")
     if tower is model:  # it has none
         return []
-    frozen = set(tower.modules()) if config.freeze_vision_tower else set()
+    frozen = {m for name, m in tower.named_modules() if "merger" not in name} if config.freeze_vision_tower else set()
     if not has_images:
         ends = {model.get_input_embeddings(), model.get_output_embeddings()}
         frozen = set(model.modules()) - set(model.get_decoder().modules()) - ends
@@ -618,6 +620,9 @@ class Rollouts:
         self.num_tokens = 0
         self.reported_s = 0.0  # when the metrics' clocks were last read
         with_sources = [prompt for prompt in self.prompts + self.held_out if prompt.sources]
+        if hasattr(processor, "image_processor"):
+            num = sum(bool(prompt.sources) for prompt in self.prompts)
+            print(f"{num} of {len(self.prompts)} prompts have images", flush=True)
         if not with_sources:
             if config.freeze_vision_tower:
                 raise UserError("freeze_vision_tower has no effect: no prompt has an image")
@@ -713,7 +718,8 @@ class Rollouts:
             if not mismatch <= self.config.max_logprob_mismatch:
                 raise ServerError(
                     f"after the weight sync {url} and the trainer differ by {mismatch:.3g} nats a token: it does not "
-                    "compute this model as the trainer does; compare its --dtype, or raise max_logprob_mismatch"
+                    "compute this model as the trainer does; compare its --dtype (and, for images, its "
+                    "--mm-processor-kwargs with processor_kwargs), or raise max_logprob_mismatch"
                 )
         if is_main():
             self.client.idle_seconds()  # the metrics' clocks start here

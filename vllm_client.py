@@ -22,7 +22,7 @@ from functools import partial
 from itertools import chain
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 import requests
@@ -638,14 +638,18 @@ def load_processor(config: TrainConfig) -> Any:
     """The processor of `model_id`, which takes text and images; its tokenizer where it has no other.
 
     Raises:
-        ValueError: no such model.
+        ValueError: no such model, or `processor_kwargs` that it does not take.
     """
     from transformers import AutoProcessor
 
+    given = config.processor_kwargs or {}
     try:
-        return AutoProcessor.from_pretrained(
-            config.model_id, trust_remote_code=config.trust_remote_code, **(config.processor_kwargs or {})
-        )
+        processor = AutoProcessor.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code, **given)
+        of_images = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
+        known = {*inspect.signature(type(processor)).parameters, *(get_type_hints(of_images) if of_images else ())}
+        if unknown := sorted(set(given) - known):
+            raise UserError(f"processor_kwargs: the model's processor takes no {unknown[0]}, but {', '.join(known)}")
+        return processor
     except OSError as error:
         raise UserError(
             f"model_id={config.model_id}: no such path, and the hub has no such model ({str(error).splitlines()[0]})"
@@ -706,7 +710,9 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
 def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
     """The objects as they stand: `datasets` would turn strings that look like dates into dates."""
     rows = []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    for number, line in enumerate(path.read_text().split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
@@ -772,20 +778,22 @@ def is_image(part: dict[str, Any]) -> bool:
 def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages."""
     prompt = row["prompt"]
-    images: list[Any] = []
-    for name in ("image", "images"):
-        value = row.get(name)
-        images += value if isinstance(value, list | tuple) else [] if value is None else [value]
+    columns = [value for name in ("image", "images") if (value := row.get(name)) is not None]
+    if len(columns) > 1:
+        raise ValueError("has both `image` and `images`: leave one of them out")
+    images = [image for value in columns for image in (value if isinstance(value, list | tuple) else [value])]
     if isinstance(prompt, str):
         return prompt, images
+    for message in prompt:
+        _check_message(message)
     inside: list[Any] = []
     messages = []
     for message in prompt:
-        if isinstance(message["content"], str):
+        if not isinstance(message["content"], list):
             messages.append(message)
             continue
         for part in filter(is_image, message["content"]):
-            found = part.get("image") or part.get("url") or part.get("image_url")
+            found = part.get("image") or part.get("url") or part.get("path") or part.get("image_url")
             if isinstance(found, dict) and "url" in found:
                 found = found["url"]
             inside += [found] if found else []
@@ -796,8 +804,23 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     images = inside or images
     places = sum(is_image(part) for message in messages for part in parts(message))
     if places not in (0, len(images)):
-        raise ValueError(f"has {len(images)} images for the {places} in its messages")
+        raise ValueError(
+            f"has {len(images)} images for the {places} places in its messages: give them in a column, or as `image`, "
+            "`url`, `path` or `image_url` of each place"
+        )
     return messages, images
+
+
+def _check_message(message: Any) -> None:
+    """Refuse what is no chat message, or has parts that would be left out without a word."""
+    content = message.get("content", 0) if isinstance(message, dict) and "role" in message else 0
+    if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
+        if odd := {"video", "video_url", "audio", "audio_url", "input_audio"} & {part["type"] for part in content}:
+            raise ValueError(f"has a message with {odd.pop()}: only text and images are trained on")
+    elif not isinstance(content, str | None):
+        raise ValueError(
+            f"has a message that is not {{'role': ..., 'content': string or list of typed parts}}: {message!r:.100}"
+        )
 
 
 def open_image(source: Any) -> Any:
@@ -806,32 +829,57 @@ def open_image(source: Any) -> Any:
     from transformers.image_utils import load_image
 
     if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path")
-    return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source, timeout=30)
+        source = next((found for key in ("bytes", "path", "url") if (found := source.get(key))), source)
+    if isinstance(source, str) and not source.startswith(("http://", "https://", "data:")):
+        source = Image.open(source.removeprefix("file://"))
+    return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)
+
+
+def downloaded(source: Any) -> Any:
+    """The bytes behind a URL, so that it is asked once; any other source as it is.
+
+    Raises:
+        OSError: it does not answer within 30 s, or with an error.
+    """
+    url = source.get("url") if isinstance(source, dict) else source
+    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        return source
+    reply = requests.get(url, timeout=30)
+    reply.raise_for_status()
+    return reply.content
 
 
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     """The prompt with its images processed and its tokens expanded; one of text, or processed before, as it is.
 
+    A URL among its sources is replaced by what it answered.
+
     Raises:
         ValueError: an image cannot be read, or the processor does not take it; names the row.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
     if not prompt.sources or prompt.images:
         return prompt
     where = f"dataset row {prompt.index}"
-    images = []
+    sources, images = [], []
     for source in prompt.sources:
         try:
-            images.append(open_image(source))
+            sources.append(downloaded(source))
+            images.append(open_image(sources[-1]))
         except Exception as error:  # whatever Pillow, requests or a broken file may raise
             name = source if isinstance(source, str) else type(source).__name__
-            raise UserError(f"{where}: the image {name:.100} cannot be read: {error}") from error
+            cause = f"no such file in {Path.cwd()}" if isinstance(error, FileNotFoundError) else error
+            raise UserError(f"{where}: the image {name:.100} cannot be read: {cause}") from error
     text, add_special_tokens = prompt_text(processor, prompt.content, len(images), config)
     server_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
+    if (num := text.count(getattr(processor, "image_token", None) or "\0")) > len(images):
+        raise UserError(f"{where}: its text has {num} placeholders for its {len(images)} images: take out the others")
     try:
         batch = processor(text=[text], images=[images], add_special_tokens=add_special_tokens, return_tensors="pt")
-    except (ValueError, TypeError, IndexError) as error:
-        raise UserError(f"{where}: the model's processor does not take its {len(images)} images: {error}") from error
+    except (ValueError, TypeError, IndexError, RuntimeError, StrictDataclassError) as error:
+        cause = " ".join(str(error).split())
+        raise UserError(f"{where}: the model's processor does not take its {len(images)} images: {cause}") from error
     token_ids = batch["input_ids"][0].tolist()
     if token_ids == server_ids:
         raise UserError(f"{where}: its prompt has no place for its {len(images)} images: use chat messages")
@@ -845,7 +893,9 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         buffer = io.BytesIO()
         image.save(buffer, "png", compress_level=1)
         urls.append(f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}")
-    return replace(prompt, token_ids=token_ids, images=Images(server_ids, len(token_ids), urls, inputs))
+    return replace(
+        prompt, token_ids=token_ids, sources=sources, images=Images(server_ids, len(token_ids), urls, inputs)
+    )
 
 
 def load_prompts(
@@ -863,9 +913,10 @@ def load_prompts(
     rows = load_rows(source, split, config)
     prompts = []
     for index, row in enumerate(rows):
-        if not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
+        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
             raise UserError(
-                f"dataset row {index} has no `prompt` (string or chat messages); its columns are {sorted(row)}"
+                f"dataset row {index} has no `prompt` (string or chat messages); its columns are "
+                f"{sorted(row) if isinstance(row, dict) else type(row).__name__}"
             )
         ours = ("prompt", "image", "images")
         wanted = [name for name in row if name not in ours] if config.extra_columns is None else config.extra_columns

@@ -4,6 +4,9 @@ import base64
 import dataclasses
 import io
 import json
+import threading
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import helpers  # noqa: F401  # first: it finds the repository
 import pytest
@@ -175,9 +178,25 @@ def test_a_dataset_of_images(tmp_path):
 
 
 BROKEN = [
+    ({"prompt": "a", "image": "nowhere.png"}, "dataset row 1: the image nowhere.png cannot be read: no such file in /"),
+    ({"prompt": "a", "image": {"foo": 1}}, "dataset row 1: the image dict cannot be read: "),
+    ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "row 1 has both `image` and `images`"),
+    ({"prompt": [{"content": "a"}]}, r"row 1 has a message that is not .*: {'content': 'a'}"),
+    ({"prompt": [{"role": "user"}]}, r"row 1 has a message that is not .*: {'role': 'user'}"),
+    ({"prompt": [{"role": "user", "content": ["a"]}]}, "row 1 has a message that is not "),
+    ({"prompt": ["a"]}, "row 1 has a message that is not "),
+    ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "row 1 has a message with video: only text and"),
+    (["prompt"], "row 1 has no `prompt`.*; its columns are list"),
+    (
+        {"prompt": [{"role": "user", "content": "<|image_pad|>"}], "image": picture(0)},
+        "row 1: its text has 2 placeholders for its 1 images",
+    ),
     ({"prompt": "a", "image": "/nowhere/a.png"}, "dataset row 1: the image /nowhere/a.png cannot be read"),
     ({"prompt": "a", "image": b"no image"}, "dataset row 1: the image bytes cannot be read"),
-    ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "row 1 has 0 images for the 1 in its messages"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
+        "row 1 has 0 images for the 1 places in its messages",
+    ),
     (
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "image": "b.png"},
         "row 1 has images both in its messages and in a column",
@@ -216,6 +235,36 @@ def test_processor_arguments(vlm):
     assert prompt.images
     assert prompt.images.inputs["image_grid_thw"].tolist() == [[1, 4, 4]]
     assert len(prompt.token_ids) == 2 + IMAGE_TOKENS // 4 + len("Colour?")
+
+
+def test_odd_processor_arguments_are_refused(vlm):
+    with pytest.raises(ValueError, match=r"takes no max_pixel, but .*max_pixels"):
+        load_processor(make_config(vlm, processor_kwargs={"max_pixel": 9}))
+    config = make_config(vlm, processor_kwargs={"image_mean": [0, 0, 0]})
+    with pytest.raises(ValueError, match=r"row 0: the model's processor does not take its 1 images: .*image_mean"):
+        load(rows, processor=load_processor(config))
+
+
+def test_a_url_is_asked_once(tmp_path):
+    picture(0).save(tmp_path / "a.png")
+    asked = []
+
+    class Handler(SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            asked.append(self.path)
+
+    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=tmp_path))
+    threading.Thread(target=web.serve_forever, daemon=True).start()
+    address = f"http://127.0.0.1:{web.server_address[1]}"
+    (prompt,) = load(lambda: [{"prompt": "Colour?", "image": f"{address}/a.png"}])
+    ready = with_images(prompt, build_processor(), make_config())
+    assert asked == ["/a.png"]
+    assert ready.images
+    assert len(ready.token_ids) == 2 + IMAGE_TOKENS + len("Colour?")
+    with pytest.raises(ValueError, match=r"row 0: the image http.*/b.png cannot be read: 404"):
+        load(lambda: [{"prompt": "a", "image": f"{address}/b.png"}])
+    web.shutdown()
+    web.server_close()
 
 
 def geometry(folder):
@@ -370,6 +419,7 @@ def test_frozen_parts(vlm):
     model = load_model(config)
     frozen = frozen_modules(model, config, has_images=True)
     assert "model.visual.blocks.0.attn.qkv" in frozen
+    assert not any("merger" in name for name in frozen)  # the projector
     assert not any("language_model" in name for name in frozen)
     frozen = frozen_modules(model, make_config(vlm), has_images=False)  # a run on text alone
     assert "model.visual.blocks.0.attn.qkv" in frozen
@@ -379,12 +429,17 @@ def test_frozen_parts(vlm):
         example = make_groups()[0].prompt
         policy = build_policy(config, device, example)
         trained = {name for name, p in policy.named_parameters() if p.requires_grad}
-        assert trained
-        assert not any(".visual." in name for name in trained)
+        assert {name for name in trained if ".visual." in name} == {
+            name for name, _ in policy.named_parameters() if ".visual.merger." in name
+        }
         lora = dataclasses.replace(config, use_peft=True)
         names = [name for name, p in build_policy(lora, device, example).named_parameters() if p.requires_grad]
+        assert all(".merger." in name for name in names if ".visual." in name)
+        assert len(names) > sum(".visual." in name for name in names)
+        picked = dataclasses.replace(lora, lora_target_modules=["q_proj", "v_proj"])
+        names = [name for name, p in build_policy(picked, device, example).named_parameters() if p.requires_grad]
         assert names
-        assert not any(".visual." in name for name in names)
+        assert all("q_proj" in name or "v_proj" in name for name in names)
         names = [
             n
             for n, p in build_policy(make_config(vlm, use_peft=True), device, example).named_parameters()
