@@ -704,6 +704,8 @@ def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str,
     if verify or kind not in TESTED or (example and kind not in VISION):
         try:
             _verify(model, example)
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # whatever a model that nobody tried does with a row of segments
             _use(base, before)
             base.shares_prefixes = False

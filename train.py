@@ -319,6 +319,26 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
     return work.get_future().then(lambda done: done.value()[0])
 
 
+def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """What a vision-language model's decoder gets of images."""
+    output = base_model(model).get_image_features(**inputs)
+    named = (getattr(output, name, None) for name in ("pooler_output", "deepstack_features"))
+    return tree_leaves([part for part in named if part is not None] or dict(output))
+
+
+def freeze_unused(model: nn.Module, example: Prompt) -> None:
+    """Do not train weights of the tower that no feature depends on: LLaVA takes its features before the last layer.
+
+    Ranks would wait for their gradients. The model is whole, and on the CPU.
+    """
+    weights = [p for p in base_model(model).get_encoder(modality="image").parameters() if p.requires_grad]
+    if weights:
+        total = torch.stack([feature.sum() for feature in image_features(model, example.inputs)]).sum()
+        gradients = torch.autograd.grad(total, weights, allow_unused=True)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.requires_grad_(gradient is not None)
+
+
 def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
     """Let every forward run the vision tower, with no effect on a row without images.
 
@@ -337,8 +357,7 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
 
     def add_nothing(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not row_has_images:
-            features = tree_leaves(dict(base.get_image_features(**image)))
-            nothing = sum(0 * feature.sum() for feature in features if isinstance(feature, Tensor))
+            nothing = sum(0 * feature.sum() for feature in image_features(base, image))
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + nothing
         return args, inputs
 
@@ -364,6 +383,7 @@ def build_policy(config: TrainConfig, device: torch.device, example: Prompt | No
     if config.use_peft:
         model = add_lora(model, config, frozen)
     if example:
+        freeze_unused(model, example)
         run_tower_always(model, example, device)
     return parallelize(model.train(), config, device)
 
@@ -619,7 +639,7 @@ class Rollouts:
         self.stream = RolloutStream(prompts, self._sample, self.scorer.score, self.num_threads, num_steps, config)
         self.num_tokens = 0
         self.reported_s = 0.0  # when the metrics' clocks were last read
-        with_sources = [prompt for prompt in self.prompts + self.held_out if prompt.sources]
+        with_sources = [prompt for prompt in self.prompts if prompt.sources]
         if hasattr(processor, "image_processor"):
             num = sum(bool(prompt.sources) for prompt in self.prompts)
             print(f"{num} of {len(self.prompts)} prompts have images", flush=True)

@@ -262,7 +262,7 @@ class Server:
         if self.forbidden:  # -100 is the most that the server takes, and as good as -inf
             bias = dict.fromkeys(self.forbidden, -100.0)
             body["sampling_params"]["logit_bias"] = {**(sampling.get("logit_bias") or {}), **bias}
-        if images is None and not set(self.forbidden).isdisjoint(prompt_ids):
+        if not set(self.forbidden).isdisjoint(prompt_ids[images.num_tokens if images else 0 :]):
             raise UserError("a prompt with placeholders of images was sent without them: pass images=prompt.images")
         if images:
             body["token_ids"] = [*images.server_ids, *prompt_ids[images.num_tokens :]]
@@ -661,10 +661,13 @@ def tokenizer_of(processor: Any) -> Any:
     return getattr(processor, "tokenizer", processor)
 
 
-def placeholder_ids(model_config: Any) -> list[int]:
-    """Tokens that stand for images and the like. A policy's forward could not take one that was sampled."""
+def placeholder_ids(owner: Any) -> list[int]:
+    """Tokens that stand for images and the like, by a model's configuration or processor.
+
+    A policy's forward could not take one that was sampled.
+    """
     names = ("image_token_id", "video_token_id", "audio_token_id")
-    return [token for name in names if (token := getattr(model_config, name, None)) is not None]
+    return [token for name in names if (token := getattr(owner, name, None)) is not None]
 
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
@@ -750,10 +753,11 @@ def prompt_text(processor: Any, prompt: Any, num_images: int, config: TrainConfi
     before the text of the first user message.
     """
     owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
+    takes_parts = hasattr(processor, "image_processor")
     if isinstance(prompt, str) and (config.no_apply_chat_template or not owner.chat_template):
         return prompt, True
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if hasattr(processor, "image_processor"):  # whose templates want parts
+    if takes_parts:  # and so does its template
         missing = num_images if num_images and not any(map(is_image, chain.from_iterable(map(parts, messages)))) else 0
         written = []
         for message in messages:
@@ -761,12 +765,14 @@ def prompt_text(processor: Any, prompt: Any, num_images: int, config: TrainConfi
             missing -= len(placeholders)
             written.append({**message, "content": [*placeholders, *parts(message)]})
         messages = written
-    return owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True), False
+    text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    bos = tokenizer_of(processor).bos_token  # which LLaVA's template leaves to the tokenizer, as transformers has it
+    return text, takes_parts and not (bos and text.startswith(bos))
 
 
 def parts(message: dict[str, Any]) -> list[dict[str, Any]]:
     """A chat message's content as parts."""
-    content = message["content"]
+    content = message.get("content")
     return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
 
 
@@ -776,7 +782,10 @@ def is_image(part: dict[str, Any]) -> bool:
 
 
 def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages."""
+    """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages.
+
+    Keys without a value, which `datasets` gives every part that has one in another row, are left out.
+    """
     prompt = row["prompt"]
     columns = [value for name in ("image", "images") if (value := row.get(name)) is not None]
     if len(columns) > 1:
@@ -789,15 +798,16 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     inside: list[Any] = []
     messages = []
     for message in prompt:
-        if not isinstance(message["content"], list):
+        if not isinstance(message.get("content"), list):
             messages.append(message)
             continue
-        for part in filter(is_image, message["content"]):
+        content = [{key: value for key, value in part.items() if value is not None} for part in message["content"]]
+        for part in filter(is_image, content):
             found = part.get("image") or part.get("url") or part.get("path") or part.get("image_url")
             if isinstance(found, dict) and "url" in found:
                 found = found["url"]
             inside += [found] if found else []
-        bare = [{"type": "image"} if is_image(part) else part for part in message["content"]]
+        bare = [{"type": "image"} if is_image(part) else part for part in content]
         messages.append({**message, "content": bare})
     if inside and images:
         raise ValueError("has images both in its messages and in a column: leave one of them out")
@@ -812,12 +822,12 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 
 def _check_message(message: Any) -> None:
-    """Refuse what is no chat message, or has parts that would be left out without a word."""
-    content = message.get("content", 0) if isinstance(message, dict) and "role" in message else 0
-    if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
-        if odd := {"video", "video_url", "audio", "audio_url", "input_audio"} & {part["type"] for part in content}:
-            raise ValueError(f"has a message with {odd.pop()}: only text and images are trained on")
-    elif not isinstance(content, str | None):
+    """Refuse what is no chat message, or has parts that a template would leave out without a word."""
+    content = message.get("content") if isinstance(message, dict) and "role" in message else 0
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        if odd := [part for part in content if part.get("type") not in ("text", "image", "image_url")]:
+            raise ValueError(f"has a message with a part that is neither of type text nor image: {odd[0]!r:.100}")
+    elif not (isinstance(content, str) or (content is None and ("content" in message or "tool_calls" in message))):
         raise ValueError(
             f"has a message that is not {{'role': ..., 'content': string or list of typed parts}}: {message!r:.100}"
         )
@@ -830,6 +840,8 @@ def open_image(source: Any) -> Any:
 
     if isinstance(source, dict):
         source = next((found for key in ("bytes", "path", "url") if (found := source.get(key))), source)
+    if isinstance(source, os.PathLike):
+        source = os.fspath(source)
     if isinstance(source, str) and not source.startswith(("http://", "https://", "data:")):
         source = Image.open(source.removeprefix("file://"))
     return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)
@@ -873,20 +885,23 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
             raise UserError(f"{where}: the image {name:.100} cannot be read: {cause}") from error
     text, add_special_tokens = prompt_text(processor, prompt.content, len(images), config)
     server_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
-    if (num := text.count(getattr(processor, "image_token", None) or "\0")) > len(images):
-        raise UserError(f"{where}: its text has {num} placeholders for its {len(images)} images: take out the others")
+    place = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+    num_places = text.count(place) if place else 0
+    if num_places not in (0, len(images)):
+        raise UserError(f"{where}: its text has {num_places} placeholders ({place}) for its {len(images)} images")
     try:
         batch = processor(text=[text], images=[images], add_special_tokens=add_special_tokens, return_tensors="pt")
     except (ValueError, TypeError, IndexError, RuntimeError, StrictDataclassError) as error:
         cause = " ".join(str(error).split())
         raise UserError(f"{where}: the model's processor does not take its {len(images)} images: {cause}") from error
     token_ids = batch["input_ids"][0].tolist()
-    if token_ids == server_ids:
+    if num_places == 0 and token_ids == server_ids:
         raise UserError(f"{where}: its prompt has no place for its {len(images)} images: use chat messages")
     inputs = {
         name: value
         for name, value in batch.items()
-        if isinstance(value, Tensor) and not name.endswith(("input_ids", "attention_mask", "token_type_ids"))
+        if isinstance(value, Tensor)
+        and name not in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
     }
     urls = []
     for image in images:
@@ -911,6 +926,7 @@ def load_prompts(
             the model does not take, or nothing left.
     """
     rows = load_rows(source, split, config)
+    videos = set(placeholder_ids(processor)) - {getattr(processor, "image_token_id", None)}
     prompts = []
     for index, row in enumerate(rows):
         if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
@@ -934,8 +950,9 @@ def load_prompts(
             raise UserError(f"dataset row {index} has images, and model_id={config.model_id} takes none")
         text, add_special_tokens = prompt_text(processor, content, len(images), config)
         token_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
-        if not images and getattr(processor, "image_token_id", None) in token_ids:
-            raise UserError(f"dataset row {index}: its prompt has the placeholder of an image, and no image")
+        if placeholders := set(token_ids) & set(placeholder_ids(processor) if not images else videos):
+            token = tokenizer_of(processor).convert_ids_to_tokens(placeholders.pop())
+            raise UserError(f"dataset row {index}: its prompt has a placeholder ({token}), and nothing for it")
         prompts.append(Prompt(index, token_ids, content, {name: row[name] for name in wanted}, images))
     prompts = in_threads(
         lambda p: replace(with_images(p, processor, config), images=None), prompts, os.cpu_count() or 1
@@ -1102,11 +1119,13 @@ def _sampled_by(server: Server, prompt: Prompt, sampling: dict[str, Any], config
         raise
     except Exception as error:
         raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
-    check_rollout(completions, prompt, sampling["n"], where, config)
+    check_rollout(completions, prompt, sampling["n"], where, config, server.forbidden)
     return completions
 
 
-def check_rollout(completions: Any, prompt: Prompt, num: int, where: str, config: TrainConfig) -> None:
+def check_rollout(
+    completions: Any, prompt: Prompt, num: int, where: str, config: TrainConfig, forbidden: Sequence[int] = ()
+) -> None:
     """Refuse what a `rollout_fn` returned, unless it is `num` completions that can be trained.
 
     Raises:
@@ -1119,6 +1138,8 @@ def check_rollout(completions: Any, prompt: Prompt, num: int, where: str, config
     for c in completions:
         if not c.token_ids:
             raise UserError(f"{where} returned an empty completion")
+        if not set(forbidden).isdisjoint(c.token_ids):
+            raise UserError(f"{where} returned a completion with the placeholder of an image, which no policy takes")
         if len({len(c.token_ids), len(c.sampler_logprobs), len(c.sampled)}) > 1:
             raise UserError(f"{where} returned ids, log-probs and loss mask of different lengths: join with `then`")
         covered = [place for _, start, end in c.weight_versions for place in range(start, end)]

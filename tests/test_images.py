@@ -7,6 +7,7 @@ import json
 import threading
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from inspect import signature
 
 import helpers  # noqa: F401  # first: it finds the repository
 import pytest
@@ -16,8 +17,9 @@ import vision_models
 from build_tiny_vlm import build, build_model, build_processor
 from helpers import make_tokenizer, on_ranks, server, torchrun
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
-from transformers import Qwen2_5_VLForConditionalGeneration
+from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
 import prefix_attention
 from config import TrainConfig
@@ -28,6 +30,7 @@ from train import (
     MicroBatch,
     Rollouts,
     build_policy,
+    build_reference,
     deal,
     forward,
     frozen_modules,
@@ -41,6 +44,7 @@ from vllm_client import (
     Completion,
     Group,
     ServerError,
+    check_rollout,
     load_processor,
     load_prompts,
     open_image,
@@ -162,6 +166,42 @@ def test_images_inside_messages(tmp_path):
     assert json.dumps(prompt.content)  # for completions.jsonl
 
 
+def test_messages_as_datasets_fills_them(tmp_path):
+    """Every part has the keys of all parts, without values; the published templates go by the keys."""
+    template = (
+        "{% for m in messages %}{{ m['role'] }}:{% for part in m['content'] %}{% if 'image' in part or part['type'] == "
+        "'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+        "{% endfor %}"
+    )
+    processor = build_processor()
+    processor.chat_template = template
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "Colour?", "image": None, "image_url": None}]
+    system = {"role": "system", "content": [{"type": "text", "text": "See.", "image": None}]}
+    row = {"prompt": [system, {"role": "user", "content": parts}], "image": picture(0)}
+    (prompt,) = load(lambda: [row], processor=processor)
+    letters = processor.tokenizer.decode(prompt.token_ids)
+    assert letters == "system:See.user:<|vision_start|>" + IMAGE_TOKENS * "<|image_pad|>" + "<|vision_end|>Colour?"
+    system["content"] = "See."  # without places the image stands before the user's text, not the system's
+    row["prompt"][1]["content"] = "Colour?"
+    assert load(lambda: [row], processor=processor)[0].token_ids == prompt.token_ids
+
+
+def test_beginning_of_sequence(tmp_path):
+    """A template that leaves it to the tokenizer gets it once, as transformers has it; one that writes it, no more."""
+    processor = load_processor(make_config(vision_models.save("llava", tmp_path)))
+    backend = processor.tokenizer.backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    row = {"prompt": "Colour?", "image": picture(0)}
+    for template in (processor.chat_template, "<bos>" + processor.chat_template):
+        processor.chat_template = template
+        (prompt,) = load(lambda: [row], processor=processor)
+        assert prompt.token_ids.count(1) == 1
+        assert prompt.token_ids[0] == 1
+        ready = with_images(prompt, processor, make_config())
+        assert ready.images
+        assert ready.images.server_ids[:2] == [1, processor.image_token_id]
+
+
 def test_a_dataset_of_images(tmp_path):
     """As `datasets` stores them, single and in lists: not decoded before they are needed."""
     datasets = pytest.importorskip("datasets")
@@ -185,11 +225,14 @@ BROKEN = [
     ({"prompt": [{"role": "user"}]}, r"row 1 has a message that is not .*: {'role': 'user'}"),
     ({"prompt": [{"role": "user", "content": ["a"]}]}, "row 1 has a message that is not "),
     ({"prompt": ["a"]}, "row 1 has a message that is not "),
-    ({"prompt": [{"role": "user", "content": [{"type": "video"}]}]}, "row 1 has a message with video: only text and"),
+    (
+        {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
+        "row 1 has a message with a part that is neither of type text nor image: {'type': 'video'}",
+    ),
     (["prompt"], "row 1 has no `prompt`.*; its columns are list"),
     (
         {"prompt": [{"role": "user", "content": "<|image_pad|>"}], "image": picture(0)},
-        "row 1: its text has 2 placeholders for its 1 images",
+        "row 1: its text has 2 placeholders .*for its 1 images",
     ),
     ({"prompt": "a", "image": "/nowhere/a.png"}, "dataset row 1: the image /nowhere/a.png cannot be read"),
     ({"prompt": "a", "image": b"no image"}, "dataset row 1: the image bytes cannot be read"),
@@ -292,8 +335,10 @@ def test_geometry_rows_and_verifier(tmp_path):
 
 
 def test_a_placeholder_without_an_image_is_refused():
-    with pytest.raises(ValueError, match="row 0: its prompt has the placeholder of an image, and no image"):
+    with pytest.raises(ValueError, match="row 0: its prompt has a placeholder .*image_pad.*, and nothing for it"):
         load(lambda: [{"prompt": "look: <|image_pad|>"}])
+    with pytest.raises(ValueError, match="row 0: its prompt has a placeholder .*video_pad.*, and nothing for it"):
+        load(lambda: [{"prompt": "look: <|video_pad|>", "image": picture(0)}])
 
 
 def test_images_too_large_for_the_context_are_left_out(capsys):
@@ -308,10 +353,11 @@ LENGTHS = [[4, 7], [3, 9], [6, 2], [5, 5]]
 ADVANTAGES = [[0.9, -0.4], [-1.1, 0.3], [1.2, -0.7], [0.5, -0.6]]
 
 
-def make_groups():
-    processor, config = build_processor(), make_config()
+def make_groups(model_id):
+    config = make_config(model_id)
+    processor = load_processor(config)
     groups = []
-    for prompt, lengths, advantages in zip(load(rows), LENGTHS, ADVANTAGES, strict=True):
+    for prompt, lengths, advantages in zip(load(rows, processor=processor), LENGTHS, ADVANTAGES, strict=True):
         completions = [
             Completion([20 + (i * 7 + n) % 60 for i in range(n)], [-3.0] * n, "stop", [(0, 0, n)]) for n in lengths
         ]
@@ -321,15 +367,16 @@ def make_groups():
 
 def plain_gradient(model_id):
     """Σ -A·log p over plain rows of the model's own forward, over all tokens; placeholders have no probability."""
-    model = Qwen2_5_VLForConditionalGeneration.from_pretrained(model_id, dtype=torch.float32)
-    placeholders = [model.config.image_token_id, model.config.video_token_id]
+    model = AutoModelForImageTextToText.from_pretrained(model_id, dtype=torch.float32)
+    placeholders = [model.config.image_token_id, getattr(model.config, "video_token_id", model.config.image_token_id)]
+    (kinds,) = {"mm_token_type_ids", "token_type_ids"} & {*signature(model.forward).parameters} or (None,)
     total = torch.zeros(())
-    for group in make_groups():
+    for group in make_groups(model_id):
         for advantage, completion in zip(group.advantages, group.completions, strict=True):
             start, ids = len(group.prompt.token_ids), torch.tensor([group.prompt.token_ids + completion.token_ids])
             inputs = dict(group.prompt.images.inputs) if group.prompt.images else {}
-            if inputs:
-                inputs["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+            if inputs and kinds:
+                inputs[kinds] = (ids == model.config.image_token_id).int()
             logits = (
                 model(input_ids=ids, **inputs)
                 .logits[0, start - 1 : -1]
@@ -343,14 +390,16 @@ def plain_gradient(model_id):
 
 def trained_difference(config, device):
     """What a step of SGD with learning rate 1 subtracts from each weight, through the real path; collective."""
-    policy = build_policy(config, device, make_groups()[0].prompt)
-    config = share_prefixes(policy, config)
+    groups = make_groups(config.model_id)
+    policy = build_policy(config, device, groups[0].prompt)
+    config = share_prefixes(policy, config, groups[0].prompt)
+    reference = build_reference(policy, config, device, groups[0].prompt)
     before = {name: full_tensor(p).clone() for name, p in unwrap(policy).named_parameters()}
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    shares = [list(items) for items in zip(*deal(make_groups(), dist.get_world_size(), config), strict=True)]
+    shares = [list(items) for items in zip(*deal(groups, dist.get_world_size(), config), strict=True)]
     kinds = {bool(item.images) for share in shares for item in share if isinstance(item, MicroBatch)}
-    train_batch(policy, None, optimizer, scheduler, shares[dist.get_rank()], config, device)
+    train_batch(policy, reference, optimizer, scheduler, shares[dist.get_rank()], config, device)
     return {name: before[name] - full_tensor(p) for name, p in unwrap(policy).named_parameters()}, kinds
 
 
@@ -386,30 +435,51 @@ def test_half_precision_keeps_the_direction(vlm, fields):
 
 
 def ranks_main(model, use_fsdp, max_tokens, folder):
-    with process_group(120) as device:
-        config = make_config(model, use_fsdp=use_fsdp == "True", max_tokens_per_gpu=int(max_tokens))
+    with process_group(60) as device:
+        fields = {"use_fsdp": use_fsdp == "True", "max_tokens_per_gpu": int(max_tokens)}
+        config = make_config(model, beta=0.1, **fields)  # whose gradient is 0 where the reference is the policy
         got, kinds = trained_difference(config, device)
         if dist.get_rank() == 0:
             torch.save((got, kinds), f"{folder}/got.pt")
 
 
 @pytest.mark.parametrize("use_fsdp", [False, True], ids=["ddp", "fsdp"])
-def test_mixed_batches_on_two_ranks(vlm, tmp_path, use_fsdp):
-    """Micro-batches with and without images, side by side on two ranks."""
-    on_ranks(2, tmp_path, "test_images.ranks_main", vlm, use_fsdp, 50, tmp_path)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "gemma3"])
+def test_mixed_batches_on_two_ranks(vlm, tmp_path, family, use_fsdp):
+    """Micro-batches with and without images, side by side on two ranks; LLaVA's last layer of vision is not used."""
+    model = vlm if family == "qwen2_5_vl" else vision_models.save(family, tmp_path)
+    on_ranks(2, tmp_path, "test_images.ranks_main", model, use_fsdp, 50, tmp_path)
     got, kinds = torch.load(tmp_path / "got.pt")
     assert kinds == {True, False}
-    assert_same(got, plain_gradient(vlm))
+    assert_same(got, plain_gradient(model))
+
+
+def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
+    """Policy and reference of a type that the tests do not cover share prefixes if their images are exact."""
+    monkeypatch.setattr(prefix_attention, "VISION", frozenset())
+    groups = make_groups(vlm)
+    with process_group(60) as device:
+        config = make_config(vlm, beta=0.1)
+        policy = build_policy(config, device, groups[0].prompt)
+        assert share_prefixes(policy, config, groups[0].prompt).share_prefix
+        reference = build_reference(policy, config, device, groups[0].prompt)
+        (micro,) = micro_batches(groups, 10_000, config)
+        assert reference
+        assert torch.equal(reference(micro), forward(policy, micro, config))
+        monkeypatch.setattr(prefix_attention, "_rope_positions", lambda base, row, inputs: row.position_ids)
+        assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
+    assert "share_prefix is off" in capsys.readouterr().out
 
 
 def test_the_tower_runs_once_per_prompt(vlm):
     seen = []
     with process_group(60) as device:
         config = make_config(vlm)
-        policy = build_policy(config, device, make_groups()[0].prompt)
+        groups = make_groups(vlm)
+        policy = build_policy(config, device, groups[0].prompt)
         config = share_prefixes(policy, config)
         policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
-        for micro in micro_batches(make_groups(), 10_000, config):
+        for micro in micro_batches(groups, 10_000, config):
             forward(policy, micro, config)
     assert seen == [4 * 64]  # patches of the four images of three prompts, not of their six completions
 
@@ -426,7 +496,7 @@ def test_frozen_parts(vlm):
     assert not any("language_model" in name or name == "lm_head" for name in frozen)
     assert frozen_modules(model, make_config(vlm), has_images=True) == []
     with process_group(60) as device:
-        example = make_groups()[0].prompt
+        example = make_groups(vlm)[0].prompt
         policy = build_policy(config, device, example)
         trained = {name for name, p in policy.named_parameters() if p.requires_grad}
         assert {name for name in trained if ".visual." in name} == {
@@ -588,12 +658,43 @@ def test_geometry_recipe(vlm, url, tmp_path):
     assert (tmp_path / "run" / "checkpoint-1" / "processor_config.json").exists()
 
 
+def test_a_tower_without_images_is_not_frozen(vlm, url):
+    config = make_config(vlm, url, dataset_id=lambda: [{"prompt": "text"}], freeze_vision_tower=True)
+    with process_group(120) as device, pytest.raises(ValueError, match="freeze_vision_tower has no effect"):
+        Rollouts(config, device)
+
+
 def test_what_the_server_refuses_names_the_row(vlm, url):
     config = make_config(vlm, url, dataset_id=lambda: [{"prompt": "three", "images": [picture(0)] * 3}])
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
             sample_group(Group(rollouts.prompts[0]), rollouts.client, sampling_params(config), config)
+        rollouts.close()
+
+
+def test_a_second_turn_after_an_image(vlm, url):
+    """The prompt's images go along; the rest of the ids are sent as they are. Placeholders in it are refused."""
+    config = make_config(vlm, url)
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        policy = build_policy(config, device, rollouts.example)
+        rollouts.publish_first(policy, device)
+        prompt = with_images(rollouts.prompts[0], build_processor(), config)
+        (turn,) = rollouts.client.generate(prompt.token_ids, {"n": 1, "max_tokens": 3}, images=prompt.images)
+        words = [30, 31]
+        so_far = prompt.token_ids + turn.token_ids + words
+        (reply,) = rollouts.client.generate(so_far, {"n": 1, "max_tokens": 4}, images=prompt.images)
+        group = Group(prompt, [turn.then(words, reply)], advantages=[0.0])
+        (micro,) = micro_batches([group], 10_000, config)
+        gap = (forward(policy, micro, config) - micro.sampler_logprobs).abs().where(micro.mask > 0, 0)
+        assert gap.max() <= 1e-4
+        image = policy.config.image_token_id
+        with pytest.raises(ValueError, match="placeholders of images"):
+            rollouts.client.generate([*so_far, image], {"n": 1, "max_tokens": 4}, images=prompt.images)
+        odd = Completion([30, image], [0.0, 0.0], "stop", [(0, 0, 2)])
+        with pytest.raises(ValueError, match="placeholder of an image"):
+            check_rollout([odd], prompt, 1, "it", config, [image])
         rollouts.close()
 
 
