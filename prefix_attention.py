@@ -699,8 +699,8 @@ def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str,
     before = base.config.get_text_config(decoder=True)._attn_implementation
     _use(base, NAME)
     base.shares_prefixes = True  # of this instance: models made from one config share the implementation's name
-    base.shares_images = example is not None or base.config.model_type in VISION
     kind = base.config.model_type
+    base.shares_images = example is not None or kind in VISION
     if verify or kind not in TESTED or (example and kind not in VISION):
         try:
             _verify(model, example)
@@ -848,8 +848,9 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
     worst = (values[0] - values[1]).abs().mean().item()
     pairs = [pair for pair in zip(*gradients, strict=True) if pair[0] is not None] if gradients else []
     norms = [_norm(plain) for plain, _ in pairs]
+    least = 0.01 * max(norms, default=0.0)  # some gradients, as of a bias of all keys, are nothing but rounding
     for (plain, shared), norm in zip(pairs, norms, strict=True):
-        if scale := max(norm, 0.01 * max(norms)):  # some, as of a bias of all keys, are nothing but rounding
+        if scale := max(norm, least):
             worst = max(worst, _norm(shared - plain) / scale / 10)  # gradients are ten times as rough
     limit = 5e-2 if _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16) else 1e-4
     if not worst <= limit:

@@ -353,7 +353,7 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
 
     def look(_: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         nonlocal row_has_images
-        row_has_images = "pixel_values" in inputs
+        row_has_images = not image.keys().isdisjoint(inputs)
 
     def add_nothing(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not row_has_images:
@@ -641,8 +641,7 @@ class Rollouts:
         self.reported_s = 0.0  # when the metrics' clocks were last read
         with_sources = [prompt for prompt in self.prompts if prompt.sources]
         if hasattr(processor, "image_processor"):
-            num = sum(bool(prompt.sources) for prompt in self.prompts)
-            print(f"{num} of {len(self.prompts)} prompts have images", flush=True)
+            print(f"{len(with_sources)} of {len(self.prompts)} prompts have images", flush=True)
         if not with_sources:
             if config.freeze_vision_tower:
                 raise UserError("freeze_vision_tower has no effect: no prompt has an image")

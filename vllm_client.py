@@ -648,7 +648,9 @@ def load_processor(config: TrainConfig) -> Any:
         of_images = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
         known = {*inspect.signature(type(processor)).parameters, *(get_type_hints(of_images) if of_images else ())}
         if unknown := sorted(set(given) - known):
-            raise UserError(f"processor_kwargs: the model's processor takes no {unknown[0]}, but {', '.join(known)}")
+            raise UserError(
+                f"processor_kwargs: the model's processor takes no {unknown[0]}, but {', '.join(sorted(known))}"
+            )
         return processor
     except OSError as error:
         raise UserError(
