@@ -25,7 +25,8 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         "at least 1",
         lambda v: v >= 1,
         "max_completion_len batch_size max_tokens_per_gpu max_steps num_iterations num_minibatches lora_rank "
-        "lora_alpha max_concurrent_requests log_steps top_k reward_workers max_dropped_batches",
+        "lora_alpha max_concurrent_requests log_steps top_k reward_workers max_dropped_batches "
+        "keep_last_n",
     ),
     (
         "at least 0",
@@ -278,6 +279,13 @@ class TrainConfig:
     # -- checkpoints ---------------------------------------------------------------------------------------------
     save_steps: int = 0
     """Steps between checkpoints, beside the last; 0 saves only the last."""
+    keep_last_n: int | None = None
+    """Checkpoints of this run that are kept, the last ones; None keeps all."""
+    resume_from_checkpoint: str | None = None
+    """A `checkpoint-<step>` to go on from, or `auto`: the newest one in `output_dir`, if there is one. A synchronous
+    run goes on bit for bit, and in any run every group is trained or dropped once."""
+    max_skipped_steps: int = 10
+    """A step whose loss or gradient is not finite is skipped; after so many in a row the run ends."""
     push_to_hub: bool = False
     """Upload the last checkpoint to the Hugging Face hub."""
     hub_repo_id: str | None = None

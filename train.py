@@ -7,10 +7,11 @@ The file reads top to bottom: advantages, loss, the model, the batch, rollouts, 
 
 import math
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from pathlib import Path
@@ -24,12 +25,16 @@ from torch.utils._pytree import tree_leaves
 from config import TrainConfig, UserError, describe, parse_args
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 from utils import (
+    Checkpoints,
+    Ended,
     RunLog,
+    Stopped,
     TokenSums,
     base_model,
     broadcast_object,
     epochs,
     exits,
+    find_checkpoint,
     full_tensor,
     gather_objects,
     in_threads,
@@ -37,8 +42,9 @@ from utils import (
     process_group,
     published_weights,
     push_to_hub,
-    save_checkpoint,
+    read_state,
     scatter_objects,
+    stop_signals,
     sync_gradients,
     timed,
     unwrap,
@@ -202,8 +208,8 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     return model_config, AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
 
 
-def load_model(config: TrainConfig) -> Any:
-    """The model named by the config, on CPU, in `dtype`, without dropout.
+def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
+    """The model named by the config or of a checkpoint, on CPU, in `dtype`, without dropout.
 
     Dropout would make the first importance ratio differ from 1, and the KL from 0.
     """
@@ -213,7 +219,7 @@ def load_model(config: TrainConfig) -> Any:
     _, loads = load_model_config(config)
     local = Path(config.model_id)
     model = loads.from_pretrained(
-        local.resolve() if local.exists() else config.model_id,  # an adapter finds its model by this, from anywhere
+        checkpoint or (local.resolve() if local.exists() else config.model_id),  # absolute: an adapter names its model
         dtype=getattr(torch, config.dtype),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
@@ -269,9 +275,12 @@ def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[st
     return [name for name, module in model.named_modules() if module in frozen]
 
 
-def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = ()) -> Any:
-    """Wrap a model in fresh LoRA adapters, but for its frozen modules."""
-    from peft import LoraConfig, get_peft_model
+def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkpoint: Path | None = None) -> Any:
+    """Wrap a model in LoRA adapters, fresh or of a checkpoint, but for its frozen modules."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    if checkpoint:
+        return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
 
     lora = LoraConfig(
         r=config.lora_rank,
@@ -365,15 +374,18 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
     base.get_decoder().register_forward_pre_hook(add_nothing, with_kwargs=True)
 
 
-def build_policy(config: TrainConfig, device: torch.device, example: Prompt | None = None) -> Any:
+def build_policy(
+    config: TrainConfig, device: torch.device, example: Prompt | None = None, checkpoint: Path | None = None
+) -> Any:
     """The model that trains: checkpointing, frozen parts, LoRA and parallelism as configured.
 
     Args:
         example: a prompt of the run with images; None in a run without.
+        checkpoint: to go on from; None starts from `model_id`.
     """
     if config.lora_target_modules:
         check_lora_targets(config)
-    model = load_model(config)
+    model = load_model(config, None if config.use_peft else checkpoint)
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     frozen = frozen_modules(model, config, example is not None)
@@ -381,7 +393,7 @@ def build_policy(config: TrainConfig, device: torch.device, example: Prompt | No
         for parameter in model.get_submodule(name).parameters(recurse=False):
             parameter.requires_grad_(False)
     if config.use_peft:
-        model = add_lora(model, config, frozen)
+        model = add_lora(model, config, frozen, checkpoint)
     if example:
         freeze_unused(model, example)
         run_tower_always(model, example, device)
@@ -604,15 +616,18 @@ class Rollouts:
         ValueError, ServerError: bad data, no server, or one that serves another model; before a model is loaded.
     """
 
-    def __init__(self, config: TrainConfig, device: torch.device):
+    def __init__(self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None):
         self.config = config
+        self.stop = threading.Event()  # set, it ends `batch` and `evaluate`
+        self.failure: Exception | None = None  # what ended `batch`, on rank 0
+        self.is_verified = False  # that the servers compute what the trainer does: nothing is sampled before
         self.samples: list[dict[str, Any]] = []  # of the last batch, as are the groups dropped before it
         self.dropped: list[dict[str, Any]] = []
         self.processor: Any = None  # of the model; rank 0's
         self.example: Prompt | None  # the shortest prompt with images, processed
-        self.num_steps, self.example = broadcast_object(self._open(device) if is_main() else None)
+        self.num_steps, self.example = broadcast_object(self._open(device, resumed) if is_main() else None)
 
-    def _open(self, device: torch.device) -> tuple[int, Prompt | None]:
+    def _open(self, device: torch.device, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None]:
         """Check and load everything rank 0 needs; returns the number of steps, and an example of its images."""
         config = self.config
         print(describe(config))
@@ -635,9 +650,19 @@ class Rollouts:
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
         self.scorer = Scorer(tokenizer_of(processor), config)
         self.num_threads = self.client.num_slots + config.reward_workers
-        prompts = (self.prompts[index] for index in epochs(len(self.prompts), config.seed))
-        self.stream = RolloutStream(prompts, self._sample, self.scorer.score, self.num_threads, num_steps, config)
-        self.num_tokens = 0
+        self.num_tokens = resumed["num_tokens"] if resumed else 0
+        self.ended = Ended(resumed["ended"] if resumed else ())
+        if resumed and resumed["num_prompts"] != len(self.prompts):
+            raise UserError(
+                f"resume_from_checkpoint: that run had {resumed['num_prompts']} prompts, this one has "
+                f"{len(self.prompts)}: give it the same dataset, and the servers the same --max-model-len"
+            )
+        order = enumerate(epochs(len(self.prompts), config.seed))
+        groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
+        num_trained = resumed["step"] * config.batch_size if resumed else 0
+        self.stream = RolloutStream(
+            groups, self._sample, self.scorer.score, self.num_threads, num_steps, config, num_trained
+        )
         self.reported_s = 0.0  # when the metrics' clocks were last read
         with_sources = [prompt for prompt in self.prompts if prompt.sources]
         if hasattr(processor, "image_processor"):
@@ -657,10 +682,18 @@ class Rollouts:
         Collective: every rank iterates to the end. `metrics` is then filled in, on rank 0.
         """
         rounds: Iterator[Any] = self._rounds(version, metrics) if is_main() else repeat(None)
-        for items in rounds:
-            if (item := scatter_objects(items)) is None:
-                return
+        while (item := scatter_objects(self._next_round(rounds))) is not None:
+            if isinstance(item, Stopped):
+                raise item
             yield item
+
+    def _next_round(self, rounds: Iterator[Any]) -> Any:
+        """The next round, or what ends the run: all ranks hear of it, and save what there is."""
+        try:
+            return next(rounds)
+        except Exception as error:
+            self.failure = None if isinstance(error, Stopped) else error
+            return [Stopped()] * dist.get_world_size()
 
     def _rounds(self, version: int, metrics: dict[str, float]) -> Iterator[list[MicroBatch] | list[Step] | list[None]]:
         """What `deal` makes of the stream's groups, and what is known of them."""
@@ -671,6 +704,7 @@ class Rollouts:
         self.num_tokens += sum(group.num_tokens for group in groups)
         about, dropped = self.stream.report()
         self.dropped = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in dropped]
+        self.ended.add([*(group.id for group in groups), *(group.id for group, _ in dropped)])
         now = time.monotonic()
         elapsed, self.reported_s = now - self.reported_s, now
         metrics |= batch_metrics(groups, version, self.config) | about
@@ -688,11 +722,15 @@ class Rollouts:
     def _take(self, version: int, taken: list[Group], metrics: dict[str, float]) -> Iterator[Group]:
         """The stream's groups, noted in `taken`, and the time they were waited for."""
         started = time.perf_counter()
-        for group in self.stream.take(version):
+        for group in self.stream.take(version, self._meanwhile):
             metrics["time/wait_s"] += time.perf_counter() - started
             taken.append(group)
             yield group
             started = time.perf_counter()
+
+    def _meanwhile(self) -> None:
+        if self.stop.is_set():
+            raise Stopped
 
     def _advantages(self, groups: Iterable[Group]) -> Iterator[Group]:
         """The same groups with their advantages; all of them at once where the scale is the batch's."""
@@ -712,12 +750,23 @@ class Rollouts:
         if is_main():
             with nullcontext() if self.config.inflight_updates else self.stream.drained():
                 self.client.update_weights(weights, version)
-                if version > 0:  # before anything is sampled, the first one is verified
+                if self.is_verified:
                     self.stream.open(version)
         else:
             deque(weights, maxlen=0)
 
-    def publish_first(self, policy: nn.Module, device: torch.device) -> None:
+    def state(self) -> dict[str, Any]:
+        """What a later run needs to go on after the last whole step. Rank 0's counts."""
+        if not is_main():
+            return {}
+        return {"num_tokens": self.num_tokens, "ended": self.ended.state(), "num_prompts": len(self.prompts)}
+
+    def raise_failure(self) -> None:
+        """What ended `batch` other than a signal, on rank 0."""
+        if self.failure:
+            raise self.failure
+
+    def publish_first(self, policy: nn.Module, device: torch.device, version: int = 0) -> None:
         """The first sync, and the proof that it took: server and trainer agree on a probe's log-probs (law 6).
 
         The servers' weights are zeroed before it, so that a weight that does not arrive shows. Collective.
@@ -727,7 +776,7 @@ class Rollouts:
         """
         if is_main():
             self.client.clear_weights()
-        self.publish(policy, 0)
+        self.publish(policy, version)
         probes: list[Group] = broadcast_object(self._probe() if is_main() else None)
         for url, probe in zip(self.config.vllm_urls, probes, strict=True):
             (micro,) = micro_batches([probe], self.config.max_tokens_per_gpu, self.config)
@@ -743,7 +792,8 @@ class Rollouts:
         if is_main():
             self.client.idle_seconds()  # the metrics' clocks start here
             self.reported_s = time.monotonic()
-            self.stream.open(0)
+            self.is_verified = True
+            self.stream.open(version)
 
     def _probe(self) -> list[Group]:
         """A completion from every server, of a prompt with an image if there is one."""
@@ -758,12 +808,16 @@ class Rollouts:
         greedy = {**sampling_params(config), "n": 1, "temperature": 0.0}
 
         def answer(prompt: Prompt) -> Group:
+            self._meanwhile()
             group = Group(prompt)
             sample_group(group, self.client, greedy, config)
             self.scorer.score(group)
             return group
 
-        groups = in_threads(answer, self.held_out, self.num_threads)
+        try:
+            groups = in_threads(answer, self.held_out, self.num_threads)
+        except Stopped:  # the next batch ends the run
+            return {}
         rewards = torch.tensor([group.reward for group in groups])
         values = {"eval/reward": rewards.nanmean().item()}
         values |= {f"eval/{name}": value for name, value in reward_means(groups, config).items()}
@@ -866,31 +920,40 @@ def train_batch(
 
 def main(config: TrainConfig) -> None:
     """Train. Under torchrun every rank calls it; without torchrun the world is this process."""
-    with process_group(config.collective_timeout) as device, closing(Rollouts(config, device)) as rollouts:
+    checkpoint = find_checkpoint(config)
+    resumed = read_state(checkpoint) if checkpoint else None
+    with process_group(config.collective_timeout) as device, closing(Rollouts(config, device, resumed)) as rollouts:
         torch.manual_seed(config.seed)
-        policy = build_policy(config, device, rollouts.example)
+        policy = build_policy(config, device, rollouts.example, checkpoint)
         config = rollouts.config = share_prefixes(policy, config, rollouts.example)
         reference = build_reference(policy, config, device, rollouts.example)
         num_updates = rollouts.num_steps * config.num_iterations * config.num_minibatches
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
-        with closing(RunLog(config, rollouts.num_steps)) as log:
-            rollouts.publish_first(policy, device)
-            log.step(0, rollouts.evaluate(0))
-            for step in range(1, rollouts.num_steps + 1):
-                metrics: dict[str, float] = {"policy_version": step - 1}
+        checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
+        step = checkpoints.resume(checkpoint)
+        log = RunLog(config, rollouts.num_steps, resumed)
+        with closing(log), stop_signals(rollouts.stop), suppress(Stopped):
+            rollouts.publish_first(policy, device, step)
+            if step == 0:
+                log.step(0, rollouts.evaluate(0))
+            while step < rollouts.num_steps:
+                torch.manual_seed(hash((config.seed, step, dist.get_rank())))  # of dropout: a resumed run has the same
+                metrics: dict[str, float] = {"policy_version": step}
                 with timed("time/step_s", metrics):
-                    batch = rollouts.batch(step - 1, metrics)
+                    batch = rollouts.batch(step, metrics)
                     with timed("time/train_s", metrics):
                         metrics |= train_batch(policy, reference, optimizer, scheduler, batch, config, device)
                     metrics["time/train_s"] -= metrics.get("time/wait_s", 0.0)
+                    step += 1
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, version=step)
                 log.step(step, metrics | rollouts.evaluate(step), rollouts.samples, rollouts.dropped)
-                if step == rollouts.num_steps or (config.save_steps and step % config.save_steps == 0):
-                    checkpoint = Path(config.output_dir) / f"checkpoint-{step}"
-                    save_checkpoint(policy, rollouts.processor, checkpoint)
+                if config.save_steps and step % config.save_steps == 0:
+                    checkpoints.save(step, rollouts.state() | log.state())
+        checkpoints.finish(step, rollouts.state() | log.state())
+        rollouts.raise_failure()
         if config.hub_repo_id and is_main():
-            push_to_hub(checkpoint, config.hub_repo_id, config.hub_private)
+            push_to_hub(checkpoints.newest, config.hub_repo_id, config.hub_private)
 
 
 if __name__ == "__main__":

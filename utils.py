@@ -1,15 +1,18 @@
 """Process groups, weights in checkpoint form, checkpoints, metrics, sampling order. No RL, no prompts, no vLLM."""
 
 import json
+import math
 import os
 import re
 import shutil
+import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import groupby
@@ -21,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from config import TrainConfig, to_json
+from config import TrainConfig, UserError, to_json
 
 BUCKET_BYTES = 32 << 20  # per broadcast; two are alive at a time: one being loaded, one being gathered
 
@@ -258,29 +261,188 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 # Checkpoints, metrics, order
 
 
-def save_checkpoint(model: nn.Module, processor: Any, path: Path) -> None:
-    """Write a directory that `from_pretrained` loads: the model, or a LoRA model's adapter, and rank 0's processor.
+# What a run that goes on may do otherwise than the one that wrote its checkpoint: nothing that its mathematics sees,
+# but for how long it goes on.
+MAY_CHANGE = frozenset({
+    "vllm_urls", "server_timeout", "request_timeout", "request_retries", "sync_timeout", "collective_timeout",
+    "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps", "num_epochs", "use_fsdp",
+    "gradient_checkpoint", "output_dir", "log_steps", "log_completions_steps", "eval_steps", "eval_dataset_id",
+    "eval_dataset_split", "use_wandb", "wandb_project", "save_steps", "keep_last_n", "resume_from_checkpoint",
+    "push_to_hub", "hub_repo_id", "hub_private", "reward_workers", "reward_timeout", "max_skipped_steps",
+})  # fmt: skip
+TRAINER = "trainer"  # what a checkpoint has beside the model: the optimizer's shards and state.pt
 
-    Written beside and renamed, so that a directory with the final name is always whole.
-    Collective: every rank calls it; rank 0 writes.
+
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """Where the run goes on from; None where it starts anew, also by `auto` without a whole checkpoint in output_dir.
+
+    Raises:
+        ValueError: no such checkpoint, or one of a run with other settings.
     """
-    inner = unwrap(model)
-    is_lora = hasattr(inner, "peft_config")
-    adapter = ((n, t) for n, t in inner.state_dict(keep_vars=True).items() if ".lora_" in n)
-    weights = ((n, full_tensor(t)) for n, t in adapter) if is_lora else full_weights(model)
-    state = {}
-    for name, tensor in weights:  # every rank takes part in the gathers, rank 0 keeps the result
-        if is_main():
-            state[name] = tensor.cpu()
-    if is_main():
+    if (wanted := config.resume_from_checkpoint) is None:
+        return None
+    folders = Path(config.output_dir).glob("checkpoint-*[0-9]") if wanted == "auto" else [Path(wanted)]
+    whole = [path for path in folders if (path / TRAINER / "state.pt").is_file()]
+    if not whole and wanted != "auto":
+        raise UserError(f"resume_from_checkpoint={wanted}: no checkpoint that a run can go on from")
+    newest = max(whole, key=lambda path: (path / TRAINER / "state.pt").stat().st_mtime_ns, default=None)
+    before = json.loads((newest / TRAINER / "config.json").read_text()) if newest else {}
+    for name, value in to_json(config).items():
+        if name in before and name not in MAY_CHANGE and before[name] != value:
+            raise UserError(f"resume_from_checkpoint: {newest} was trained with {name}={before[name]}, not {value}")
+    return newest
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """What `Checkpoints.save` got as `state`, and `step` and `scheduler`."""
+    return torch.load(checkpoint / TRAINER / "state.pt", weights_only=True)
+
+
+class Checkpoints:
+    """The run's folders `checkpoint-<step>/`: written in the background, and whole or not there.
+
+    `from_pretrained` loads them; `trainer/` has what a run needs to go on. Each is written as `.part`, synced to the
+    disk and renamed, so that a crash at any byte leaves the one before. Collective: every rank makes one and calls
+    everything.
+
+    Args:
+        config: output_dir (on a disk that all ranks share), keep_last_n.
+        policy, optimizer, scheduler: of every rank.
+        processor: rank 0's.
+    """
+
+    def __init__(self, config: TrainConfig, policy: nn.Module, optimizer: Any, scheduler: Any, processor: Any):
+        self.config, self.folder = config, Path(config.output_dir)
+        self.policy, self.optimizer, self.scheduler, self.processor = policy, optimizer, scheduler, processor
+        self.steps: list[int] = []  # that are saved, in this run and the one it goes on with
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._group = dist.new_group(backend="gloo")  # of the writers, whose collectives must not meet the trainer's
+
+    @property
+    def newest(self) -> Path:
+        """Of what was saved."""
+        return self.folder / f"checkpoint-{self.steps[-1]}"
+
+    def resume(self, checkpoint: Path | None) -> int:
+        """Load the optimizer, in shards of this run's ranks however many wrote it; returns the step, 0 without one."""
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+        if checkpoint is None:
+            return 0
+        shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
+        dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
+        set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
+        state = read_state(checkpoint)
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.steps = sorted(
+            step for path in self.folder.glob("checkpoint-*[0-9]") if (step := int(path.name[11:])) <= state["step"]
+        )
+        return state["step"]
+
+    def finish(self, step: int, state: dict[str, Any]) -> None:
+        """Save this step unless it is, and wait until it is on the disk."""
+        if step > 0 and step not in self.steps[-1:]:
+            self.save(step, state)
+        self.wait()
+
+    def save(self, step: int, state: dict[str, Any]) -> None:
+        """Copy everything to host memory and start to write it: the model (of LoRA the adapter) in checkpoint form.
+
+        Args:
+            state: of tensors and plain values, for the run that goes on; rank 0's.
+
+        Raises:
+            ValueError: the checkpoint before could not be written.
+        """
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        self.wait()
+        path = self.folder / f"checkpoint-{step}"
         part = path.with_name(path.name + ".part")
-        shutil.rmtree(part, ignore_errors=True)
-        inner.save_pretrained(part, state_dict=state)
-        processor.save_pretrained(part)
-        shutil.rmtree(path, ignore_errors=True)
-        part.rename(path)
+        weights = host_weights(self.policy)
+        if failure := broadcast_object(_begin(part) if is_main() else None):
+            raise UserError(failure)
+        shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
+        written = dcp.async_save(shards, checkpoint_id=part / TRAINER, process_group=self._group)
+        state = {**state, "step": step, "scheduler": self.scheduler.state_dict()}
+        self.steps.append(step)
+        self._writing = self._pool.submit(self._write, path, part, written, weights, state)
+
+    def _write(self, path: Path, part: Path, shards: Any, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+        try:
+            shards.result()
+            if not is_main():
+                return
+            unwrap(self.policy).save_pretrained(part, state_dict=weights)
+            self.processor.save_pretrained(part)
+            (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
+            torch.save(state, part / TRAINER / "state.pt")
+            for file in [*part.rglob("*"), part]:
+                _synced(file)
+            _remove(path)
+            part.rename(path)
+            _synced(self.folder)
+        except Exception as error:  # OSError, and what safetensors and torch make of it
+            shutil.rmtree(part, ignore_errors=True)
+            cause = str(error.__cause__ or error).splitlines()[0]
+            raise UserError(f"{path} cannot be written, checkpoints before it are whole: {cause}") from error
         tqdm.write(f"saved {path}")
-    dist.barrier()
+        for step in self.steps[: -self.config.keep_last_n] if self.config.keep_last_n else ():
+            _remove(self.folder / f"checkpoint-{step}")
+
+    def wait(self) -> None:
+        """Until what was saved last is on the disk.
+
+        Raises:
+            ValueError: it could not be written.
+        """
+        error = self._writing.exception() if self._writing else None
+        self._writing = None
+        if failure := next(filter(None, gather_objects(error and str(error))), None):
+            raise UserError(failure) from error
+
+
+def _begin(part: Path) -> str | None:
+    """Make the folder, empty; returns why it cannot be made."""
+    try:
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+    except OSError as error:
+        return f"{part} cannot be made, checkpoints before it are whole: {error.strerror}"
+    return None
+
+
+def host_weights(model: nn.Module) -> dict[str, Tensor]:
+    """A copy in host memory, on rank 0, of what `save_pretrained` writes: all weights, or LoRA's. Collective."""
+    inner = unwrap(model)
+    adapter = ((n, t) for n, t in inner.state_dict(keep_vars=True).items() if ".lora_" in n)
+    weights = ((n, full_tensor(t)) for n, t in adapter) if hasattr(inner, "peft_config") else full_weights(model)
+    state = {}
+    for name, tensor in weights:  # every rank takes part in the gathers
+        if is_main():
+            state[name] = tensor.to("cpu", copy=True)
+    return state
+
+
+def _synced(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    """Remove a checkpoint, in a way that never leaves half of one under its name."""
+    if path.exists():
+        old = path.with_name(path.name + ".old")
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 class TokenSums:
@@ -325,6 +487,7 @@ class RunLog:
     Args:
         config: output_dir, log_steps, log_completions_steps, use_wandb, wandb_project.
         num_steps: for the progress bar.
+        resumed: of the run that this one goes on with: `step`, after which what was written is dropped, and `wandb_id`.
     """
 
     SHOWN = (
@@ -339,21 +502,27 @@ class RunLog:
         "time/step_s",
     )
 
-    def __init__(self, config: TrainConfig, num_steps: int):
+    def __init__(self, config: TrainConfig, num_steps: int, resumed: dict[str, Any] | None = None):
         self.config = config
+        self.wandb_id: str | None = None
         self._files = ExitStack()
         self._wandb: Any = None
         if not is_main():
             return
         folder = Path(config.output_dir)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        names = ("metrics", "completions", "dropped")
-        self._lines = {n: self._files.enter_context((folder / f"{n}.jsonl").open("w", buffering=1)) for n in names}
-        self._bar = self._files.enter_context(tqdm(total=num_steps, disable=None, unit="step"))
+        step = resumed["step"] if resumed else None
+        paths = {name: folder / f"{name}.jsonl" for name in ("metrics", "completions", "dropped")}
+        for path in paths.values():
+            _cut_lines(path, step)
+        self._lines = {n: self._files.enter_context(path.open("a", buffering=1)) for n, path in paths.items()}
+        self._bar = self._files.enter_context(tqdm(total=num_steps, initial=step or 0, disable=None, unit="step"))
         if config.use_wandb:
             import wandb
 
-            self._wandb = wandb.init(project=config.wandb_project, dir=folder, config=to_json(config))
+            known = {"id": resumed["wandb_id"], "resume": "allow"} if resumed and resumed["wandb_id"] else {}
+            self._wandb = wandb.init(project=config.wandb_project, dir=folder, config=to_json(config), **known)
+            self.wandb_id = self._wandb.id
             self._files.callback(wandb.finish)
 
     def step(
@@ -391,9 +560,25 @@ class RunLog:
 
             self._wandb.log({"completions": wandb.Table(columns=list(columns), data=rows)}, step=step)
 
+    def state(self) -> dict[str, Any]:
+        """What a later run needs to go on with what is written."""
+        return {"wandb_id": self.wandb_id}
+
     def close(self) -> None:
         """Flush and close everything."""
         self._files.close()
+
+
+def _cut_lines(path: Path, step: int | None) -> None:
+    """Drop the lines after `step`, which come again, and one that a crash cut off; None drops all."""
+    kept = []
+    for line in path.read_text().splitlines(keepends=True) if step is not None and path.exists() else ():
+        if not line.endswith("\n") or json.loads(line)["step"] > step:
+            break
+        kept.append(line)
+    part = path.with_name(path.name + ".part")
+    part.write_text("".join(kept))
+    part.rename(path)
 
 
 def in_threads(function: Callable[[Any], Any], items: Iterable[Any], num_threads: int) -> list[Any]:
@@ -411,6 +596,37 @@ def timed(name: str, metrics: dict[str, float]) -> Iterator[None]:
     started = time.perf_counter()
     yield
     metrics[name] = time.perf_counter() - started
+
+
+class Stopped(Exception):
+    """The run is to end after its last whole step: by a signal, or as no server is left."""
+
+
+@contextmanager
+def stop_signals(stop: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM set the event; a second one ends the process at once.
+
+    torchrun passes on what it gets to its ranks, to which a terminal sent it as well: within half a second it is the
+    same one. It kills ranks that have not ended after 30 s.
+    """
+    first_s = math.inf
+
+    def note(number: int, _: Any) -> None:
+        nonlocal first_s
+        if time.monotonic() > first_s + 0.5:
+            os._exit(128 + number)
+        if not stop.is_set() and is_main():
+            first_s = time.monotonic()
+            print(f"{signal.Signals(number).name}: saving the last whole step; once more ends at once", flush=True)
+        stop.set()
+
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager
@@ -437,6 +653,28 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
+
+
+class Ended:
+    """Numbers that came to an end, in any order: all those below `first`, and a few more."""
+
+    def __init__(self, state: Sequence[int] = ()):
+        self.first, *above = state or [0]
+        self._above = set(above)
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """These ended, too."""
+        self._above.update(numbers)
+        while self.first in self._above:
+            self._above.remove(self.first)
+            self.first += 1
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.first or number in self._above
+
+    def state(self) -> list[int]:
+        """For another one to begin with."""
+        return [self.first, *sorted(self._above)]
 
 
 def epochs(num_items: int, seed: int) -> Iterator[int]:

@@ -1090,6 +1090,8 @@ def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], con
     """
     failures = 0
     group.prompt = with_images(group.prompt, client.processor, config)
+    if config.max_staleness == 0 and not config.rollout_fn:  # nothing else depends on time; completions count on
+        sampling = {"seed": (config.seed << 40) + group.id * 2 * (sampling["n"] + config.extra_generations), **sampling}
     while not group.completions:
         with client.lease() as server:
             try:
@@ -1165,33 +1167,36 @@ class RolloutStream:
     so that it always suffices to keep room for them, and to wait.
 
     Args:
-        prompts: endless, in the order of admission.
+        groups: endless, fresh ones, in the order of admission.
         sample: fills in a group's completions.
         score: fills in its rewards.
         num_threads: groups that are sampled or scored at a time.
         num_steps: batches to be taken in all.
+        num_trained: groups that an earlier run took, of those.
         config: batch_size, max_staleness, stale_policy, drop_zero_advantage, max_dropped_batches.
     """
 
     def __init__(
         self,
-        prompts: Iterator[Prompt],
+        groups: Iterator[Group],
         sample: Callable[[Group], None],
         score: Callable[[Group], None],
         num_threads: int,
         num_steps: int,
         config: TrainConfig,
+        num_trained: int = 0,
     ):
         self.config = config
         self.num_steps = num_steps
         self.dropped: list[tuple[Group, str]] = []  # with the reason, since the batch before
         self.version = -1
-        self._prompts, self._sample, self._score = prompts, sample, score
+        self._groups, self._sample, self._score = groups, sample, score
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="rollout")
         self._changed = threading.Condition()
         self._running: dict[int, Group] = {}
         self._ready: list[Group] = []  # accepted and not yet taken, in the order they were completed
-        self._num_admitted = self._num_accepted = self._num_sampling = self._num_sampled_tokens = 0
+        self._num_accepted = num_trained
+        self._num_sampling = self._num_sampled_tokens = 0
         self._held = False
         self._failure: BaseException | None = None
 
@@ -1201,23 +1206,38 @@ class RolloutStream:
             self.version = version
             self._admit()
 
-    def take(self, version: int) -> Iterator[Group]:
+    def take(self, version: int, meanwhile: Callable[[], None] = lambda: None) -> Iterator[Group]:
         """The groups of the batch that trains policy `version`, each as soon as it may be trained.
+
+        Args:
+            meanwhile: called about every second that is waited, and before each group.
 
         Raises:
             ServerError, ValueError: what sampling or scoring raised.
         """
         for missing in range(self.config.batch_size, 0, -1):
-            with self._changed:
-                while (group := self._next(version, missing)) is None:
-                    if self._failure:
-                        raise self._failure
-                    if not self._changed.wait(60) and self._running:
-                        oldest = min(self._running.values(), key=lambda g: g.id)
-                        print(f"waiting for rollouts; the oldest is of dataset row {oldest.prompt.index}", flush=True)
-                self._ready.remove(group)
-                assert version - group.oldest_version <= self.config.max_staleness
+            told_s = time.monotonic()
+            while (group := self._taken(version, missing)) is None:
+                meanwhile()
+                if time.monotonic() > told_s + 60 and self._running:
+                    told_s = time.monotonic()
+                    oldest = min(list(self._running.values()), key=lambda g: g.id)
+                    print(f"waiting for rollouts; the oldest is of dataset row {oldest.prompt.index}", flush=True)
+            assert version - group.oldest_version <= self.config.max_staleness
+            meanwhile()
             yield group
+
+    def _taken(self, version: int, missing: int) -> Group | None:
+        """The group to train next, waited for at most a second."""
+        with self._changed:
+            if (group := self._next(version, missing)) is None:
+                if self._failure:
+                    raise self._failure
+                self._changed.wait(1)
+                group = self._next(version, missing)
+            if group:
+                self._ready.remove(group)
+            return group
 
     @contextmanager
     def drained(self) -> Iterator[None]:
@@ -1256,8 +1276,7 @@ class RolloutStream:
     def _admit(self) -> None:
         limit = min(self.config.max_staleness + self.version + 1, self.num_steps) * self.config.batch_size
         while self._num_accepted + len(self._running) < limit and not self._failure:
-            group = Group(next(self._prompts), id=self._num_admitted)
-            self._num_admitted += 1
+            group = next(self._groups)
             self._running[group.id] = group
             self._pool.submit(self._run, group)
 

@@ -23,7 +23,7 @@ import utils
 from config import TrainConfig
 from prefix_attention import completion_logprobs, pack
 from train import Rollouts, add_lora, check_lora_targets, load_model, parallelize
-from utils import full_weights, process_group, published_weights, save_checkpoint, unwrap
+from utils import full_weights, host_weights, process_group, published_weights, unwrap
 from vllm_client import ServerError, VLLMClient, sampling_params
 
 PROMPT = [5, 20, 33, 41, 7, 8]
@@ -107,9 +107,10 @@ def sync_main(model, url, folder):
                 same = all(torch.equal(before[name], after) for name, after in bits(policy).items())
             worst, versions = mismatch(policy, rollouts, config, device)
             published = {name: tensor.clone() for name, tensor in published_weights(policy)}
-            save_checkpoint(policy, rollouts.processor, output / f"checkpoint-{number}")
+            saved = host_weights(policy)
             rollouts.close()
             if dist.get_rank() == 0:
+                unwrap(policy).save_pretrained(output / f"checkpoint-{number}", state_dict=saved)
                 torch.save(published, output / f"published-{number}.pt")
                 seen.append({"mismatch": worst, "versions": versions, "bit_identical": same})
         if dist.get_rank() == 0:

@@ -38,9 +38,9 @@ class Trainer:
         self.outstanding = self.most_outstanding = 0
         self.trained: list[tuple[int, Group]] = []
         self.dropped: list[tuple[int, str]] = []
-        prompts = (Prompt(i, [5], "", {}) for i in itertools.count())
+        groups = (Group(Prompt(i, [5], "", {}), id=i) for i in itertools.count())
         num_threads = (self.config.max_staleness + 1) * BATCH  # all that is admitted can be under way
-        self.stream = RolloutStream(prompts, self.sample, self.score, num_threads, STEPS, self.config)
+        self.stream = RolloutStream(groups, self.sample, self.score, num_threads, STEPS, self.config)
 
     def sample(self, group):
         start = self.stream.version

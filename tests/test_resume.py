@@ -1,0 +1,205 @@
+"""Runs that stop and go on: bit for bit the same, every group once, and nothing half-written."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from fake_server import fake_server
+from helpers import ENV, ROOT, free_port, torchrun
+from safetensors.torch import load_file
+from test_stream import RECIPE, answer_in, read
+
+from config import parse_args
+from train import main
+from utils import Ended
+
+
+@pytest.fixture
+def start(models, tmp_path):
+    """A server, and the command line of a run of it into `run` or another folder."""
+    with fake_server(models["untied"], answer_in(0.02)) as server:
+        path = tmp_path / f"recipe_{tmp_path.name}.py"
+        path.write_text(RECIPE.format(model=models["untied"], urls=[server.url], output=str(tmp_path / "run")))
+        yield lambda *options: [str(path), "--max_steps", "4", *map(str, options)]
+
+
+def weights(folder, step=4):
+    name = "adapter_model" if (folder / f"checkpoint-{step}" / "adapter_model.safetensors").exists() else "model"
+    return load_file(folder / f"checkpoint-{step}" / f"{name}.safetensors")
+
+
+def assert_identical(one, two):
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        assert torch.equal(weight, two[name]), name
+
+
+KINDS: dict[str, tuple[int, list]] = {
+    "plain": (1, []),
+    "ddp": (2, ["--num_minibatches", 2, "--warmup_ratio", 0.5]),
+    "fsdp": (2, ["--use_fsdp", "true", "--lr_scheduler", "cosine"]),
+    "lora": (1, ["--use_peft", "true", "--lora_dropout", 0.2, "--beta", 0.01]),
+    "fsdp_lora": (2, ["--use_fsdp", "true", "--use_peft", "true"]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_same_bit_for_bit(start, tmp_path, kind):
+    """Four steps at once, and the last two of them again, from the checkpoint, in other processes."""
+    ranks, options = KINDS[kind]
+    done = torchrun(ranks, ROOT / "train.py", *start(*options, "--save_steps", 2))
+    assert done.returncode == 0, done.stderr[-3000:]
+    whole = {name: read(tmp_path, name) for name in ("metrics", "completions")}
+    expected = weights(tmp_path / "run")
+    middle = tmp_path / "run" / "checkpoint-2"
+    done = torchrun(ranks, ROOT / "train.py", *start(*options, "--resume_from_checkpoint", middle))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_identical(weights(tmp_path / "run"), expected)
+    again = {name: read(tmp_path, name) for name in ("metrics", "completions")}
+    assert again["completions"] == whole["completions"]
+    for one, two in zip(again["metrics"], whole["metrics"], strict=True):
+        for name in ("step", "reward", "loss", "grad_norm", "learning_rate", "num_tokens", "policy_version"):
+            assert one[name] == two[name]
+
+
+def test_another_number_of_ranks_goes_on(start, tmp_path):
+    """FSDP2's shards of two ranks, loaded by one under DDP: the run of one rank, to the rounding of other sums."""
+    done = torchrun(1, ROOT / "train.py", *start())
+    assert done.returncode == 0, done.stderr[-3000:]
+    expected = weights(tmp_path / "run")
+    done = torchrun(2, ROOT / "train.py", *start("--use_fsdp", "true", "--save_steps", 2))
+    assert done.returncode == 0, done.stderr[-3000:]
+    flags = ["--use_fsdp", "false", "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2"]
+    done = torchrun(1, ROOT / "train.py", *start(*flags))
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name, weight in weights(tmp_path / "run").items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
+
+
+def test_auto_and_keep_last(start, tmp_path):
+    """`auto` starts anew where there is nothing, and goes on from the newest whole checkpoint."""
+    main(parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 2)))
+    folder = tmp_path / "run"
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    (folder / "checkpoint-9.part").mkdir()
+    (folder / "checkpoint-8").mkdir()  # of something else
+    options = ["--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 2, "--max_steps", 5]
+    main(parse_args(start(*options)))
+    assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5]
+    assert len(read(tmp_path, "completions")) == 5 * 6 * 4
+
+
+def test_a_cut_off_line_is_dropped(start, tmp_path):
+    main(parse_args(start("--save_steps", 2)))
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as lines:
+        lines.write('{"step": 5, "rew')
+    main(parse_args(start("--resume_from_checkpoint", "auto", "--max_steps", 5)))
+    assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--resume_from_checkpoint", "/nowhere"], "resume_from_checkpoint=/nowhere: no checkpoint"),
+        (["--resume_from_checkpoint", "auto", "--seed", 7], "was trained with seed=42, not 7"),
+        (["--resume_from_checkpoint", "auto", "--learning_rate", 1], "was trained with learning_rate=0.01, not 1"),
+    ],
+)
+def test_another_run_is_refused(start, options, message):
+    main(parse_args(start("--max_steps", 1)))
+    with pytest.raises(ValueError, match=message):
+        main(parse_args(start(*options)))
+
+
+def test_a_disk_that_is_full(start, tmp_path, monkeypatch):
+    """The path is named, what was saved before is whole, and nothing half is left."""
+    from transformers import PreTrainedModel
+
+    main(parse_args(start("--max_steps", 2)))
+    expected = weights(tmp_path / "run", 2)
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    with pytest.raises(ValueError, match=r"checkpoint-4 cannot be written.*No space left on device"):
+        main(parse_args(start("--resume_from_checkpoint", "auto")))
+    assert_identical(weights(tmp_path / "run", 2), expected)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_saves_and_ends(start, tmp_path, ranks, number):
+    """Status 0 and a checkpoint of the last whole step, from which the run goes on as if nothing had happened."""
+    main(parse_args(start("--max_steps", 8)))
+    expected = weights(tmp_path / "run", 8)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
+    command += ["--master_port", str(free_port())]
+    command = command if ranks > 1 else [sys.executable]
+    run = subprocess.Popen(
+        [*command, str(ROOT / "train.py"), *start("--max_steps", 8)], cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    assert run.stdout
+    for line in run.stdout:
+        if line.startswith("step 2/8"):
+            run.send_signal(number)
+            break
+    output = run.stdout.read()
+    assert run.wait(30) == 0 or ranks > 1, output  # torchrun calls every signal a failure
+    assert f"{number.name}: saving the last whole step" in output
+    assert "Traceback" not in output.replace('Traceback (most recent call last):\n  File "<frozen runpy>', "")
+    (saved,) = {path.name for path in (tmp_path / "run").glob("checkpoint-*")} - {"checkpoint-8"}
+    assert 2 <= int(saved.removeprefix("checkpoint-")) <= 7
+    done = torchrun(ranks, ROOT / "train.py", *start("--max_steps", 8, "--resume_from_checkpoint", "auto"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    if ranks == 1:
+        assert_identical(weights(tmp_path / "run", 8), expected)
+    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
+
+
+def test_a_second_signal_ends_at_once():
+    """One at the heels of the first is torchrun's copy of it."""
+    script = (
+        "import threading, time\nfrom utils import process_group, stop_signals\n"
+        "with process_group(60), stop_signals(stop := threading.Event()):\n"
+        "    print('ready', flush=True)\n    stop.wait()\n    time.sleep(1)\n    print('still here', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE)
+    assert run.stdout
+    for line in run.stdout:
+        if line.startswith("ready"):
+            run.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+            run.send_signal(signal.SIGTERM)
+        if line.startswith("still here"):
+            run.send_signal(signal.SIGTERM)
+    assert run.wait(10) == 128 + signal.SIGTERM
+
+
+def test_asynchronous_groups_end_once(start, tmp_path):
+    """Groups that were under way or waiting when the run stopped are sampled again, under their ids."""
+    options = ["--max_staleness", 1, "--max_steps", 6, "--save_steps", 1]
+    main(parse_args(start(*options)))
+    main(parse_args(start(*options, "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-3")))
+    samples = read(tmp_path, "completions")
+    assert len(samples) == 6 * 6 * 4
+    ids = {row["group"] for row in samples} | {row["group"] for row in read(tmp_path, "dropped")}
+    assert len({row["group"] for row in samples}) == 36
+    assert ids == set(range(len(ids)))
+
+
+def test_ended_numbers():
+    ended = Ended()
+    ended.add([2, 0, 5])
+    assert ended.state() == [1, 2, 5]
+    assert [n in ended for n in range(7)] == [True, False, True, False, False, True, False]
+    again = Ended(json.loads(json.dumps(ended.state())))
+    again.add([1, 3])
+    assert again.state() == [4, 5]
