@@ -26,7 +26,7 @@ _RANGES: list[tuple[str, Callable[[Any], bool], str]] = [
         lambda v: v >= 1,
         "max_completion_len batch_size max_tokens_per_gpu max_steps num_iterations num_minibatches lora_rank "
         "lora_alpha max_concurrent_requests log_steps top_k reward_workers max_dropped_batches "
-        "keep_last_n",
+        "keep_last_n max_skipped_steps",
     ),
     (
         "at least 0",

@@ -11,9 +11,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from itertools import repeat
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -55,6 +55,7 @@ from vllm_client import (
     Prompt,
     RolloutStream,
     Scorer,
+    Server,
     ServerError,
     VLLMClient,
     batch_metrics,
@@ -497,6 +498,10 @@ class Step:
     normalizer: float
 
 
+class Resync:
+    """Rank 0's call to send the policy, as it is, to servers that answer again."""
+
+
 def deal(groups: Iterable[Group], num_ranks: int, config: TrainConfig) -> Iterator[list[MicroBatch] | list[Step]]:
     """Scored groups as rounds of micro-batches, one for each rank, as soon as enough groups have come; then a `Step`.
 
@@ -608,6 +613,12 @@ def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
 # --------------------------------------------------------------------------------------------------------------------
 # Rollouts
 
+DISAGREES = (
+    "and the trainer differ by {:.3g} nats a token after the weight sync: it does not compute this model as the "
+    "trainer does; compare its --dtype (and, for images, its --mm-processor-kwargs with processor_kwargs), or raise "
+    "max_logprob_mismatch"
+)
+
 
 class Rollouts:
     """Where batches come from and weights go to. The servers and the data live on rank 0; the methods are collective.
@@ -617,7 +628,7 @@ class Rollouts:
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None):
-        self.config = config
+        self.config, self.device = config, device
         self.stop = threading.Event()  # set, it ends `batch` and `evaluate`
         self.failure: Exception | None = None  # what ended `batch`, on rank 0
         self.is_verified = False  # that the servers compute what the trainer does: nothing is sampled before
@@ -681,21 +692,33 @@ class Rollouts:
 
         Collective: every rank iterates to the end. `metrics` is then filled in, on rank 0.
         """
-        rounds: Iterator[Any] = self._rounds(version, metrics) if is_main() else repeat(None)
-        while (item := scatter_objects(self._next_round(rounds))) is not None:
+        yield from self._lead(self._rounds(version, metrics) if is_main() else None, version)
+
+    def _lead(self, rounds: Iterator[Any] | None, version: int) -> Iterator[Any]:
+        """This rank's item of each of rank 0's rounds, and between them what rank 0 calls for. Collective.
+
+        Raises:
+            Stopped: on every rank, when rank 0 was told to end, or failed: `raise_failure` says how.
+        """
+        while (item := scatter_objects(self._next_round(rounds) if rounds else None)) is not None:
             if isinstance(item, Stopped):
                 raise item
-            yield item
+            if isinstance(item, Resync):
+                self._admit(self._send(version, only_returned=True), version)
+            else:
+                yield item
 
     def _next_round(self, rounds: Iterator[Any]) -> Any:
-        """The next round, or what ends the run: all ranks hear of it, and save what there is."""
+        nobody = [None] * dist.get_world_size()
         try:
-            return next(rounds)
-        except Exception as error:
+            if self.failure:
+                raise self.failure
+            return next(rounds, nobody)
+        except Exception as error:  # all ranks hear of it, and save what there is
             self.failure = None if isinstance(error, Stopped) else error
             return [Stopped()] * dist.get_world_size()
 
-    def _rounds(self, version: int, metrics: dict[str, float]) -> Iterator[list[MicroBatch] | list[Step] | list[None]]:
+    def _rounds(self, version: int, metrics: dict[str, float]) -> Iterator[list[MicroBatch] | list[Step]]:
         """What `deal` makes of the stream's groups, and what is known of them."""
         num_ranks = dist.get_world_size()
         groups: list[Group] = []
@@ -717,20 +740,23 @@ class Rollouts:
             "tokens_per_s/trained": sum(group.num_tokens for group in groups) / elapsed,
         }
         self.samples = batch_samples(groups, self.config)
-        yield [None] * num_ranks
 
     def _take(self, version: int, taken: list[Group], metrics: dict[str, float]) -> Iterator[Group]:
         """The stream's groups, noted in `taken`, and the time they were waited for."""
         started = time.perf_counter()
-        for group in self.stream.take(version, self._meanwhile):
+        for group in self.stream.take(version, partial(self._meanwhile, version)):
             metrics["time/wait_s"] += time.perf_counter() - started
             taken.append(group)
             yield group
             started = time.perf_counter()
 
-    def _meanwhile(self) -> None:
+    def _meanwhile(self, version: int) -> None:
+        """What rank 0 does while it waits, and the others wait for it: end, or give a server the weights again."""
         if self.stop.is_set():
             raise Stopped
+        if self.client.returned:
+            scatter_objects([Resync()] * dist.get_world_size())
+            self._admit(self._send(version, only_returned=True), version)
 
     def _advantages(self, groups: Iterable[Group]) -> Iterator[Group]:
         """The same groups with their advantages; all of them at once where the scale is the batch's."""
@@ -746,14 +772,52 @@ class Rollouts:
 
         Collective: every rank takes part in the gathers.
         """
-        weights = published_weights(policy)
+        self.policy = policy
+        with nullcontext() if self.config.inflight_updates or not is_main() else self.stream.drained():
+            returned = self._send(version)
+            if is_main() and self.is_verified:
+                self.stream.open(version)
+        self._admit(returned, version)
+
+    def _send(self, version: int, only_returned: bool = False) -> list[Server]:
+        """Stream the policy to the servers; those that were lost and have it now, on rank 0. Collective."""
+        weights = published_weights(self.policy)
         if is_main():
-            with nullcontext() if self.config.inflight_updates else self.stream.drained():
-                self.client.update_weights(weights, version)
-                if self.is_verified:
-                    self.stream.open(version)
-        else:
-            deque(weights, maxlen=0)
+            return self.client.update_weights(weights, version, only_returned)
+        deque(weights, maxlen=0)
+        return []
+
+    def _admit(self, servers: list[Server], version: int) -> None:
+        """Let those of rank 0's servers serve that compute what the policy does. Collective."""
+        for server, reason in zip(servers, self._refusals(servers, version), strict=is_main()):
+            if reason:
+                self.client.keep_out(server, reason)
+            else:
+                self.client.admit(server)
+
+    def _refusals(self, servers: list[Server], version: int) -> list[str | None]:
+        """How rank 0's servers and the policy disagree on a probe, None where they do not (law 6). Collective."""
+        reasons: list[str | None] = []
+        for probe in broadcast_object([self._probe(server, version) for server in servers] if is_main() else None):
+            if isinstance(probe, str):
+                reasons.append(probe)
+                continue
+            (micro,) = micro_batches([probe], self.config.max_tokens_per_gpu, self.config)
+            with torch.no_grad():
+                logprobs = forward(self.policy, micro.to(self.device), self.config)
+            mismatch = (logprobs.cpu() - micro.sampler_logprobs).abs().mean().item()
+            is_same = mismatch <= self.config.max_logprob_mismatch
+            reasons.append(None if is_same else DISAGREES.format(mismatch))
+        return reasons
+
+    def _probe(self, server: Server, version: int) -> Group | str:
+        """A completion of a prompt, with an image if there is one; or why there is none."""
+        prompt = next((prompt for prompt in self.prompts if prompt.sources), self.prompts[0])
+        try:
+            probe = self.client.probe(server, prompt)
+        except ServerError as error:
+            return str(error)
+        return probe if probe.oldest_version == version else "answers with other weights than it was sent"
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on after the last whole step. Rank 0's counts."""
@@ -761,12 +825,16 @@ class Rollouts:
             return {}
         return {"num_tokens": self.num_tokens, "ended": self.ended.state(), "num_prompts": len(self.prompts)}
 
+    def fail(self, reason: str) -> None:
+        """Let the next batch end the run."""
+        self.failure = self.failure or UserError(reason)
+
     def raise_failure(self) -> None:
         """What ended `batch` other than a signal, on rank 0."""
-        if self.failure:
+        if self.failure and is_main():
             raise self.failure
 
-    def publish_first(self, policy: nn.Module, device: torch.device, version: int = 0) -> None:
+    def publish_first(self, policy: nn.Module, version: int = 0) -> None:
         """The first sync, and the proof that it took: server and trainer agree on a probe's log-probs (law 6).
 
         The servers' weights are zeroed before it, so that a weight that does not arrive shows. Collective.
@@ -777,53 +845,48 @@ class Rollouts:
         if is_main():
             self.client.clear_weights()
         self.publish(policy, version)
-        probes: list[Group] = broadcast_object(self._probe() if is_main() else None)
-        for url, probe in zip(self.config.vllm_urls, probes, strict=True):
-            (micro,) = micro_batches([probe], self.config.max_tokens_per_gpu, self.config)
-            with torch.no_grad():
-                logprobs = forward(policy, micro.to(device), self.config)
-            mismatch = (logprobs.cpu() - micro.sampler_logprobs).abs().mean().item()
-            if not mismatch <= self.config.max_logprob_mismatch:
-                raise ServerError(
-                    f"after the weight sync {url} and the trainer differ by {mismatch:.3g} nats a token: it does not "
-                    "compute this model as the trainer does; compare its --dtype (and, for images, its "
-                    "--mm-processor-kwargs with processor_kwargs), or raise max_logprob_mismatch"
-                )
+        for url, reason in zip(
+            self.config.vllm_urls, self._refusals(self.client.servers if is_main() else [], version), strict=True
+        ):
+            if reason:
+                raise ServerError(f"{url} {reason}")
         if is_main():
             self.client.idle_seconds()  # the metrics' clocks start here
             self.reported_s = time.monotonic()
             self.is_verified = True
             self.stream.open(version)
 
-    def _probe(self) -> list[Group]:
-        """A completion from every server, of a prompt with an image if there is one."""
-        return self.client.probe(next((prompt for prompt in self.prompts if prompt.sources), self.prompts[0]))
-
     def evaluate(self, step: int) -> dict[str, float]:
-        """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1."""
+        """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1.
+
+        Collective. Empty on ranks other than 0.
+        """
         config = self.config
-        due = step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
-        if not (is_main() and self.held_out and due):
-            return {}
-        greedy = {**sampling_params(config), "n": 1, "temperature": 0.0}
+        values: dict[str, float] = {}
+        if config.eval_dataset_id and (
+            step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
+        ):
+            with suppress(Stopped):  # what ended it ends the next batch, too
+                deque(self._lead(self._evaluation(step, values) if is_main() else None, step), maxlen=0)
+        return values
+
+    def _evaluation(self, version: int, values: dict[str, float]) -> Iterator[None]:
+        """Fill in `values`; nothing to iterate over."""
+        greedy = {**sampling_params(self.config), "n": 1, "temperature": 0.0}
 
         def answer(prompt: Prompt) -> Group:
-            self._meanwhile()
             group = Group(prompt)
-            sample_group(group, self.client, greedy, config)
+            sample_group(group, self.client, greedy, self.config)
             self.scorer.score(group)
             return group
 
-        try:
-            groups = in_threads(answer, self.held_out, self.num_threads)
-        except Stopped:  # the next batch ends the run
-            return {}
+        groups = in_threads(answer, self.held_out, self.num_threads, partial(self._meanwhile, version))
         rewards = torch.tensor([group.reward for group in groups])
-        values = {"eval/reward": rewards.nanmean().item()}
-        values |= {f"eval/{name}": value for name, value in reward_means(groups, config).items()}
+        values["eval/reward"] = rewards.nanmean().item()
+        values |= {f"eval/{name}": value for name, value in reward_means(groups, self.config).items()}
         if set(rewards.flatten().tolist()) <= {0.0, 1.0}:
             values["eval/accuracy"] = values["eval/reward"]
-        return values
+        yield from ()
 
     def close(self) -> None:
         """Leave the servers."""
@@ -844,16 +907,33 @@ def forward(model: nn.Module, micro: MicroBatch, config: TrainConfig, return_ent
         return completion_logprobs(model, micro.row, config.temperature, return_entropy, forbidden, **micro.images)
 
 
+@contextmanager
+def fits_in_memory(micro: MicroBatch, config: TrainConfig) -> Iterator[None]:
+    """Say what to do where a row does not.
+
+    Raises:
+        ValueError: out of memory in this block.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        rows, tokens = micro.row.input_ids.shape
+        raise UserError(
+            f"out of memory on {rows} x {tokens} tokens: lower max_tokens_per_gpu={config.max_tokens_per_gpu}, or set "
+            f"gradient_checkpoint or use_fsdp ({str(error).splitlines()[0]})"
+        ) from error
+
+
 def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
-    """Normalize the summed gradients, clip, step; returns the gradient norm before clipping. Collective under FSDP2."""
+    """Normalize the summed gradients, clip, step; returns the gradient norm before clipping. Collective under FSDP2.
+
+    A gradient that is not finite, which is that of a loss that is not, changes nothing.
+    """
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)
     norm = full_tensor(nn.utils.clip_grad_norm_(policy.parameters(), config.grad_norm or math.inf)).item()
-    if not math.isfinite(norm):
-        raise UserError(
-            f"the gradient norm is {norm}: stopped before the update; lower learning_rate, or look at the rewards"
-        )
-    optimizer.step()
+    if math.isfinite(norm):
+        optimizer.step()
     scheduler.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
@@ -893,13 +973,14 @@ def train_batch(
                 continue
             micro = item.to(device)
             sync_gradients(policy, micro.is_last)
-            logprobs, entropy = forward(policy, micro, config, return_entropy=True)
-            before = old_logprobs.get(id(item), logprobs.detach())
-            old = micro.sampler_logprobs if config.old_logprobs == "sampler" else before
-            advantages = micro.advantages * off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
-            ref = reference(micro) if reference else None
-            loss, sums = grpo_loss(logprobs, old, ref, advantages, micro.mask, micro.row.completion, config)
-            loss.backward()
+            with fits_in_memory(micro, config):
+                logprobs, entropy = forward(policy, micro, config, return_entropy=True)
+                before = old_logprobs.get(id(item), logprobs.detach())
+                old = micro.sampler_logprobs if config.old_logprobs == "sampler" else before
+                advantages = micro.advantages * off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
+                ref = reference(micro) if reference else None
+                loss, sums = grpo_loss(logprobs, old, ref, advantages, micro.mask, micro.row.completion, config)
+                loss.backward()
             loss_sum += loss.detach()
             apart, max_gap = sampling_sums(before, micro.sampler_logprobs, micro.mask)
             sums |= apart | {"tokens": micro.mask.sum(), "entropy": entropy @ micro.mask.to(entropy.dtype)}
@@ -909,6 +990,7 @@ def train_batch(
     return {
         "loss": total.pop("loss") / num_updates,
         "grad_norm": sum(norms) / len(norms),
+        "skipped_steps": float(sum(not math.isfinite(norm) for norm in norms)),
         "learning_rate": learning_rate,
         "sampling/sampling_logp_difference/mean": total.pop("gap") / tokens,
         "sampling/sampling_logp_difference/max": total.pop("max_gap"),
@@ -930,10 +1012,10 @@ def main(config: TrainConfig) -> None:
         num_updates = rollouts.num_steps * config.num_iterations * config.num_minibatches
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
-        step = checkpoints.resume(checkpoint)
+        step, num_skipped = checkpoints.resume(checkpoint), 0
         log = RunLog(config, rollouts.num_steps, resumed)
         with closing(log), stop_signals(rollouts.stop), suppress(Stopped):
-            rollouts.publish_first(policy, device, step)
+            rollouts.publish_first(policy, step)
             if step == 0:
                 log.step(0, rollouts.evaluate(0))
             while step < rollouts.num_steps:
@@ -947,6 +1029,9 @@ def main(config: TrainConfig) -> None:
                     step += 1
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, version=step)
+                num_skipped = num_skipped + 1 if metrics["skipped_steps"] else 0
+                if num_skipped >= config.max_skipped_steps:
+                    rollouts.fail(f"{num_skipped} steps in a row had no finite gradient: lower learning_rate")
                 log.step(step, metrics | rollouts.evaluate(step), rollouts.samples, rollouts.dropped)
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())

@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from itertools import groupby
@@ -581,11 +581,21 @@ def _cut_lines(path: Path, step: int | None) -> None:
     part.rename(path)
 
 
-def in_threads(function: Callable[[Any], Any], items: Iterable[Any], num_threads: int) -> list[Any]:
-    """`function` of every item, in order; the first error ends it without waiting for what is under way."""
+def in_threads(
+    function: Callable[[Any], Any], items: Iterable[Any], num_threads: int, meanwhile: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """`function` of every item, in order; the first error ends it without waiting for what is under way.
+
+    `meanwhile` is called about every second.
+    """
     pool = ThreadPoolExecutor(num_threads)
     try:
-        return list(pool.map(function, items))
+        replies = [pool.submit(function, item) for item in items]
+        while (ended := wait(replies, 1, FIRST_EXCEPTION)).not_done and not any(r.exception() for r in ended.done):
+            meanwhile()
+        if failed := next((reply for reply in replies if reply.done() and reply.exception()), None):
+            failed.result()
+        return [reply.result() for reply in replies]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -35,6 +35,8 @@ from recipes.workers import CallError, CallPool
 from utils import TransferGroup, address_towards, buckets, in_threads
 
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
+PROBE_S = 1.0  # between questions to a lost server
+RETRY_S = 30.0  # before one that answered, and could not be used, is tried again
 Timeout = float | tuple[float, None]  # seconds; or to connect, and none to answer
 
 
@@ -205,7 +207,9 @@ class Server:
         self.sending: list[Any] = []  # broadcasts under way
         self.loading: Future[Any]  # the server's reply to an update under way
         self.receiver: ThreadPoolExecutor  # waits for it
-        self.why_lost = ""
+        self.answers_again = False  # after it was lost
+        self.retry_s = 0.0  # when it may be tried again, on the monotonic clock
+        self.why_out = ""
         self._local = threading.local()  # a requests.Session is not thread-safe
 
     def request(
@@ -365,7 +369,6 @@ class Server:
             raise ServerLost(f"{self.url} took longer than sync_timeout to load the last weights") from None
         self.post("/finish_weight_update", {"weight_version": str(version)})
         self.post("/resume")
-        self.is_ready = True
 
 
 class VLLMClient:
@@ -385,6 +388,9 @@ class VLLMClient:
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
         self._slots = threading.Condition()
         self._last_loss: BaseException | None = None
+        self._alone_s = math.inf  # when the last server was lost
+        self._prober: threading.Thread | None = None
+        self._is_closed = threading.Event()
 
     def wait_until_ready(self) -> int:
         """Wait until every server answers; returns the longest sequence that all of them take, in tokens.
@@ -433,8 +439,8 @@ class VLLMClient:
             ServerError: no server is left.
         """
         with self._slots:
-            while (server := self._least_busy()).in_flight >= self.config.max_concurrent_requests:
-                self._slots.wait()
+            while (server := self._free()) is None:
+                self._slots.wait(1)
             if server.in_flight == 0:
                 server.idle_s += time.monotonic() - server.idle_since
             server.in_flight += 1
@@ -447,22 +453,63 @@ class VLLMClient:
                     server.idle_since = time.monotonic()
                 self._slots.notify()
 
-    def _least_busy(self) -> Server:
-        if not (ready := [server for server in self.servers if server.is_ready]):
+    def _free(self) -> Server | None:
+        """The least busy server with room for a group; None has to be waited for."""
+        ready = [server for server in self.servers if server.is_ready]
+        if not ready and time.monotonic() > self._alone_s + self.config.server_timeout:
             raise ServerError(f"no rollout server is left: {self._last_loss}")
-        return min(ready, key=lambda server: server.in_flight)
+        server = min(ready, key=lambda server: server.in_flight, default=None)
+        return server if server and server.in_flight < self.config.max_concurrent_requests else None
 
     def lose(self, server: Server, error: BaseException) -> None:
-        """Leave a server out, until a weight sync finds it back."""
+        """Leave a server out until it answers again, and has the current weights."""
         with self._slots:
             if not server.is_ready:
                 return
             print(f"{server.url} is left out until it answers again: {error}", flush=True)
-            server.is_ready = False
+            server.is_ready = server.answers_again = False
             self._last_loss = error
+            if not any(server.is_ready for server in self.servers):
+                self._alone_s = time.monotonic()
+                print(f"no rollout server is left: waiting {self.config.server_timeout:.0f} s for one", flush=True)
             self._slots.notify_all()
+            if self._prober is None:
+                self._prober = threading.Thread(target=self._probe_lost, daemon=True)
+                self._prober.start()
         # what it has in flight goes to others at once, where it still listens (it may stand paused in mid-update)
         threading.Thread(target=server.abort, daemon=True).start()
+
+    def _probe_lost(self) -> None:
+        """Ask lost servers, as long as there are some, whether they answer again."""
+        while lost := [server for server in self.servers if not server.is_ready]:
+            for server in lost:
+                if time.monotonic() >= server.retry_s and not server.answers_again:
+                    server.answers_again = server.answers()
+            if self._is_closed.wait(PROBE_S):
+                return
+            with self._slots:
+                if all(server.is_ready for server in self.servers):
+                    self._prober = None
+                    return
+
+    @property
+    def returned(self) -> list[Server]:
+        """Lost servers that answer again, and are waiting for the current weights."""
+        return [server for server in self.servers if server.answers_again and not server.is_ready]
+
+    def admit(self, server: Server) -> None:
+        """Let it serve: it has the current weights, and computes with them what the trainer does."""
+        with self._slots:
+            server.is_ready = True
+            self._slots.notify_all()
+        print(f"{server.url} is back", flush=True)
+
+    def keep_out(self, server: Server, reason: object) -> None:
+        """It answers, and cannot be used: try again in a while. The reason is told once."""
+        server.answers_again, server.retry_s = False, time.monotonic() + RETRY_S
+        if str(reason) != server.why_out:
+            server.why_out = str(reason)
+            print(f"{server.url} answers again, but stays left out: {reason}", flush=True)
 
     @property
     def num_slots(self) -> int:
@@ -487,18 +534,15 @@ class VLLMClient:
                 server.idle_s = 0.0
             return sum(idle) / len(idle)
 
-    def probe(self, prompt: Prompt) -> list[Group]:
-        """A short completion from every server, drawn from the whole vocabulary, to compare log-probs on."""
+    def probe(self, server: Server, prompt: Prompt) -> Group:
+        """A short completion, drawn from the whole vocabulary, to compare log-probs on."""
         prompt = with_images(prompt, self.processor, self.config)
         sampling = {
             "n": 1,
             "max_tokens": min(16, self.config.max_completion_len),
             "temperature": self.config.temperature,
         }
-        return [
-            Group(prompt, server.generate(prompt.token_ids, sampling, images=prompt.images), advantages=[0.0])
-            for server in self.servers
-        ]
+        return Group(prompt, server.generate(prompt.token_ids, sampling, images=prompt.images), advantages=[0.0])
 
     def connect(self, device: torch.device) -> None:
         """Open one weight-transfer group per server."""
@@ -513,23 +557,30 @@ class VLLMClient:
 
     def clear_weights(self) -> None:
         """Zero the servers' weights, so that the check after the first sync can only pass if every weight arrived."""
-        self._on(self.servers, lambda server: server.post("/weight_checker", {"action": "reset"}))
+        self._on(self.servers, self._zero)
 
-    def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    @staticmethod
+    def _zero(server: Server) -> None:
+        server.post("/weight_checker", {"action": "reset"})
+
+    def update_weights(
+        self, weights: Iterable[tuple[str, Tensor]], version: int, only_returned: bool = False
+    ) -> list[Server]:
         """Publish a policy on every server, side by side: pause, stream bucket by bucket, resume.
 
         Requests in flight are kept and go on under the new weights; their K/V is recomputed on resume, and the prefix
-        cache is emptied, so that no old K/V serves a new request. A lost server that answers again takes part, and
-        serves from then on.
+        cache is emptied, so that no old K/V serves a new request. A lost server that answers again takes part.
 
         Args:
             weights: `(checkpoint name, tensor)`, consumed to the end.
             version: policy version that completions report from now on.
+            only_returned: the others have it.
 
-        Raises:
-            ServerError: the last server was lost.
+        Returns:
+            Servers that were lost, and now have the weights: for `admit`.
         """
-        servers = [server for server in self.servers if server.is_ready or self._is_back(server)]
+        returned = [server for server in self.returned if self._reopened(server)]
+        servers = returned if only_returned else [s for s in self.servers if s.is_ready] + returned
         try:
             servers = self._on(servers, Server.pause)  # all of them first: one that hangs keeps no other waiting
             for server in servers:
@@ -540,7 +591,8 @@ class VLLMClient:
                         server.send(bucket)
                     except (ServerError, RuntimeError) as error:  # RuntimeError: its end of the group is gone
                         servers = self._without(server, servers, error)
-            self._on(servers, lambda server: server.end_update(version))
+            servers = self._on(servers, lambda server: server.end_update(version))
+            return [server for server in servers if server in returned]
         except BaseException:
             for server in servers:
                 server.disconnect()  # a server that waits for the rest of the stream would not hear the next request
@@ -560,30 +612,28 @@ class VLLMClient:
         return servers
 
     def _without(self, lost: Server, servers: list[Server], error: BaseException) -> list[Server]:
-        self.lose(lost, error)
-        if servers == [lost]:
-            raise ServerError(f"no rollout server is left: {error}") from error
+        if lost.is_ready:
+            self.lose(lost, error)
+        else:
+            self.keep_out(lost, error)
         return [server for server in servers if server is not lost]
 
-    def _is_back(self, server: Server) -> bool:
-        """Whether a lost server answers again; it is then connected."""
+    def _reopened(self, server: Server) -> bool:
+        """Whether a server that answers again can be used; it is then connected, its weights zeroed."""
         server.disconnect()
-        if not server.answers():
-            return False
         try:
             if (longest := self._when_ready(server, deadline=0.0)) < self._longest:
                 raise ServerError(f"its --max-model-len is {longest}, this run's {self._longest}: restart it with that")
             server.connect(self._device, self.config.sync_timeout)
+            self._zero(server)
         except (ServerError, RuntimeError) as error:  # RuntimeError: not all of its workers came to the transfer group
-            if str(error) != server.why_lost:
-                server.why_lost = str(error)
-                print(f"{server.url} answers again, but stays left out: {error}", flush=True)
+            self.keep_out(server, error)
             return False
-        print(f"{server.url} is back", flush=True)
         return True
 
     def close(self) -> None:
         """Leave the transfer groups and drop what is still waiting."""
+        self._is_closed.set()
         self._control.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             server.disconnect()

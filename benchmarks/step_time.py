@@ -104,7 +104,7 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
     config = rollouts.config = share_prefixes(policy, config)
     optimizer, scheduler = build_optimizer(policy, steps, config)
     sizes = [tensor.nbytes for _, tensor in published_weights(policy)]
-    rollouts.publish_first(policy, device)
+    rollouts.publish_first(policy)
     times: dict[str, list[float]] = {}
     for version in range(steps):
         parts: dict[str, float] = {}

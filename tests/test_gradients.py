@@ -373,8 +373,7 @@ def test_gradients_are_normalized_before_they_are_clipped():
     assert norm == pytest.approx(5.0)
     torch.testing.assert_close(weight.data, torch.tensor([-0.6, -0.8]), rtol=1e-5, atol=0)
     weight.grad = torch.tensor([math.nan, 1.0])
-    with pytest.raises(ValueError, match="gradient norm is nan"):
-        optimizer_step(module, optimizer, scheduler, 10.0, make_config("m"))
+    assert math.isnan(optimizer_step(module, optimizer, scheduler, 10.0, make_config("m")))
     torch.testing.assert_close(weight.data, torch.tensor([-0.6, -0.8]), rtol=1e-5, atol=0)
 
 

@@ -553,7 +553,7 @@ def test_server_and_trainer_agree(vlm, url):
         policy = build_policy(config, device, rollouts.example)
         config = share_prefixes(policy, config)
         assert config.share_prefix
-        rollouts.publish_first(policy, device)
+        rollouts.publish_first(policy)
         worst, _ = worst_mismatch(rollouts, policy, config, device)
         assert worst <= 1e-4
         old = build_policy(config, device, rollouts.example)
@@ -585,7 +585,7 @@ def sync_main(model, url, use_fsdp, use_peft):
         policy = build_policy(config, device, rollouts.example)
         config = share_prefixes(policy, config, rollouts.example)
         assert config.share_prefix
-        rollouts.publish_first(policy, device)
+        rollouts.publish_first(policy)
         for version in (1, 2):  # the second shows that the first left nothing behind
             changed(policy)
             rollouts.publish(policy, version)
@@ -622,7 +622,7 @@ def test_placeholders_are_never_sampled(vlm, url):
         rollouts = Rollouts(config, device)
         policy = build_policy(config, device, rollouts.example)
         config = share_prefixes(policy, config, example=rollouts.example)
-        rollouts.publish_first(policy, device)
+        rollouts.publish_first(policy)
         prompt = rollouts.prompts[1]
         greedy = {"n": 1, "max_tokens": 1, "temperature": 0.0}
         (first,) = rollouts.client.generate(prompt.token_ids, greedy)
@@ -679,7 +679,7 @@ def test_a_second_turn_after_an_image(vlm, url):
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         policy = build_policy(config, device, rollouts.example)
-        rollouts.publish_first(policy, device)
+        rollouts.publish_first(policy)
         prompt = with_images(rollouts.prompts[0], build_processor(), config)
         (turn,) = rollouts.client.generate(prompt.token_ids, {"n": 1, "max_tokens": 3}, images=prompt.images)
         words = [30, 31]

@@ -99,7 +99,7 @@ def sync_main(model, url, folder):
             config = make_config(model, url, temperature=0.8, **kind)
             rollouts = Rollouts(config, device)
             policy = make_policy(config, device)
-            rollouts.publish_first(policy, device)
+            rollouts.publish_first(policy)
             for version in (1, 2):
                 disturb(policy, 10 * number + version)
                 before = bits(policy)
@@ -150,7 +150,7 @@ def test_tensor_parallel_server(models, tmp_path):
         with process_group(120) as device:
             rollouts = Rollouts(config, device)
             policy = make_policy(config, device)
-            rollouts.publish_first(policy, device)
+            rollouts.publish_first(policy)
             disturb(policy, 5)
             rollouts.publish(policy, 1)
             worst, versions = mismatch(policy, rollouts, config, device)
@@ -169,9 +169,9 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         with pytest.raises(ServerError, match="after the weight sync .* differ by"):
-            rollouts.publish_first(make_policy(config, device), device)
+            rollouts.publish_first(make_policy(config, device))
         monkeypatch.setattr(train, "published_weights", complete)
-        rollouts.publish_first(make_policy(config, device), device)  # and the server is whole again
+        rollouts.publish_first(make_policy(config, device))  # and the server is whole again
         rollouts.close()
 
 
@@ -190,7 +190,7 @@ def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monke
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         policy = make_policy(config, device)
-        rollouts.publish_first(policy, device)
+        rollouts.publish_first(policy)
         monkeypatch.setattr(train, "published_weights", half)
         with pytest.raises(InterruptedError):
             rollouts.publish(policy, 1)
@@ -198,7 +198,7 @@ def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monke
         monkeypatch.setattr(train, "published_weights", complete)
         rollouts = Rollouts(config, device)
         disturb(policy, 3)
-        rollouts.publish_first(policy, device)
+        rollouts.publish_first(policy)
         worst, versions = mismatch(policy, rollouts, config, device)
         rollouts.close()
     assert worst <= 1e-4
@@ -212,7 +212,7 @@ def test_updates_in_flight_keep_both_versions(models, servers):
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         old = make_policy(config, device)
-        rollouts.publish_first(old, device)
+        rollouts.publish_first(old)
         for attempt in range(1, 20):  # until the update hits a request in mid-generation
             new = make_policy(config, device)
             disturb(new, attempt)

@@ -14,6 +14,7 @@ from helpers import ROOT, torchrun
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import vllm_client
 from config import TrainConfig, parse_args
 from prefix_attention import attach, completion_logprobs, pack
 from train import compute_advantages, grpo_loss, main
@@ -391,20 +392,24 @@ def test_requests_in_flight_on_a_server_lost_in_a_sync_go_to_another(models, rec
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
 
 
-def test_a_restarted_server_gets_the_weights_again(models, recipe, tmp_path, capsys):
-    """It answers, with the weights it started with: what it says is not trained, and the next sync has it back."""
+def test_a_restarted_server_gets_the_weights_again(models, recipe, tmp_path, capsys, monkeypatch):
+    """It answers, with the weights it started with: what it says is not trained, and it is sent the current ones."""
+    monkeypatch.setattr(vllm_client, "RETRY_S", 0.0)
     with fake_server(models["untied"], answer_in(0.01)) as one, fake_server(models["untied"], answer_in(0.01)) as two:
 
         def restart(path):
-            if path == "/resume" and two.version == "2":
+            if path == "/resume" and two.version == "2" and len(restarts) < 2:
+                restarts.append(path)
                 two.version = "default"
 
         two.fault = restart
-        main(parse_args([recipe(one, two), "--max_steps", "6"]))
+        restarts: list[str] = []
+        main(parse_args([recipe(one, two), "--max_steps", "12"]))
+    assert len(restarts) == 2  # the second one when it was given the weights again
     assert "was it restarted?" in capsys.readouterr().out
     spans = [span[0] for row in read(tmp_path, "completions") for span in row["weight_versions"]]
-    assert set(spans) == set(range(6))
-    assert "6" in two.versions
+    assert set(spans) == set(range(12))
+    assert "12" in two.versions
 
 
 def test_a_group_that_no_server_can_take_is_named(models, recipe):

@@ -1,0 +1,165 @@
+"""What breaks in a run, and that the run does not: servers that go and return, gradients that are not finite."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fake_server import fake_server
+from test_stream import RECIPE, answer_in, read, said
+
+import train
+from config import parse_args
+from train import main
+from vllm_client import ServerError
+
+
+@pytest.fixture
+def recipe(models, tmp_path):
+    def write(*servers):
+        path = tmp_path / f"recipe_{tmp_path.name}.py"
+        urls = [server.url for server in servers]
+        path.write_text(RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run")))
+        return str(path)
+
+    return write
+
+
+def asked(server, path="/inference/v1/generate"):
+    return [seconds for name, seconds in server.log if name == path]
+
+
+def test_a_server_is_back_before_the_next_sync(models, recipe, tmp_path, capsys):
+    """The rest of a long batch finds it with the current weights, zeroed and compared before it serves."""
+    with fake_server(models["untied"], answer_in(0.3)) as one, fake_server(models["untied"], answer_in(0.3)) as two:
+        gone_s: list[float] = []
+
+        def ill(path):
+            if "1" in two.versions and (not gone_s or time.monotonic() < gone_s[0] + 1.5):
+                gone_s.append(time.monotonic())
+                raise ConnectionError("out of order")
+
+        two.fault = ill
+        options = ["--max_steps", "2", "--request_retries", "0", "--max_concurrent_requests", "1", "--batch_size", "24"]
+        main(parse_args([recipe(one, two), *options]))
+        steps = asked(two, "/finish_weight_update")
+        assert len(steps) == 4  # versions 0, 1, 1 again, 2
+        assert len(asked(two, "/weight_checker")) == 2
+        served = [seconds for seconds in asked(two) if steps[2] < seconds < steps[3]]
+        assert len(served) > 2
+    assert capsys.readouterr().out.count(f"{two.url} is back") == 1
+    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
+
+
+def test_all_servers_gone_are_waited_for(models, recipe, tmp_path, capsys):
+    with fake_server(models["untied"], answer_in(0.05)) as server:
+        gone_s: list[float] = []
+
+        def ill(path):
+            if "2" in server.versions and (not gone_s or time.monotonic() < gone_s[0] + 3):
+                gone_s.append(time.monotonic())
+                raise ConnectionError("out of order")
+
+        server.fault = ill
+        options = ["--max_steps", "4", "--request_retries", "0", "--server_timeout", "60"]
+        main(parse_args([recipe(server), *options]))
+    output = capsys.readouterr().out
+    assert "no rollout server is left: waiting 60 s for one" in output
+    assert f"{server.url} is back" in output
+    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
+
+
+def test_when_none_comes_back_the_run_ends_with_a_checkpoint(models, recipe, tmp_path):
+    with fake_server(models["untied"], answer_in(0.05)) as server:
+
+        def ill(_):
+            if "2" in server.versions:
+                raise ConnectionError("out of order")
+
+        server.fault = ill
+        options = ["--max_steps", "4", "--request_retries", "0", "--server_timeout", "2"]
+        with pytest.raises(ServerError, match="no rollout server is left"):
+            main(parse_args([recipe(server), *options]))
+        assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+        server.fault = lambda path: None
+        main(parse_args([recipe(server), "--max_steps", "4", "--resume_from_checkpoint", "auto"]))
+    assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4]
+    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
+
+
+def test_a_server_that_computes_something_else_stays_out(models, recipe, tmp_path, capsys):
+    """Its log-probs after the sync are not the trainer's, as one weight is broken on the way."""
+    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+        gone: list[str] = []
+
+        def ill(path):
+            if "1" in two.versions and path == "/inference/v1/generate" and not gone:
+                gone.append(path)
+                two.version = "default"
+            if gone and path == "/resume":
+                two.versions[two.version]["model.norm.weight"] *= -3
+
+        two.fault = ill
+        main(parse_args([recipe(one, two), "--max_steps", "8"]))
+    output = capsys.readouterr().out
+    assert f"{two.url} is left out until it answers again" in output
+    assert "answers again, but stays left out: and the trainer differ by" in output
+    assert f"{two.url} is back" not in output
+    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
+
+
+def test_an_error_in_a_reward_keeps_what_was_trained(models, recipe, tmp_path):
+    with fake_server(models["untied"], answer_in(0.05)) as server:
+        path, flag = Path(recipe(server)), tmp_path / "broken"
+        path.write_text(
+            path.read_text().replace("/ 50 for", f"/ (not __import__('os').path.exists({str(flag)!r})) for")
+        )
+        server.fault = lambda _: flag.touch() if "3" in server.versions else None
+        with pytest.raises(ValueError, match="reward mean_id .*ZeroDivisionError"):
+            main(parse_args([str(path), "--max_steps", "40"]))
+    assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3]
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
+
+
+def test_a_gradient_that_is_not_finite_is_skipped(models, recipe, tmp_path, monkeypatch):
+    """Steps 2 and 3 give NaN: the weights stay, the steps count; from the fourth on all is well."""
+    real, calls = train.grpo_loss, []
+
+    def broken(*arguments):
+        loss, sums = real(*arguments)
+        calls.append(0)
+        return (loss * float("nan") if len(calls) in (2, 3) else loss), sums
+
+    monkeypatch.setattr(train, "grpo_loss", broken)
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+        main(parse_args([recipe(server), "--max_steps", "4"]))
+        for name, weight in server.versions["1"].items():
+            assert torch.equal(weight, server.versions["2"][name])
+            assert torch.equal(weight, server.versions["3"][name])
+        assert any(not torch.equal(w, server.versions["4"][n]) for n, w in server.versions["3"].items())
+    metrics = read(tmp_path, "metrics")
+    assert [row["skipped_steps"] for row in metrics] == [0, 1, 1, 0]
+    assert [row["grad_norm"] is None for row in metrics] == [False, True, True, False]
+
+
+def test_too_many_skipped_steps_end_the_run(models, recipe, monkeypatch):
+    real = train.grpo_loss
+    monkeypatch.setattr(train, "grpo_loss", lambda *a: (real(*a)[0] * float("inf"), real(*a)[1]))
+    with (
+        fake_server(models["untied"], answer_in(0.01)) as server,
+        pytest.raises(ValueError, match="3 steps in a row had no finite gradient: lower learning_rate"),
+    ):
+        main(parse_args([recipe(server), "--max_steps", "9", "--max_skipped_steps", "3"]))
+    assert "4" not in server.versions
+
+
+def test_out_of_memory_names_the_row(models, recipe, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("tried to allocate 7 GiB")
+
+    monkeypatch.setattr(train, "grpo_loss", full)
+    with (
+        fake_server(models["untied"], lambda ids, number: (said(ids, number), 0.0)) as server,
+        pytest.raises(ValueError, match=r"out of memory on 1 x \d+ tokens: lower max_tokens_per_gpu=16384.*7 GiB"),
+    ):
+        main(parse_args([recipe(server)]))
