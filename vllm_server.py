@@ -1,6 +1,6 @@
 """Rollout server: vLLM's own OpenAI-compatible server with the RL routes, weight transfer and an access guard.
 
-    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct [--port 8000] [any option of `vllm serve`]
+    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct [--port 8000] [--restart] [any option of `vllm serve`]
 
 What this file adds to vLLM:
   * defaults that rollouts need (token ids in and out, log-probs after temperature, RL routes, loopback);
@@ -8,13 +8,18 @@ What this file adds to vLLM:
   * `AccessGuard`, which opens only the routes the trainer uses and asks for a token off loopback.
 """
 
+import ctypes
 import hmac
 import ipaddress
 import json
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,11 +41,11 @@ if TYPE_CHECKING:
 
 BACKEND = "grpo"
 PREFETCH = 3  # buckets received ahead of the one being loaded
+MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 
 OPEN_ROUTES = frozenset({"/health"})
 TRAINER_ROUTES = frozenset({
-    "/v1/models", "/get_world_size", "/weight_info", "/metrics", "/inference/v1/generate",
-    "/pause", "/resume", "/reset_prefix_cache", "/weight_checker",
+    "/v1/models", "/get_world_size", "/metrics", "/inference/v1/generate", "/pause", "/resume", "/weight_checker",
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
 })  # fmt: skip
 
@@ -160,6 +165,8 @@ if BACKEND not in WeightTransferEngineFactory._registry:  # the API server impor
 class AccessGuard:
     """ASGI middleware: 404 for every route the trainer does not need, 401 without the token where one is set.
 
+    413 for a body over `MAX_BODY_BYTES`, or of no stated length.
+
     vLLM's `--api-key` guards `/v1` and `/inference` only; the RL routes, which can replace the model, stay open
     without this.
     """
@@ -170,23 +177,28 @@ class AccessGuard:
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Pass the request on, or answer it here."""
-        if scope["type"] == "lifespan" or self._allowed(scope):
+        refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
+        if refusal is None:
             await self.app(scope, receive, send)
             return
         from starlette.responses import JSONResponse
 
-        known = scope.get("path") in TRAINER_ROUTES
-        message = "missing or wrong bearer token" if known else "no such route on a rollout server"
-        await JSONResponse({"error": message}, status_code=401 if known else 404)(scope, receive, send)
+        status, message = refusal
+        await JSONResponse({"error": message}, status_code=status)(scope, receive, send)
 
-    def _allowed(self, scope: "Scope") -> bool:
-        if scope["type"] != "http":
-            return False
-        if scope["path"] in OPEN_ROUTES:
-            return True
-        sent = dict(scope["headers"]).get(b"authorization", b"")
-        authorized = not self.token or hmac.compare_digest(sent, f"Bearer {self.token}".encode())
-        return authorized and scope["path"] in TRAINER_ROUTES
+    def _refusal(self, scope: "Scope") -> tuple[int, str] | None:
+        """Status and reason, None for a request that may pass."""
+        if scope["type"] != "http" or scope["path"] not in OPEN_ROUTES | TRAINER_ROUTES:
+            return 404, "no such route on a rollout server"
+        headers = dict(scope["headers"])
+        is_open = scope["path"] in OPEN_ROUTES or not self.token
+        expected = f"Bearer {self.token}".encode()
+        if not (is_open or hmac.compare_digest(headers.get(b"authorization", b""), expected)):
+            return 401, "missing or wrong bearer token"
+        length = headers.get(b"content-length", b"0")
+        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_BODY_BYTES:
+            return 413, f"a request has at most {MAX_BODY_BYTES} bytes, and says how many"
+        return None
 
 
 def is_loopback(host: str) -> bool:
@@ -212,16 +224,53 @@ def server_argv(argv: list[str]) -> list[str]:
         "--weight-transfer-config", json.dumps({"backend": BACKEND}),
         "--worker-extension-cls", "vllm_server.WorkerExtension",
         "--middleware", "vllm_server.AccessGuard",
+        "--allowed-media-domains", "none.invalid",  # images come as data URIs: the server fetches nothing
     ]  # fmt: skip
     return [*defaults, *argv, *required]
 
 
+def supervise(argv: list[str]) -> int:
+    """Run the server in a process of its own, and start it again when it dies; returns its status after a signal.
+
+    One that dies three times in a row within a minute cannot serve at all.
+    """
+    stopped_by = 0
+
+    def stop(number: int, _: object) -> None:
+        nonlocal stopped_by
+        stopped_by = number
+        os.killpg(server.pid, number)
+
+    num_early = 0
+    while True:
+        started_s = time.monotonic()
+        server = subprocess.Popen([sys.executable, __file__, *argv], start_new_session=True, preexec_fn=die_with_parent)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, stop)
+        status = server.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)  # what it left behind
+        num_early = num_early + 1 if time.monotonic() < started_s + 60 else 0
+        if stopped_by or num_early == 3:
+            return status
+        print(f"the server ended with status {status}: starting it again", file=sys.stderr, flush=True)
+        time.sleep(1)
+
+
+def die_with_parent() -> None:
+    """Let the kernel end this process with the one that started it (Linux), however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
 def main(argv: list[str]) -> None:
-    """Start the server and serve until a signal.
+    """Start the server and serve until a signal; with `--restart`, start it again when it dies.
 
     Raises:
         SystemExit: a host other than loopback without a token, or an option vLLM does not know.
     """
+    if "--restart" in argv:
+        sys.exit(supervise([word for word in argv if word != "--restart"]))
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))  # for the workers
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the RL routes; AccessGuard closes the rest of dev mode
@@ -236,6 +285,7 @@ def main(argv: list[str]) -> None:
     args = make_arg_parser(FlexibleArgumentParser(description=__doc__)).parse_args(server_argv(argv))
     if args.api_key:
         os.environ["VLLM_API_KEY"] = args.api_key[0]
+        args.api_key = None  # the log would show it
     if not is_loopback(args.host) and not os.environ.get("VLLM_API_KEY"):
         sys.exit(
             f"--host {args.host} is reachable from outside: set VLLM_API_KEY (or --api-key) here and at the trainer"

@@ -5,9 +5,13 @@ import dataclasses
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -311,26 +315,107 @@ def test_only_the_trainers_routes_are_open(servers):
             assert requests.request(method, servers["tied"] + path, json={}, timeout=10).status_code == 404, path
 
 
-def test_token_on_every_route_but_health(models, tmp_path, monkeypatch):
+TRAINERS = ("/v1/models", "/get_world_size", "/pause", "/resume", "/update_weights", "/start_weight_update",
+            "/inference/v1/generate", "/metrics", "/weight_checker", "/init_weight_transfer_engine")  # fmt: skip
+TRICKS = (
+    "/health/../pause", "/health/%2e%2e/pause", "//pause", "/pause/", "/PAUSE", "/pause;x", "/health/pause", "/./pause",
+    "/health%2f..%2fpause", "/v1/models/../../pause", "/%70ause%00", "/collective_rpc", "/start_profile", "/wake_up",
+    "/v1/load_lora_adapter", "/openapi.json", "/tokenize", "/invocations",
+)  # fmt: skip
+
+
+def raw_status(url, head, body=b""):
+    """The status that a request as it stands gets; 0 where the connection is closed without one."""
+    host = urlsplit(url)
+    with socket.create_connection((host.hostname, host.port), timeout=20) as connection:
+        connection.sendall(head.replace("HOST", host.netloc).encode() + body)
+        reply = connection.recv(100)
+    return int(reply.split()[1]) if reply else 0
+
+
+def test_strangers_are_refused(models, tmp_path, monkeypatch):
+    """No token, a wrong one, tricks with the path, bodies too large or of no length, bad JSON: 4xx, and it goes on."""
     with server(models["tied"], tmp_path / "log", env={"VLLM_API_KEY": "secret"}) as started:
         url = started.wait()
-        for path in (
-            "/v1/models",
-            "/get_world_size",
-            "/pause",
-            "/update_weights",
-            "/inference/v1/generate",
-            "/metrics",
+        token = {"Authorization": "Bearer secret"}
+        wrong = [
+            {},
+            {"Authorization": "Bearer wrong"},
+            {"Authorization": "secret"},
+            {"Authorization": "bearer secret "},
+        ]
+        tried = [
+            requests.post(url + path, headers=headers, json={}, timeout=20).status_code == 401
+            for path in TRAINERS
+            for headers in wrong
+        ]
+        for trick in TRICKS:
+            for word in ("", "Authorization: Bearer secret\r\n"):
+                head = f"POST {trick} HTTP/1.1\r\nHost: HOST\r\n{word}Content-Length: 2\r\n\r\n"
+                tried.append(raw_status(url, head, b"{}") in (400, 404))
+        generate = "POST /inference/v1/generate HTTP/1.1\r\nHost: HOST\r\nAuthorization: Bearer secret\r\n"
+        for rest in (
+            f"Content-Length: {1 << 40}\r\n\r\n",
+            "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
+            "Content-Length: -1\r\n\r\n",
+            "Content-Length: two\r\n\r\n",
+            "Content-Length: 9\r\nContent-Type: application/json\r\n\r\n{not json",
         ):
-            for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "secret"}):
-                assert requests.request("POST", url + path, headers=headers, json={}, timeout=10).status_code == 401, (
-                    path
-                )
+            tried.append(400 <= raw_status(url, generate + rest) < 500)
+        bodies: list = [{}, [], {"token_ids": "x"}, {"token_ids": []}, {"token_ids": [10**9], "sampling_params": {}}]
+        for body in bodies:
+            reply = requests.post(url + "/inference/v1/generate", headers=token, json=body, timeout=20)
+            tried.append(400 <= reply.status_code < 500)
+        assert all(tried), [number for number, refused in enumerate(tried) if not refused]
+        assert len(tried) > 40
         monkeypatch.setenv("VLLM_API_KEY", "secret")
         client = VLLMClient(make_config(models["tied"], url))
         assert client.wait_until_ready() == 128
         assert len(client.generate(PROMPT, {"n": 2, "max_tokens": 3})) == 2
         client.close()
+    assert "secret" not in (tmp_path / "log").read_text()
+
+
+def processes_of(session):
+    """Ids of living processes that were started in a session of their own, or in one of their children's."""
+    found, parents = set(), {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent, _, of_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if state != "Z":
+            parents[int(folder.name)] = int(parent)
+            if int(of_session) in session:
+                found.add(int(folder.name))
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def gone(pids, seconds=20):
+    deadline = time.monotonic() + seconds
+    while alive := [pid for pid in pids if Path(f"/proc/{pid}").exists() and processes_of({os.getsid(pid)}) & {pid}]:
+        if time.monotonic() > deadline:
+            return alive
+        time.sleep(0.2)
+    return []
+
+
+@pytest.mark.slow
+def test_restart_and_orphans(models, tmp_path):
+    """About two minutes: killed, the server is started again; its workers end with it, and it with its supervisor."""
+    with server(models["tied"], tmp_path / "log", "--restart") as started:
+        url = started.wait()
+        supervisor = started.process.pid
+        first = processes_of({supervisor})
+        (child,) = [pid for pid in first if Path(f"/proc/{pid}/stat").read_text().split()[3] == str(supervisor)]
+        os.kill(child, signal.SIGKILL)
+        assert gone(first - {supervisor}) == []
+        assert started.wait() == url
+        second = processes_of({supervisor})
+        os.kill(supervisor, signal.SIGKILL)
+        assert gone(second) == []
 
 
 def test_a_reachable_host_needs_a_token(models):

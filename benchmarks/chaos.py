@@ -1,0 +1,191 @@
+"""What a run loses when its server is killed five times and its trainer three times, at random moments.
+
+python benchmarks/chaos.py [--json PATH] [--quick] [--seed N]
+
+The tiny recipe, undisturbed and disturbed, against the real vLLM under `vllm_server.py --restart`. A killed trainer is
+started again with `--resume_from_checkpoint auto`.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+from build_tiny import build
+from local_server import LocalServer, local_server
+
+from benchmarks.common import report
+from config import TrainConfig, parse_args
+from vllm_client import load_prompts
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines of a file that is being written."""
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def size(folder: Path) -> int:
+    """Bytes of the files in a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def child_of(supervisor: int) -> int:
+    """The server's own process, below the one that restarts it."""
+    (child,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    return int(child)
+
+
+@contextmanager
+def attacks(
+    num: int, every_s: tuple[float, float], kill: Callable[[], None], rng: random.Random
+) -> Iterator[list[float]]:
+    """Kill `num` times while the block runs, at random moments; yields when."""
+    over = threading.Event()
+    killed: list[float] = []
+
+    def attack() -> None:
+        while len(killed) < num and not over.wait(rng.uniform(*every_s)):
+            kill()
+            killed.append(time.monotonic())
+
+    thread = threading.Thread(target=attack)
+    thread.start()
+    try:
+        yield killed
+    finally:
+        over.set()
+        thread.join()
+
+
+def train(
+    command: list[str], log: Path, server: LocalServer, num: dict[str, int], rng: random.Random
+) -> dict[str, Any]:
+    """A run to its end, whatever is killed on the way."""
+    trainer: subprocess.Popen[bytes]
+    num_deaths = 0
+
+    def kill_trainer() -> None:
+        trainer.kill()
+
+    def kill_server() -> None:
+        server.wait()
+        os.kill(child_of(server.process.pid), signal.SIGKILL)
+
+    started_s = time.monotonic()
+    trainer = subprocess.Popen(command, cwd=ROOT, stdout=log.open("a"), stderr=subprocess.STDOUT)
+    with (
+        attacks(num["server"], (15, 30), kill_server, rng) as servers,
+        attacks(num["trainer"], (30, 60), kill_trainer, rng),
+    ):
+        while (status := trainer.wait()) != 0:
+            if status != -signal.SIGKILL:
+                raise RuntimeError(f"the trainer ended with status {status}:\n{log.read_text()[-3000:]}")
+            num_deaths += 1
+            trainer = subprocess.Popen(command, cwd=ROOT, stdout=log.open("a"), stderr=subprocess.STDOUT)
+    return {"seconds": time.monotonic() - started_s, "servers": len(servers), "trainers": num_deaths}
+
+
+def bad_inputs(model: str) -> tuple[int, int]:
+    """Command lines and rows that are wrong: how many were refused by an error of ours, and how many there were."""
+    recipe = str(ROOT / "recipes" / "tiny.py")
+    commands = [
+        ["--learning_rte", "1"], ["--learning_rate", "fast"], ["--batch_size", "0"], ["--beta", "nan"], ["--epsilon"],
+        ["--temperature", "-1"], ["--vllm_urls", "localhost"], ["--dtype", "int8"], ["--reward_funcs", "no.such"],
+        ["--lora_rank", "4"], ["--max_tokens_per_gpu", "1"], ["--num_minibatches", "7"], ["--save_steps", "-1"],
+        ["--resume_from_checkpoint", ""], ["--hub_private", "maybe"], ["/nowhere.py"], ["--top_p", "0"],
+        ["--seed", "x"], ["--max_steps", "1e99"], ["--keep_last_n", "0"], ["--stop", "[1"], ["--sampling_params", "{"],
+    ]  # fmt: skip
+    rows: list[Any] = [
+        [], [{}], [{"prompt": 1}], [{"prompt": ""}], [{"prompt": []}], [{"prompt": [{"role": "user"}]}], [1], ["a"],
+        [{"prompt": "a", "image": "nowhere.png"}], [{"prompt": "a", "completions": 1}], [{"prompt": "a" * 10**6}],
+        [{"prompt": [{"role": "user", "content": [{"type": "video"}]}]}],
+    ]  # fmt: skip
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    config = TrainConfig(model_id=model, dataset_id="d", reward_funcs=["os.path.exists"])
+    tried: list[Callable[[], Any]] = [lambda command=command: parse_args([recipe, *command]) for command in commands]
+    tried += [lambda row=row: load_prompts(lambda: row, "train", tokenizer, 64, config) for row in rows]
+    num_refused = 0
+    for attempt in tried:
+        try:
+            attempt()
+        except ValueError:
+            num_refused += 1
+        except SystemExit as ending:
+            num_refused += ending.code != 0
+    return num_refused, len(tried)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--quick", action="store_true", help="a kill of each and few steps")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    num_steps = 6 if args.quick else 40
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        build(folder, seed=0)
+        model = str(folder / "model")
+        options = ("--max-model-len", "64", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.3", "--restart")
+        kills = {"server": 1, "trainer": 1} if args.quick else {"server": 5, "trainer": 3}
+        for kind, num in (("undisturbed", {"server": 0, "trainer": 0}), ("disturbed", kills)):
+            output = folder / kind
+            with local_server(model, folder / f"{kind}.server.log", *options) as server:
+                command = [
+                    sys.executable, "train.py", "recipes/tiny.py", "--model_id", model, "--vllm_urls", server.wait(),
+                    "--dataset_id", folder / "train.jsonl", "--eval_dataset_id", folder / "heldout.jsonl",
+                    "--output_dir", output, "--max_steps", num_steps, "--save_steps", 2, "--keep_last_n", 2,
+                    "--resume_from_checkpoint", "auto", "--server_timeout", 300, "--request_retries", 1,
+                ]  # fmt: skip
+                log = folder / f"{kind}.log"
+                took = train([str(word) for word in command], log, server, num, random.Random(args.seed))
+            trained = Counter((row["step"], row["group"]) for row in lines(output / "completions.jsonl"))
+            steps = Counter(group for _, group in trained)
+            dropped = Counter(row["group"] for row in lines(output / "dropped.jsonl"))
+            ended = steps + dropped
+            num_saved = log.read_text().count("saved ")
+            rows.append(
+                {
+                    "run": kind,
+                    "servers_killed": took["servers"],
+                    "trainers_killed": took["trainers"],
+                    "groups_lost": num_steps * 64 - len(steps)
+                    if kind == "undisturbed"
+                    else max(ended) + 1 - len(ended),
+                    "groups_twice": sum(count > 1 for count in ended.values()),
+                    "groups_trained": len(steps),
+                    "seconds": took["seconds"],
+                    "accuracy": lines(output / "metrics.jsonl")[-1]["eval/accuracy"],
+                    "checkpoint_mb": size(output / f"checkpoint-{num_steps}") * num_saved / 1e6,
+                }
+            )
+        num_refused, num_tried = bad_inputs(model)
+    quiet, chaos = rows
+    num_kills = chaos["servers_killed"] + chaos["trainers_killed"]
+    report(rows, args.json)
+    print(f"kills survived: {num_kills}; groups lost: {chaos['groups_lost']}, trained twice: {chaos['groups_twice']}")
+    print(f"seconds lost per kill: {(chaos['seconds'] - quiet['seconds']) / max(num_kills, 1):.1f}")
+    print(f"held-out accuracy: {quiet['accuracy']:.1%} undisturbed, {chaos['accuracy']:.1%} disturbed")
+    print(f"checkpoints written: {chaos['checkpoint_mb']:.0f} MB; bad inputs refused: {num_refused} of {num_tried}")
+
+
+if __name__ == "__main__":
+    main()
