@@ -19,6 +19,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,8 @@ def bad_inputs(model: str) -> tuple[int, int]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = TrainConfig(model_id=model, dataset_id="d", reward_funcs=["os.path.exists"])
-    tried: list[Callable[[], Any]] = [lambda command=command: parse_args([recipe, *command]) for command in commands]
-    tried += [lambda row=row: load_prompts(lambda: row, "train", tokenizer, 64, config) for row in rows]
+    tried: list[Callable[[], Any]] = [partial(parse_args, [recipe, *command]) for command in commands]
+    tried += [partial(load_prompts, partial(list, row), "train", tokenizer, 64, config) for row in rows]
     num_refused = 0
     for attempt in tried:
         try:
