@@ -476,7 +476,9 @@ def push_to_hub(path: Path, repo_id: str, private: bool) -> None:
 
     api = HfApi()
     api.create_repo(repo_id, private=private, exist_ok=True)
-    api.upload_folder(repo_id=repo_id, folder_path=path, commit_message=f"Upload {path.name}")
+    api.upload_folder(
+        repo_id=repo_id, folder_path=path, commit_message=f"Upload {path.name}", ignore_patterns=[f"{TRAINER}/*"]
+    )
 
 
 class RunLog:
@@ -645,12 +647,17 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
 
     `os._exit`, because threads with requests in flight, and gloo's own, would keep the process waiting or abort it.
     """
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
     rank = os.environ.get("RANK", "0")
     status = 1
+    report = get_error_handler()  # torchrun's, which ends its own report with the first error
+    report.initialize()
     try:
         yield
         status = 0
     except kinds as error:
+        report.record_exception(error)
         print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
         status = 130
@@ -659,6 +666,7 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
         if rank != "0" and lost_peer:  # the consequence of another rank's end, which told its cause
             print(f"rank {rank} stopped, as another rank ended first: {str(error).splitlines()[0]}", file=sys.stderr)
         else:
+            report.record_exception(error)
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,11 +1,16 @@
 """What breaks in a run, and that the run does not: servers that go and return, gradients that are not finite."""
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from fake_server import fake_server
+from helpers import ENV, ROOT, free_port
 from test_stream import RECIPE, answer_in, read, said
 
 import train
@@ -163,3 +168,51 @@ def test_out_of_memory_names_the_row(models, recipe, monkeypatch):
         pytest.raises(ValueError, match=r"out of memory on 1 x \d+ tokens: lower max_tokens_per_gpu=16384.*7 GiB"),
     ):
         main(parse_args([recipe(server)]))
+
+
+def torchrun_of(path, *options):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port())]
+    command += [str(ROOT / "train.py"), path, *options]
+    return subprocess.Popen(command, cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def rank_of(parent, rank):
+    """The process of a rank below torchrun."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    (found,) = [c for c in children if f"RANK={rank}".encode() in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")]
+    return int(found)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_ends_all(models, recipe, rank):
+    """Within 30 s; and the server then serves the next run."""
+    with fake_server(models["untied"], answer_in(0.05)) as server:
+        path = recipe(server)
+        run = torchrun_of(path, "--max_steps", "500")
+        assert run.stdout
+        for line in run.stdout:
+            if line.startswith("step 2/"):
+                break
+        os.kill(rank_of(run.pid, rank), signal.SIGKILL)
+        killed_s = time.monotonic()
+        output, _ = run.communicate(timeout=60)
+        assert time.monotonic() - killed_s < 30
+        assert run.returncode != 0
+        assert "Signal 9 (SIGKILL)" in output[output.index("Root Cause") :]
+        main(parse_args([path, "--max_steps", "1"]))
+    assert "1" in server.versions
+
+
+def test_the_first_cause_is_printed_last(models, recipe):
+    """Rank 1 fails: torchrun's report, the last thing on the terminal, has its error."""
+    with fake_server(models["untied"], answer_in(0.05)) as server:
+        path = Path(recipe(server))
+        broken = (
+            "import os, sys\nif os.environ.get('RANK') == '1':\n"
+            "    sys.modules['__main__'].grpo_loss = lambda *_: (_ for _ in ()).throw(KeyError('the culprit'))\n"
+        )
+        path.write_text(broken + path.read_text())
+        run = torchrun_of(str(path), "--max_tokens_per_gpu", "60")
+        output, _ = run.communicate(timeout=120)
+    assert run.returncode != 0
+    assert "the culprit" in output[output.index("Root Cause") :]
