@@ -238,7 +238,13 @@ class Server:
                     cause = f"answered {reply.status_code}: {reply.text[:500]}"
                 if reply.status_code < 500:
                     raise ServerError(f"{method} {self.url}{path} {cause}")
-            except (requests.RequestException, ValueError) as error:  # ValueError: half a reply
+            except (
+                requests.RequestException,
+                ValueError,
+                LookupError,
+                TypeError,
+                AttributeError,
+            ) as error:  # half a reply
                 cause = f"{type(error).__name__}: {error}"
             if not self.is_ready:  # lost meanwhile: its work is for another one
                 break
@@ -272,20 +278,18 @@ class Server:
             body["token_ids"] = [*images.server_ids, *prompt_ids[images.num_tokens :]]
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
             body["return_token_ids"] = True
-        route = ("POST", "/inference/v1/generate")
-        if extra:
-            read = partial(_first_to_finish, num)
-            reply = self.request(*route, read=read, json={**body, "stream": True}, stream=True)
-        else:
-            reply = self.request(*route, json=body)
-        if len(reply["choices"]) != num:
-            raise ServerLost(f"{self.url} returned {len(reply['choices'])} of {num} completions")
-        if images and reply["prompt_token_ids"] != prompt_ids:
+        streamed = {"stream": True} if extra else {}
+        read = partial(_first_to_finish if extra else _all_choices, num)
+        completions, expanded = self.request(
+            "POST", "/inference/v1/generate", read=read, json={**body, **streamed}, **streamed
+        )
+        if images and expanded != prompt_ids:
             raise ServerError(
-                f"{self.url} expands the images of a prompt to {len(reply['prompt_token_ids'])} tokens in all, the "
-                f"trainer to {len(prompt_ids)}, or to others: do both process images alike (--mm-processor-kwargs)?"
+                f"{self.url} expands the images of a prompt to {len(expanded)} tokens in all, the trainer to "
+                f"{len(prompt_ids)}, or to others of the same number: do both process images alike "
+                "(--mm-processor-kwargs)?"
             )
-        return [_completion(choice) for choice in reply["choices"]]
+        return completions
 
     def _session(self) -> requests.Session:
         if not hasattr(self._local, "session"):
@@ -639,11 +643,21 @@ class VLLMClient:
             server.disconnect()
 
 
-def _first_to_finish(num: int, reply: requests.Response) -> dict[str, Any]:
-    """What a reply of `num` choices would be, of the first ones of a stream that end.
+def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
+    """The completions of a reply, and the prompt's tokens as the server has them.
 
     Raises:
-        ValueError: the stream broke off.
+        ValueError, LookupError, TypeError, AttributeError: not a reply with `num` completions.
+    """
+    body = reply.json()
+    return _completions(body["choices"], num), body.get("prompt_token_ids") or []
+
+
+def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
+    """As `_all_choices`, of the first ones of a stream that end.
+
+    Raises:
+        ValueError, LookupError, TypeError, AttributeError: the stream broke off, or is none.
     """
     found: dict[int, dict[str, Any]] = {}
     finished: list[dict[str, Any]] = []
@@ -662,21 +676,31 @@ def _first_to_finish(num: int, reply: requests.Response) -> dict[str, Any]:
             if part["finish_reason"]:
                 finished.append({**part, **choice})
         if len(finished) >= num:
-            return {"choices": finished[:num], "prompt_token_ids": prompt_ids}
+            return _completions(finished[:num], num), prompt_ids
     raise ValueError(f"the stream ended after {len(finished)} of {num} completions")
+
+
+def _completions(choices: list[dict[str, Any]], num: int) -> list[Completion]:
+    if len(choices) != num:
+        raise ValueError(f"{len(choices)} of {num} completions")
+    return [_completion(choice) for choice in choices]
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
     """One choice of `/inference/v1/generate`. A version other than a number is a server that was never synced: -1."""
-    spans = [
-        (int(s["version"]) if s["version"].isdigit() else -1, s["start"], s["end"]) for s in choice["weight_versions"]
-    ]
     token_ids = choice["token_ids"] or []
     logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
-    if len(logprobs) != len(token_ids):
-        raise ServerError(f"a server returned {len(token_ids)} tokens with {len(logprobs)} log-probs")
+    if not all(type(token) is int and token >= 0 for token in token_ids):
+        raise ValueError("token_ids that are none")
+    if len(logprobs) != len(token_ids) or not all(isinstance(p, Real) and math.isfinite(p) for p in logprobs):
+        raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probs, or ones that are not finite")
     if not token_ids or choice["finish_reason"] not in ("stop", "length"):
         raise ServerLost(f"a server ended a completion by {choice['finish_reason']!r} after {len(token_ids)} tokens")
+    spans = [
+        (int(s["version"]) if s["version"].isdecimal() else -1, s["start"], s["end"]) for s in choice["weight_versions"]
+    ]
+    if [place for _, start, end in spans for place in range(start, end)] != list(range(len(token_ids))):
+        raise ValueError(f"weight_versions {spans} for {len(token_ids)} tokens")
     return Completion(token_ids, logprobs, choice["finish_reason"], spans)
 
 
@@ -803,6 +827,9 @@ def prompt_text(processor: Any, prompt: Any, num_images: int, config: TrainConfi
 
     The chat template writes them where it applies. Images stand where the messages have `{"type": "image"}`, or else
     before the text of the first user message.
+
+    Raises:
+        ValueError: the template does not take the messages, or there is none.
     """
     owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
     takes_parts = hasattr(processor, "image_processor")
@@ -817,7 +844,12 @@ def prompt_text(processor: Any, prompt: Any, num_images: int, config: TrainConfi
             missing -= len(placeholders)
             written.append({**message, "content": [*placeholders, *parts(message)]})
         messages = written
-    text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    from jinja2 import TemplateError
+
+    try:
+        text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (TemplateError, ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"has messages that the model's chat template does not take: {error}") from error
     bos = tokenizer_of(processor).bos_token  # which LLaVA's template leaves to the tokenizer, as transformers has it
     return text, takes_parts and not (bos and text.startswith(bos))
 
@@ -996,12 +1028,12 @@ def load_prompts(
             raise UserError(f"dataset column {taken.pop()} is the name of a reward's own argument: rename it")
         try:
             content, images = take_images(row)
+            if images and not hasattr(processor, "image_processor"):
+                raise ValueError(f"has images, and model_id={config.model_id} takes none")
+            text, add_special_tokens = prompt_text(processor, content, len(images), config)
+            token_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
         except ValueError as error:
-            raise UserError(f"dataset row {index} {error}") from None
-        if images and not hasattr(processor, "image_processor"):
-            raise UserError(f"dataset row {index} has images, and model_id={config.model_id} takes none")
-        text, add_special_tokens = prompt_text(processor, content, len(images), config)
-        token_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
+            raise UserError(f"dataset row {index} {' '.join(str(error).split())}") from error
         if placeholders := set(token_ids) & set(placeholder_ids(processor) if not images else videos):
             token = tokenizer_of(processor).convert_ids_to_tokens(placeholders.pop())
             raise UserError(f"dataset row {index}: its prompt has a placeholder ({token}), and nothing for it")

@@ -136,31 +136,31 @@ def test_a_disk_that_is_full(start, tmp_path, monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_signal_saves_and_ends(start, tmp_path, ranks, number):
     """Status 0 and a checkpoint of the last whole step, from which the run goes on as if nothing had happened."""
-    main(parse_args(start("--max_steps", 8)))
-    expected = weights(tmp_path / "run", 8)
+    main(parse_args(start("--max_steps", 20)))
+    expected = weights(tmp_path / "run", 20)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
     command += ["--master_port", str(free_port())]
     command = command if ranks > 1 else [sys.executable]
     run = subprocess.Popen(
-        [*command, str(ROOT / "train.py"), *start("--max_steps", 8)], cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
+        [*command, str(ROOT / "train.py"), *start("--max_steps", 20)], cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     assert run.stdout
     for line in run.stdout:
-        if line.startswith("step 2/8"):
+        if line.startswith("step 2/20"):
             run.send_signal(number)
             break
     output = run.stdout.read()
     assert run.wait(30) == 0 or ranks > 1, output  # torchrun calls every signal a failure
     assert f"{number.name}: saving the last whole step" in output
     assert "Traceback" not in output.replace('Traceback (most recent call last):\n  File "<frozen runpy>', "")
-    (saved,) = {path.name for path in (tmp_path / "run").glob("checkpoint-*")} - {"checkpoint-8"}
-    assert 2 <= int(saved.removeprefix("checkpoint-")) <= 7
-    done = torchrun(ranks, ROOT / "train.py", *start("--max_steps", 8, "--resume_from_checkpoint", "auto"))
+    (saved,) = {path.name for path in (tmp_path / "run").glob("checkpoint-*")} - {"checkpoint-20"}
+    assert 2 <= int(saved.removeprefix("checkpoint-")) <= 19
+    done = torchrun(ranks, ROOT / "train.py", *start("--max_steps", 20, "--resume_from_checkpoint", "auto"))
     assert done.returncode == 0, done.stderr[-3000:]
     if ranks == 1:
-        assert_identical(weights(tmp_path / "run", 8), expected)
-    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
+        assert_identical(weights(tmp_path / "run", 20), expected)
+    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(120))
 
 
 def test_a_second_signal_ends_at_once():
