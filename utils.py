@@ -281,7 +281,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """
     if (wanted := config.resume_from_checkpoint) is None:
         return None
-    folders = Path(config.output_dir).glob("checkpoint-*[0-9]") if wanted == "auto" else [Path(wanted)]
+    folders = saved_in(Path(config.output_dir)).values() if wanted == "auto" else [Path(wanted)]
     whole = [path for path in folders if (path / TRAINER / "state.pt").is_file()]
     if not whole and wanted != "auto":
         raise UserError(f"resume_from_checkpoint={wanted}: no checkpoint that a run can go on from")
@@ -291,6 +291,12 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         if name in before and name not in MAY_CHANGE and before[name] != value:
             raise UserError(f"resume_from_checkpoint: {newest} was trained with {name}={before[name]}, not {value}")
     return newest
+
+
+def saved_in(folder: Path) -> dict[int, Path]:
+    """The folders `checkpoint-<step>` here, by step."""
+    named = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*"))
+    return {int(match[1]): path for match, path in named if match}
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -318,6 +324,10 @@ class Checkpoints:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._group = dist.new_group(backend="gloo")  # of the writers, whose collectives must not meet the trainer's
+        for left in (
+            [*self.folder.glob("checkpoint-*.part"), *self.folder.glob("checkpoint-*.old")] if is_main() else ()
+        ):
+            shutil.rmtree(left, ignore_errors=True)  # what a crash left
 
     @property
     def newest(self) -> Path:
@@ -336,9 +346,7 @@ class Checkpoints:
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
         state = read_state(checkpoint)
         self.scheduler.load_state_dict(state["scheduler"])
-        self.steps = sorted(
-            step for path in self.folder.glob("checkpoint-*[0-9]") if (step := int(path.name[11:])) <= state["step"]
-        )
+        self.steps = sorted(step for step in saved_in(self.folder) if step <= state["step"])
         return state["step"]
 
     def finish(self, step: int, state: dict[str, Any]) -> None:

@@ -87,10 +87,13 @@ def test_auto_and_keep_last(start, tmp_path):
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
     (folder / "checkpoint-9.part").mkdir()
     (folder / "checkpoint-8").mkdir()  # of something else
+    (folder / "checkpoint-of-9").mkdir()
     options = ["--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 2, "--max_steps", 5]
     main(parse_args(start(*options)))
     assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5]
     assert len(read(tmp_path, "completions")) == 5 * 6 * 4
+    assert not (folder / "checkpoint-9.part").exists()
+    assert not (folder / "checkpoint-3").exists()
 
 
 def test_a_cut_off_line_is_dropped(start, tmp_path):
