@@ -55,6 +55,9 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         if dist.get_world_size() == 1:
             dist.destroy_process_group()
         raise  # with peers waiting in a collective, tearing down could hang: torchrun ends them once this rank is gone
+    # A gloo group's end holds Python's lock while it waits for the group's threads, and they may be waiting for that
+    # lock to free the last collective's tensors (torch 2.13): let them have it first.
+    time.sleep(0.1)
     dist.destroy_process_group()
 
 
