@@ -172,7 +172,7 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
     config = make_config(models["untied"], servers["untied"])
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
-        with pytest.raises(ServerError, match="after the weight sync .* differ by"):
+        with pytest.raises(ServerError, match="and the trainer differ by .* after the weight sync"):
             rollouts.publish_first(make_policy(config, device))
         monkeypatch.setattr(train, "published_weights", complete)
         rollouts.publish_first(make_policy(config, device))  # and the server is whole again
