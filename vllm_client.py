@@ -782,7 +782,9 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
         assert callable(config.collate_fn)
         rows = config.collate_fn(rows)
     if not rows:
-        raise UserError(f"dataset {source if isinstance(source, str) else source.__name__} has no rows")
+        raise UserError(
+            f"dataset {source if isinstance(source, str) else getattr(source, '__name__', source)} has no rows"
+        )
     return rows
 
 
