@@ -773,7 +773,7 @@ class Rollouts:
         Collective: every rank takes part in the gathers.
         """
         self.policy = policy
-        with nullcontext() if self.config.inflight_updates or not is_main() else self.stream.drained():
+        with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
             returned = self._send(version)
             if is_main() and self.is_verified:
                 self.stream.open(version)

@@ -391,6 +391,7 @@ class VLLMClient:
         self.servers = [Server(url, *limits, tokenizer_of(processor), forbidden) for url in config.vllm_urls]
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
         self._slots = threading.Condition()
+        self._is_held = False
         self._last_loss: BaseException | None = None
         self._alone_s = math.inf  # when the last server was lost
         self._prober: threading.Thread | None = None
@@ -455,7 +456,7 @@ class VLLMClient:
                 server.in_flight -= 1
                 if server.in_flight == 0:
                     server.idle_since = time.monotonic()
-                self._slots.notify()
+                (self._slots.notify_all if self._is_held else self._slots.notify)()  # of those that wait one gets it
 
     def _free(self) -> Server | None:
         """The least busy server with room for a group; None has to be waited for."""
@@ -463,7 +464,22 @@ class VLLMClient:
         if not ready and time.monotonic() > self._alone_s + self.config.server_timeout:
             raise ServerError(f"no rollout server is left: {self._last_loss}")
         server = min(ready, key=lambda server: server.in_flight, default=None)
-        return server if server and server.in_flight < self.config.max_concurrent_requests else None
+        has_room = server and server.in_flight < self.config.max_concurrent_requests and not self._is_held
+        return server if has_room else None
+
+    @contextmanager
+    def drained(self, stop: threading.Event) -> Iterator[None]:
+        """No server samples in this block; what wants one waits for its end. Not waited for once `stop` is set."""
+        with self._slots:
+            self._is_held = True
+            while any(server.in_flight for server in self.servers) and not stop.is_set():
+                self._slots.wait(1)
+        try:
+            yield
+        finally:
+            with self._slots:
+                self._is_held = False
+                self._slots.notify_all()
 
     def lose(self, server: Server, error: BaseException) -> None:
         """Leave a server out until it answers again, and has the current weights."""
@@ -1280,8 +1296,7 @@ class RolloutStream:
         self._running: dict[int, Group] = {}
         self._ready: list[Group] = []  # accepted and not yet taken, in the order they were completed
         self._num_accepted = num_trained
-        self._num_sampling = self._num_sampled_tokens = 0
-        self._held = False
+        self._num_sampled_tokens = 0
         self._failure: BaseException | None = None
 
     def open(self, version: int) -> None:
@@ -1323,19 +1338,6 @@ class RolloutStream:
                 self._ready.remove(group)
             return group
 
-    @contextmanager
-    def drained(self) -> Iterator[None]:
-        """Nothing is being sampled in this block; what is admitted waits for its end."""
-        with self._changed:
-            self._held = True
-            self._changed.wait_for(lambda: self._failure or not self._num_sampling)
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._held = False
-                self._changed.notify_all()
-
     def report(self) -> tuple[dict[str, float], list[tuple[Group, str]]]:
         """Queues now, and tokens sampled and groups dropped since this was last asked: metrics, and those groups."""
         with self._changed:
@@ -1353,7 +1355,6 @@ class RolloutStream:
         """Admit and start nothing more."""
         with self._changed:
             self._failure = self._failure or ServerError("the stream of rollouts was closed")
-            self._held = False
             self._changed.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -1367,18 +1368,12 @@ class RolloutStream:
     def _run(self, group: Group) -> None:
         try:
             with self._changed:
-                self._changed.wait_for(lambda: not self._held)
                 if self._failure:
                     return
-                self._num_sampling += 1
                 group.started_version, group.started_s = self.version, time.monotonic()
-            try:
-                self._sample(group)
-            finally:
-                with self._changed:
-                    self._num_sampling -= 1
-                    self._num_sampled_tokens += sum(sum(c.sampled) for c in group.completions)
-                    self._changed.notify_all()
+            self._sample(group)
+            with self._changed:
+                self._num_sampled_tokens += sum(sum(c.sampled) for c in group.completions)
             self._check_versions(group)
             self._score(group)
         except BaseException as error:  # for the trainer's thread, which raises it

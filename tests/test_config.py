@@ -70,6 +70,7 @@ def test_overrides(words, field, value):
         (["--eval_steps", "5"], "eval_steps has no effect without eval_dataset_id"),
         (["--vllm_urls", "[]"], "vllm_urls is empty"),
         (["--vllm_urls", "localhost:8000"], "must start with http://"),
+        (["--vllm_urls", "http://user:token@a:1"], "a token belongs into VLLM_API_KEY"),
         (["--lora_target_modules", "[]", "--use_peft", "true"], "lora_target_modules is empty"),
         (["--sync_timeout", "0"], "sync_timeout=0.0: must be above 0"),
         (["--learning_rate", "inf"], "learning_rate=inf: must be a finite number"),

@@ -56,7 +56,8 @@ def test_a_server_is_back_before_the_next_sync(models, recipe, tmp_path, capsys)
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
 
 
-def test_all_servers_gone_are_waited_for(models, recipe, tmp_path, capsys):
+@pytest.mark.parametrize("more", [[], ["--max_staleness", "1", "--inflight_updates", "false"]], ids=["", "drained"])
+def test_all_servers_gone_are_waited_for(models, recipe, tmp_path, capsys, more):
     with fake_server(models["untied"], answer_in(0.05)) as server:
         gone_s: list[float] = []
 
@@ -67,7 +68,7 @@ def test_all_servers_gone_are_waited_for(models, recipe, tmp_path, capsys):
 
         server.fault = ill
         options = ["--max_steps", "4", "--request_retries", "0", "--server_timeout", "60"]
-        main(parse_args([recipe(server), *options]))
+        main(parse_args([recipe(server), *options, *more]))
     output = capsys.readouterr().out
     assert "no rollout server is left: waiting 60 s for one" in output
     assert f"{server.url} is back" in output

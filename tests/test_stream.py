@@ -19,7 +19,7 @@ from config import TrainConfig, parse_args
 from prefix_attention import attach, completion_logprobs, pack
 from train import compute_advantages, grpo_loss, main
 from utils import epochs
-from vllm_client import Completion, Group, Prompt, RolloutStream, ServerError
+from vllm_client import Completion, Group, Prompt, RolloutStream, ServerError, VLLMClient
 
 BATCH, STEPS = 4, 8
 
@@ -157,32 +157,38 @@ def test_errors_of_sampling_and_scoring_reach_the_trainer():
 
 
 def test_draining_waits_and_holds():
-    """The block begins when the sample under way has ended, and nothing begins before its end."""
-    trainer = Trainer(0, max_staleness=1)
-    under_way, release = threading.Event(), threading.Event()
-    begun = []
+    """The block begins when what is sampled has ended, and nothing begins before its end."""
+    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_concurrent_requests=2)
+    client, stop, release = VLLMClient(config), threading.Event(), threading.Event()
+    begun, under_way = [], threading.Event()
 
-    def sample(group):
-        begun.append(group.id)
-        under_way.set()
-        release.wait(20)
-        group.completions = [Completion([5], [-1.0], "stop", [(trainer.stream.version, 0, 1)])] * 2
+    def sample(number):
+        with client.lease():
+            begun.append(number)
+            under_way.set()
+            release.wait(20)
 
-    trainer.stream._sample = sample
-    trainer.stream.open(0)
+    threads = [threading.Thread(target=sample, args=(number,)) for number in range(2)]
+    threads[0].start()
     assert under_way.wait(20)
     threading.Timer(0.2, release.set).start()
-    started = time.monotonic()
-    with trainer.stream.drained():
+    with client.drained(stop):
         assert release.is_set()
-        assert time.monotonic() - started > 0.1
-        assert trainer.stream._num_sampling == 0
-        before = list(begun)
-        trainer.stream.open(1)  # what this admits waits, and begins under the new version
+        assert client.servers[0].in_flight == 0
+        threads[1].start()
         time.sleep(0.1)
-        assert begun == before
-    assert len(list(trainer.stream.take(1))) == BATCH
-    trainer.stream.close()
+        assert begun == [0]
+    threads[1].join(20)
+    assert begun == [0, 1]
+    release.clear()
+    under_way.clear()
+    threading.Thread(target=sample, args=(2,), daemon=True).start()
+    assert under_way.wait(20)
+    stop.set()
+    with client.drained(stop):  # a run that ends does not wait
+        assert client.servers[0].in_flight == 1
+    release.set()
+    client.close()
 
 
 # -- the whole trainer against a server whose latencies are under control --------------------------------------------
