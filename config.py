@@ -319,7 +319,9 @@ class TrainConfig:
         for url in self.vllm_urls:
             _require(url.startswith(("http://", "https://")), f"vllm_urls: {url} must start with http:// or https://")
             _require("@" not in url, "vllm_urls: a token belongs into VLLM_API_KEY, not into an address")
-            _require(not urlsplit(url).path.strip("/"), f"vllm_urls: {url} must end with the port, without a path")
+            parts = urlsplit(url)
+            rest = parts.path.strip("/") or parts.query or parts.fragment
+            _require(not rest, f"vllm_urls: {url} must end with the port, without a path")
         _require(len(set(self.vllm_urls)) == len(self.vllm_urls), "vllm_urls names a server twice")
         for function in self.reward_funcs:
             _require(

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -1004,7 +1005,11 @@ def main(config: TrainConfig) -> None:
     """Train. Under torchrun every rank calls it; without torchrun the world is this process."""
     checkpoint = find_checkpoint(config)
     resumed = read_state(checkpoint) if checkpoint else None
-    with process_group(config.collective_timeout) as device, closing(Rollouts(config, device, resumed)) as rollouts:
+    with (
+        process_group(config.collective_timeout) as device,
+        closing(Rollouts(config, device, resumed)) as rollouts,
+        stop_signals(rollouts.stop),
+    ):
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = rollouts.config = share_prefixes(policy, config, rollouts.example)
@@ -1014,7 +1019,7 @@ def main(config: TrainConfig) -> None:
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
         step, num_skipped = checkpoints.resume(checkpoint), 0
         log = RunLog(config, rollouts.num_steps, resumed)
-        with closing(log), stop_signals(rollouts.stop), suppress(Stopped):
+        with closing(log), suppress(Stopped):
             rollouts.publish_first(policy, step)
             if step == 0:
                 log.step(0, rollouts.evaluate(0))
@@ -1042,5 +1047,6 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
+    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)  # a log file gets each step as it comes
     with exits(UserError, ServerError):
         main(parse_args(sys.argv[1:]))

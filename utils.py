@@ -545,13 +545,21 @@ class RunLog:
         samples: Sequence[dict[str, Any]] = (),
         dropped: Sequence[dict[str, Any]] = (),
     ) -> None:
-        """Write one step: metrics everywhere, samples to `completions.jsonl`, groups not trained to `dropped.jsonl`."""
+        """Write one step: metrics everywhere, samples to `completions.jsonl`, groups not trained to `dropped.jsonl`.
+
+        Raises:
+            ValueError: the disk is full.
+        """
         if not is_main() or not metrics:
             return
         for name, rows in (("metrics", [metrics]), ("completions", samples), ("dropped", dropped)):
             for row in rows:
                 numbers = {key: None if value != value else value for key, value in row.items()}  # JSON has no NaN
-                self._lines[name].write(json.dumps({"step": step, **numbers}, ensure_ascii=False) + "\n")
+                line = json.dumps({"step": step, **numbers}, ensure_ascii=False) + "\n"
+                try:
+                    self._lines[name].write(line)
+                except OSError as error:
+                    raise UserError(f"{self._lines[name].name} cannot be written: {error.strerror}") from error
         if self._wandb:
             self._wandb.log(metrics, step=step)
         self._bar.update(step - self._bar.n)
@@ -674,8 +682,9 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
         status = 130
     except Exception as error:
         lost_peer = isinstance(error, RuntimeError) and re.search(r"onnection (closed|reset) by peer", str(error))
-        if rank != "0" and lost_peer:  # the consequence of another rank's end, which told its cause
+        if lost_peer and "RANK" in os.environ:
             print(f"rank {rank} stopped, as another rank ended first: {str(error).splitlines()[0]}", file=sys.stderr)
+            time.sleep(3)  # for torchrun to see that one, which is the cause, and to end this one
         else:
             report.record_exception(error)
             traceback.print_exc()

@@ -239,10 +239,11 @@ def supervise(argv: list[str]) -> int:
     def stop(number: int, _: object) -> None:
         nonlocal stopped_by
         stopped_by = number
-        os.killpg(server.pid, number)
+        with suppress(ProcessLookupError):  # it is about to be started again
+            os.killpg(server.pid, number)
 
-    num_early = 0
-    while True:
+    num_early = status = 0
+    while not stopped_by:
         started_s = time.monotonic()
         server = subprocess.Popen([sys.executable, __file__, *argv], start_new_session=True, preexec_fn=die_with_parent)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -252,15 +253,20 @@ def supervise(argv: list[str]) -> int:
             os.killpg(server.pid, signal.SIGKILL)  # what it left behind
         num_early = num_early + 1 if time.monotonic() < started_s + 60 else 0
         if stopped_by or num_early == 3:
-            return status
+            break
         print(f"the server ended with status {status}: starting it again", file=sys.stderr, flush=True)
         time.sleep(1)
+    return status
 
 
 def die_with_parent() -> None:
     """Let the kernel end this process with the one that started it (Linux), however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+
+
+if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
+    die_with_parent()
 
 
 def main(argv: list[str]) -> None:

@@ -31,6 +31,7 @@ from local_server import LocalServer, local_server
 
 from benchmarks.common import report
 from config import TrainConfig, parse_args
+from utils import find_checkpoint
 from vllm_client import load_prompts
 
 
@@ -51,53 +52,61 @@ def child_of(supervisor: int) -> int:
 
 
 @contextmanager
-def attacks(
-    num: int, every_s: tuple[float, float], kill: Callable[[], None], rng: random.Random
-) -> Iterator[list[float]]:
-    """Kill `num` times while the block runs, at random moments; yields when."""
+def attacks(metrics: Path, steps: list[int], kill: Callable[[], None], rng: random.Random) -> Iterator[None]:
+    """Call `kill` within the second after each of these steps, while the block runs."""
     over = threading.Event()
-    killed: list[float] = []
 
     def attack() -> None:
-        while len(killed) < num and not over.wait(rng.uniform(*every_s)):
+        for step in sorted(steps):
+            while (written := lines(metrics)[-1:]) == [] or written[0]["step"] < step:
+                if over.wait(0.05):
+                    return
+            over.wait(rng.uniform(0, 1))
             kill()
-            killed.append(time.monotonic())
 
     thread = threading.Thread(target=attack)
     thread.start()
     try:
-        yield killed
+        yield
     finally:
         over.set()
         thread.join()
 
 
 def train(
-    command: list[str], log: Path, server: LocalServer, num: dict[str, int], rng: random.Random
+    command: list[str], folder: Path, server: LocalServer, num_steps: int, num: dict[str, int], rng: random.Random
 ) -> dict[str, Any]:
     """A run to its end, whatever is killed on the way."""
     trainer: subprocess.Popen[bytes]
-    num_deaths = 0
+    killed = Counter[str]()
+    log = folder.with_suffix(".log")
 
     def kill_trainer() -> None:
-        trainer.kill()
+        if trainer.poll() is None:
+            trainer.kill()
+            killed["trainer"] += 1
 
     def kill_server() -> None:
         server.wait()
         os.kill(child_of(server.process.pid), signal.SIGKILL)
+        killed["server"] += 1
 
+    def start() -> subprocess.Popen[bytes]:
+        with log.open("a") as out:
+            return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out)
+
+    moments = {kind: rng.sample(range(1, num_steps), count) for kind, count in num.items()}
     started_s = time.monotonic()
-    trainer = subprocess.Popen(command, cwd=ROOT, stdout=log.open("a"), stderr=subprocess.STDOUT)
+    trainer = start()
     with (
-        attacks(num["server"], (15, 30), kill_server, rng) as servers,
-        attacks(num["trainer"], (30, 60), kill_trainer, rng),
+        attacks(folder / "metrics.jsonl", moments["server"], kill_server, rng),
+        attacks(folder / "metrics.jsonl", moments["trainer"], kill_trainer, rng),
     ):
         while (status := trainer.wait()) != 0:
             if status != -signal.SIGKILL:
                 raise RuntimeError(f"the trainer ended with status {status}:\n{log.read_text()[-3000:]}")
-            num_deaths += 1
-            trainer = subprocess.Popen(command, cwd=ROOT, stdout=log.open("a"), stderr=subprocess.STDOUT)
-    return {"seconds": time.monotonic() - started_s, "servers": len(servers), "trainers": num_deaths}
+            trainer = start()
+    return {"seconds": time.monotonic() - started_s, **killed}
 
 
 def bad_inputs(model: str) -> tuple[int, int]:
@@ -119,7 +128,11 @@ def bad_inputs(model: str) -> tuple[int, int]:
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     config = TrainConfig(model_id=model, dataset_id="d", reward_funcs=["os.path.exists"])
-    tried: list[Callable[[], Any]] = [partial(parse_args, [recipe, *command]) for command in commands]
+
+    def start(words: list[str]) -> None:
+        find_checkpoint(parse_args([recipe, *words]))
+
+    tried: list[Callable[[], Any]] = [partial(start, command) for command in commands]
     tried += [partial(load_prompts, partial(list, row), "train", tokenizer, 64, config) for row in rows]
     num_refused = 0
     for attempt in tried:
@@ -156,23 +169,21 @@ def main() -> None:
                     "--output_dir", output, "--max_steps", num_steps, "--save_steps", 2, "--keep_last_n", 2,
                     "--resume_from_checkpoint", "auto", "--server_timeout", 300, "--request_retries", 1,
                 ]  # fmt: skip
-                log = folder / f"{kind}.log"
-                took = train([str(word) for word in command], log, server, num, random.Random(args.seed))
-            trained = Counter((row["step"], row["group"]) for row in lines(output / "completions.jsonl"))
-            steps = Counter(group for _, group in trained)
-            dropped = Counter(row["group"] for row in lines(output / "dropped.jsonl"))
-            ended = steps + dropped
-            num_saved = log.read_text().count("saved ")
+                words = [str(word) for word in command]
+                took = train(words, output, server, num_steps, num, random.Random(args.seed))
+            trained = Counter(
+                group for _, group in {(r["step"], r["group"]) for r in lines(output / "completions.jsonl")}
+            )
+            ended = trained + Counter(row["group"] for row in lines(output / "dropped.jsonl"))
+            num_saved = output.with_suffix(".log").read_text().count("saved ")
             rows.append(
                 {
                     "run": kind,
-                    "servers_killed": took["servers"],
-                    "trainers_killed": took["trainers"],
-                    "groups_lost": num_steps * 64 - len(steps)
-                    if kind == "undisturbed"
-                    else max(ended) + 1 - len(ended),
+                    "servers_killed": took.get("server", 0),
+                    "trainers_killed": took.get("trainer", 0),
+                    "groups_trained": len(trained),
+                    "groups_lost": num_steps * 64 - len(trained) + max(ended) + 1 - len(ended),
                     "groups_twice": sum(count > 1 for count in ended.values()),
-                    "groups_trained": len(steps),
                     "seconds": took["seconds"],
                     "accuracy": lines(output / "metrics.jsonl")[-1]["eval/accuracy"],
                     "checkpoint_mb": size(output / f"checkpoint-{num_steps}") * num_saved / 1e6,
@@ -181,6 +192,7 @@ def main() -> None:
         num_refused, num_tried = bad_inputs(model)
     quiet, chaos = rows
     num_kills = chaos["servers_killed"] + chaos["trainers_killed"]
+    quiet |= {"bad_inputs_tried": num_tried, "bad_inputs_refused": num_refused}
     report(rows, args.json)
     print(f"kills survived: {num_kills}; groups lost: {chaos['groups_lost']}, trained twice: {chaos['groups_twice']}")
     print(f"seconds lost per kill: {(chaos['seconds'] - quiet['seconds']) / max(num_kills, 1):.1f}")

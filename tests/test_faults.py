@@ -1,16 +1,19 @@
 """What breaks in a run, and that the run does not: servers that go and return, gradients that are not finite."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from fake_server import fake_server
 from helpers import ENV, ROOT, free_port
+from safetensors.torch import load_file
 from test_stream import RECIPE, answer_in, read, said
 
 import train
@@ -84,7 +87,7 @@ def test_when_none_comes_back_the_run_ends_with_a_checkpoint(models, recipe, tmp
 
         server.fault = ill
         options = ["--max_steps", "4", "--request_retries", "0", "--server_timeout", "2"]
-        with pytest.raises(ServerError, match="no rollout server is left"):
+        with pytest.raises(ServerError, match="no rollout server is left: .*out of order"):
             main(parse_args([recipe(server), *options]))
         assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
         server.fault = lambda path: None
@@ -169,6 +172,102 @@ def test_out_of_memory_names_the_row(models, recipe, monkeypatch):
         pytest.raises(ValueError, match=r"out of memory on 1 x \d+ tokens: lower max_tokens_per_gpu=16384.*7 GiB"),
     ):
         main(parse_args([recipe(server)]))
+
+
+MORTAL = """
+import os, signal, sys, torch
+def due(): return os.path.exists({flag!r})
+def dying(function):
+    def call(*arguments, **more):
+        if due(): os.kill(os.getpid(), signal.SIGKILL)
+        return function(*arguments, **more)
+    return call
+trainer = sys.modules["__main__"]
+if {phase!r} == "forward" and hasattr(trainer, "grpo_loss"): trainer.grpo_loss = dying(trainer.grpo_loss)
+if {phase!r} == "checkpoint": torch.save = dying(torch.save)
+def mean_id(completion_ids, **_):
+    if {phase!r} == "reward" and due(): os.kill(os.getppid(), signal.SIGKILL)
+    return [sum(ids) / len(ids) / 50 for ids in completion_ids]
+config = __import__("dataclasses").replace(config, reward_funcs=[mean_id])
+"""
+
+
+@pytest.fixture(scope="module")
+def undisturbed(models, tmp_path_factory):
+    """The weights after five steps that nothing disturbs."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    path = folder / "recipe_undisturbed.py"
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+        path.write_text(RECIPE.format(model=models["untied"], urls=[server.url], output=str(folder / "run")))
+        main(parse_args([str(path), "--max_steps", "5"]))
+    return load_file(folder / "run" / "checkpoint-5" / "model.safetensors")
+
+
+@pytest.mark.parametrize("phase", ["generate", "reward", "forward", "sync", "checkpoint"])
+def test_killed_in_any_phase_it_goes_on(models, recipe, tmp_path, undisturbed, phase):
+    """kill -9 in the third step; resumed, the weights are those of a run that was not killed, every group once."""
+    flag = tmp_path / "due"
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+        path = Path(recipe(server))
+        plain = path.read_text()
+        path.write_text(plain + MORTAL.format(flag=str(flag), phase=phase))
+
+        def ill(asked):
+            if "2" in server.versions:
+                flag.touch()
+                if asked == {"generate": "/inference/v1/generate", "sync": "/update_weights"}.get(phase):
+                    run.kill()
+
+        server.fault = ill
+        options = [str(path), "--max_steps", "5", "--save_steps", "1", "--resume_from_checkpoint", "auto"]
+        run = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *options], cwd=ROOT, env=ENV)
+        assert run.wait(60) == -signal.SIGKILL
+        server.fault = lambda _: None
+        path.write_text(plain)
+        main(parse_args(options))
+        weights = load_file(tmp_path / "run" / "checkpoint-5" / "model.safetensors")
+    assert all(torch.equal(weight, weights[name]) for name, weight in undisturbed.items())
+    assert sorted({(row["step"], row["group"]) for row in read(tmp_path, "completions")}) == [
+        (1 + group // 6, group) for group in range(30)
+    ]
+
+
+def test_killed_at_random_every_group_ends_once(models, recipe, tmp_path):
+    """A trainer killed three times and servers that die five times, return empty, and break off what they had."""
+    rng = random.Random(0)
+    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+        options = [recipe(one, two), "--max_steps", "40", "--save_steps", "3", "--max_staleness", "1"]
+        command = [sys.executable, str(ROOT / "train.py"), *options, "--resume_from_checkpoint", "auto"]
+
+        def die(server):
+            back_s = time.monotonic() + rng.uniform(0.5, 1.5)
+            server.version = "default"  # what is under way ends with other weights, as what comes next would
+
+            def ill(_):
+                if time.monotonic() < back_s:
+                    raise ConnectionError("out of order")
+
+            server.fault = ill
+
+        victims = [one, two, None, one, None, two, None, one]
+        run = subprocess.Popen(command, cwd=ROOT, env=ENV)
+        for step, victim in zip(sorted(rng.sample(range(1, 39), len(victims))), victims, strict=True):
+            while not (tmp_path / "run" / "metrics.jsonl").exists() or len(read(tmp_path, "metrics")) < step:
+                assert run.poll() is None
+                time.sleep(0.02)
+            time.sleep(rng.uniform(0, 0.2))
+            if victim:
+                die(victim)
+            else:
+                run.kill()
+                assert run.wait(20) == -signal.SIGKILL
+                run = subprocess.Popen(command, cwd=ROOT, env=ENV)
+        assert run.wait(120) == 0
+    trained = Counter(group for _, group in {(r["step"], r["group"]) for r in read(tmp_path, "completions")})
+    ended = trained + Counter(row["group"] for row in read(tmp_path, "dropped"))
+    assert trained.total() == 40 * 6
+    assert set(ended.values()) == {1}
+    assert sorted(ended) == list(range(len(ended)))
 
 
 def torchrun_of(path, *options):

@@ -135,8 +135,7 @@ def test_a_disk_that_is_full(start, tmp_path, monkeypatch):
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_a_signal_saves_and_ends(start, tmp_path, ranks, number):
     """Status 0 and a checkpoint of the last whole step, from which the run goes on as if nothing had happened."""
     main(parse_args(start("--max_steps", 20)))

@@ -440,18 +440,6 @@ def test_the_fewest_in_flight_is_asked(models, recipe):
     assert counts[1] > 2 * counts[0]
 
 
-def test_the_last_server_lost_ends_the_run(models, recipe):
-    with fake_server(models["untied"], answer_in(0.01)) as server:
-
-        def ill(_):
-            if "1" in server.versions:
-                raise ConnectionError("out of order")
-
-        server.fault = ill
-        with pytest.raises(ServerError, match="no rollout server is left: .*out of order"):
-            main(parse_args([recipe(server), "--request_retries", "0"]))
-
-
 def test_the_first_to_finish_are_kept(models, recipe, tmp_path):
     """Of six completions the two slow ones are not waited for."""
     slow = lambda ids, number: (said(ids, number), 5.0 if number >= 4 else 0.01)  # noqa: E731

@@ -18,6 +18,7 @@ from config import parse_args
 from prefix_attention import completion_logprobs, pack
 from recipes.tool_calculator import calculate
 from train import main
+from utils import read_state
 
 RECIPE = """
 import os
@@ -241,6 +242,16 @@ def test_wandb_offline(recipe, tmp_path):
     (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     written = run.read_bytes()
     assert all(name in written for name in (b"grad_norm", b"completions/mean_length", b"eval/reward"))
+    (saved,) = (tmp_path / "run").glob("checkpoint-*")
+    wandb_id = run.name.removeprefix("run-").removesuffix(".wandb")
+    assert read_state(saved)["wandb_id"] == wandb_id
+    steps = str(1 + read_state(saved)["step"])
+    options = ["--use_wandb", "true", "--log_completions_steps", "1", "--max_steps", steps]
+    done = torchrun(
+        1, ROOT / "train.py", recipe, *options, "--resume_from_checkpoint", "auto", env={"WANDB_MODE": "offline"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{wandb_id}.wandb"))) == 2  # goes on as one
 
 
 def test_push_to_hub(recipe, tmp_path, monkeypatch):
