@@ -232,7 +232,7 @@ def server_argv(argv: list[str]) -> list[str]:
 def supervise(argv: list[str]) -> int:
     """Run the server in a process of its own, and start it again when it dies; returns its status after a signal.
 
-    One that dies three times in a row within a minute cannot serve at all.
+    One that ends by itself, with an error, three times in a row within a minute cannot serve at all.
     """
     stopped_by = 0
 
@@ -251,7 +251,7 @@ def supervise(argv: list[str]) -> int:
         status = server.wait()
         with suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGKILL)  # what it left behind
-        num_early = num_early + 1 if time.monotonic() < started_s + 60 else 0
+        num_early = num_early + 1 if status > 0 and time.monotonic() < started_s + 60 else 0
         if stopped_by or num_early == 3:
             break
         print(f"the server ended with status {status}: starting it again", file=sys.stderr, flush=True)

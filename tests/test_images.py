@@ -4,13 +4,16 @@ import base64
 import dataclasses
 import io
 import json
+import struct
 import threading
+import zlib
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
 
 import helpers  # noqa: F401  # first: it finds the repository
 import pytest
+import requests
 import torch
 import torch.distributed as dist
 import vision_models
@@ -19,7 +22,7 @@ from helpers import make_tokenizer, on_ranks, server, torchrun
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, Qwen2_5_VLForConditionalGeneration
 
 import prefix_attention
 from config import TrainConfig
@@ -543,6 +546,26 @@ def worst_mismatch(rollouts, policy, config, device):
                 logprobs = forward(policy, micro.to(device), config)
             worst = max(worst, (logprobs - micro.sampler_logprobs).abs().max().item())
     return worst, groups
+
+
+@pytest.mark.parametrize("side", [14_000, 60_000])
+def test_an_image_that_would_fill_the_memory_is_refused(vlm, url, side):
+    """A few bytes that say they are 200 million pixels, or 3.6 billion: 4xx, and the server goes on."""
+    pieces = [(b"IHDR", struct.pack(">2I5B", side, side, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    png = b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in pieces
+    )
+    small = io.BytesIO()
+    Image.new("RGB", (56, 56)).save(small, "PNG")
+    token = AutoConfig.from_pretrained(vlm).image_token_id
+
+    def status(data):
+        image = {"type": "image_url", "url": "data:image/png;base64," + base64.b64encode(data).decode()}
+        body = {"token_ids": [5, token, 6], "sampling_params": {"max_tokens": 2}, "content_parts": [image]}
+        return requests.post(f"{url}/inference/v1/generate", json=body, timeout=60).status_code
+
+    assert 400 <= status(png) < 500
+    assert status(small.getvalue()) == 200
 
 
 def test_server_and_trainer_agree(vlm, url):
