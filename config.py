@@ -177,8 +177,8 @@ class TrainConfig:
     """Seconds one broadcast of a weight sync (at most 32 MiB) may take."""
     request_retries: int = 3
     """How often a failed request is sent again."""
-    server_timeout: float = 60.0
-    """Seconds to wait at start for the servers to answer."""
+    server_timeout: float = 600.0
+    """Seconds to wait at start for all servers to answer, and later for one, once all are lost."""
     max_logprob_mismatch: float = 0.1
     """Mean |trainer - server| log-prob (nats) on the probe after the first weight sync above which the run stops."""
 
@@ -333,8 +333,9 @@ class TrainConfig:
             f"reward_funcs: {', '.join(rewards)}: two have one name, which names a metric",
         )
         _require(
-            self.collective_timeout > self.request_timeout * (1 + self.request_retries),
-            "collective_timeout must exceed request_timeout x (1 + request_retries): ranks wait while rank 0 retries",
+            self.collective_timeout > self.request_timeout * (1 + self.request_retries) + self.server_timeout,
+            "collective_timeout must exceed request_timeout x (1 + request_retries) + server_timeout: the other ranks "
+            "wait while rank 0 waits",
         )
         changed = changed_fields(self)
         weights = self.reward_weights

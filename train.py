@@ -726,6 +726,8 @@ class Rollouts:
         metrics["time/wait_s"] = 0.0
         yield from deal(self._advantages(self._take(version, groups, metrics)), num_ranks, self.config)
         self.num_tokens += sum(group.num_tokens for group in groups)
+        if all(math.isnan(reward) for group in groups for reward in group.reward):
+            self.fail("no reward function gave any completion of this batch a number: nothing can be learned")
         about, dropped = self.stream.report()
         self.dropped = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in dropped]
         self.ended.add([*(group.id for group in groups), *(group.id for group, _ in dropped)])

@@ -1441,11 +1441,10 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
     """What is known of a batch before it trains policy `version`: rewards, lengths, staleness, times."""
     completions = [c for group in groups for c in group.completions]
     rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
-    if rewards.isnan().all():
-        raise UserError("no reward function gave any completion of this batch a number: nothing can be learned")
     lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
     stale = [[version - min((span[0] for span in c.weight_versions), default=version)] for c in completions]
-    spread = torch.stack([row[~row.isnan()].std(unbiased=False) for row in rewards]).nan_to_num(0.0)
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    spread = centred.square().nanmean(dim=1).sqrt().nan_to_num(0.0)
     return {
         "reward": rewards.nanmean().item(),
         "reward_std": spread.mean().item(),

@@ -130,6 +130,17 @@ def test_an_error_in_a_reward_keeps_what_was_trained(models, recipe, tmp_path):
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-3"]
 
 
+def test_rewards_that_are_all_none_end_the_run(models, recipe, tmp_path):
+    """After the batch, which is a whole step: the weights are saved as what they are."""
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+        path = Path(recipe(server))
+        path.write_text(path.read_text().replace("return [sum(ids) / len(ids) / 50 for", "return [None for"))
+        with pytest.raises(ValueError, match="no reward function gave any completion of this batch a number"):
+            main(parse_args([str(path), "--max_steps", "5"]))
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
+    assert [row["reward"] for row in read(tmp_path, "metrics")] == [None]
+
+
 def test_a_gradient_that_is_not_finite_is_skipped(models, recipe, tmp_path, monkeypatch):
     """Steps 2 and 3 give NaN: the weights stay, the steps count; from the fourth on all is well."""
     real, calls = train.grpo_loss, []
