@@ -350,6 +350,8 @@ class Checkpoints:
         state = read_state(checkpoint)
         self.scheduler.load_state_dict(state["scheduler"])
         self.steps = sorted(step for step in saved_in(self.folder) if step <= state["step"])
+        if is_main() and checkpoint.resolve().parent == self.folder.resolve():
+            os.utime(checkpoint / TRAINER / "state.pt")  # `auto` goes on from here, not from later ones left behind
         return state["step"]
 
     def finish(self, step: int, state: dict[str, Any]) -> None:

@@ -238,19 +238,18 @@ class Server:
                     cause = f"answered {reply.status_code}: {reply.text[:500]}"
                 if reply.status_code < 500:
                     raise ServerError(f"{method} {self.url}{path} {cause}")
-            except (
-                requests.RequestException,
-                ValueError,
-                LookupError,
-                TypeError,
-                AttributeError,
-            ) as error:  # half a reply
-                cause = f"{type(error).__name__}: {error}"
+            except requests.ConnectionError as error:
+                root: BaseException = error
+                while root.__context__:  # within three layers of "max retries exceeded"
+                    root = root.__context__
+                cause = f"{type(root).__name__}: {root}"
+            except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError) as error:
+                cause = f"{type(error).__name__}: {error}"  # half a reply
             if not self.is_ready:  # lost meanwhile: its work is for another one
                 break
             if attempt < retries:
                 time.sleep(min(0.5 * 2**attempt, 10))
-        raise ServerLost(f"{method} {self.url}{path} failed {attempt + 1} times; the last time it {cause}")
+        raise ServerLost(f"{method} {self.url}{path} failed {attempt + 1} times, at last: {cause}")
 
     def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0, images: Images | None = None

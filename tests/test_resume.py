@@ -15,7 +15,7 @@ from test_stream import RECIPE, answer_in, read
 
 from config import parse_args
 from train import main
-from utils import Ended
+from utils import Ended, find_checkpoint
 
 
 @pytest.fixture
@@ -94,6 +94,15 @@ def test_auto_and_keep_last(start, tmp_path):
     assert len(read(tmp_path, "completions")) == 5 * 6 * 4
     assert not (folder / "checkpoint-9.part").exists()
     assert not (folder / "checkpoint-3").exists()
+
+
+def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path):
+    """What a run left behind when it was told to go on from an earlier checkpoint is older than that one from then."""
+    main(parse_args(start("--save_steps", 2)))
+    earlier = tmp_path / "run" / "checkpoint-2"
+    main(parse_args(start("--resume_from_checkpoint", earlier, "--max_steps", 2)))
+    assert find_checkpoint(parse_args(start("--resume_from_checkpoint", "auto"))) == earlier
+    assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2]
 
 
 def test_a_cut_off_line_is_dropped(start, tmp_path):
