@@ -115,3 +115,16 @@ def test_benchmarks_run_quickly(script, figure, tmp_path):
     result = json.loads((tmp_path / "out.json").read_text())
     assert {"machine", "versions", "rows"} == set(result)
     assert all(row[figure] > 0 for row in result["rows"])
+
+
+@pytest.mark.slow
+def test_a_run_survives_its_server_and_its_trainer(tmp_path):
+    """About seven minutes: five kills of the real server and three of the trainer, in forty steps."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--json", str(tmp_path / "out.json")]
+    subprocess.run(command, check=True, timeout=1800, env=ENV, capture_output=True)
+    quiet, chaos = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert (chaos["servers_killed"], chaos["trainers_killed"]) == (5, 3)
+    assert chaos["groups_trained"] == 40 * 64
+    assert chaos["groups_lost"] == chaos["groups_twice"] == 0
+    assert abs(chaos["accuracy"] - quiet["accuracy"]) <= 0.03
+    assert quiet["bad_inputs_refused"] == quiet["bad_inputs_tried"] > 30
