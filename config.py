@@ -455,7 +455,7 @@ def to_json(config: TrainConfig) -> dict[str, Any]:
 
 def _jsonable(value: Any) -> Any:
     if callable(value):
-        return f"{value.__module__}.{getattr(value, '__qualname__', value.__name__)}"
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return [_jsonable(item) for item in value] if isinstance(value, list) else value
 
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -62,6 +61,7 @@ from vllm_client import (
     batch_metrics,
     batch_samples,
     check_rewards,
+    fingerprint,
     load_processor,
     load_prompts,
     placeholder_ids,
@@ -661,13 +661,16 @@ class Rollouts:
         self.client.connect(device)
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
         self.scorer = Scorer(tokenizer_of(processor), config)
+        if not resumed:
+            self.scorer.failed_path.unlink(missing_ok=True)
         self.num_threads = self.client.num_slots + config.reward_workers
         self.num_tokens = resumed["num_tokens"] if resumed else 0
         self.ended = Ended(resumed["ended"] if resumed else ())
-        if resumed and resumed["num_prompts"] != len(self.prompts):
+        self.fingerprint = fingerprint(self.prompts)
+        if resumed and resumed["prompts"] != self.fingerprint:
             raise UserError(
-                f"resume_from_checkpoint: that run had {resumed['num_prompts']} prompts, this one has "
-                f"{len(self.prompts)}: give it the same dataset, and the servers the same --max-model-len"
+                "resume_from_checkpoint: that run had other prompts: give this one the same dataset, and the servers "
+                "the same --max-model-len"
             )
         order = enumerate(epochs(len(self.prompts), config.seed))
         groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
@@ -705,7 +708,7 @@ class Rollouts:
             if isinstance(item, Stopped):
                 raise item
             if isinstance(item, Resync):
-                self._admit(self._send(version, only_returned=True), version)
+                self._resync(version)
             else:
                 yield item
 
@@ -715,7 +718,7 @@ class Rollouts:
             if self.failure:
                 raise self.failure
             return next(rounds, nobody)
-        except Exception as error:  # all ranks hear of it, and save what there is
+        except (UserError, ServerError, Stopped) as error:  # all ranks hear of it, and save what there is
             self.failure = None if isinstance(error, Stopped) else error
             return [Stopped()] * dist.get_world_size()
 
@@ -759,7 +762,11 @@ class Rollouts:
             raise Stopped
         if self.client.returned:
             scatter_objects([Resync()] * dist.get_world_size())
-            self._admit(self._send(version, only_returned=True), version)
+            self._resync(version)
+
+    def _resync(self, version: int) -> None:
+        """Give the policy, as it is, to servers that answer again. Collective."""
+        self._admit(self._send(version, only_returned=True), version)
 
     def _advantages(self, groups: Iterable[Group]) -> Iterator[Group]:
         """The same groups with their advantages; all of them at once where the scale is the batch's."""
@@ -792,7 +799,8 @@ class Rollouts:
 
     def _admit(self, servers: list[Server], version: int) -> None:
         """Let those of rank 0's servers serve that compute what the policy does. Collective."""
-        for server, reason in zip(servers, self._refusals(servers, version), strict=is_main()):
+        reasons = self._refusals(servers, version)
+        for server, reason in zip(servers, reasons, strict=False):  # on rank 0: elsewhere there are no servers
             if reason:
                 self.client.keep_out(server, reason)
             else:
@@ -801,6 +809,7 @@ class Rollouts:
     def _refusals(self, servers: list[Server], version: int) -> list[str | None]:
         """How rank 0's servers and the policy disagree on a probe, None where they do not (law 6). Collective."""
         reasons: list[str | None] = []
+        self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
         for probe in broadcast_object([self._probe(server, version) for server in servers] if is_main() else None):
             if isinstance(probe, str):
                 reasons.append(probe)
@@ -811,6 +820,7 @@ class Rollouts:
             mismatch = (logprobs.cpu() - micro.sampler_logprobs).abs().mean().item()
             is_same = mismatch <= self.config.max_logprob_mismatch
             reasons.append(None if is_same else DISAGREES.format(mismatch))
+        self.policy.train()
         return reasons
 
     def _probe(self, server: Server, version: int) -> Group | str:
@@ -826,7 +836,7 @@ class Rollouts:
         """What a later run needs to go on after the last whole step. Rank 0's counts."""
         if not is_main():
             return {}
-        return {"num_tokens": self.num_tokens, "ended": self.ended.state(), "num_prompts": len(self.prompts)}
+        return {"num_tokens": self.num_tokens, "ended": self.ended.state(), "prompts": self.fingerprint}
 
     def fail(self, reason: str) -> None:
         """Let the next batch end the run."""
@@ -1036,7 +1046,8 @@ def main(config: TrainConfig) -> None:
                     step += 1
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, version=step)
-                num_skipped = num_skipped + 1 if metrics["skipped_steps"] else 0
+                was_lost = metrics["skipped_steps"] == config.num_iterations * config.num_minibatches
+                num_skipped = num_skipped + 1 if was_lost else 0
                 if num_skipped >= config.max_skipped_steps:
                     rollouts.fail(f"{num_skipped} steps in a row had no finite gradient: lower learning_rate")
                 log.step(step, metrics | rollouts.evaluate(step), rollouts.samples, rollouts.dropped)
@@ -1044,11 +1055,10 @@ def main(config: TrainConfig) -> None:
                     checkpoints.save(step, rollouts.state() | log.state())
         checkpoints.finish(step, rollouts.state() | log.state())
         rollouts.raise_failure()
-        if config.hub_repo_id and is_main():
+        if config.hub_repo_id and step == rollouts.num_steps and is_main():
             push_to_hub(checkpoints.newest, config.hub_repo_id, config.hub_private)
 
 
 if __name__ == "__main__":
-    cast(TextIOWrapper, sys.stdout).reconfigure(line_buffering=True)  # a log file gets each step as it comes
     with exits(UserError, ServerError):
         main(parse_args(sys.argv[1:]))

@@ -1,5 +1,6 @@
 """Process groups, weights in checkpoint form, checkpoints, metrics, sampling order. No RL, no prompts, no vLLM."""
 
+import io
 import json
 import math
 import os
@@ -13,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
@@ -272,6 +273,7 @@ MAY_CHANGE = frozenset({
     "gradient_checkpoint", "output_dir", "log_steps", "log_completions_steps", "eval_steps", "eval_dataset_id",
     "eval_dataset_split", "use_wandb", "wandb_project", "save_steps", "keep_last_n", "resume_from_checkpoint",
     "push_to_hub", "hub_repo_id", "hub_private", "reward_workers", "reward_timeout", "max_skipped_steps",
+    "share_prefix",  # a run turns it off where the model is refused
 })  # fmt: skip
 TRAINER = "trainer"  # what a checkpoint has beside the model: the optimizer's shards and state.pt
 
@@ -284,22 +286,22 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """
     if (wanted := config.resume_from_checkpoint) is None:
         return None
-    folders = saved_in(Path(config.output_dir)).values() if wanted == "auto" else [Path(wanted)]
-    whole = [path for path in folders if (path / TRAINER / "state.pt").is_file()]
+    folders = saved_in(Path(config.output_dir)) if wanted == "auto" else {0: Path(wanted)}
+    whole = [path for path in folders.values() if (path / TRAINER / "state.pt").is_file()]
     if not whole and wanted != "auto":
         raise UserError(f"resume_from_checkpoint={wanted}: no checkpoint that a run can go on from")
-    newest = max(whole, key=lambda path: (path / TRAINER / "state.pt").stat().st_mtime_ns, default=None)
+    newest = max(whole, key=lambda path: read_state(path)["saved_s"], default=None)
     before = json.loads((newest / TRAINER / "config.json").read_text()) if newest else {}
-    for name, value in to_json(config).items():
+    for name, value in json.loads(json.dumps(to_json(config))).items():
         if name in before and name not in MAY_CHANGE and before[name] != value:
             raise UserError(f"resume_from_checkpoint: {newest} was trained with {name}={before[name]}, not {value}")
     return newest
 
 
 def saved_in(folder: Path) -> dict[int, Path]:
-    """The folders `checkpoint-<step>` here, by step."""
+    """The folders `checkpoint-<step>` here that a run can go on from, by step."""
     named = ((re.fullmatch(r"checkpoint-(\d+)", path.name), path) for path in folder.glob("checkpoint-*"))
-    return {int(match[1]): path for match, path in named if match}
+    return {int(match[1]): path for match, path in named if match and (path / TRAINER / "state.pt").is_file()}
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -315,7 +317,7 @@ class Checkpoints:
     everything.
 
     Args:
-        config: output_dir (on a disk that all ranks share), keep_last_n.
+        config: output_dir (on a disk that all ranks share), keep_last_n, collective_timeout.
         policy, optimizer, scheduler: of every rank.
         processor: rank 0's.
     """
@@ -326,7 +328,8 @@ class Checkpoints:
         self.steps: list[int] = []  # that are saved, in this run and the one it goes on with
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self._group = dist.new_group(backend="gloo")  # of the writers, whose collectives must not meet the trainer's
+        # of the writers, whose collectives must not meet the trainer's
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout))
         for left in (
             [*self.folder.glob("checkpoint-*.part"), *self.folder.glob("checkpoint-*.old")] if is_main() else ()
         ):
@@ -338,27 +341,54 @@ class Checkpoints:
         return self.folder / f"checkpoint-{self.steps[-1]}"
 
     def resume(self, checkpoint: Path | None) -> int:
-        """Load the optimizer, in shards of this run's ranks however many wrote it; returns the step, 0 without one."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+        """Load the optimizer, in shards of this run's ranks however many wrote it; returns the step, 0 without one.
 
+        Raises:
+            ValueError: the ranks see different checkpoints.
+        """
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+        if len(set(gather_objects(str(checkpoint)))) > 1:
+            raise UserError(
+                f"output_dir={self.folder} has other checkpoints on other nodes: use a disk that they share"
+            )
         if checkpoint is None:
             return 0
-        shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
+        shards = {"optimizer": self._optimizer_state()}
         dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
         state = read_state(checkpoint)
         self.scheduler.load_state_dict(state["scheduler"])
         self.steps = sorted(step for step in saved_in(self.folder) if step <= state["step"])
         if is_main() and checkpoint.resolve().parent == self.folder.resolve():
-            os.utime(checkpoint / TRAINER / "state.pt")  # `auto` goes on from here, not from later ones left behind
+            _save_state(state, checkpoint)  # as the newest one: `auto` does not leap to later ones, which were left
         return state["step"]
 
+    def _optimizer_state(self) -> Any:
+        """The optimizer's shards; torch makes those of one that never stepped by a step of nothing, which counts."""
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        is_new = not self.optimizer.state
+        shards = get_optimizer_state_dict(self.policy, self.optimizer)
+        if not is_new:
+            return shards
+        for values in self.optimizer.state.values():
+            values["step"].zero_()
+        return get_optimizer_state_dict(self.policy, self.optimizer)
+
     def finish(self, step: int, state: dict[str, Any]) -> None:
-        """Save this step unless it is, and wait until it is on the disk."""
+        """Save this step unless it is, and wait until it is on the disk.
+
+        Raises:
+            ValueError: it could not be written.
+        """
+        failure = self._written()
         if step > 0 and step not in self.steps[-1:]:
             self.save(step, state)
-        self.wait()
+            failure = self._written()
+        if failure:
+            raise UserError(failure)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copy everything to host memory and start to write it: the model (of LoRA the adapter) in checkpoint form.
@@ -367,22 +397,29 @@ class Checkpoints:
             state: of tensors and plain values, for the run that goes on; rank 0's.
 
         Raises:
-            ValueError: the checkpoint before could not be written.
+            ValueError: neither the checkpoint before nor this one could be written.
         """
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-        self.wait()
+        failure = self._written()
         path = self.folder / f"checkpoint-{step}"
         part = path.with_name(path.name + ".part")
         weights = host_weights(self.policy)
-        if failure := broadcast_object(_begin(part) if is_main() else None):
-            raise UserError(failure)
-        shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
-        written = dcp.async_save(shards, checkpoint_id=part / TRAINER, process_group=self._group)
+        if cause := broadcast_object(_begin(part) if is_main() else None):
+            raise UserError(cause)
+        if not all(gather_objects(part.is_dir())):
+            raise UserError(f"output_dir={self.folder} is not one folder for all ranks: use a disk that they share")
+        written = dcp.async_save(
+            {"optimizer": self._optimizer_state()}, checkpoint_id=part / TRAINER, process_group=self._group
+        )
         state = {**state, "step": step, "scheduler": self.scheduler.state_dict()}
         self.steps.append(step)
         self._writing = self._pool.submit(self._write, path, part, written, weights, state)
+        if failure:
+            if is_main():
+                print(failure, flush=True)
+            if failure := self._written():
+                raise UserError(failure)
 
     def _write(self, path: Path, part: Path, shards: Any, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
         try:
@@ -392,30 +429,36 @@ class Checkpoints:
             unwrap(self.policy).save_pretrained(part, state_dict=weights)
             self.processor.save_pretrained(part)
             (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
-            torch.save(state, part / TRAINER / "state.pt")
+            _save_state(state, part)
             for file in [*part.rglob("*"), part]:
                 _synced(file)
             _remove(path)
             part.rename(path)
             _synced(self.folder)
         except Exception as error:  # OSError, and what safetensors and torch make of it
-            shutil.rmtree(part, ignore_errors=True)
-            cause = str(error.__cause__ or error).splitlines()[0]
+            if is_main():
+                shutil.rmtree(part, ignore_errors=True)
+            cause = (str(error.__cause__ or error) or repr(error)).splitlines()[0]
             raise UserError(f"{path} cannot be written, checkpoints before it are whole: {cause}") from error
         tqdm.write(f"saved {path}")
         for step in self.steps[: -self.config.keep_last_n] if self.config.keep_last_n else ():
             _remove(self.folder / f"checkpoint-{step}")
 
-    def wait(self) -> None:
-        """Until what was saved last is on the disk.
-
-        Raises:
-            ValueError: it could not be written.
-        """
+    def _written(self) -> str | None:
+        """Wait until what was saved last is on the disk; why it is not, on every rank."""
         error = self._writing.exception() if self._writing else None
         self._writing = None
         if failure := next(filter(None, gather_objects(error and str(error))), None):
-            raise UserError(failure) from error
+            self.steps.pop()
+        return failure
+
+
+def _save_state(state: dict[str, Any], folder: Path) -> None:
+    """Write `state.pt` of a checkpoint as the newest one's."""
+    part = folder / TRAINER / "state.part"
+    torch.save({**state, "saved_s": time.time()}, part)
+    _synced(part)
+    part.rename(part.with_suffix(".pt"))
 
 
 def _begin(part: Path) -> str | None:
@@ -594,13 +637,12 @@ class RunLog:
 
 def _cut_lines(path: Path, step: int | None) -> None:
     """Drop the lines after `step`, which come again, and one that a crash cut off; None drops all."""
-    kept = []
-    for line in path.read_text().splitlines(keepends=True) if step is not None and path.exists() else ():
-        if not line.endswith("\n") or json.loads(line)["step"] > step:
-            break
-        kept.append(line)
     part = path.with_name(path.name + ".part")
-    part.write_text("".join(kept))
+    with part.open("w") as kept, path.open() if step is not None and path.exists() else io.StringIO() as lines:
+        for line in lines:  # not splitlines(), which takes more than \n for an end
+            if not line.endswith("\n") or json.loads(line)["step"] > step:
+                break
+            kept.write(line)
     part.rename(path)
 
 
@@ -650,7 +692,9 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
             os._exit(128 + number)
         if not stop.is_set() and is_main():
             first_s = time.monotonic()
-            print(f"{signal.Signals(number).name}: saving the last whole step; once more ends at once", flush=True)
+            line = f"{signal.Signals(number).name}: saving the last whole step; once more ends at once\n"
+            with suppress(OSError):
+                os.write(1, line.encode())  # print() may be what the signal interrupted
         stop.set()
 
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
@@ -662,6 +706,24 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class Terminal(io.TextIOWrapper):
+    """An output that shows each line as it comes, and whose end a run survives: Ctrl-C ends a `| tee`, too."""
+
+    def __init__(self, stream: Any):
+        super().__init__(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
+
+    def write(self, text: str) -> int:
+        """As any, but for a reader that is gone."""
+        with suppress(BrokenPipeError):
+            super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As any, but for a reader that is gone."""
+        with suppress(BrokenPipeError):
+            super().flush()
+
+
 @contextmanager
 def exits(*kinds: type[Exception]) -> Iterator[None]:
     """End the process with the block: errors of `kinds` in one line, as they are the user's to mend, others in full.
@@ -670,6 +732,7 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+    sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)
     rank = os.environ.get("RANK", "0")
     status = 1
     report = get_error_handler()  # torchrun's, which ends its own report with the first error

@@ -5,6 +5,7 @@ the trainer. Nothing here imports vLLM.
 """
 
 import base64
+import hashlib
 import inspect
 import io
 import json
@@ -207,6 +208,7 @@ class Server:
         self.sending: list[Any] = []  # broadcasts under way
         self.loading: Future[Any]  # the server's reply to an update under way
         self.receiver: ThreadPoolExecutor  # waits for it
+        self.num_lost = 0  # how often
         self.answers_again = False  # after it was lost
         self.retry_s = 0.0  # when it may be tried again, on the monotonic clock
         self.why_out = ""
@@ -252,7 +254,12 @@ class Server:
         raise ServerLost(f"{method} {self.url}{path} failed {attempt + 1} times, at last: {cause}")
 
     def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0, images: Images | None = None
+        self,
+        prompt_ids: list[int],
+        sampling: dict[str, Any],
+        extra: int = 0,
+        images: Images | None = None,
+        **limits: Any,
     ) -> list[Completion]:
         """Sample `sampling["n"]` completions of one prompt.
 
@@ -261,6 +268,7 @@ class Server:
             sampling: vLLM's sampling parameters, passed through.
             extra: sample so many more, keep the first `n` to finish, and abort the rest.
             images: of the prompt, which are at the beginning of `prompt_ids`.
+            limits: `timeout_s` and `retries` of `request`.
 
         Raises:
             ServerError: refused, no valid reply after the retries, or images that the server expands to other tokens.
@@ -280,7 +288,7 @@ class Server:
         streamed = {"stream": True} if extra else {}
         read = partial(_first_to_finish if extra else _all_choices, num)
         completions, expanded = self.request(
-            "POST", "/inference/v1/generate", read=read, json={**body, **streamed}, **streamed
+            "POST", "/inference/v1/generate", read=read, json={**body, **streamed}, **streamed, **limits
         )
         if images and expanded != prompt_ids:
             raise ServerError(
@@ -294,7 +302,7 @@ class Server:
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
             self._local.session.trust_env = False  # no proxy between trainer and server
-            if token := os.environ.get("VLLM_API_KEY"):
+            if token := os.environ.get("VLLM_API_KEY", "").strip():  # a file's last line ends with \n
                 self._local.session.headers["Authorization"] = f"Bearer {token}"
         return self._local.session
 
@@ -386,6 +394,8 @@ class VLLMClient:
     def __init__(self, config: TrainConfig, processor: Any = None, forbidden: Sequence[int] = ()):
         self.config = config
         self.processor = processor
+        if not os.environ.get("VLLM_API_KEY", "").isascii():
+            raise UserError("VLLM_API_KEY has other characters than ASCII: no header can carry it")
         limits = (config.request_timeout, config.request_retries)
         self.servers = [Server(url, *limits, tokenizer_of(processor), forbidden) for url in config.vllm_urls]
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
@@ -393,7 +403,6 @@ class VLLMClient:
         self._is_held = False
         self._last_loss: BaseException | None = None
         self._alone_s = math.inf  # when the last server was lost
-        self._prober: threading.Thread | None = None
         self._is_closed = threading.Event()
 
     def wait_until_ready(self) -> int:
@@ -491,29 +500,20 @@ class VLLMClient:
             if not any(server.is_ready for server in self.servers):
                 self._alone_s = time.monotonic()
                 print(f"no rollout server is left: waiting {self.config.server_timeout:.0f} s for one", flush=True)
+            server.num_lost += 1
             self._slots.notify_all()
-            if self._prober is None:
-                self._prober = threading.Thread(target=self._probe_lost, daemon=True)
-                self._prober.start()
-        # what it has in flight goes to others at once, where it still listens (it may stand paused in mid-update)
-        threading.Thread(target=server.abort, daemon=True).start()
+        threading.Thread(target=self._recover, args=(server, server.num_lost), daemon=True).start()
 
-    def _probe_lost(self) -> None:
-        """Ask lost servers, as long as there are some, whether they answer again."""
-        while lost := [server for server in self.servers if not server.is_ready]:
-            for server in lost:
-                if time.monotonic() >= server.retry_s and not server.answers_again:
-                    server.answers_again = server.answers()
-            if self._is_closed.wait(PROBE_S):
-                return
-            with self._slots:
-                if all(server.is_ready for server in self.servers):
-                    self._prober = None
-                    return
+    def _recover(self, server: Server, num_lost: int) -> None:
+        """Ask a lost server, until it serves, or is lost anew, whether it can take the weights."""
+        server.abort()  # what it has in flight goes to others, where it still listens: it may stand paused in an update
+        while server.num_lost == num_lost and not (server.is_ready or self._is_closed.wait(PROBE_S)):
+            if not server.answers_again and time.monotonic() >= server.retry_s and server.answers():
+                server.answers_again = self._reopened(server)
 
     @property
     def returned(self) -> list[Server]:
-        """Lost servers that answer again, and are waiting for the current weights."""
+        """Lost servers that answer again, connected, and are waiting for the current weights."""
         return [server for server in self.servers if server.answers_again and not server.is_ready]
 
     def admit(self, server: Server) -> None:
@@ -561,7 +561,10 @@ class VLLMClient:
             "max_tokens": min(16, self.config.max_completion_len),
             "temperature": self.config.temperature,
         }
-        return Group(prompt, server.generate(prompt.token_ids, sampling, images=prompt.images), advantages=[0.0])
+        reply = server.generate(
+            prompt.token_ids, sampling, images=prompt.images, timeout_s=CONTROL_TIMEOUT_S, retries=0
+        )
+        return Group(prompt, reply, advantages=[0.0])
 
     def connect(self, device: torch.device) -> None:
         """Open one weight-transfer group per server."""
@@ -598,7 +601,7 @@ class VLLMClient:
         Returns:
             Servers that were lost, and now have the weights: for `admit`.
         """
-        returned = [server for server in self.returned if self._reopened(server)]
+        returned = self.returned
         servers = returned if only_returned else [s for s in self.servers if s.is_ready] + returned
         try:
             servers = self._on(servers, Server.pause)  # all of them first: one that hangs keeps no other waiting
@@ -624,7 +627,7 @@ class VLLMClient:
         replies = [(server, self._control.submit(step, server)) for server in servers]
         wait([reply for _, reply in replies])
         for server, reply in replies:
-            if isinstance(error := reply.exception(), ServerLost):
+            if isinstance(error := reply.exception(), ServerError):
                 servers = self._without(server, servers, error)
             elif error:
                 raise error
@@ -948,6 +951,14 @@ def open_image(source: Any) -> Any:
     return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)
 
 
+def fingerprint(prompts: list[Prompt]) -> str:
+    """A hash of prompts' tokens, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps(prompt.token_ids).encode())
+    return digest.hexdigest()
+
+
 def downloaded(source: Any) -> Any:
     """The bytes behind a URL, so that it is asked once; any other source as it is.
 
@@ -1105,8 +1116,7 @@ class Scorer:
         self._told: set[str] = set()
         self._calls = CallPool(config.reward_workers)
         self._lock = threading.Lock()
-        self._failed_path = Path(config.output_dir) / "failed_rewards.jsonl"
-        self._failed_path.unlink(missing_ok=True)
+        self.failed_path = Path(config.output_dir) / "failed_rewards.jsonl"
 
     def score(self, group: Group) -> None:
         """Fill in the group's `texts`, `rewards` and `reward`. Thread-safe.
@@ -1157,14 +1167,14 @@ class Scorer:
         sample = {"error": message, "prompt": group.prompt.content, "completions": group.texts}
         line = json.dumps({**sample, "columns": group.prompt.columns}, ensure_ascii=False, default=repr)
         with self._lock:
-            with self._failed_path.open("a") as file:
+            with self.failed_path.open("a") as file:
                 file.write(line + "\n")
             self.num_failed += 1
             self._in_a_row[name] += 1
             if name not in self._told:
                 self._told.add(name)
                 print(
-                    f"{message} (further failures are counted in rewards_failed, and in {self._failed_path})",
+                    f"{message} (further failures are counted in rewards_failed, and in {self.failed_path})",
                     flush=True,
                 )
             if self._in_a_row[name] >= max(self.config.batch_size, 4):
@@ -1190,7 +1200,8 @@ def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], con
     failures = 0
     group.prompt = with_images(group.prompt, client.processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:  # nothing else depends on time; completions count on
-        sampling = {"seed": (config.seed << 40) + group.id * 2 * (sampling["n"] + config.extra_generations), **sampling}
+        seed = (config.seed << 40) + group.id * 2 * (sampling["n"] + config.extra_generations)
+        sampling = {"seed": seed % 2**63, **sampling}
     while not group.completions:
         with client.lease() as server:
             try:

@@ -12,6 +12,7 @@ import ctypes
 import hmac
 import ipaddress
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -173,7 +175,7 @@ class AccessGuard:
 
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
-        self.token = os.environ.get("VLLM_API_KEY", "")
+        self.token = os.environ.get("VLLM_API_KEY", "").strip()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Pass the request on, or answer it here."""
@@ -196,7 +198,8 @@ class AccessGuard:
         if not (is_open or hmac.compare_digest(headers.get(b"authorization", b""), expected)):
             return 401, "missing or wrong bearer token"
         length = headers.get(b"content-length", b"0")
-        if b"transfer-encoding" in headers or not length.isdigit() or int(length) > MAX_BODY_BYTES:
+        is_number = length.isdigit() and len(length) < 20
+        if b"transfer-encoding" in headers or not is_number or int(length) > MAX_BODY_BYTES:
             return 413, f"a request has at most {MAX_BODY_BYTES} bytes, and says how many"
         return None
 
@@ -238,14 +241,17 @@ def supervise(argv: list[str]) -> int:
 
     def stop(number: int, _: object) -> None:
         nonlocal stopped_by
+        kind = signal.SIGKILL if stopped_by else number  # told twice
         stopped_by = number
         with suppress(ProcessLookupError):  # it is about to be started again
-            os.killpg(server.pid, number)
+            os.killpg(server.pid, kind)
 
     num_early = status = 0
     while not stopped_by:
         started_s = time.monotonic()
-        server = subprocess.Popen([sys.executable, __file__, *argv], start_new_session=True, preexec_fn=die_with_parent)
+        server = subprocess.Popen(
+            [sys.executable, __file__, *argv], start_new_session=True, preexec_fn=partial(die_with, os.getpid())
+        )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, stop)
         status = server.wait()
@@ -259,14 +265,19 @@ def supervise(argv: list[str]) -> int:
     return status
 
 
-def die_with_parent() -> None:
+def die_with(parent: int) -> None:
     """Let the kernel end this process with the one that started it (Linux), however that ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
 
 
 if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
-    die_with_parent()
+    starter = multiprocessing.parent_process()
+    assert starter is not None
+    assert starter.pid is not None
+    die_with(starter.pid)
 
 
 def main(argv: list[str]) -> None:
@@ -290,6 +301,8 @@ def main(argv: list[str]) -> None:
     cli_env_setup()
     args = make_arg_parser(FlexibleArgumentParser(description=__doc__)).parse_args(server_argv(argv))
     if args.api_key:
+        if len(args.api_key) > 1:
+            sys.exit("--api-key: one token, which the trainer has as VLLM_API_KEY")
         os.environ["VLLM_API_KEY"] = args.api_key[0]
         args.api_key = None  # the log would show it
     if not is_loopback(args.host) and not os.environ.get("VLLM_API_KEY"):

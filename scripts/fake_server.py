@@ -37,6 +37,7 @@ class FakeServer:
         slots: completions that are sampled at a time; others wait their turn.
         with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
         fault: called with each path before it is served; raising an exception answers 500.
+        refused: called with each path; where it says so, the answer is 403.
         versions: the weights received, by version.
         log: `(path, seconds on the monotonic clock)` of every request.
     """
@@ -47,6 +48,7 @@ class FakeServer:
     max_model_len: int = 128
     with_logprobs: bool = True
     fault: Callable[[str], None] = lambda path: None
+    refused: Callable[[str], bool] = lambda path: False
     url: str = ""
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     log: list[tuple[str, float]] = field(default_factory=list)
@@ -164,7 +166,9 @@ def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeSe
             fake.log.append((path, time.monotonic()))
             try:
                 fake.fault(path)
-                if path == "/inference/v1/generate" and body.get("stream"):
+                if fake.refused(path):
+                    self.reply(403, {"error": "refused"})
+                elif path == "/inference/v1/generate" and body.get("stream"):
                     self.stream(body)
                 elif path == "/inference/v1/generate":
                     self.reply(200, {"choices": sorted(fake.generate(body), key=lambda choice: choice["index"])})

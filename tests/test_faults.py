@@ -53,6 +53,7 @@ def test_a_server_is_back_before_the_next_sync(models, recipe, tmp_path, capsys)
         steps = asked(two, "/finish_weight_update")
         assert len(steps) == 4  # versions 0, 1, 1 again, 2
         assert len(asked(two, "/weight_checker")) == 2
+        assert len(asked(one, "/finish_weight_update")) == 3  # no version twice for the one that stayed
         served = [seconds for seconds in asked(two) if steps[2] < seconds < steps[3]]
         assert len(served) > 2
     assert capsys.readouterr().out.count(f"{two.url} is back") == 1
@@ -117,6 +118,17 @@ def test_a_server_that_computes_something_else_stays_out(models, recipe, tmp_pat
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
 
 
+def test_a_server_that_refuses_in_a_sync_is_left_out(models, recipe, tmp_path, capsys):
+    """A 4xx in the middle of a run is that server's trouble, not the run's."""
+    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+        two.refused = lambda path: path == "/start_weight_update" and "1" in two.versions
+        main(parse_args([recipe(one, two), "--max_steps", "4"]))
+    assert f"{two.url} is left out until it answers again: POST {two.url}/start_weight_update answered 403" in (
+        capsys.readouterr().out
+    )
+    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
+
+
 def test_an_error_in_a_reward_keeps_what_was_trained(models, recipe, tmp_path):
     with fake_server(models["untied"], answer_in(0.05)) as server:
         path, flag = Path(recipe(server)), tmp_path / "broken"
@@ -142,24 +154,26 @@ def test_rewards_that_are_all_none_end_the_run(models, recipe, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_is_skipped(models, recipe, tmp_path, monkeypatch):
-    """Steps 2 and 3 give NaN: the weights stay, the steps count; from the fourth on all is well."""
+    """Steps 2 and 3 give NaN: the weights stay, the steps count; from the fourth on all is well, and also the count."""
     real, calls = train.grpo_loss, []
 
     def broken(*arguments):
         loss, sums = real(*arguments)
         calls.append(0)
-        return (loss * float("nan") if len(calls) in (2, 3) else loss), sums
+        return (loss * float("nan") if len(calls) in (2, 3, 5) else loss), sums
 
     monkeypatch.setattr(train, "grpo_loss", broken)
     with fake_server(models["untied"], answer_in(0.01)) as server:
-        main(parse_args([recipe(server), "--max_steps", "4"]))
+        options = ["--max_steps", "5", "--max_skipped_steps", "3", "--lr_scheduler", "linear"]
+        main(parse_args([recipe(server), *options]))
         for name, weight in server.versions["1"].items():
             assert torch.equal(weight, server.versions["2"][name])
             assert torch.equal(weight, server.versions["3"][name])
         assert any(not torch.equal(w, server.versions["4"][n]) for n, w in server.versions["3"].items())
     metrics = read(tmp_path, "metrics")
-    assert [row["skipped_steps"] for row in metrics] == [0, 1, 1, 0]
-    assert [row["grad_norm"] is None for row in metrics] == [False, True, True, False]
+    assert [row["skipped_steps"] for row in metrics] == [0, 1, 1, 0, 1]
+    assert [row["grad_norm"] is None for row in metrics] == [False, True, True, False, True]
+    assert [row["learning_rate"] for row in metrics] == pytest.approx([1e-2 * left / 5 for left in (5, 4, 3, 2, 1)])
 
 
 def test_too_many_skipped_steps_end_the_run(models, recipe, monkeypatch):

@@ -1,10 +1,13 @@
 """Runs that stop and go on: bit for bit the same, every group once, and nothing half-written."""
 
+import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +15,13 @@ from fake_server import fake_server
 from helpers import ENV, ROOT, free_port, torchrun
 from safetensors.torch import load_file
 from test_stream import RECIPE, answer_in, read
+from transformers import PreTrainedModel
 
+import train
+import vllm_client
 from config import parse_args
 from train import main
-from utils import Ended, find_checkpoint
+from utils import Ended, _cut_lines, find_checkpoint, read_state, saved_in
 
 
 @pytest.fixture
@@ -85,6 +91,7 @@ def test_auto_and_keep_last(start, tmp_path):
     main(parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 2)))
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
+    assert find_checkpoint(parse_args(start("--resume_from_checkpoint", "auto"))) == folder / "checkpoint-4"
     (folder / "checkpoint-9.part").mkdir()
     (folder / "checkpoint-8").mkdir()  # of something else
     (folder / "checkpoint-of-9").mkdir()
@@ -103,6 +110,18 @@ def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path):
     main(parse_args(start("--resume_from_checkpoint", earlier, "--max_steps", 2)))
     assert find_checkpoint(parse_args(start("--resume_from_checkpoint", "auto"))) == earlier
     assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2]
+    later = read_state(tmp_path / "run" / "checkpoint-4")["saved_s"]
+    main(parse_args(start("--resume_from_checkpoint", "auto")))
+    assert read_state(tmp_path / "run" / "checkpoint-4")["saved_s"] > later
+
+
+def test_lines_end_where_json_says(tmp_path):
+    """A completion may hold what str.splitlines() takes for the end of a line."""
+    path = tmp_path / "completions.jsonl"
+    rows = [{"step": step, "completion": "a\u2028b\x85c\x0bd"} for step in (1, 2, 3)]
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    _cut_lines(path, 2)
+    assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == rows[:2]
 
 
 def test_a_cut_off_line_is_dropped(start, tmp_path):
@@ -127,10 +146,151 @@ def test_another_run_is_refused(start, options, message):
         main(parse_args(start(*options)))
 
 
+def test_other_prompts_are_refused(start):
+    command = start("--max_steps", 1)
+    main(parse_args(command))
+    path = Path(command[0])
+    path.write_text(path.read_text().replace("{i}+{i}=", "{i}+{i + 1}="))
+    with pytest.raises(ValueError, match="that run had other prompts"):
+        main(parse_args([*command, "--resume_from_checkpoint", "auto"]))
+
+
+def test_a_model_that_cannot_share_goes_on(start, monkeypatch):
+    """`share_prefix`, which the run itself turned off, is no other setting."""
+
+    def refuse(*_, **__):
+        raise ValueError("not this one")
+
+    monkeypatch.setattr(train, "attach", refuse)
+    main(parse_args(start("--max_steps", 1)))
+    main(parse_args(start("--max_steps", 2, "--resume_from_checkpoint", "auto")))
+
+
+def test_dropout_does_not_keep_a_server_out(start):
+    """The comparison with the server is without the adapter's dropout, which it has not."""
+    options = ["--use_peft", "true", "--lora_dropout", 0.5, "--learning_rate", 0.3]
+    main(parse_args(start(*options, "--max_steps", 2)))
+    main(parse_args(start(*options, "--max_steps", 3, "--resume_from_checkpoint", "auto")))
+
+
+def test_seeds_are_distinct_and_return(start, tmp_path, monkeypatch):
+    """Synchronous runs seed each group's sampling, within 64 bits, and a resumed run does it alike."""
+    asked: list[int] = []
+    request = vllm_client.Server.request
+
+    def noted(self, method, path, *arguments, **more):
+        body = more.get("json") or {}
+        asked.extend(body["sampling_params"][name] for name in ("seed",) if name in body.get("sampling_params", {}))
+        return request(self, method, path, *arguments, **more)
+
+    monkeypatch.setattr(vllm_client.Server, "request", noted)
+    options = ["--seed", 123456789, "--reward_workers", 1]
+    main(parse_args(start(*options, "--save_steps", 2)))
+    assert len(set(asked)) == 24
+    assert all(0 <= seed < 2**63 for seed in asked)
+    assert min(abs(a - b) for a, b in itertools.combinations(asked, 2)) >= 4  # a group's completions count on from it
+    whole, asked[:] = sorted(asked), []
+    main(parse_args(start(*options, "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2")))
+    assert len(asked) == 12
+    assert set(asked) < set(whole)
+
+
+def test_one_failed_write_does_not_end_a_run(start, tmp_path, monkeypatch, capsys):
+    """The next checkpoint is waited for, and if that one is whole the run goes on."""
+    save = PreTrainedModel.save_pretrained
+    failed: list[bool] = []
+
+    def full_once(*arguments, **more):
+        if not failed:
+            failed.append(True)
+            raise OSError(28, "No space left on device")
+        return save(*arguments, **more)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full_once)
+    main(parse_args(start("--save_steps", 1)))
+    assert "checkpoint-1 cannot be written" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
+        "checkpoint-2", "checkpoint-3", "checkpoint-4"
+    ]  # fmt: skip
+
+
+def test_writes_follow_each_other_and_reach_the_disk(start, tmp_path, monkeypatch):
+    """One at a time, and everything is flushed before the folder has its name."""
+    save, rename, fsync = PreTrainedModel.save_pretrained, Path.rename, os.fsync
+    writing: list[bool] = []
+    synced: set[str] = set()
+    unsynced: list[str] = []
+
+    def slow(*arguments, **more):
+        assert not writing
+        writing.append(True)
+        time.sleep(0.5)
+        save(*arguments, **more)
+        writing.pop()
+
+    def noted(handle):
+        synced.add(os.readlink(f"/proc/self/fd/{handle}"))
+        fsync(handle)
+
+    def checked(self, target):
+        if self.name.endswith(".part") and self.is_dir():
+            unsynced.extend({str(path) for path in [self, *self.rglob("*")]} - synced)
+        return rename(self, target)
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", slow)
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", checked)
+    main(parse_args(start("--save_steps", 1)))
+    assert unsynced == []
+    assert len(synced) > 20
+
+
+def test_saving_changes_nothing_before_the_first_step(start, tmp_path, monkeypatch):
+    """AdamW's count of steps, where the first ones were skipped, is the same with a checkpoint of them."""
+    real, expected = train.grpo_loss, None
+    for options in ([], ["--save_steps", 1]):
+        calls: list[int] = []
+
+        def broken(*arguments, calls=calls):
+            loss, sums = real(*arguments)
+            calls.append(0)
+            return (loss * float("nan") if len(calls) == 1 else loss), sums
+
+        monkeypatch.setattr(train, "grpo_loss", broken)
+        main(parse_args(start(*options)))
+        expected = expected or weights(tmp_path / "run")
+        assert_identical(weights(tmp_path / "run"), expected)
+
+
+def test_a_folder_that_ranks_do_not_share_is_refused(start, tmp_path):
+    """Each rank in a directory of its own, with a relative output_dir."""
+    path = Path(start()[0])
+    apart = f"import os; os.makedirs({str(tmp_path)!r} + os.environ['RANK'], exist_ok=True)\n"
+    apart += f"os.chdir({str(tmp_path)!r} + os.environ['RANK'])\n"
+    path.write_text(apart + path.read_text().replace(str(tmp_path / "run"), "run"))
+    done = torchrun(2, ROOT / "train.py", *start("--save_steps", 2, "--use_fsdp", "true"))
+    assert done.returncode != 0
+    assert "output_dir=run is not one folder for all ranks" in done.stderr
+
+
+def test_a_reader_that_ends_with_ctrl_c(start, tmp_path):
+    """`python train.py | tee log`: both get the signal, and the run still saves and ends with status 0."""
+    command = [sys.executable, str(ROOT / "train.py"), *start("--max_steps", 40)]
+    run = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
+    assert run.stdout
+    for line in run.stdout:
+        if line.startswith("step 2/"):
+            break
+    run.stdout.close()
+    time.sleep(0.5)  # steps that nobody reads
+    run.send_signal(signal.SIGINT)
+    assert run.wait(30) == 0
+    (saved,) = (tmp_path / "run").glob("checkpoint-*")
+    assert saved in saved_in(tmp_path / "run").values()
+
+
 def test_a_disk_that_is_full(start, tmp_path, monkeypatch):
     """The path is named, what was saved before is whole, and nothing half is left."""
-    from transformers import PreTrainedModel
-
     main(parse_args(start("--max_steps", 2)))
     expected = weights(tmp_path / "run", 2)
 
@@ -204,6 +364,25 @@ def test_asynchronous_groups_end_once(start, tmp_path):
     ids = {row["group"] for row in samples} | {row["group"] for row in read(tmp_path, "dropped")}
     assert len({row["group"] for row in samples}) == 36
     assert ids == set(range(len(ids)))
+
+
+def test_dropped_groups_do_not_come_again(start, tmp_path, monkeypatch):
+    """Groups that taught nothing before the checkpoint have ended, for the run that goes on from it as well."""
+    command = start("--drop_zero_advantage", "true", "--save_steps", 2, "--max_steps", 4)
+    path = Path(command[0])
+    path.write_text(
+        path.read_text().replace("sum(ids) / len(ids) / 50", "float(len(completion_ids[0]) % 3 > 0)*ids[0]")
+    )
+    main(parse_args(command))
+    main(parse_args([*command, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2")]))
+    dropped = [row["group"] for row in read(tmp_path, "dropped")]
+    trained = {row["group"] for row in read(tmp_path, "completions")}
+    assert len(trained) == 24
+    assert [row["step"] for row in read(tmp_path, "dropped")] == sorted(
+        row["step"] for row in read(tmp_path, "dropped")
+    )
+    assert any(row["step"] <= 2 for row in read(tmp_path, "dropped"))
+    assert sorted([*trained, *dropped]) == list(range(len(trained) + len(dropped)))
 
 
 def test_ended_numbers():
