@@ -39,6 +39,7 @@ from utils import (
     gather_objects,
     in_threads,
     is_main,
+    locked,
     process_group,
     published_weights,
     push_to_hub,
@@ -643,10 +644,7 @@ class Rollouts:
         """Check and load everything rank 0 needs; returns the number of steps, and an example of its images."""
         config = self.config
         print(describe(config))
-        try:
-            Path(config.output_dir).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output_dir={config.output_dir} cannot be made: {error}") from None
+        self.lock = locked(Path(config.output_dir))
         self.processor = processor = load_processor(config)
         model_config, _ = load_model_config(config)
         self.client = VLLMClient(config, processor, placeholder_ids(model_config))
@@ -660,6 +658,8 @@ class Rollouts:
             check_rewards(self.held_out, config)
         self.client.connect(device)
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
+        if resumed and resumed["step"] >= num_steps:
+            print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on", flush=True)
         self.scorer = Scorer(tokenizer_of(processor), config)
         if not resumed:
             self.scorer.failed_path.unlink(missing_ok=True)
@@ -902,8 +902,9 @@ class Rollouts:
         yield from ()
 
     def close(self) -> None:
-        """Leave the servers."""
+        """Leave the servers and the folder."""
         if is_main():
+            self.lock.close()
             self.stream.close()
             self.scorer.close()
             self.client.close()

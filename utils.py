@@ -1,5 +1,7 @@
 """Process groups, weights in checkpoint form, checkpoints, metrics, sampling order. No RL, no prompts, no vLLM."""
 
+import ctypes
+import fcntl
 import io
 import json
 import math
@@ -18,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -157,6 +159,14 @@ class TransferGroup:
             torch.cuda.current_stream(self.device).synchronize()
         return data
 
+    def trainer_lives(self) -> bool:
+        """Whether the process that hosts the store still does."""
+        try:
+            self._store.check(["device/0"])
+        except RuntimeError:  # torch's DistError: its end of the connection is closed
+            return False
+        return True
+
     def close(self) -> None:
         """Leave the group; what the other side is waiting for fails there."""
         self._group.shutdown()
@@ -278,6 +288,28 @@ MAY_CHANGE = frozenset({
 TRAINER = "trainer"  # what a checkpoint has beside the model: the optimizer's shards and state.pt
 
 
+def locked(folder: Path) -> IO[str]:
+    """Make a folder this process's own, until the file that is returned is closed, or the process ends.
+
+    Raises:
+        ValueError: it cannot be written, or another process has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+")
+    except OSError as error:
+        raise UserError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise UserError(f"output_dir={folder} has another run in it, process {file.read()}: end it first") from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """Where the run goes on from; None where it starts anew, also by `auto` without a whole checkpoint in output_dir.
 
@@ -289,12 +321,16 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     folders = saved_in(Path(config.output_dir)) if wanted == "auto" else {0: Path(wanted)}
     whole = [path for path in folders.values() if (path / TRAINER / "state.pt").is_file()]
     if not whole and wanted != "auto":
-        raise UserError(f"resume_from_checkpoint={wanted}: no checkpoint that a run can go on from")
+        lack = "has no trainer/state.pt: no run can go on from it" if Path(wanted).exists() else "no such folder"
+        raise UserError(f"resume_from_checkpoint={wanted}: {lack}")
     newest = max(whole, key=lambda path: read_state(path)["saved_s"], default=None)
     before = json.loads((newest / TRAINER / "config.json").read_text()) if newest else {}
     for name, value in json.loads(json.dumps(to_json(config))).items():
         if name in before and name not in MAY_CHANGE and before[name] != value:
-            raise UserError(f"resume_from_checkpoint: {newest} was trained with {name}={before[name]}, not {value}")
+            raise UserError(
+                f"resume_from_checkpoint: {newest} was trained with {name}={before[name]}, not {value}: give it the "
+                "same, or another output_dir"
+            )
     return newest
 
 
@@ -355,6 +391,8 @@ class Checkpoints:
             )
         if checkpoint is None:
             return 0
+        if is_main():
+            print(f"going on from {checkpoint}", flush=True)
         shards = {"optimizer": self._optimizer_state()}
         dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
@@ -706,6 +744,14 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def die_with(parent: int) -> None:
+    """Let the kernel end this process with the one that started it (Linux), however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if os.getppid() != parent:  # it has ended already
+            os._exit(1)
+
+
 class Terminal(io.TextIOWrapper):
     """An output that shows each line as it comes, and whose end a run survives: Ctrl-C ends a `| tee`, too."""
 
@@ -734,6 +780,8 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
 
     sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)
     rank = os.environ.get("RANK", "0")
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with(os.getppid())  # torchrun: without it ranks would train on, beside those of the next run
     status = 1
     report = get_error_handler()  # torchrun's, which ends its own report with the first error
     report.initialize()

@@ -13,6 +13,7 @@ import math
 import os
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -38,6 +39,7 @@ from utils import TransferGroup, address_towards, buckets, in_threads
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 PROBE_S = 1.0  # between questions to a lost server
 RETRY_S = 30.0  # before one that answered, and could not be used, is tried again
+TRAINER = uuid.uuid4().hex  # this process, for servers: they take the weights of one trainer at a time
 Timeout = float | tuple[float, None]  # seconds; or to connect, and none to answer
 
 
@@ -238,6 +240,7 @@ class Server:
                     if reply.status_code < 400:
                         return read(reply)
                     cause = f"answered {reply.status_code}: {reply.text[:500]}"
+                    cause += ": set VLLM_API_KEY to the server's token" if reply.status_code == 401 else ""
                 if reply.status_code < 500:
                     raise ServerError(f"{method} {self.url}{path} {cause}")
             except requests.ConnectionError as error:
@@ -314,7 +317,13 @@ class Server:
         world_size = 1 + self.request("GET", "/get_world_size", CONTROL_TIMEOUT_S)["world_size"]
         timeout = timedelta(seconds=timeout_s)
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        info = {"host": address, "port": store.port, "world_size": world_size, "timeout_s": timeout_s}
+        info = {
+            "host": address,
+            "port": store.port,
+            "world_size": world_size,
+            "timeout_s": timeout_s,
+            "trainer": TRAINER,
+        }
         with ThreadPoolExecutor(1) as pool:  # both sides must enter the rendezvous
             reply = pool.submit(
                 self.post, "/init_weight_transfer_engine", {"init_info": info}, timeout_s + CONTROL_TIMEOUT_S
@@ -470,7 +479,9 @@ class VLLMClient:
         """The least busy server with room for a group; None has to be waited for."""
         ready = [server for server in self.servers if server.is_ready]
         if not ready and time.monotonic() > self._alone_s + self.config.server_timeout:
-            raise ServerError(f"no rollout server is left: {self._last_loss}")
+            raise ServerError(
+                f"no rollout server is left: {self._last_loss}; start one, and go on with --resume_from_checkpoint auto"
+            )
         server = min(ready, key=lambda server: server.in_flight, default=None)
         has_room = server and server.in_flight < self.config.max_concurrent_requests and not self._is_held
         return server if has_room else None

@@ -8,11 +8,9 @@ What this file adds to vLLM:
   * `AccessGuard`, which opens only the routes the trainer uses and asks for a token off loopback.
 """
 
-import ctypes
 import hmac
 import ipaddress
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -24,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,13 +35,15 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from utils import TransferGroup
+from utils import TransferGroup, die_with
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 BACKEND = "grpo"
 PREFETCH = 3  # buckets received ahead of the one being loaded
+JOIN_TIMEOUT_S = 10
+STOP_TIMEOUT_S = 20  # for a server that was told to end
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 
 OPEN_ROUTES = frozenset({"/health"})
@@ -60,6 +61,7 @@ class TransferInit(WeightTransferInitInfo):
     port: int
     world_size: int
     timeout_s: float
+    trainer: str
 
 
 @dataclass
@@ -77,15 +79,24 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
     init_info_cls = TransferInit
     update_info_cls = Stream
     group: TransferGroup | None = None
+    trainer = ""
     reloading = False
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Join the trainer's transfer group; a group left by an earlier trainer is dropped."""
+        """Join the trainer's transfer group; a group left by an earlier trainer is dropped.
+
+        Raises:
+            RuntimeError: the earlier trainer is still there.
+        """
+        if self.group is not None and self.trainer != init_info.trainer and self.group.trainer_lives():
+            raise RuntimeError("another trainer uses this server: one at a time")
         self.shutdown()
+        self.trainer = init_info.trainer
         config = self.parallel_config
         worker = config.data_parallel_index * config.world_size + config.rank
-        timeout = timedelta(seconds=init_info.timeout_s)
-        store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
+        # it is there before it is told of: a trainer that is gone meanwhile does not keep the server waiting
+        store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+        store.set_timeout(timedelta(seconds=init_info.timeout_s))
         self.group = TransferGroup(store, 1 + worker, init_info.world_size, self.device, init_info.timeout_s)
 
     def start_weight_update(self) -> None:
@@ -215,13 +226,15 @@ def is_loopback(host: str) -> bool:
 
 
 def server_argv(argv: list[str]) -> list[str]:
-    """vLLM's command line for a rollout server: our defaults first, so that the user's options win."""
-    defaults = [
-        "--host", "127.0.0.1",
-        "--generation-config", "vllm",  # the model's own sampling defaults would silently change the policy
-        "--logprobs-mode", "processed_logprobs",  # log-probs after temperature, as the trainer computes them
-        "--uvicorn-log-level", "warning",
-    ]  # fmt: skip
+    """vLLM's command line for a rollout server: our defaults where the user gives no other value."""
+    defaults = {
+        "--host": "127.0.0.1",
+        "--generation-config": "vllm",  # the model's own sampling defaults would silently change the policy
+        "--logprobs-mode": "processed_logprobs",  # log-probs after temperature, as the trainer computes them
+        "--uvicorn-log-level": "warning",
+    }
+    given = {word.partition("=")[0] for word in argv}
+    ours = chain.from_iterable(item for item in defaults.items() if item[0] not in given)
     required = [
         "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
         "--weight-transfer-config", json.dumps({"backend": BACKEND}),
@@ -229,30 +242,32 @@ def server_argv(argv: list[str]) -> list[str]:
         "--middleware", "vllm_server.AccessGuard",
         "--allowed-media-domains", "none.invalid",  # images come as data URIs: the server fetches nothing
     ]  # fmt: skip
-    return [*defaults, *argv, *required]
+    return [*ours, *argv, *required]
 
 
 def supervise(argv: list[str]) -> int:
     """Run the server in a process of its own, and start it again when it dies; returns its status after a signal.
 
-    One that ends by itself, with an error, three times in a row within a minute cannot serve at all.
+    One that ends by itself, with an error, three times within a minute of its start cannot serve at all. One that does
+    not end `STOP_TIMEOUT_S` after a signal, or on a second one, is killed.
     """
-    stopped_by = 0
+    stopped_by = status = 0
 
     def stop(number: int, _: object) -> None:
         nonlocal stopped_by
-        kind = signal.SIGKILL if stopped_by else number  # told twice
+        kind = signal.SIGKILL if stopped_by else number
         stopped_by = number
+        signal.alarm(STOP_TIMEOUT_S)
         with suppress(ProcessLookupError):  # it is about to be started again
             os.killpg(server.pid, kind)
 
-    num_early = status = 0
+    num_early = 0
     while not stopped_by:
         started_s = time.monotonic()
         server = subprocess.Popen(
             [sys.executable, __file__, *argv], start_new_session=True, preexec_fn=partial(die_with, os.getpid())
         )
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
             signal.signal(number, stop)
         status = server.wait()
         with suppress(ProcessLookupError):
@@ -265,19 +280,8 @@ def supervise(argv: list[str]) -> int:
     return status
 
 
-def die_with(parent: int) -> None:
-    """Let the kernel end this process with the one that started it (Linux), however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it has ended already
-            os._exit(1)
-
-
 if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
-    starter = multiprocessing.parent_process()
-    assert starter is not None
-    assert starter.pid is not None
-    die_with(starter.pid)
+    die_with(os.getppid())
 
 
 def main(argv: list[str]) -> None:

@@ -18,10 +18,12 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -144,7 +146,8 @@ def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[b
         value = function(**arguments)
         return True, asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
     except BaseException as error:  # whatever user code raises, SystemExit too
-        return False, f"raised {type(error).__name__}: {error}"
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return False, f"raised {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
 class _ByReference(pickle.Pickler):

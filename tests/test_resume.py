@@ -115,6 +115,32 @@ def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path):
     assert read_state(tmp_path / "run" / "checkpoint-4")["saved_s"] > later
 
 
+def test_two_runs_in_one_folder(start, tmp_path):
+    """The second is refused, and no torchrun that is killed leaves the first behind."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port())]
+    command += [str(ROOT / "train.py"), *start("--max_steps", 500)]
+    run = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
+    assert run.stdout
+    for line in run.stdout:
+        if line.startswith("step 2/"):
+            break
+    ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
+    with pytest.raises(ValueError, match=rf"{tmp_path / 'run'} has another run in it, process ({'|'.join(ranks)})"):
+        main(parse_args(start()))
+    run.kill()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    main(parse_args(start("--max_steps", 1)))
+
+
+def test_a_folder_that_cannot_be_written(start, tmp_path):
+    (tmp_path / "run").write_text("")
+    with pytest.raises(ValueError, match=r"run cannot be written: File exists"):
+        main(parse_args(start()))
+
+
 def test_lines_end_where_json_says(tmp_path):
     """A completion may hold what str.splitlines() takes for the end of a line."""
     path = tmp_path / "completions.jsonl"
@@ -135,7 +161,7 @@ def test_a_cut_off_line_is_dropped(start, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume_from_checkpoint", "/nowhere"], "resume_from_checkpoint=/nowhere: no checkpoint"),
+        (["--resume_from_checkpoint", "/nowhere"], "resume_from_checkpoint=/nowhere: no such folder"),
         (["--resume_from_checkpoint", "auto", "--seed", 7], "was trained with seed=42, not 7"),
         (["--resume_from_checkpoint", "auto", "--learning_rate", 1], "was trained with learning_rate=0.01, not 1"),
     ],

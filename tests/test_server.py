@@ -316,6 +316,28 @@ def test_only_the_trainers_routes_are_open(servers):
             assert requests.request(method, servers["tied"] + path, json={}, timeout=10).status_code == 404, path
 
 
+def test_one_trainer_at_a_time(models, servers):
+    """A second one is refused before it changes anything; the server is free when the first has left, or died."""
+    script = (
+        f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
+        "import os, torch\nfrom test_server import make_config\nfrom vllm_client import VLLMClient\n"
+        f"client = VLLMClient(make_config({models['tied']!r}, {servers['tied']!r}))\n"
+        "client.connect(torch.device('cpu'))\nprint('connected', flush=True)\ninput()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENV
+    ) as other:
+        assert other.stdout
+        assert other.stdout.readline() == "connected\n"
+        client = VLLMClient(make_config(models["tied"], servers["tied"]))
+        with pytest.raises(ServerError, match="another trainer uses this server: one at a time"):
+            client.connect(torch.device("cpu"))
+        other.kill()
+    client.connect(torch.device("cpu"))
+    client.connect(torch.device("cpu"))  # it may come again
+    client.close()
+
+
 TRAINERS = ("/v1/models", "/get_world_size", "/pause", "/resume", "/update_weights", "/start_weight_update",
             "/inference/v1/generate", "/metrics", "/weight_checker", "/init_weight_transfer_engine")  # fmt: skip
 TRICKS = (
@@ -423,6 +445,18 @@ def test_restart_and_orphans(models, tmp_path):
         second = processes_of(supervisor)
         os.kill(supervisor, signal.SIGKILL)
         assert not survivors(second)
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_end_is_killed(models, tmp_path):
+    """About a minute: stopped (SIGSTOP), it hears no other signal."""
+    with server(models["tied"], tmp_path / "log", "--restart") as started:
+        started.wait()
+        for process in processes_of(started.process.pid) - {started.process.pid}:
+            os.kill(process, signal.SIGSTOP)
+        started.process.terminate()
+        started.process.wait(40)
+        assert not survivors(processes_of(started.process.pid))
 
 
 def test_a_reachable_host_needs_a_token(models):
