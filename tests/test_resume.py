@@ -44,6 +44,15 @@ def assert_identical(one, two):
         assert torch.equal(weight, two[name]), name
 
 
+def run(ranks, command):
+    """In this process where one rank is enough, else under torchrun."""
+    if ranks == 1:
+        main(parse_args(command))
+        return
+    done = torchrun(ranks, ROOT / "train.py", *command)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 KINDS: dict[str, tuple[int, list]] = {
     "plain": (1, []),
     "ddp": (2, ["--num_minibatches", 2, "--warmup_ratio", 0.5]),
@@ -57,8 +66,7 @@ KINDS: dict[str, tuple[int, list]] = {
 def test_a_resumed_run_is_the_same_bit_for_bit(start, tmp_path, kind):
     """Four steps at once, and the last two of them again, from the checkpoint, in other processes."""
     ranks, options = KINDS[kind]
-    done = torchrun(ranks, ROOT / "train.py", *start(*options, "--save_steps", 2))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(ranks, start(*options, "--save_steps", 2))
     whole = {name: read(tmp_path, name) for name in ("metrics", "completions")}
     expected = weights(tmp_path / "run")
     middle = tmp_path / "run" / "checkpoint-2"
@@ -74,14 +82,10 @@ def test_a_resumed_run_is_the_same_bit_for_bit(start, tmp_path, kind):
 
 def test_another_number_of_ranks_goes_on(start, tmp_path):
     """FSDP2's shards of two ranks, loaded by one under DDP: the run of one rank, to the rounding of other sums."""
-    done = torchrun(1, ROOT / "train.py", *start())
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(1, start())
     expected = weights(tmp_path / "run")
-    done = torchrun(2, ROOT / "train.py", *start("--use_fsdp", "true", "--save_steps", 2))
-    assert done.returncode == 0, done.stderr[-3000:]
-    flags = ["--use_fsdp", "false", "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2"]
-    done = torchrun(1, ROOT / "train.py", *start(*flags))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(2, start("--use_fsdp", "true", "--save_steps", 2))
+    run(1, start("--use_fsdp", "false", "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2"))
     for name, weight in weights(tmp_path / "run").items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
 
@@ -338,23 +342,22 @@ def test_a_signal_saves_and_ends(start, tmp_path, ranks, number):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
     command += ["--master_port", str(free_port())]
     command = command if ranks > 1 else [sys.executable]
-    run = subprocess.Popen(
+    process = subprocess.Popen(
         [*command, str(ROOT / "train.py"), *start("--max_steps", 20)], cwd=ROOT, env=ENV, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    assert run.stdout
-    for line in run.stdout:
+    assert process.stdout
+    for line in process.stdout:
         if line.startswith("step 2/20"):
-            run.send_signal(number)
+            process.send_signal(number)
             break
-    output = run.stdout.read()
-    assert run.wait(30) == 0 or ranks > 1, output  # torchrun calls every signal a failure
+    output = process.stdout.read()
+    assert process.wait(30) == 0 or ranks > 1, output  # torchrun calls every signal a failure
     assert f"{number.name}: saving the last whole step" in output
     assert "Traceback" not in output.replace('Traceback (most recent call last):\n  File "<frozen runpy>', "")
     (saved,) = {path.name for path in (tmp_path / "run").glob("checkpoint-*")} - {"checkpoint-20"}
     assert 2 <= int(saved.removeprefix("checkpoint-")) <= 19
-    done = torchrun(ranks, ROOT / "train.py", *start("--max_steps", 20, "--resume_from_checkpoint", "auto"))
-    assert done.returncode == 0, done.stderr[-3000:]
+    run(ranks, start("--max_steps", 20, "--resume_from_checkpoint", "auto"))
     if ranks == 1:
         assert_identical(weights(tmp_path / "run", 20), expected)
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(120))
