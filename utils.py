@@ -272,7 +272,7 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Checkpoints, metrics, order
+# Checkpoints
 
 
 # What a run that goes on may do otherwise than the one that wrote its checkpoint: nothing that its mathematics sees,
@@ -286,28 +286,6 @@ MAY_CHANGE = frozenset({
     "share_prefix",  # a run turns it off where the model is refused
 })  # fmt: skip
 TRAINER = "trainer"  # what a checkpoint has beside the model: the optimizer's shards and state.pt
-
-
-def locked(folder: Path) -> IO[str]:
-    """Make a folder this process's own, until the file that is returned is closed, or the process ends.
-
-    Raises:
-        ValueError: it cannot be written, or another process has it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+")
-    except OSError as error:
-        raise UserError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise UserError(f"output_dir={folder} has another run in it, process {file.read()}: end it first") from None
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
@@ -539,6 +517,10 @@ def _remove(path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Metrics, logs, order
+
+
 class TokenSums:
     """Sums and maxima over tokens, collected on every rank and reduced once per step."""
 
@@ -684,6 +666,41 @@ def _cut_lines(path: Path, step: int | None) -> None:
     part.rename(path)
 
 
+class Ended:
+    """A set of ids that come to an end about in order: all those below `first`, and a few more."""
+
+    def __init__(self, state: Sequence[int] = ()):
+        self.first, *above = state or [0]
+        self._above = set(above)
+
+    def add(self, numbers: Iterable[int]) -> None:
+        """These ended, too."""
+        self._above.update(numbers)
+        while self.first in self._above:
+            self._above.remove(self.first)
+            self.first += 1
+
+    def __contains__(self, number: int) -> bool:
+        return number < self.first or number in self._above
+
+    def state(self) -> list[int]:
+        """For another one to begin with."""
+        return [self.first, *sorted(self._above)]
+
+
+def epochs(num_items: int, seed: int) -> Iterator[int]:
+    """Endless item indices: each epoch is a fresh seeded permutation, so every item comes once per epoch."""
+    epoch = 0
+    while True:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        yield from torch.randperm(num_items, generator=generator).tolist()
+        epoch += 1
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Threads, signals, the process
+
+
 def in_threads(
     function: Callable[[Any], Any], items: Iterable[Any], num_threads: int, meanwhile: Callable[[], None] = lambda: None
 ) -> list[Any]:
@@ -742,6 +759,32 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def locked(folder: Path) -> IO[str]:
+    """Make a folder this process's own, until the file that is returned is closed, or the process ends.
+
+    Raises:
+        ValueError: it cannot be written, or another process has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+")
+    except OSError as error:
+        raise UserError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        raise UserError(f"output_dir={folder} has another run in it, process {file.read()}: end it first") from None
+    except OSError as error:  # a file system without locks
+        print(
+            f"output_dir={folder} cannot be locked ({error.strerror}): see to it that no other run has it", flush=True
+        )
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
 
 
 def die_with(parent: int) -> None:
@@ -804,34 +847,3 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-class Ended:
-    """Numbers that came to an end, in any order: all those below `first`, and a few more."""
-
-    def __init__(self, state: Sequence[int] = ()):
-        self.first, *above = state or [0]
-        self._above = set(above)
-
-    def add(self, numbers: Iterable[int]) -> None:
-        """These ended, too."""
-        self._above.update(numbers)
-        while self.first in self._above:
-            self._above.remove(self.first)
-            self.first += 1
-
-    def __contains__(self, number: int) -> bool:
-        return number < self.first or number in self._above
-
-    def state(self) -> list[int]:
-        """For another one to begin with."""
-        return [self.first, *sorted(self._above)]
-
-
-def epochs(num_items: int, seed: int) -> Iterator[int]:
-    """Endless item indices: each epoch is a fresh seeded permutation, so every item comes once per epoch."""
-    epoch = 0
-    while True:
-        generator = torch.Generator().manual_seed(seed + epoch)
-        yield from torch.randperm(num_items, generator=generator).tolist()
-        epoch += 1
