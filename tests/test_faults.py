@@ -97,8 +97,23 @@ def test_when_none_comes_back_the_run_ends_with_a_checkpoint(models, recipe, tmp
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
 
 
-def test_a_server_that_computes_something_else_stays_out(models, recipe, tmp_path, capsys):
-    """Its log-probs after the sync are not the trainer's, as one weight is broken on the way."""
+def broken(server):
+    """One weight is lost on the way."""
+    server.versions[server.version]["model.norm.weight"] *= -3
+
+
+def mislabelled(server):
+    """The weights are right, and it says that they are those before."""
+    server.versions["0"] = server.versions[server.version]
+    server.version = "0"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [(broken, "and the trainer differ by"), (mislabelled, "answers with other weights than it was sent")],
+)
+def test_a_server_that_is_not_the_policy_stays_out(models, recipe, tmp_path, capsys, spoil, reason):
+    """Compared after the sync, on a probe."""
     with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
         gone: list[str] = []
 
@@ -107,13 +122,13 @@ def test_a_server_that_computes_something_else_stays_out(models, recipe, tmp_pat
                 gone.append(path)
                 two.version = "default"
             if gone and path == "/resume":
-                two.versions[two.version]["model.norm.weight"] *= -3
+                spoil(two)
 
         two.fault = ill
         main(parse_args([recipe(one, two), "--max_steps", "8"]))
     output = capsys.readouterr().out
     assert f"{two.url} is left out until it answers again" in output
-    assert "answers again, but stays left out: and the trainer differ by" in output
+    assert f"answers again, but stays left out: {reason}" in output
     assert f"{two.url} is back" not in output
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +22,7 @@ import train
 import vllm_client
 from config import parse_args
 from train import main
-from utils import Ended, _cut_lines, find_checkpoint, read_state, saved_in
+from utils import Ended, _cut_lines, _remove, find_checkpoint, read_state, saved_in
 
 
 @pytest.fixture
@@ -412,6 +413,15 @@ def test_dropped_groups_do_not_come_again(start, tmp_path, monkeypatch):
     )
     assert any(row["step"] <= 2 for row in read(tmp_path, "dropped"))
     assert sorted([*trained, *dropped]) == list(range(len(trained) + len(dropped)))
+
+
+def test_removal_leaves_nothing_half_under_the_name(tmp_path, monkeypatch):
+    """Whatever interrupts it."""
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+    _remove(folder)
+    assert not folder.exists()
 
 
 def test_ended_numbers():

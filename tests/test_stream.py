@@ -156,6 +156,17 @@ def test_errors_of_sampling_and_scoring_reach_the_trainer():
         other.run()
 
 
+def test_between_ready_groups_there_is_time_for_other_things():
+    """A signal is noticed before each group, also where none is waited for."""
+    trainer, calls = Trainer(0, max_staleness=0), []
+    trainer.stream.open(0)
+    while trainer.stream.report()[0]["queue/ready"] < BATCH:
+        time.sleep(0.01)
+    list(trainer.stream.take(0, lambda: calls.append(0)))
+    assert len(calls) >= BATCH
+    trainer.stream.close()
+
+
 def test_draining_waits_and_holds():
     """The block begins when what is sampled has ended, and nothing begins before its end."""
     config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_concurrent_requests=2)
