@@ -518,9 +518,11 @@ class VLLMClient:
     def _recover(self, server: Server, num_lost: int) -> None:
         """Ask a lost server, until it serves, or is lost anew, whether it can take the weights."""
         server.abort()  # what it has in flight goes to others, where it still listens: it may stand paused in an update
-        while server.num_lost == num_lost and not (server.is_ready or self._is_closed.wait(PROBE_S)):
+        while server.num_lost == num_lost and not server.is_ready:
             if not server.answers_again and time.monotonic() >= server.retry_s and server.answers():
                 server.answers_again = self._reopened(server)
+            if self._is_closed.wait(PROBE_S):
+                return
 
     @property
     def returned(self) -> list[Server]:

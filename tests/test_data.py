@@ -161,14 +161,6 @@ def test_batch_metrics():
     }
 
 
-def test_a_batch_without_any_reward_is_refused():
-    groups = make_groups()
-    for group in groups:
-        group.rewards, group.reward = [[None], [None]], [math.nan] * 2
-    with pytest.raises(ValueError, match="no reward function gave any completion of this batch a number"):
-        batch_metrics(groups, 5, make_config(reward_funcs=[only_first]))
-
-
 def wants_anser(completions, anser, **_):
     return [0.0] * len(completions)
 
@@ -257,7 +249,7 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     assert scorer.num_failed == 1
     (line,) = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
     assert json.loads(line) == {
-        "error": "reward raises on dataset row 7 raised KeyError: 'gold'",
+        "error": "reward raises on dataset row 7 raised KeyError: 'gold' (some_rewards.py:17)",
         "prompt": "1+1=", "completions": ["2", "3"], "columns": {"answer": "2"},
     }  # fmt: skip
     scorer.close()
@@ -274,7 +266,10 @@ def test_a_hanging_reward_is_replaced(tmp_path):
 
 def test_a_reward_that_only_fails_ends_the_run(tmp_path):
     config = make_config(reward_funcs=[raises], batch_size=4, output_dir=str(tmp_path))
-    with pytest.raises(ValueError, match="reward raises on dataset row 7 raised KeyError: 'gold'; so did its last 4"):
+    with pytest.raises(
+        ValueError,
+        match="reward raises on dataset row 7 raised KeyError: 'gold' .*; so did its last 4",
+    ):
         score([*make_groups(), *make_groups()], config)
 
 
