@@ -644,7 +644,6 @@ class Rollouts:
         """Check and load everything rank 0 needs; returns the number of steps, and an example of its images."""
         config = self.config
         print(describe(config))
-        self.lock = locked(Path(config.output_dir))
         self.processor = processor = load_processor(config)
         model_config, _ = load_model_config(config)
         self.client = VLLMClient(config, processor, placeholder_ids(model_config))
@@ -902,9 +901,8 @@ class Rollouts:
         yield from ()
 
     def close(self) -> None:
-        """Leave the servers and the folder."""
+        """Leave the servers."""
         if is_main():
-            self.lock.close()
             self.stream.close()
             self.scorer.close()
             self.client.close()
@@ -1020,6 +1018,7 @@ def main(config: TrainConfig) -> None:
     resumed = read_state(checkpoint) if checkpoint else None
     with (
         process_group(config.collective_timeout) as device,
+        locked(Path(config.output_dir)),
         closing(Rollouts(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):

@@ -20,7 +20,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -761,30 +761,33 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def locked(folder: Path) -> IO[str]:
-    """Make a folder this process's own, until the file that is returned is closed, or the process ends.
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder, and this run's own while the block, or the process, lasts. Rank 0's.
 
     Raises:
         ValueError: it cannot be written, or another process has it.
     """
+    if not is_main():
+        yield
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "lock").open("a+")
     except OSError as error:
         raise UserError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.seek(0)
-        raise UserError(f"output_dir={folder} has another run in it, process {file.read()}: end it first") from None
-    except OSError as error:  # a file system without locks
-        print(
-            f"output_dir={folder} cannot be locked ({error.strerror}): see to it that no other run has it", flush=True
-        )
-    file.truncate(0)
-    file.write(str(os.getpid()))
-    file.flush()
-    return file
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"output_dir={folder} has another run in it, process {file.read()}: end it first") from None
+        except OSError as error:  # a file system without locks
+            print(f"output_dir={folder} cannot be locked ({error.strerror}): keep other runs out of it", flush=True)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield
 
 
 def die_with(parent: int) -> None:
