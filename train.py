@@ -633,7 +633,6 @@ class Rollouts:
         self.config, self.device = config, device
         self.stop = threading.Event()  # set, it ends `batch` and `evaluate`
         self.failure: Exception | None = None  # what ended `batch`, on rank 0
-        self.is_verified = False  # that the servers compute what the trainer does: nothing is sampled before
         self.samples: list[dict[str, Any]] = []  # of the last batch, as are the groups dropped before it
         self.dropped: list[dict[str, Any]] = []
         self.processor: Any = None  # of the model; rank 0's
@@ -784,7 +783,7 @@ class Rollouts:
         self.policy = policy
         with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
             returned = self._send(version)
-            if is_main() and self.is_verified:
+            if is_main():
                 self.stream.open(version)
         self._admit(returned, version)
 
@@ -854,19 +853,18 @@ class Rollouts:
         Raises:
             ServerError: the mean |difference| exceeds `max_logprob_mismatch`.
         """
+        self.policy = policy
         if is_main():
             self.client.clear_weights()
-        self.publish(policy, version)
-        for url, reason in zip(
-            self.config.vllm_urls, self._refusals(self.client.servers if is_main() else [], version), strict=True
-        ):
+        self._send(version)
+        reasons = self._refusals(self.client.servers if is_main() else [], version)
+        for url, reason in zip(self.config.vllm_urls, reasons, strict=True):
             if reason:
                 raise ServerError(f"{url} {reason}")
         if is_main():
             self.client.idle_seconds()  # the metrics' clocks start here
             self.reported_s = time.monotonic()
-            self.is_verified = True
-            self.stream.open(version)
+            self.stream.open(version)  # nothing is sampled before
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1.

@@ -185,6 +185,11 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
+def api_token() -> str:
+    """What servers and trainer share, of `VLLM_API_KEY`; a line's end is none of it. Empty where there is none."""
+    return os.environ.get("VLLM_API_KEY", "").strip()
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Weights in checkpoint form
 
@@ -296,11 +301,11 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """
     if (wanted := config.resume_from_checkpoint) is None:
         return None
-    folders = saved_in(Path(config.output_dir)) if wanted == "auto" else {0: Path(wanted)}
-    whole = [path for path in folders.values() if (path / TRAINER / "state.pt").is_file()]
-    if not whole and wanted != "auto":
-        lack = "has no trainer/state.pt: no run can go on from it" if Path(wanted).exists() else "no such folder"
+    path = Path(wanted)
+    if wanted != "auto" and not (path / TRAINER / "state.pt").is_file():
+        lack = "has no trainer/state.pt: no run can go on from it" if path.exists() else "no such folder"
         raise UserError(f"resume_from_checkpoint={wanted}: {lack}")
+    whole = saved_in(Path(config.output_dir)).values() if wanted == "auto" else [path]
     newest = max(whole, key=lambda path: read_state(path)["saved_s"], default=None)
     before = json.loads((newest / TRAINER / "config.json").read_text()) if newest else {}
     for name, value in json.loads(json.dumps(to_json(config))).items():

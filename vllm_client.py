@@ -34,7 +34,7 @@ from torch.distributed import TCPStore
 
 from config import TrainConfig, UserError, is_data_file
 from recipes.workers import CallError, CallPool
-from utils import TransferGroup, address_towards, buckets, in_threads
+from utils import TransferGroup, address_towards, api_token, buckets, in_threads
 
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 PROBE_S = 1.0  # between questions to a lost server
@@ -305,7 +305,7 @@ class Server:
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
             self._local.session.trust_env = False  # no proxy between trainer and server
-            if token := os.environ.get("VLLM_API_KEY", "").strip():  # a file's last line ends with \n
+            if token := api_token():
                 self._local.session.headers["Authorization"] = f"Bearer {token}"
         return self._local.session
 
@@ -403,7 +403,7 @@ class VLLMClient:
     def __init__(self, config: TrainConfig, processor: Any = None, forbidden: Sequence[int] = ()):
         self.config = config
         self.processor = processor
-        if not os.environ.get("VLLM_API_KEY", "").isascii():
+        if not api_token().isascii():
             raise UserError("VLLM_API_KEY has other characters than ASCII: no header can carry it")
         limits = (config.request_timeout, config.request_retries)
         self.servers = [Server(url, *limits, tokenizer_of(processor), forbidden) for url in config.vllm_urls]

@@ -35,7 +35,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-from utils import TransferGroup, die_with
+from utils import TransferGroup, api_token, die_with
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -186,7 +186,7 @@ class AccessGuard:
 
     def __init__(self, app: "ASGIApp") -> None:
         self.app = app
-        self.token = os.environ.get("VLLM_API_KEY", "").strip()
+        self.token = api_token()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Pass the request on, or answer it here."""
@@ -309,7 +309,7 @@ def main(argv: list[str]) -> None:
             sys.exit("--api-key: one token, which the trainer has as VLLM_API_KEY")
         os.environ["VLLM_API_KEY"] = args.api_key[0]
         args.api_key = None  # the log would show it
-    if not is_loopback(args.host) and not os.environ.get("VLLM_API_KEY"):
+    if not is_loopback(args.host) and not api_token():
         sys.exit(
             f"--host {args.host} is reachable from outside: set VLLM_API_KEY (or --api-key) here and at the trainer"
         )

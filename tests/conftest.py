@@ -7,7 +7,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from helpers import make_model, server
+from helpers import RECIPE, make_model, server
 
 
 def pytest_collection_modifyitems(items):
@@ -30,3 +30,16 @@ def servers(models, tmp_path_factory):
     with ExitStack() as stack:
         started = {kind: stack.enter_context(server(path, folder / f"{kind}.log")) for kind, path in models.items()}
         yield {kind: process.wait() for kind, process in started.items()}
+
+
+@pytest.fixture
+def recipe(models, tmp_path):
+    """Writes a short run against fake servers; returns its path."""
+
+    def write(*servers):
+        path = tmp_path / f"recipe_{tmp_path.name}.py"
+        urls = [server.url for server in servers]
+        path.write_text(RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run")))
+        return str(path)
+
+    return write

@@ -1,6 +1,8 @@
 """Tiny models, real servers and ranks for the tests."""
 
+import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -75,3 +77,31 @@ def torchrun(num_ranks, *arguments, timeout_s=300, env=(), cwd=ROOT):
     return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout_s, env={**ENV, **dict(env)}, cwd=cwd, check=False
     )
+
+
+RECIPE = """
+from config import TrainConfig
+def rows(): return [{{"prompt": f"{{i}}+{{i}}="}} for i in range(40)]
+def mean_id(completion_ids, **_): return [sum(ids) / len(ids) / 50 for ids in completion_ids]
+config = TrainConfig(
+    model_id={model!r}, vllm_urls={urls!r}, dataset_id=rows, reward_funcs=[mean_id], max_completion_len=12,
+    batch_size=6, num_generations=4, max_steps=3, learning_rate=1e-2, output_dir={output!r}, max_staleness=0,
+    reward_workers=1,
+)
+"""
+
+
+def said(prompt_ids, number):
+    """A completion of 1 to 9 tokens that depends on nothing but prompt and number."""
+    rng = random.Random(1000 * sum(prompt_ids) + number)
+    return [rng.randrange(5, 90) for _ in range(rng.randrange(1, 10))]
+
+
+def answer_in(seconds):
+    """Answers with `said`, in about `seconds`, from a tenth to twice."""
+    rng = random.Random(0)
+    return lambda prompt_ids, number: (said(prompt_ids, number), seconds * rng.uniform(0.1, 2))
+
+
+def read(folder, name):
+    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]

@@ -12,25 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import ENV, ROOT, free_port
+from helpers import ENV, RECIPE, ROOT, answer_in, free_port, read, said
 from safetensors.torch import load_file
-from test_stream import RECIPE, answer_in, read, said
 
 import train
 from config import parse_args
 from train import main
 from vllm_client import ServerError
-
-
-@pytest.fixture
-def recipe(models, tmp_path):
-    def write(*servers):
-        path = tmp_path / f"recipe_{tmp_path.name}.py"
-        urls = [server.url for server in servers]
-        path.write_text(RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run")))
-        return str(path)
-
-    return write
 
 
 def asked(server, path="/inference/v1/generate"):

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import ENV, ROOT, free_port, torchrun
+from helpers import ENV, RECIPE, ROOT, answer_in, free_port, read, torchrun
 from safetensors.torch import load_file
-from test_stream import RECIPE, answer_in, read
 from transformers import PreTrainedModel
 
 import train

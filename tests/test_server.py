@@ -459,9 +459,11 @@ def test_a_server_that_does_not_end_is_killed(models, tmp_path):
         assert not survivors(processes_of(started.process.pid))
 
 
-def test_a_reachable_host_needs_a_token(models):
+@pytest.mark.parametrize("token", [None, " \n"])
+def test_a_reachable_host_needs_a_token(models, token):
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", models["tied"], "--host", "0.0.0.0"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
+    env = {**ENV, "VLLM_API_KEY": token} if token else ENV
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, check=False)
     assert done.returncode != 0
     assert "set VLLM_API_KEY" in done.stderr
 

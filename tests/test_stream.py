@@ -1,7 +1,6 @@
 """Asynchronous rollouts: the bound on staleness, every group once, updates in flight, filters; latencies are ours."""
 
 import itertools
-import json
 import math
 import random
 import threading
@@ -10,7 +9,7 @@ import time
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import ROOT, torchrun
+from helpers import ROOT, answer_in, read, said, torchrun
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -203,44 +202,6 @@ def test_draining_waits_and_holds():
 
 
 # -- the whole trainer against a server whose latencies are under control --------------------------------------------
-
-RECIPE = """
-from config import TrainConfig
-def rows(): return [{{"prompt": f"{{i}}+{{i}}="}} for i in range(40)]
-def mean_id(completion_ids, **_): return [sum(ids) / len(ids) / 50 for ids in completion_ids]
-config = TrainConfig(
-    model_id={model!r}, vllm_urls={urls!r}, dataset_id=rows, reward_funcs=[mean_id], max_completion_len=12,
-    batch_size=6, num_generations=4, max_steps=3, learning_rate=1e-2, output_dir={output!r}, max_staleness=0,
-    reward_workers=1,
-)
-"""
-
-
-def said(prompt_ids, number):
-    """A completion of 1 to 9 tokens that depends on nothing but prompt and number."""
-    rng = random.Random(1000 * sum(prompt_ids) + number)
-    return [rng.randrange(5, 90) for _ in range(rng.randrange(1, 10))]
-
-
-def answer_in(seconds):
-    """Answers with `said`, in about `seconds`, from a tenth to twice."""
-    rng = random.Random(0)
-    return lambda prompt_ids, number: (said(prompt_ids, number), seconds * rng.uniform(0.1, 2))
-
-
-@pytest.fixture
-def recipe(models, tmp_path):
-    def write(*servers):
-        path = tmp_path / f"recipe_{tmp_path.name}.py"
-        urls = [server.url for server in servers]
-        path.write_text(RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run")))
-        return str(path)
-
-    return write
-
-
-def read(folder, name):
-    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
 
 
 def plain_loop(model_id, tokenizer_ids):
