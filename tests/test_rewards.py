@@ -2,7 +2,17 @@
 
 import pytest
 
-from recipes.rewards import countdown, math_answer
+from recipes.rewards import (
+    CosineReward,
+    OverlongPenalty,
+    boxed_exact,
+    countdown,
+    exact_match,
+    format_reward,
+    last_boxed,
+    math_answer,
+    sympy_equal,
+)
 from recipes.workers import CallPool
 
 BOMBS = [
@@ -69,3 +79,90 @@ def test_countdown_is_exact():
     """6 / (1 - 3/4) is 24 in fractions; in floats 1/3 * 3 and the like need not be whole. One number may come twice."""
     assert countdown(["6/(1-3/4)", "(5-1/5)*5"], nums=[[1, 3, 4, 6], [5, 5, 1, 5]], target=[24, 24]) == [1.0, 1.0]
     assert countdown(["(5-1/5)*5"], nums=[[5, 5, 5, 5]], target=[24]) == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"so \boxed{4}", "4"),
+        (r"\boxed{1} and then \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\fbox{3}", "3"),
+        (r"$\boxed 5$", "5"),
+        (r"\boxed{1} \boxed{2", None),
+        ("4", None),
+        ("", None),
+        (r"\boxed", None),
+        (r"\boxed{}", ""),
+    ],
+)
+def test_last_boxed(text, boxed):
+    assert last_boxed(text) == boxed
+
+
+SAME = [
+    (r"\dfrac12", "1/2"), (r"\frac{1}{2}", "0.5"), (r"\sqrt3", r"\sqrt{3}"), ("x = 5", "5"), ("1,000", "1000"),
+    (r"50\%", "50"),    (r"90^\circ", "90"), (".5", r"\tfrac{1}{2}"), (r"\left( 1, 2 \right)", "(1,2)"), (r"5 \text{ cm}", "5"),
+    (r"\$12", "12"), (r"\text{Monday}", "Monday"), (r"\frac1{72}", r"\frac{1}{72}"), ("x+1.", "x + 1"), (r"3\!\!,000", "3,000"),
+]  # fmt: skip
+OTHER = [
+    ("5", "6"),
+    ("(1,2)", "(2,1)"),
+    ("(1,2)", "12"),
+    ("1,2", "12"),
+    (r"\frac{2}{4}", r"\frac{1}{2}"),
+    ("", "5"),
+    ("5.0", "5"),
+]
+
+
+@pytest.mark.parametrize(("given", "wanted", "value"), [(*p, 1) for p in SAME] + [(*p, 0) for p in OTHER])
+def test_boxed_exact(given, wanted, value):
+    assert boxed_exact([rf"thus \boxed{{{given}}}"], [wanted]) == [value]
+
+
+MATHEMATICS = [
+    (r"2\sqrt{2}", r"\sqrt{8}", 1), ("x(x+1)", "x^2+x", 1), (r"(\sqrt{4}, 3)", "(2,3)", 0), ("(1, x+x)", "(1,2x)", 1),
+    ("[0,1)", "[0,1)", 1), ("[0,1]", "[0,1)", 0), ("(0,1)", "[0,1]", 0), (r"\frac{2}{4}", r"\frac{1}{2}", 0),
+    ("4/2", "2", 0), ("2.0", "2", 0), ("1+1", "2", 0), (r"\frac{\pi}{2}", r"0.5\pi", 1), ("(1,2,3)", "(1,2)", 0), ("3,4", "(3,4)", 0),
+    ("10^{10^{10^{10}}}", "x", 0), ("", "2", 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "wanted", "value"), MATHEMATICS + [(*p, 1) for p in SAME])
+def test_sympy_equal(given, wanted, value):
+    assert sympy_equal([rf"thus \boxed{{{given}}}"], [wanted]) == [value]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("<think>a</think><answer>b</answer>", 1),
+        ("\n<think>\na\n</think>\n<answer>\nb\n</answer>\n", 1),
+        ("<think>a</think>b", 0),
+        ("<answer>b</answer><think>a</think>", 0),
+        ("<think>a</think><answer>b</answer> c", 0),
+        ("<think>a</think>c<answer>b</answer>", 0),
+        ("<think><think>a</think><answer>b</answer>", 0),
+        ("<think>a</think><answer>b</answer><answer>b</answer>", 0),
+        ("<think>" * 50_000, 0),
+        ("", 0),
+    ],
+)
+def test_format(text, value):
+    assert format_reward([text]) == [value]
+
+
+def test_length_penalties():
+    """By hand: DAPO's equation 13 with 100 of 300 tokens as the cushion; the cosine at its start, middle and end."""
+    ids = [[0] * length for length in (0, 200, 250, 300, 400)]
+    assert OverlongPenalty(300, 100)(completion_ids=ids) == [0, 0, -0.5, -1, -1]
+    scaled = CosineReward(exact_match, 200, right=(1.0, 0.5), wrong=(-1.0, -0.5))
+    texts, answers = ["a", "a", "a", "b", "b", "b"], ["a"] * 6
+    lengths = [[0] * length for length in (0, 100, 200, 0, 100, 500)]
+    values = scaled(completion_ids=lengths, completions=texts, answer=answers)
+    assert values == pytest.approx([1.0, 0.75, 0.5, -1.0, -0.75, -0.5])
+    pool = CallPool(1)
+    arguments = {"completion_ids": lengths, "completions": texts, "answer": answers}
+    assert pool.call(scaled, arguments, 20) == values
+    pool.close()
