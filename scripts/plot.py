@@ -1,52 +1,130 @@
-"""Plot a run's reward and held-out accuracy, and print where it started and ended.
+"""Plot the metrics of one or several runs.
 
-python scripts/plot.py RUN [-o curve.png]
+    python scripts/plot.py RUN [RUN ...]                               # reward, lengths, entropy, agreement
+    python scripts/plot.py RUN RUN -v reward -v eval/reward -x num_tokens --smooth 20 -o curve.svg
+    python scripts/plot.py info RUN                                    # which metrics there are
+    python scripts/plot.py RUN --remote host                           # a run on another machine, read over ssh
+
+The suffix of `-o` chooses PNG, SVG or PDF.
 """
 
 import argparse
 import json
+import math
+import shlex
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+Rows = list[dict[str, Any]]
+SUMMARY = (
+    ("reward", "eval/reward"),
+    ("completions/mean_length",),
+    ("entropy",),
+    ("sampling/sampling_logp_difference/mean",),
+)
 
-def read_metrics(run: Path) -> list[dict[str, float]]:
-    """The objects of `<run>/metrics.jsonl`, one per step (and step 0 where the run evaluated before it trained)."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+def read_metrics(run: Path, remote: str | None = None) -> Rows:
+    """The objects of `<run>/metrics.jsonl`, one per step (and step 0 where the run evaluated before it trained).
+
+    Raises:
+        SystemExit: there is no such file, here or on the `remote` host.
+    """
+    path = run / "metrics.jsonl"
+    if remote:
+        command = ["ssh", remote, f"cat {shlex.quote(str(path))}"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode:
+            sys.exit(f"error: {remote}:{path} cannot be read: {done.stderr.strip()}")
+        text = done.stdout
+    else:
+        if not path.is_file():
+            sys.exit(f"error: {path} is not there: give a run's output_dir")
+        text = path.read_text()
+    return [json.loads(line) for line in text.split("\n")[:-1]]  # what a running trainer has not ended is left out
 
 
-def plot(rows: list[dict[str, float]], path: Path) -> None:
-    """Sampled reward and held-out value over the steps, as an image file."""
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for name, style in (("reward", "-"), ("eval/accuracy", "o-")):
-        points = [(row["step"], row[name]) for row in rows if name in row]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=name)
-    axes.set(xlabel="step", ylabel="reward")
-    axes.grid(alpha=0.3)
-    axes.legend()
+def metric_names(rows: Rows) -> list[str]:
+    """Every metric that a run has numbers of."""
+    return sorted({name for row in rows for name, value in row.items() if value is not None})
+
+
+def smoothed(values: list[float], window: int) -> list[float]:
+    """The mean of each value and the `window` - 1 before it, or as many as there are."""
+    return [sum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(end - window, 0) : end])]
+
+
+def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> None:
+    """One metric of one run, if it has it; few points, as of an evaluation, are marked."""
+    points = [(row[x], row[name]) for row in rows if row.get(name) is not None and row.get(x) is not None]
+    if points:
+        at, values = map(list, zip(*points, strict=True))
+        axes.plot(at, smoothed(values, window), "o-" if len(points) < len(rows) / 2 else "-", label=label)
+
+
+def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Path) -> None:
+    """The chosen metrics in a panel each, or the summary where none is chosen, as an image file.
+
+    Raises:
+        SystemExit: no run has a metric that was chosen.
+    """
+    present = {name for rows in runs.values() for name in metric_names(rows)}
+    if unknown := [name for name in [*names, x] if name not in present]:
+        sys.exit(f"error: no run has {unknown[0]}; there are {', '.join(sorted(present))}")
+    panels = [(name,) for name in names] or SUMMARY
+    columns = min(len(panels), 2)
+    rows_of_panels = math.ceil(len(panels) / columns)
+    figure, grid = plt.subplots(rows_of_panels, columns, squeeze=False, figsize=(6 * columns, 3.5 * rows_of_panels))
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        for name in panel:
+            for run, rows in runs.items():
+                draw(axes, f"{run} {name}" if len(runs) > 1 else name, rows, name, x, window)
+        axes.set(xlabel=x, ylabel=panel[0])
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize="small")
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-def main() -> None:
+def main(argv: list[str]) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path)
-    parser.add_argument("-o", "--output", type=Path)
-    args = parser.parse_args()
-    rows = read_metrics(args.run)
-    path = args.output or args.run / "reward.png"
-    plot(rows, path)
-    held_out = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]
-    if held_out:
-        print(f"held-out accuracy before: {held_out[0]:.1%}")
-        print(f"held-out accuracy after:  {held_out[-1]:.1%}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's output_dir; `info` before it lists")
+    parser.add_argument("-v", "--metric", action="append", default=[], help="a panel of its own; may be repeated")
+    parser.add_argument("-x", default="step", help="the metric of the horizontal axis")
+    parser.add_argument("--smooth", type=int, default=1, metavar="STEPS", help="mean over so many values")
+    parser.add_argument("-o", "--output", type=Path, help="default: reward.png in the first run, here if it is remote")
+    parser.add_argument("--remote", metavar="HOST", help="where the runs are; as ssh takes it")
+    args = parser.parse_args(argv)
+    only_list = args.runs[0] == Path("info")
+    paths = args.runs[1:] if only_list else args.runs
+    if not paths:
+        parser.error("give a run's output_dir")
+    runs = {str(path): read_metrics(path, args.remote) for path in paths}
+    if only_list:
+        for name, rows in runs.items():
+            print("\n".join([f"{name}: {len(rows)} steps", *(f"  {metric}" for metric in metric_names(rows))]))
+        return
+    path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
+    plot(runs, args.metric, args.x, args.smooth, path)
+    for name, rows in runs.items():
+        held_out = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
+        if held_out:
+            of = f" of {name}" if len(runs) > 1 else ""
+            print(f"held-out accuracy{of} before: {held_out[0]:.1%}")
+            print(f"held-out accuracy{of} after:  {held_out[-1]:.1%}")
     print(f"reward curve: {path}")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
