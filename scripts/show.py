@@ -1,0 +1,74 @@
+"""Read a run's completions: those of a step, best or worst first.
+
+python scripts/show.py RUN                       # the last step's, in their groups
+python scripts/show.py RUN --step 40 --worst 5
+python scripts/show.py RUN --best 3 --group 812
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+Sample = dict[str, Any]
+
+
+def read_samples(run: Path, step: int | None) -> list[Sample]:
+    """The completions of a step, the last one where it is None, read line by line: the file may be large.
+
+    Raises:
+        SystemExit: there is no such file or step.
+    """
+    path = run / "completions.jsonl"
+    if not path.is_file():
+        sys.exit(f"error: {path} is not there: give a run's output_dir")
+    samples: list[Sample] = []
+    last = None
+    with path.open() as lines:
+        for line in lines:
+            if not line.endswith("\n"):  # the trainer is about to write the rest
+                break
+            sample = json.loads(line)
+            last = sample["step"]
+            if step is None and samples and samples[-1]["step"] != last:
+                samples = []
+            if last == step or step is None:
+                samples.append(sample)
+    if not samples:
+        sys.exit(f"error: {path} has no completions of step {step}; its last is {last}")
+    return samples
+
+
+def shown(sample: Sample) -> str:
+    """One completion with its prompt, rewards and advantage, for people."""
+    prompt = sample["prompt"]
+    if not isinstance(prompt, str):
+        prompt = "\n".join(f"[{message['role']}] {message['content']}" for message in prompt)
+    parts = ", ".join(f"{name} {value}" for name, value in sample["rewards"].items())
+    head = f"step {sample['step']} · group {sample['group']} · dataset row {sample['row']} · {sample['finish_reason']}"
+    figures = f"reward {sample['reward']} ({parts}) · advantage {sample['advantage']:+.3g}"
+    return "\n".join([f"── {head}", f"   {figures}", prompt, "▸ " + sample["completion"], ""])
+
+
+def main(argv: list[str]) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--step", type=int, help="default: the last")
+    parser.add_argument("--group", type=int)
+    order = parser.add_mutually_exclusive_group()
+    order.add_argument("--worst", type=int, metavar="N")
+    order.add_argument("--best", type=int, metavar="N")
+    args = parser.parse_args(argv)
+    samples = read_samples(args.run, args.step)
+    if args.group is not None:
+        samples = [sample for sample in samples if sample["group"] == args.group]
+    if number := args.worst or args.best:
+        judged = [sample for sample in samples if sample["reward"] is not None]
+        samples = sorted(judged, key=lambda sample: sample["reward"], reverse=args.best is not None)[:number]
+    print("\n".join(map(shown, samples)) or "no completion fits")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
