@@ -1,0 +1,58 @@
+"""Qwen2.5-3B learns the countdown game: make a number of three or four others, each used once (TinyZero's task).
+
+    python vllm_server.py --model Qwen/Qwen2.5-3B --max-model-len 1536                 # on a GPU of its own
+    torchrun --nproc_per_node=2 train.py recipes/countdown.py                          # on two others
+
+The problems come from a seeded generator: no download. Meant for three GPUs of 80 GB. Expected, by what others report
+for this model and task and not measured here: the format within 30 steps, 60-80 % of held-out problems after 400.
+"""
+
+import random
+from fractions import Fraction
+from functools import partial
+from typing import Any
+
+from config import TrainConfig
+from recipes.rewards import OPERATIONS, countdown, format_reward
+
+PROMPT = (
+    "Using the numbers {nums}, make an equation that equals {target}. You can use + - * / and brackets, and each "
+    "number exactly once. Think in <think> </think> tags, and give the equation in <answer> </answer> tags, for example "
+    "<answer> (1 + 2) / 3 </answer>."
+)
+
+
+def problems(num: int, seed: int) -> list[dict[str, Any]]:
+    """`num` problems that have a solution: three or four numbers up to 99, and what some way to join them gives."""
+    rng = random.Random(seed)
+    rows: list[dict[str, Any]] = []
+    while len(rows) < num:
+        nums = [rng.randint(1, 99) for _ in range(rng.choice([3, 4]))]
+        values = [Fraction(n) for n in nums]
+        while len(values) > 1:
+            left, right = (values.pop(rng.randrange(len(values))) for _ in range(2))
+            join = rng.choice(list(OPERATIONS.values()))
+            values.append(join(left, right) if right else left)
+        (target,) = values
+        if target.denominator == 1 and 10 <= target <= 99:
+            rows.append({"prompt": PROMPT.format(nums=nums, target=target), "nums": nums, "target": int(target)})
+    return rows
+
+
+config = TrainConfig(
+    model_id="Qwen/Qwen2.5-3B",
+    dataset_id=partial(problems, 20_000, 0),
+    eval_dataset_id=partial(problems, 512, 1),
+    reward_funcs=[countdown, format_reward],
+    reward_weights=[1.0, 0.1],
+    max_completion_len=1024,
+    batch_size=64,
+    max_steps=400,
+    learning_rate=1e-6,
+    bf16=True,
+    use_fsdp=True,
+    gradient_checkpoint=True,
+    max_tokens_per_gpu=16384,
+    eval_steps=25,
+    output_dir="outputs/countdown",
+)

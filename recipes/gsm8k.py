@@ -1,0 +1,48 @@
+"""Qwen2.5-1.5B-Instruct learns grade-school mathematics (openai/gsm8k) from whether its boxed answer is right.
+
+    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct --max-model-len 1536      # on a GPU of its own
+    torchrun --nproc_per_node=1 train.py recipes/gsm8k.py                              # on another
+
+Meant for two GPUs of 24 GB and more. Expected, by what others report for this model and data and not measured here:
+`eval/accuracy` from about 65 % to 73-77 % within one epoch, most of it in the first 100 steps.
+"""
+
+from typing import Any
+
+from config import TrainConfig
+from recipes.rewards import math_answer
+
+INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
+
+
+def with_answer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`question`, and the number after `####` of the worked `answer`, as rows with a `prompt`."""
+    return [
+        {
+            "prompt": f"{row['question']}\n{INSTRUCTION}",
+            "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
+        }
+        for row in rows
+    ]
+
+
+config = TrainConfig(
+    model_id="Qwen/Qwen2.5-1.5B-Instruct",
+    dataset_id="openai/gsm8k",
+    dataset_config="main",
+    eval_dataset_id="openai/gsm8k",
+    collate_fn=with_answer,
+    reward_funcs=[math_answer],
+    num_generations=8,
+    max_completion_len=1024,
+    batch_size=64,
+    num_epochs=1,
+    learning_rate=1e-6,
+    warmup_ratio=0.05,
+    bf16=True,
+    gradient_checkpoint=True,
+    max_tokens_per_gpu=16384,
+    eval_steps=20,
+    save_steps=50,
+    output_dir="outputs/gsm8k",
+)

@@ -1,0 +1,28 @@
+"""LoRA on Qwen2.5-7B-Instruct, server and trainer on one GPU: grade-school mathematics again.
+
+    python vllm_server.py --model Qwen/Qwen2.5-7B-Instruct --max-model-len 1536 --gpu-memory-utilization 0.35 &
+    python train.py recipes/lora_7b_one_gpu.py
+
+Meant for one GPU of 80 GB: the server takes 0.35 of it, the trainer 15 GB of bfloat16 weights, the adapter and the
+activations of one row. With `max_staleness` 0 the two take turns. Expected, by what others report and not measured
+here: `eval/accuracy` from about 88 % to 90-92 %.
+"""
+
+from dataclasses import replace
+
+from recipes.gsm8k import config as gsm8k
+
+config = replace(
+    gsm8k,
+    model_id="Qwen/Qwen2.5-7B-Instruct",
+    dtype="bfloat16",
+    bf16=False,
+    use_peft=True,
+    lora_rank=32,
+    lora_alpha=64,
+    learning_rate=1e-5,
+    max_staleness=0,
+    max_tokens_per_gpu=8192,
+    batch_size=32,
+    output_dir="outputs/lora_7b",
+)
