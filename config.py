@@ -201,6 +201,10 @@ class TrainConfig:
     """grpo: mean over completions of token means. bnpo: token mean of the mini-batch. dr_grpo: token sum over
     completions x max_completion_len. dapo: token mean of the whole batch. cispo: dapo's with clipped, detached
     ratios times the log-probability."""
+    loss_fn: Callable[..., Any] | str | None = None
+    """`f(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config) -> (loss, sums)` in place of
+    `train.grpo_loss`, whose docstring says what the arguments are. `loss_type` still chooses the normalizer. See
+    `recipes/own_loss.py`."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or the geometric mean of a completion's (GSPO)."""
     epsilon: float = 0.2
@@ -298,7 +302,7 @@ class TrainConfig:
             object.__setattr__(self, name, _checked(name, getattr(self, name), hint))
         functions = [load_function(f) if isinstance(f, str) else f for f in self.reward_funcs]
         object.__setattr__(self, "reward_funcs", functions)
-        for name in ("collate_fn", "rollout_fn"):
+        for name in ("collate_fn", "rollout_fn", "loss_fn"):
             if isinstance(path := getattr(self, name), str):
                 object.__setattr__(self, name, load_function(path))
         self._check_ranges()
@@ -616,7 +620,7 @@ def parse_args(argv: list[str]) -> TrainConfig:
         _require(name in values, f"{name} must be given, by a recipe or as --{name}")
     if isinstance(values["reward_funcs"], list):
         values["reward_funcs"] = [load_function(f, recipe) if isinstance(f, str) else f for f in values["reward_funcs"]]
-    for name in ("collate_fn", "rollout_fn"):
+    for name in ("collate_fn", "rollout_fn", "loss_fn"):
         if isinstance(values.get(name), str):
             values[name] = load_function(values[name], recipe)
     return TrainConfig(**values)

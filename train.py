@@ -160,6 +160,29 @@ def grpo_loss(
     return per_token.sum(), sums
 
 
+def check_loss(config: TrainConfig) -> None:
+    """Try the config's `loss_fn`, if it has one, on a completion of two tokens.
+
+    Raises:
+        UserError: it fails, or returns something else than a scalar with a gradient and a dictionary of sums.
+    """
+    if config.loss_fn is None:
+        return
+    assert callable(config.loss_fn)
+    name = f"loss_fn {getattr(config.loss_fn, '__name__', config.loss_fn)}"
+    logprobs = torch.full((2,), -1.0, requires_grad=True)
+    before, ones = logprobs.detach(), torch.ones(2)
+    try:
+        returned = config.loss_fn(logprobs, before, before, ones, ones, torch.zeros(2, dtype=torch.long), config)
+    except Exception as error:
+        raise UserError(f"{name} raised {type(error).__name__}: {error}") from error
+    match returned:
+        case (Tensor(ndim=0, requires_grad=True), dict() as sums):
+            if all(isinstance(value, Tensor) and value.ndim == 0 for value in sums.values()):
+                return
+    raise UserError(f"{name} must return (loss, sums): a scalar tensor that depends on logprobs, a dict of 0-d tensors")
+
+
 def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: TrainConfig) -> Tensor:
     """What each token's advantage is multiplied by, as another policy sampled it than the ratio is taken against.
 
@@ -963,6 +986,7 @@ def train_batch(
     A batch that is used once trains as it arrives; for several updates it is collected first, as the log-probs before
     the first of them are needed.
     """
+    loss_fn: Any = config.loss_fn or grpo_loss
     totals = TokenSums()
     learning_rate = scheduler.get_last_lr()[0]
     num_updates = config.num_iterations * config.num_minibatches
@@ -989,7 +1013,7 @@ def train_batch(
                 old = micro.sampler_logprobs if config.old_logprobs == "sampler" else before
                 advantages = micro.advantages * off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
                 ref = reference(micro) if reference else None
-                loss, sums = grpo_loss(logprobs, old, ref, advantages, micro.mask, micro.row.completion, config)
+                loss, sums = loss_fn(logprobs, old, ref, advantages, micro.mask, micro.row.completion, config)
                 loss.backward()
             loss_sum += loss.detach()
             apart, max_gap = sampling_sums(before, micro.sampler_logprobs, micro.mask)
@@ -1012,6 +1036,7 @@ def train_batch(
 
 def main(config: TrainConfig) -> None:
     """Train. Under torchrun every rank calls it; without torchrun the world is this process."""
+    check_loss(config)
     checkpoint = find_checkpoint(config)
     resumed = read_state(checkpoint) if checkpoint else None
     with (

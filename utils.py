@@ -573,7 +573,7 @@ class RunLog:
         resumed: of the run that this one goes on with: `step`, after which what was written is dropped, and `wandb_id`.
     """
 
-    SHOWN = (
+    PRINTED = (
         "reward",
         "eval/accuracy",
         "eval/reward",
@@ -598,6 +598,8 @@ class RunLog:
         paths = {name: folder / f"{name}.jsonl" for name in ("metrics", "completions", "dropped")}
         for path in paths.values():
             _cut_lines(path, step)
+        self._num_steps, self._first_step, self._started_s = num_steps, step or 0, time.monotonic()
+        self._held_out: float | None = None  # the last evaluation's reward
         self._lines = {n: self._files.enter_context(path.open("a", buffering=1)) for n, path in paths.items()}
         self._bar = self._files.enter_context(tqdm(total=num_steps, initial=step or 0, disable=None, unit="step"))
         if config.use_wandb:
@@ -630,26 +632,51 @@ class RunLog:
                     self._lines[name].write(line)
                 except OSError as error:
                     raise UserError(f"{self._lines[name].name} cannot be written: {error.strerror}") from error
-        if self._wandb:
-            self._wandb.log(metrics, step=step)
+        if self._wandb:  # which has a section of panels for each word before a slash
+            self._wandb.log({n if "/" in n else f"train/{n}": value for n, value in metrics.items()}, step=step)
+        self._held_out = metrics.get("eval/reward", self._held_out)
+        self._bar.set_postfix_str(live := self._live(step, metrics), refresh=False)
         self._bar.update(step - self._bar.n)
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
-            shown = [f"{name} {metrics[name]:.4g}" for name in self.SHOWN if name in metrics]
-            tqdm.write(f"step {step}/{self._bar.total} · " + " · ".join(shown))
+            printed = [f"{name} {metrics[name]:.4g}" for name in self.PRINTED if name in metrics]
+            tqdm.write(
+                f"step {step}/{self._num_steps} · " + " · ".join([*printed, *([live] if self._bar.disable else [])])
+            )
         every = self.config.log_completions_steps
         if samples and every and step % every == 0:
-            self._show(step, samples[:8])
+            self._show(step, samples)
+
+    def _live(self, step: int, metrics: dict[str, float]) -> str:
+        """The line under the others: how good, how fast, what waits for what, and for how long."""
+        parts = []
+        if "reward" in metrics:
+            parts += [f"reward {metrics['reward']:.3g}"]
+        if self._held_out is not None:
+            parts += [f"held out {self._held_out:.3g}"]
+        if "tokens_per_s/trained" in metrics:
+            idle = "/".join(f"{metrics[f'idle/{who}']:.0%}" for who in ("trainer", "servers"))
+            parts += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tokens/s", f"trainer/servers idle {idle}"]
+        if step > self._first_step:
+            step_s = (time.monotonic() - self._started_s) / (step - self._first_step)
+            left_s = step_s * (self._num_steps - step)
+            parts += [f"{tqdm.format_interval(left_s)} left"]
+        return " · ".join(parts)
 
     def _show(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """A table of samples on the terminal and in wandb."""
-        columns = ("reward", "prompt", "completion")
-        rows = [[str(sample[column])[:2000] for column in columns] for sample in samples]
-        for row in rows:
-            tqdm.write(" │ ".join([f"{row[0]:>8.8}", *(f"{cell!r:<60.60}" for cell in row[1:])]))
+        """Some samples on the terminal, and a table of them in wandb."""
+        for sample in samples[:8]:
+            cells = (f"{str(sample[column])[:2000]!r:<60.60}" for column in ("prompt", "completion"))
+            tqdm.write(" │ ".join([f"{sample['reward']!s:>8.8}", *cells]))
         if self._wandb:
             import wandb
 
-            self._wandb.log({"completions": wandb.Table(columns=list(columns), data=rows)}, step=step)
+            columns = ["group", "prompt", "completion", *samples[0]["rewards"], "reward", "advantage", "finish_reason"]
+            rows = [
+                [str(row[n])[:10_000] if n in ("prompt", "completion") else row[n] for n in columns]
+                for sample in samples[:256]
+                for row in [sample | sample["rewards"]]
+            ]
+            self._wandb.log({"completions/table": wandb.Table(columns=columns, data=rows)}, step=step)
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on with what is written."""

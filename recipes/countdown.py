@@ -3,8 +3,8 @@
     python vllm_server.py --model Qwen/Qwen2.5-3B --max-model-len 1536                 # on a GPU of its own
     torchrun --nproc_per_node=2 train.py recipes/countdown.py                          # on two others
 
-The problems come from a seeded generator: no download. Meant for three GPUs of 80 GB. Expected, by what others report
-for this model and task and not measured here: the format within 30 steps, 60-80 % of held-out problems after 400.
+The problems come from a seeded generator: no download. Meant for three GPUs of 80 GB. Expected, as nano-aha-moment has
+it for this model and task and not measured here: the format at once, in the end about 60 % of held-out problems.
 """
 
 import random
@@ -17,8 +17,8 @@ from recipes.rewards import OPERATIONS, countdown, format_reward
 
 PROMPT = (
     "Using the numbers {nums}, make an equation that equals {target}. You can use + - * / and brackets, and each "
-    "number exactly once. Think in <think> </think> tags, and give the equation in <answer> </answer> tags, for example "
-    "<answer> (1 + 2) / 3 </answer>."
+    "number exactly once. Think in <think> </think> tags, and give the equation in <answer> </answer> tags, for "
+    "example <answer> (1 + 2) / 3 </answer>."
 )
 
 

@@ -3,8 +3,8 @@
     python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct --max-model-len 1536      # on a GPU of its own
     torchrun --nproc_per_node=1 train.py recipes/gsm8k.py                              # on another
 
-Meant for two GPUs of 24 GB and more. Expected, by what others report for this model and data and not measured here:
-`eval/accuracy` from about 65 % to 73-77 % within one epoch, most of it in the first 100 steps.
+Meant for two GPUs of 24 GB and more. Expected, as verl's baselines have it for LoRA at this batch, and not
+measured here: `eval/accuracy` 75 % after 20 steps and 78 % after 116, one epoch, from about 70 %.
 """
 
 from typing import Any

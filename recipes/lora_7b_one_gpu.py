@@ -4,8 +4,8 @@
     python train.py recipes/lora_7b_one_gpu.py
 
 Meant for one GPU of 80 GB: the server takes 0.35 of it, the trainer 15 GB of bfloat16 weights, the adapter and the
-activations of one row. With `max_staleness` 0 the two take turns. Expected, by what others report and not measured
-here: `eval/accuracy` from about 88 % to 90-92 %.
+activations of one row. With `max_staleness` 0 the two take turns. Expected, as verl's baselines have it for rank 32 and
+not measured here: `eval/accuracy` 92 % after 25 batches of 64 prompts, and 93 % after one epoch.
 """
 
 from dataclasses import replace

@@ -6,10 +6,12 @@ import math
 import operator
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
+
+RewardFunc = Callable[..., Sequence[float | None]]
 
 BRACKETS = ("()", "[]", "(]", "[)", "{}")
 TEX_CHOICES = ("\n", r"\!", r"\,", r"\;", r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$", "$", r"\%", "%")
@@ -177,56 +179,79 @@ def format_reward(completions: list[str], **_: Any) -> list[float]:
     return [float(all(text.count(t) == 1 for t in tags) and form.fullmatch(text) is not None) for text in completions]
 
 
-@dataclass
-class OverlongPenalty:
-    """0 up to `max_len - cache` tokens, then down to -1 at `max_len`, and beyond (DAPO, arXiv:2503.14476, eq. 13)."""
+def length_penalty(
+    max_tokens: int, cushion: int | None = None, verifier: RewardFunc | None = None
+) -> "SoftOverlong | Cosine":
+    """A reward that depends on the length: DAPO's soft overlong punishment, or a verifier's verdict along a cosine.
 
-    max_len: int
-    cache: int
+    Args:
+        max_tokens: length from which a completion is not punished further; `max_completion_len`, as a rule.
+        cushion: tokens before it over which the punishment grows; see `SoftOverlong`.
+        verifier: in place of `cushion`: a reward function that gives 1 or 0; see `Cosine`.
+
+    Raises:
+        ValueError: not one of `cushion` and `verifier`, or a cushion that does not fit.
+    """
+    if (cushion is None) == (verifier is None):
+        raise ValueError("length_penalty takes either a cushion (soft overlong) or a verifier (cosine)")
+    if cushion is not None:
+        if not 0 < cushion <= max_tokens:
+            raise ValueError(f"length_penalty: cushion={cushion} must be above 0 and at most max_tokens={max_tokens}")
+        return SoftOverlong(max_tokens, cushion)
+    assert verifier is not None
+    return Cosine(max_tokens, verifier)
+
+
+@dataclass
+class SoftOverlong:
+    """0 up to `max_tokens - cushion`, then down to -1 at `max_tokens`, and beyond (DAPO, arXiv:2503.14476, eq. 13)."""
+
+    max_tokens: int
+    cushion: int
 
     def __post_init__(self) -> None:
-        self.__name__, self.__qualname__ = "overlong_penalty", f"overlong_penalty({self.max_len}, {self.cache})"
+        self.__name__, self.__qualname__ = "length_penalty", f"length_penalty({self.max_tokens}, {self.cushion})"
 
     def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         """As any reward function."""
-        over = [len(ids) - (self.max_len - self.cache) for ids in completion_ids]
-        return [-min(max(tokens / self.cache, 0.0), 1.0) for tokens in over]
+        over = [len(ids) - (self.max_tokens - self.cushion) for ids in completion_ids]
+        return [-min(max(tokens / self.cushion, 0.0), 1.0) for tokens in over]
 
 
 @dataclass
-class CosineReward:
-    """A verifier's 1 or 0, scaled by the length L along a cosine: end + (start - end)·(1 + cos(πL/max_len))/2.
+class Cosine:
+    """A verdict of 1 or 0, scaled by the length L along a cosine: end + (start - end)·(1 + cos(πL/max_tokens))/2.
 
     A short right answer earns more than a long one, and a short wrong one less (Yeo et al., arXiv:2502.03373).
 
     Args:
+        max_tokens: from there on a completion earns the end of its scale.
         verifier: a reward function that gives 1 or 0.
-        max_len: tokens; beyond them a right answer earns the end of its scale, too.
         right, wrong: (start, end) of the two scales.
     """
 
-    verifier: Callable[..., list[float | None]]
-    max_len: int
+    max_tokens: int
+    verifier: RewardFunc
     right: tuple[float, float] = (1.0, 0.5)
     wrong: tuple[float, float] = (-1.0, -0.5)
 
     def __post_init__(self) -> None:
         self.__name__ = f"cosine_{self.verifier.__name__}"
-        self.__qualname__ = f"{self.__name__}({self.max_len}, {self.right}, {self.wrong})"
+        self.__qualname__ = f"{self.__name__}({self.max_tokens}, {self.right}, {self.wrong})"
 
     def __call__(self, completion_ids: list[list[int]], **arguments: Any) -> list[float | None]:
         """As any reward function; None where the verifier gives none."""
-        values = self.verifier(completion_ids=completion_ids, **arguments)
-        return [self._scaled(value, len(ids)) for value, ids in zip(values, completion_ids, strict=True)]
+        verdicts = self.verifier(completion_ids=completion_ids, **arguments)
+        return [self._scaled(verdict, len(ids)) for verdict, ids in zip(verdicts, completion_ids, strict=True)]
 
-    def _scaled(self, value: float | None, length: int) -> float | None:
-        if value is None:
+    def _scaled(self, verdict: float | None, length: int) -> float | None:
+        if verdict is None:
             return None
-        start, end = self.right if value == 1 else self.wrong
-        return end + (start - end) * (1 + math.cos(math.pi * min(length / self.max_len, 1.0))) / 2
+        start, end = self.right if verdict == 1 else self.wrong
+        return end + (start - end) * (1 + math.cos(math.pi * min(length / self.max_tokens, 1.0))) / 2
 
 
-def best_of(*functions: Callable[..., list[float | None]]) -> "BestOf":
+def best_of(*functions: RewardFunc) -> "BestOf":
     """A reward that gives each completion the best of what several functions give it, None where none applies."""
     return BestOf(*functions)
 
@@ -234,7 +259,7 @@ def best_of(*functions: Callable[..., list[float | None]]) -> "BestOf":
 class BestOf:
     """What `best_of` returns: an object, which a worker process can be sent, unlike a function within a function."""
 
-    def __init__(self, *functions: Callable[..., list[float | None]]):
+    def __init__(self, *functions: RewardFunc):
         self.functions = functions
         self.__name__ = self.__qualname__ = "best_of_" + "_".join(f.__name__ for f in functions)
 

@@ -5,10 +5,9 @@
     python train.py recipes/tool_calculator.py
 
 `547+582=` is answered by `547+582?`, the calculator says `1129!`, and the model ends with `1129`. The rollout joins the
-ids of both turns and of the tool; the tool's own tokens are left out of the loss.
+ids of both turns and of the tool, whose own do not train. Expected: EXPECTED.
 """
 
-import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ folder = Path(__file__).resolve().parent.parent / "outputs" / "calculator"
 
 def calculate(call: str) -> str:
     """What the calculator says to `547+582?`."""
-    terms = re.fullmatch(r"(\d{1,6})\+(\d{1,6})\?", call)
-    return f"{int(terms[1]) + int(terms[2])}!" if terms else "error!"
+    left, _, right = call.removesuffix("?").partition("+")
+    return f"{int(left) + int(right)}!" if left.isdecimal() and right.isdecimal() else "error!"
 
 
 def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[Any]:
@@ -33,8 +32,7 @@ def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[A
         room = sampling["max_tokens"] - len(turn.token_ids) - len(said)
         if not call.endswith("?") or room < 1:
             return turn
-        so_far = prompt.token_ids + turn.token_ids + said
-        (reply,) = client.generate(so_far, {**sampling, "n": 1, "max_tokens": room})
+        (reply,) = client.generate(prompt.token_ids + turn.token_ids + said, {**sampling, "n": 1, "max_tokens": room})
         return turn.then(said, reply)
 
     turns = client.generate(prompt.token_ids, {**sampling, "stop": ["?"]})
@@ -55,11 +53,8 @@ config = TrainConfig(
     rollout_fn=use_calculator,
     no_apply_chat_template=True,
     max_completion_len=24,
-    batch_size=32,
     max_steps=80,
     learning_rate=3e-4,
     lr_scheduler="linear",
-    max_tokens_per_gpu=8192,
-    eval_steps=20,
     output_dir=str(folder / "run"),
 )

@@ -104,7 +104,7 @@ class _Worker:
     def __init__(self) -> None:
         self.connection, theirs = Pipe()
         fd = theirs.fileno()
-        command = [sys.executable, __file__, str(fd)]
+        command = [sys.executable, "-P", __file__, str(fd)]  # not recipes/ first on the path: math.py is there
         self.process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         self.connection.send_bytes(pickle.dumps(sys.path))

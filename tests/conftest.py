@@ -32,6 +32,31 @@ def servers(models, tmp_path_factory):
         yield {kind: process.wait() for kind, process in started.items()}
 
 
+@pytest.fixture(scope="session")
+def vlm(tmp_path_factory):
+    """A random Qwen2.5-VL whose distributions are far from uniform, and depend on the image."""
+    from build_tiny_vlm import build_model, build_processor
+
+    folder = tmp_path_factory.mktemp("vlm")
+    torch.manual_seed(0)
+    processor = build_processor()
+    model = build_model(processor.tokenizer)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.ndim > 1 else 1)
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="session")
+def vlm_server(vlm, tmp_path_factory):
+    """Address of a real server for it."""
+    log = tmp_path_factory.mktemp("vlm_server") / "log"
+    with server(vlm, log, "--limit-mm-per-prompt", '{"image": 2}') as started:
+        yield started.wait()
+
+
 @pytest.fixture
 def recipe(models, tmp_path):
     """Writes a short run against fake servers; returns its path."""

@@ -25,22 +25,27 @@ CHAT_TEMPLATE = (
 )
 
 
-def make_tokenizer(add_bos=False):
+def make_tokenizer(add_bos=False, chat_template=None):
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=[]))
     backend.decoder = decoders.Fuse()
     if add_bos:
         backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<eos>", bos_token="<bos>", eos_token="<eos>", model_max_length=256
+        tokenizer_object=backend,
+        pad_token="<eos>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        model_max_length=256,
+        chat_template=chat_template,
     )
 
 
-def make_model(path, tied=True, layers=2):
+def make_model(path, tied=True, layers=2, max_len=256, chat_template=None):
     """A random Qwen3 whose weights are large enough for its distributions to be far from uniform."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=len(VOCAB), hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=tied,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=max_len, tie_word_embeddings=tied,
         pad_token_id=2, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
@@ -48,7 +53,7 @@ def make_model(path, tied=True, layers=2):
         for weight in model.parameters():
             weight.mul_(5 if weight.ndim > 1 else 1)
     model.save_pretrained(path)
-    make_tokenizer().save_pretrained(path)
+    make_tokenizer(chat_template=chat_template).save_pretrained(path)
     return str(path)
 
 

@@ -3,13 +3,13 @@
 import pytest
 
 from recipes.rewards import (
-    CosineReward,
-    OverlongPenalty,
+    Cosine,
     boxed_exact,
     countdown,
     exact_match,
     format_reward,
     last_boxed,
+    length_penalty,
     math_answer,
     sympy_equal,
 )
@@ -159,8 +159,8 @@ def test_format(text, value):
 def test_length_penalties():
     """By hand: DAPO's equation 13 with 100 of 300 tokens as the cushion; the cosine at its start, middle and end."""
     ids = [[0] * length for length in (0, 200, 250, 300, 400)]
-    assert OverlongPenalty(300, 100)(completion_ids=ids) == [0, 0, -0.5, -1, -1]
-    scaled = CosineReward(exact_match, 200, right=(1.0, 0.5), wrong=(-1.0, -0.5))
+    assert length_penalty(300, cushion=100)(completion_ids=ids) == [0, 0, -0.5, -1, -1]
+    scaled = length_penalty(200, verifier=exact_match)
     texts, answers = ["a", "a", "a", "b", "b", "b"], ["a"] * 6
     lengths = [[0] * length for length in (0, 100, 200, 0, 100, 500)]
     values = scaled(completion_ids=lengths, completions=texts, answer=answers)
@@ -168,4 +168,11 @@ def test_length_penalties():
     pool = CallPool(1)
     arguments = {"completion_ids": lengths, "completions": texts, "answer": answers}
     assert pool.call(scaled, arguments, 20) == values
+    assert pool.call(length_penalty(300, 100), {"completion_ids": ids}, 20) == [0, 0, -0.5, -1, -1]
     pool.close()
+    assert Cosine(100, exact_match, right=(2.0, 1.0))(completion_ids=[[0] * 50], completions=["a"], answer=["a"]) == [
+        1.5
+    ]
+    for wrong in ({}, {"cushion": 10, "verifier": exact_match}, {"cushion": 0}, {"cushion": 301}):
+        with pytest.raises(ValueError, match="length_penalty"):
+            length_penalty(300, **wrong)

@@ -1,0 +1,57 @@
+"""DPO (arXiv:2305.18290) outside the trainer: both answers of a pair share the forward of their prompt.
+
+    python -m recipes.dpo MODEL pairs.jsonl OUTPUT       # rows with `prompt`, `chosen` and `rejected`
+
+With one answer and `loss = -policy.mean()` over its tokens it is supervised fine-tuning.
+"""
+
+import json
+import sys
+from typing import Any
+
+import torch
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prefix_attention import attach, completion_logprobs, pack
+
+BATCH_SIZE, LEARNING_RATE, BETA = 8, 1e-6, 0.1
+
+
+def dpo_loss(policy: Any, reference: Any, pairs: list[tuple[list[int], list[list[int]]]]) -> torch.Tensor:
+    """-log σ(β·(Δ chosen - Δ rejected)), Δ = log p(answer) under the policy minus under the reference; the mean.
+
+    Args:
+        policy, reference: models that went through `attach`.
+        pairs: token ids of a prompt, and of its chosen and its rejected answer.
+    """
+    (row,) = pack(pairs)
+    with torch.no_grad():
+        before = completion_logprobs(reference, row)
+    change = completion_logprobs(policy, row) - before
+    chosen, rejected = change.new_zeros(2 * len(pairs)).index_add(0, row.completion, change).view(-1, 2).T
+    return -logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def main(model_id: str, path: str, output: str) -> None:
+    """One pass over the pairs; prints each step's loss and saves the model."""
+    tokenizer = AutoTokenizer.from_pretrained(model_id)
+    policy, reference = (attach(AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)) for _ in range(2))
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE)
+    pairs = []
+    with open(path) as lines:
+        for row in map(json.loads, lines):
+            answers = tokenizer([row["chosen"], row["rejected"]], add_special_tokens=False).input_ids
+            pairs.append((tokenizer(row["prompt"]).input_ids, [[*ids, tokenizer.eos_token_id] for ids in answers]))
+    for start in range(0, len(pairs), BATCH_SIZE):
+        loss = dpo_loss(policy, reference, pairs[start : start + BATCH_SIZE])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(f"pairs from {start}: loss {loss.item():.4f}")
+    policy.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,38 @@
+"""`recipes/tiny.py` with a loss of its own: REINFORCE, whose ratio is not clipped.
+
+    bash scripts/demo.sh recipes/own_loss.py
+
+`train.grpo_loss` is what it replaces. Nothing else changes: baseline, normalizer and weights of stale tokens stay.
+"""
+
+from pathlib import Path
+
+from config import TrainConfig
+from recipes.rewards import exact_match
+
+folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny"
+
+
+def reinforce(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
+    """-A log p, summed over the tokens that train; no sums for the metrics."""
+    return -(advantages * logprobs * mask).sum(), {}
+
+
+config = TrainConfig(
+    model_id=str(folder / "model"),
+    dataset_id=str(folder / "train.jsonl"),
+    eval_dataset_id=str(folder / "heldout.jsonl"),
+    reward_funcs=[exact_match],
+    loss_fn=reinforce,
+    no_apply_chat_template=True,
+    num_generations=8,
+    max_completion_len=12,
+    batch_size=64,
+    max_steps=150,
+    learning_rate=3e-4,
+    lr_scheduler="linear",
+    warmup_ratio=0.03,
+    max_tokens_per_gpu=2048,
+    eval_steps=25,
+    output_dir=str(folder / "own_loss"),
+)

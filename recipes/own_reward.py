@@ -1,0 +1,37 @@
+"""`recipes/tiny.py` with a reward function of its own.
+
+    bash scripts/demo.sh recipes/own_reward.py
+
+It gives part of the reward for digits in their place. `--reward_funcs recipes.rewards.exact_match,in_place` takes both.
+"""
+
+from pathlib import Path
+
+from config import TrainConfig
+
+folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny"
+
+
+def in_place(completions, answer, **_):
+    """The share of the answer's digits that stand where they belong."""
+    pairs = zip(completions, answer, strict=True)
+    return [sum(a == b for a, b in zip(text, truth, strict=False)) / len(truth) for text, truth in pairs]
+
+
+config = TrainConfig(
+    model_id=str(folder / "model"),
+    dataset_id=str(folder / "train.jsonl"),
+    eval_dataset_id=str(folder / "heldout.jsonl"),
+    reward_funcs=[in_place],
+    no_apply_chat_template=True,
+    num_generations=8,
+    max_completion_len=12,
+    batch_size=64,
+    max_steps=150,
+    learning_rate=3e-4,
+    lr_scheduler="linear",
+    warmup_ratio=0.03,
+    max_tokens_per_gpu=2048,
+    eval_steps=25,
+    output_dir=str(folder / "own_reward"),
+)

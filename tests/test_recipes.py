@@ -1,0 +1,147 @@
+"""Every recipe runs, against a real server, on tiny stand-ins of its model and of its data's schema."""
+
+import difflib
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import CHAT_TEMPLATE, ROOT, make_model, server
+from some_rewards import spread
+from test_images import geometry
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from config import parse_args
+from prefix_attention import attach
+from recipes import countdown, dpo, score, tiny_vlm
+from train import main
+
+NO_RECIPES = {"rewards", "workers", "dpo", "score"}
+SORT = [{"prompt": f"{10000000 + 7 * i}=", "answer": "00000001"} for i in range(16)]
+GSM8K = [{"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n#### {1000 + i:,}"} for i in range(16)]
+MATH = [{"problem": f"What is ${i}+{i}$?", "answer": str(2 * i)} for i in range(16)]
+SUMS = [{"prompt": f"{500 + i}+{500 + i}=", "answer": str(1000 + 2 * i)} for i in range(16)]
+DATA: dict[str, Any] = {
+    "tiny": SORT, "own_reward": SORT, "own_loss": SORT, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
+    "gsm8k": GSM8K, "lora_7b_one_gpu": GSM8K, "math": MATH, "fsdp_multi_node": MATH,
+    "countdown": partial(countdown.problems, 16, 3), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),
+    "geometry3k": geometry,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """A random model with a chat template, and the address of a real server for it."""
+    folder = tmp_path_factory.mktemp("chat")
+    model = make_model(folder / "model", max_len=1024, chat_template=CHAT_TEMPLATE)
+    with server(model, folder / "log", "--max-model-len", "640") as started:
+        yield model, started.wait()
+
+
+def test_every_recipe_is_here():
+    files = {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert files - NO_RECIPES == set(DATA)
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_recipe(name, chat, request, tmp_path, monkeypatch):
+    """Three steps with its own loss, rewards, rollouts, LoRA, FSDP2, types and checkpoints; only sizes are changed."""
+    monkeypatch.chdir(ROOT)
+    path = ROOT / "recipes" / f"{name}.py"
+    text = path.read_text()
+    assert len(text.splitlines()) <= 60
+    assert f"recipes/{name}.py" in text.split('"""')[1] or name == "tiny"  # how to start it
+    sees = name in ("tiny_vlm", "geometry3k")
+    model, url = (request.getfixturevalue("vlm"), request.getfixturevalue("vlm_server")) if sees else chat
+    config = parse_args([str(path)])
+    data = DATA[name]
+    if isinstance(data, list):
+        (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
+        data = str(tmp_path / "data.jsonl")
+    data = geometry(tmp_path) if data is geometry else data
+    config = replace(
+        config, model_id=model, vllm_urls=[url], dataset_id=data, dataset_config=None, output_dir=str(tmp_path / "run"),
+        eval_dataset_id=config.eval_dataset_id and data, eval_dataset_split="test",
+        reward_funcs=[*config.reward_funcs, spread], reward_weights=None,
+        batch_size=4, num_generations=4, max_completion_len=16, max_steps=3, num_epochs=1.0, max_tokens_per_gpu=2048,
+    )  # fmt: skip
+    assert config.eval_dataset_id
+    main(config)
+    start, *metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert math.isfinite(start["eval/reward"])
+    assert math.isfinite(metrics[-1]["eval/reward"])
+    for name in [getattr(function, "__name__", "") for function in config.reward_funcs]:
+        assert all(math.isfinite(row[f"rewards/{name}"]) for row in metrics)
+    assert all(row["grad_norm"] > 0 for row in metrics)
+    rounded = config.bf16 or config.fsdp_bf16 or config.dtype == "bfloat16"
+    assert metrics[0]["sampling/sampling_logp_difference/mean"] < (0.1 if rounded else 1e-4)
+    assert (tmp_path / "run" / "checkpoint-3").is_dir()
+
+
+@pytest.mark.parametrize("name", ["own_reward", "own_data", "own_loss"])
+def test_what_is_ones_own_takes_ten_lines(name):
+    """Against `recipes/tiny.py`, of which it is a copy: lines written or changed, blank ones aside."""
+    base, own = ((ROOT / "recipes" / f"{n}.py").read_text().splitlines() for n in ("tiny", name))
+    written = [line for line in difflib.ndiff(base, own) if line.startswith("+ ") and line[2:].strip()]
+    assert 0 < len(written) <= 10
+
+
+def test_dpo(tmp_path):
+    """The loss and its gradient against whole rows, one per answer; then the script, which lowers it."""
+    folder = make_model(tmp_path / "model")
+    policy, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        for weight in reference.parameters():
+            weight.add_(0.02 * torch.randn_like(weight))
+    pairs = [([5, 6, 7, 8], [[20, 21, 22, 2], [30, 2]]), ([9, 10], [[40, 2], [50, 51, 2]])]
+
+    def answer(model, prompt, ids):
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        return logits.log_softmax(-1)[range(len(ids)), ids].sum()
+
+    margins = []
+    for prompt, both in pairs:
+        changes = [answer(policy, prompt, ids) - answer(reference, prompt, ids).detach() for ids in both]
+        margins.append(changes[0] - changes[1])
+    wanted = -logsigmoid(dpo.BETA * torch.stack(margins)).mean()
+    wanted.backward()
+    gradients = {name: weight.grad for name, weight in policy.named_parameters()}
+    policy.zero_grad()
+    loss = dpo.dpo_loss(attach(policy), attach(reference), pairs)
+    loss.backward()
+    assert torch.allclose(loss, wanted, rtol=1e-8)  # RMSNorm computes in fp32
+    for name, weight in policy.named_parameters():
+        torch.testing.assert_close(weight.grad, gradients[name], rtol=1e-4, atol=1e-8)
+
+
+def test_dpo_script_learns(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dpo, "LEARNING_RATE", 1e-3)
+    folder = make_model(tmp_path / "model")
+    row = json.dumps({"prompt": "Say it:", "chosen": "yes", "rejected": "no"}) + "\n"
+    (tmp_path / "pairs.jsonl").write_text(row * 32)
+    dpo.main(folder, str(tmp_path / "pairs.jsonl"), str(tmp_path / "out"))
+    losses = [float(line.rpartition(" ")[2]) for line in capsys.readouterr().out.splitlines()]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-3)  # the policy is the reference
+    assert losses[-1] < 0.5 * losses[0]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_scores_of_many_answers(tmp_path):
+    """Against one plain forward of each."""
+    folder = make_model(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    context, answers = "A long, long story. " * 5, ["yes", "no, it is not", "maybe", "x"]
+    plain = AutoModelForCausalLM.from_pretrained(folder)
+    wanted = []
+    for text in answers:
+        prompt, ids = tokenizer(context).input_ids, tokenizer(text).input_ids
+        with torch.no_grad():
+            logits = plain(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        wanted.append(logits.log_softmax(-1)[range(len(ids)), ids].sum().item())
+    model = attach(AutoModelForCausalLM.from_pretrained(folder))
+    assert score.scores(model, tokenizer, context, answers) == pytest.approx(wanted, rel=1e-4)
