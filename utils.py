@@ -573,6 +573,7 @@ class RunLog:
         resumed: of the run that this one goes on with: `step`, after which what was written is dropped, and `wandb_id`.
     """
 
+    LIVE = "step {n_fmt}/{total_fmt} {bar:20} {desc}"  # the line under the others, on a terminal
     PRINTED = (
         "reward",
         "eval/accuracy",
@@ -601,7 +602,9 @@ class RunLog:
         self._num_steps, self._first_step, self._started_s = num_steps, step or 0, time.monotonic()
         self._held_out: float | None = None  # the last evaluation's reward
         self._lines = {n: self._files.enter_context(path.open("a", buffering=1)) for n, path in paths.items()}
-        self._bar = self._files.enter_context(tqdm(total=num_steps, initial=step or 0, disable=None, unit="step"))
+        self._bar = self._files.enter_context(
+            tqdm(total=num_steps, initial=step or 0, disable=None, bar_format=self.LIVE)
+        )
         if config.use_wandb:
             import wandb
 
@@ -635,32 +638,31 @@ class RunLog:
         if self._wandb:  # which has a section of panels for each word before a slash
             self._wandb.log({n if "/" in n else f"train/{n}": value for n, value in metrics.items()}, step=step)
         self._held_out = metrics.get("eval/reward", self._held_out)
-        self._bar.set_postfix_str(live := self._live(step, metrics), refresh=False)
+        pace = self._pace(step, metrics)
+        good = [
+            f"{name} {value:.3g}"
+            for name, value in (("reward", metrics.get("reward")), ("eval", self._held_out))
+            if value is not None
+        ]
+        self._bar.set_description_str(" · ".join([*good, *pace]), refresh=False)
         self._bar.update(step - self._bar.n)
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
             printed = [f"{name} {metrics[name]:.4g}" for name in self.PRINTED if name in metrics]
-            tqdm.write(
-                f"step {step}/{self._num_steps} · " + " · ".join([*printed, *([live] if self._bar.disable else [])])
-            )
+            tqdm.write(" · ".join([f"step {step}/{self._num_steps}", *printed, *pace]))
         every = self.config.log_completions_steps
         if samples and every and step % every == 0:
             self._show(step, samples)
 
-    def _live(self, step: int, metrics: dict[str, float]) -> str:
-        """The line under the others: how good, how fast, what waits for what, and for how long."""
-        parts = []
-        if "reward" in metrics:
-            parts += [f"reward {metrics['reward']:.3g}"]
-        if self._held_out is not None:
-            parts += [f"held out {self._held_out:.3g}"]
+    def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """How fast it goes, what waits for what, and for how long yet."""
+        pace = []
         if "tokens_per_s/trained" in metrics:
-            idle = "/".join(f"{metrics[f'idle/{who}']:.0%}" for who in ("trainer", "servers"))
-            parts += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tokens/s", f"trainer/servers idle {idle}"]
+            pace += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tokens/s"]
+            pace += [f"idle: trainer {metrics['idle/trainer']:.0%}, servers {metrics['idle/servers']:.0%}"]
         if step > self._first_step:
             step_s = (time.monotonic() - self._started_s) / (step - self._first_step)
-            left_s = step_s * (self._num_steps - step)
-            parts += [f"{tqdm.format_interval(left_s)} left"]
-        return " · ".join(parts)
+            pace += [f"{tqdm.format_interval(step_s * (self._num_steps - step))} left"]
+        return pace
 
     def _show(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
         """Some samples on the terminal, and a table of them in wandb."""

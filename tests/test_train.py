@@ -241,7 +241,10 @@ def test_wandb_offline(recipe, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     (run,) = (tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb")
     written = run.read_bytes()
-    assert all(name in written for name in (b"grad_norm", b"completions/mean_length", b"eval/reward"))
+    assert all(
+        name in written
+        for name in (b"train/grad_norm", b"completions/mean_length", b"completions/table", b"eval/reward")
+    )
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
     wandb_id = run.name.removeprefix("run-").removesuffix(".wandb")
     assert read_state(saved)["wandb_id"] == wandb_id

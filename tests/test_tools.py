@@ -1,0 +1,154 @@
+"""What people look at: the terminal, wandb, plots, completions."""
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from typing import Any
+
+import plot
+import pytest
+import show
+from helpers import ENV, ROOT
+
+LOGGED = """
+import sys
+sys.path[:0] = [{root!r}]
+from config import TrainConfig
+from utils import RunLog, process_group
+config = TrainConfig(model_id="m", dataset_id="d.jsonl", reward_funcs=[len], output_dir={folder!r})
+with process_group(60):
+    log = RunLog(config, 4)
+    log.step(0, {{"eval/reward": 0.25}})
+    pace = {{"tokens_per_s/trained": 12345.0, "idle/trainer": 0.03, "idle/servers": 0.4}}
+    log.step(1, {{"reward": 0.5, "loss": -0.125, **pace}})
+    log.close()
+"""
+LINE = r"eval 0\.25 · 12\.3k tokens/s · idle: trainer 3%, servers 40% · \d\d:\d\d left"
+
+
+def test_the_live_line(tmp_path):
+    """On a terminal it stands under the others; in a file every step's line says the same."""
+    code = LOGGED.format(root=str(ROOT), folder=str(tmp_path))
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("4H", 40, 160, 0, 0))  # rows and columns
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=theirs, stderr=theirs, env=ENV)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(ours, 65536)
+        except OSError:  # the other end is closed
+            break
+    assert process.wait(60) == 0
+    assert re.search(rf"\r *step 1/4 \S+ +reward 0\.5 · {LINE}", shown.decode()), shown
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV)
+    lines = done.stdout.splitlines()
+    assert lines[0] == "step 0/4 · eval/reward 0.25"
+    assert re.fullmatch(r"step 1/4 · reward 0\.5 · loss -0\.125 · " + LINE.partition(" · ")[2], lines[1])
+
+
+def run(folder, name, shift=0.0):
+    """Ten steps of metrics, evaluated at every fifth, the last line not yet whole."""
+    (folder / name).mkdir()
+    rows: list[dict[str, Any]] = [{"step": 0, "eval/reward": 0.1, "eval/accuracy": 0.1}]
+    for step in range(1, 11):
+        rows.append({"step": step, "reward": step / 10 + shift, "num_tokens": 100 * step, "entropy": None})
+        rows[-1] |= {"eval/reward": step / 10, "eval/accuracy": step / 10} if step % 5 == 0 else {}
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / name / "metrics.jsonl").write_text(text + '{"step": 11, "rew')
+    return folder / name
+
+
+@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+def test_plot_of_two_runs(tmp_path, suffix, start):
+    out = tmp_path / f"curve.{suffix}"
+    options = ["-v", "reward", "-v", "eval/reward", "-x", "num_tokens", "--smooth", "3", "-o", str(out)]
+    plot.main([str(run(tmp_path, "a")), str(run(tmp_path, "b", 1.0)), *options])
+    assert out.read_bytes().startswith(start)
+
+
+def test_what_is_drawn(tmp_path, monkeypatch):
+    """The numbers of the curves: where the metric is, smoothed by hand."""
+    figures = []
+    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    a, b = run(tmp_path, "a"), run(tmp_path, "b", 1.0)
+    plot.main([str(a), str(b), "-v", "reward", "-v", "eval/reward", "-x", "num_tokens", "--smooth", "2"])
+    rewards, evals, *_ = figures[0].axes
+    curves = {line.get_label(): line.get_xydata().tolist() for line in rewards.lines}
+    assert [x for x, _ in curves[f"{a} reward"]] == [100.0 * step for step in range(1, 11)]
+    assert [y for _, y in curves[f"{a} reward"]] == pytest.approx([0.1, *(step / 10 - 0.05 for step in range(2, 11))])
+    assert curves[f"{b} reward"][3][1] == pytest.approx(1.35)
+    assert [tuple(point) for point in evals.lines[0].get_xydata()] == [(500.0, 0.5), (1000.0, 0.75)]
+    plot.main([str(a)])
+    assert [axes.get_ylabel() for axes in figures[1].axes] == [panel[0] for panel in plot.SUMMARY]
+    assert len(figures[1].axes) == 4
+
+
+def test_info_remote_and_refusals(tmp_path, monkeypatch, capsys):
+    """`--remote` asks ssh for the file: here one that says what it was asked and runs it."""
+    folder = run(tmp_path, "a b")
+    plot.main(["info", str(folder)])
+    assert "  eval/accuracy\n  eval/reward\n  num_tokens\n  reward\n  step" in capsys.readouterr().out
+    (tmp_path / "bin").mkdir()
+    ssh = tmp_path / "bin" / "ssh"
+    ssh.write_text('#!/bin/sh\n[ "$1" = me@host ] || { echo "ssh: no such host" >&2; exit 255; }\nexec sh -c "$2"\n')
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
+    plot.main([str(folder), "--remote", "me@host", "-o", str(tmp_path / "far.png")])
+    assert (tmp_path / "far.png").read_bytes().startswith(b"\x89PNG")
+    for arguments, reason in (
+        (["--remote", "nowhere", str(folder)], "no such host"),
+        ([str(tmp_path)], "metrics.jsonl is not there"),
+        ([str(folder), "-v", "rewart"], "no run has rewart; there are eval/accuracy"),
+    ):
+        with pytest.raises(SystemExit, match=reason):
+            plot.main(arguments)
+    with pytest.raises(SystemExit):
+        plot.main(["info"])
+
+
+PROMPT = [{"role": "user", "content": "Hi?"}]
+
+
+def completions(folder):
+    rows = [
+        {
+            "step": step, "group": number // 2 + 10 * step, "row": number, "prompt": PROMPT,
+            "completion": f"c{step}.{number}\u2028x", "reward": None if number == 3 else number / 4,
+            "rewards": {"f": number / 4}, "advantage": 0.5, "finish_reason": "stop", "weight_versions": [],
+        }
+        for step in (1, 2)
+        for number in range(4)
+    ]  # fmt: skip
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (folder / "completions.jsonl").write_text(text + '{"step": 3, "gro')
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "wanted"),
+    [
+        ([], ["c2.0", "c2.1", "c2.2", "c2.3"]),
+        (["--step", "1", "--worst", "2"], ["c1.0", "c1.1"]),
+        (["--best", "2"], ["c2.2", "c2.1"]),
+        (["--step", "1", "--group", "11"], ["c1.2", "c1.3"]),
+    ],
+)
+def test_show(tmp_path, capsys, options, wanted):
+    show.main([completions(tmp_path), *options])
+    out = capsys.readouterr().out
+    assert re.findall(r"▸ (c\d\.\d)", out) == wanted
+    assert "[user] Hi?" in out
+
+
+def test_show_refuses(tmp_path):
+    with pytest.raises(SystemExit, match="is not there"):
+        show.main([str(tmp_path)])
+    with pytest.raises(SystemExit, match="has no completions of step 7; its last is 2"):
+        show.main([completions(tmp_path), "--step", "7"])
