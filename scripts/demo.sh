@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Train recipes/tiny.py end to end on this machine: environment, model, vLLM server, GRPO, reward curve.
-# Arguments go to train.py, for example: bash scripts/demo.sh --max_steps 20
+# Arguments go to train.py: bash scripts/demo.sh --max_steps 20, or another recipe for that model: demo.sh my_recipe.py
 set -euo pipefail
+if [[ ${1:-} == *.py ]]; then set -- "$(realpath "$1")" "${@:2}"; else set -- recipes/tiny.py "$@"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 make_environment
 
@@ -22,7 +23,7 @@ until "$python" -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$por
     sleep 1
 done
 
-start - "$venv/bin/torchrun" --nproc_per_node=1 train.py recipes/tiny.py --vllm_urls "http://127.0.0.1:$port" "$@"
+start - "$venv/bin/torchrun" --nproc_per_node=1 train.py "$@" --vllm_urls "http://127.0.0.1:$port"
 wait "${groups[-1]}" || die "training failed"
 stop_all
-"$python" scripts/plot.py "$folder/run"
+"$python" scripts/plot.py "$("$python" -c 'import sys, config; print(config.parse_args(sys.argv[1:]).output_dir)' "$@")"

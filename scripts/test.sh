@@ -5,5 +5,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 make_environment
 install dev -r requirements-dev.txt
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-start - "$python" -m pytest "$@"
+# Two workers, each with whole files, which share a server: much of a test is waiting for one to start.
+start - "$python" -m pytest -n 2 --dist loadfile "$@"
 wait "${groups[-1]}"

@@ -133,7 +133,9 @@ def test_a_straggler_is_waited_for_or_dropped():
             while 0 in slow.stream._running:
                 time.sleep(0.01)
             assert 0 not in [group.id for group in slow.stream.take(2)]
-            assert [(group.id, reason) for group, reason in slow.stream.report()[1]] == [(0, "stale")]
+            dropped = [(group.id, reason) for group, reason in slow.stream.report()[1]]
+            assert (0, "stale") in dropped  # on a busy machine others may have been as slow
+            assert {reason for _, reason in dropped} == {"stale"}
         slow.stream.close()
 
 
