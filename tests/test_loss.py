@@ -1,12 +1,15 @@
 """Advantages and every loss against numbers worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from fake_server import fake_server
+from helpers import read, said
 
-from config import TrainConfig
-from train import compute_advantages, grpo_loss, loss_normalizer, off_policy_weights, sampling_sums
+from config import TrainConfig, parse_args
+from train import check_loss, compute_advantages, grpo_loss, loss_normalizer, main, off_policy_weights, sampling_sums
 
 NAN = math.nan
 
@@ -239,3 +242,40 @@ def test_normalizers():
     for loss_type in ("bnpo", "dapo", "cispo"):
         assert loss_normalizer(lengths, make_config(loss_type=loss_type)) == 8
         assert loss_normalizer([0, 0], make_config(loss_type=loss_type)) == 1
+
+
+def doubled(*arguments):
+    loss, sums = grpo_loss(*arguments)
+    return 2 * loss, {**sums, "tokens_seen": arguments[4].sum()}
+
+
+def test_a_loss_of_ones_own(models, recipe, tmp_path):
+    """It replaces grpo_loss and nothing else: the same under that name, twice the gradient under another."""
+    written = {}
+    with fake_server(models["untied"], lambda ids, number: (said(ids, number), 0.0)) as one:
+        for name, loss_fn in (("none", None), ("same", grpo_loss), ("doubled", doubled)):
+            config = replace(parse_args([recipe(one), "--max_steps", "1"]), loss_fn=loss_fn)
+            main(config)
+            (written[name],) = read(tmp_path, "metrics")
+    for metric in ("loss", "grad_norm", "kl", "entropy"):
+        assert written["same"].get(metric) == written["none"].get(metric)
+    assert written["doubled"]["grad_norm"] == pytest.approx(2 * written["none"]["grad_norm"], rel=1e-5)
+    assert written["doubled"]["loss"] == pytest.approx(2 * written["none"]["loss"], rel=1e-5)
+    assert written["doubled"]["tokens_seen"] == 1  # of each token, divided by their number
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reason"),
+    [
+        (lambda *_: 1.0, "must return"),
+        (lambda logprobs, *_: logprobs.sum(), "must return"),
+        (lambda logprobs, *_: (logprobs, {}), "must return"),
+        (lambda logprobs, *_: (logprobs.detach().sum(), {}), "must return"),
+        (lambda logprobs, *_: (logprobs.sum(), {"kl": 0.5}), "must return"),
+        (lambda logprobs, *_: (logprobs.sum(), {"kl": logprobs}), "must return"),
+        (lambda logprobs: logprobs.sum(), "raised TypeError"),
+    ],
+)
+def test_a_loss_that_is_none(loss_fn, reason):
+    with pytest.raises(ValueError, match=f"loss_fn <lambda> {reason}"):
+        check_loss(make_config(loss_fn=loss_fn))
