@@ -71,7 +71,7 @@ class UserError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Every setting of a run. Values are checked when it is made; `ValueError` names the field and what to do."""
+    """Every setting of a run. Values are checked when it is made; `UserError` names the field and what to do."""
 
     # -- model ---------------------------------------------------------------------------------------------------
     model_id: str
@@ -103,7 +103,7 @@ class TrainConfig:
     lora_alpha: int = 32
     """LoRA scale: the update is alpha/r · B·A."""
     lora_dropout: float = 0.0
-    """Dropout before A. Anything above 0 makes the first ratio differ from 1 and the KL from 0."""
+    """Dropout before A. Anything above 0 lets the trainer's log-probs differ from the server's and between forwards."""
     lora_target_modules: list[str] | None = None
     """Module names (or their last parts) that get an adapter; None takes all linear layers but the head."""
 
@@ -309,7 +309,11 @@ class TrainConfig:
         self._check_combinations()
 
     def _check_ranges(self) -> None:
-        """Refuse values outside their meaning."""
+        """Refuse values outside their meaning.
+
+        Raises:
+            UserError: a value that is not finite, empty, or out of its field's range.
+        """
         for name, value in vars(self).items():
             _require(not isinstance(value, float) or math.isfinite(value), f"{name}={value}: must be a finite number")
             _require(value != [], f"{name} is empty: give at least one value, or leave it at its default")
@@ -319,7 +323,11 @@ class TrainConfig:
                 _require(value is None or holds(value), f"{name}={value}: must be {meaning}")
 
     def _check_combinations(self) -> None:
-        """Refuse settings that contradict each other or have no effect."""
+        """Refuse settings that contradict each other or have no effect.
+
+        Raises:
+            UserError: such settings, by name.
+        """
         for url in self.vllm_urls:
             _require(url.startswith(("http://", "https://")), f"vllm_urls: {url} must start with http:// or https://")
             _require("@" not in url, "vllm_urls: a token belongs into VLLM_API_KEY, not into an address")
@@ -431,7 +439,7 @@ def changed_fields(config: TrainConfig) -> dict[str, Any]:
 
 
 def describe(config: TrainConfig) -> str:
-    """What differs from the defaults, a line a field, and a warning where log-probs cannot be exact."""
+    """What differs from the defaults, a line a field, and warnings: of inexact log-probs, of fields without effect."""
     lines = [f"  {name} = {_jsonable(value)}" for name, value in changed_fields(config).items()]
     if not config.exact_sampling:
         lines.append(
@@ -499,7 +507,11 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def _parsed(name: str, text: str, hint: Any) -> Any:
-    """A command-line word as a value of the field's type."""
+    """A command-line word as a value of the field's type.
+
+    Raises:
+        UserError: a list or dictionary that is not JSON.
+    """
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if text.lower() in ("none", "null") and type(None) in options:
         return None
@@ -528,18 +540,16 @@ def _json_value(name: str, text: str, hint: Any) -> Any:
         raise UserError(f"{name}={text!r}: must be {_type_name(hint)}, as JSON ({error})") from None
 
 
-def _unknown(name: str, known: list[str]) -> UserError:
+def _unknown(name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return UserError(
-        f"unknown field {name}" + (f": did you mean {near[0]}?" if near else ": see config.py for all fields")
-    )
+    return f"unknown field {name}" + (f": did you mean {near[0]}?" if near else ": see config.py for all fields")
 
 
 def load_function(path: str, recipe: types.ModuleType | None = None) -> Callable[..., Any]:
     """The function at a dotted path (`my_module.my_reward`), or of that name in the recipe.
 
     Raises:
-        ValueError: no such module or function.
+        UserError: no such module or function.
     """
     module_name, _, name = path.rpartition(".")
     _require(bool(module_name or recipe), f"no function {path}: give its dotted path, package.module.function")
@@ -560,7 +570,8 @@ def load_recipe(path: str) -> types.ModuleType:
     """Run a recipe file and return its module, with `config` in it.
 
     Raises:
-        ValueError: no such file, no `config` in it, or a field that does not exist.
+        UserError: no such file, code that cannot be imported, no `config` in it, or a field that is unknown or missing.
+        TypeError: of the recipe's own code, as anything else that it raises.
     """
     _require(Path(path).is_file(), f"no recipe at {path}")
     for folder in (
@@ -581,7 +592,7 @@ def load_recipe(path: str) -> types.ModuleType:
     except TypeError as error:
         words = str(error).split("'")
         if "unexpected keyword argument" in str(error) and "TrainConfig" in str(error):
-            raise _unknown(words[1], list(TrainConfig.__dataclass_fields__)) from None
+            raise UserError(_unknown(words[1], list(TrainConfig.__dataclass_fields__))) from None
         if "TrainConfig" in str(error) and "missing" in str(error):
             raise UserError(f"{path}: {', '.join(words[1::2])} must be given") from None
         raise
@@ -595,7 +606,9 @@ def parse_args(argv: list[str]) -> TrainConfig:
     None and booleans by name, lists with commas or as JSON, dictionaries as JSON.
 
     Raises:
-        ValueError: an unknown field (with the nearest name), a missing value, or one of the wrong type.
+        UserError: an unknown field (with the nearest name), a missing value, or what `load_recipe` or `TrainConfig`
+            refuses.
+        SystemExit: `--help`, once the fields are printed.
     """
     hints = get_type_hints(TrainConfig)
     words = list(argv)
@@ -611,7 +624,7 @@ def parse_args(argv: list[str]) -> TrainConfig:
         name, equals, text = word.removeprefix("--").partition("=")
         name = name.replace("-", "_")
         if name not in hints:
-            raise _unknown(name, list(hints))
+            raise UserError(_unknown(name, list(hints)))
         if not equals:
             _require(bool(words), f"--{name} needs a value")
             text = words.pop(0)

@@ -87,7 +87,7 @@ class PackedBatch:
 
 
 def unpad(input_ids: Tensor, mask: Tensor) -> list[list[int]]:
-    """The rows of a left- or right-padded batch [B, T] as lists of token ids, by `mask` (1 on tokens), for `pack`."""
+    """The rows of a left- or right-padded batch [B, T] as lists of token ids, for `pack`; `mask` [B, T]: 1 on those."""
     return [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
 
 
@@ -360,12 +360,12 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tupl
 
 
 def _heads_first(tensor: Tensor, block: _Block) -> Tensor:
-    """[pieces * L, H, ...] -> [pieces, H, L, ...]"""
+    """[pieces * L, H, ...] -> [pieces, H, L, ...]."""
     return tensor.unflatten(0, (len(block.queries), -1)).transpose(1, 2)
 
 
 def _tokens_first(tensor: Tensor) -> Tensor:
-    """[pieces, H, L, ...] -> [pieces * L, H, ...]"""
+    """[pieces, H, L, ...] -> [pieces * L, H, ...]."""
     return tensor.transpose(1, 2).flatten(0, 1)
 
 
@@ -530,7 +530,11 @@ def _attention(
     segments: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface, [B, H, T, D] -> [B, T, H, D]; without `segments`, plain attention."""
+    """transformers' attention interface, [B, H, T, D] -> [B, T, H, D]; without `segments`, plain attention.
+
+    Raises:
+        ValueError: dropout, with `segments`.
+    """
     if torch.is_autocast_enabled(query.device.type):
         compute = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(compute), key.to(compute), value.to(compute)
@@ -683,6 +687,7 @@ def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str,
 
     Raises:
         ValueError: shared prefixes would not be exact for this model; names the reason.
+        OutOfMemoryError: there is no room for the comparison.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -879,7 +884,7 @@ class _Logits:
     forbidden: Tensor | None = None
 
     def apply(self, z: Tensor) -> Tensor:
-        """In place."""
+        """In place, on [..., V]."""
         z = z.mul_(self.multiplier)
         if self.softcap is not None:
             z = z.div_(self.softcap).tanh_().mul_(self.softcap)
@@ -982,7 +987,11 @@ class _LogprobHead:
 
     @classmethod
     def of(cls, base: Any) -> "_LogprobHead":
-        """The one installed on the model's head, installed where there is none."""
+        """The one installed on the model's head, installed where there is none.
+
+        Raises:
+            ValueError: the model has no head.
+        """
         head = base.get_output_embeddings()
         if head is None:
             raise ValueError(f"{type(base).__name__} has no language-model head")
@@ -1060,7 +1069,7 @@ def completion_logprobs(
         model: a Hugging Face causal language model, wrapped or not; attached where the row shares prefixes.
         row: from `pack`, on the model's device.
         temperature: logits are divided by it; above 0.
-        return_entropy: also return the entropy of each of the N distributions (no gradient).
+        return_entropy: also return the entropy of each of the N distributions, without a gradient.
         forbidden: tokens that the sampler could not draw (the placeholders of images): they have no probability.
         inputs: what the processor makes of the images of the forwarded prompts, in the order of `row.prompts`
             (`pixel_values`, ...). With shared prefixes for Qwen2.5-VL, Qwen3-VL, Gemma3 and LLaVA, and for what was
@@ -1068,10 +1077,11 @@ def completion_logprobs(
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable. With
-        `return_entropy` a pair: those, and the entropies [N].
+        `return_entropy` a pair: those, and the entropies [N], nats.
 
     Raises:
-        ValueError: the row shares prefixes and the model is not attached, or it changes its logits in an unknown way.
+        ValueError: a temperature not above 0; the row shares prefixes and the model is not attached, or not for images;
+            the head is not linear; or the model changes its logits in an unknown way.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")

@@ -83,12 +83,12 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     """Group-relative advantages, (r - mean of the group) / (std + 1e-4).
 
     Args:
-        rewards: [num_groups, num_generations]; NaN where a completion has no valid reward.
+        rewards: [num_groups, num_generations], of a floating type; NaN where a completion has no valid reward.
         scale: `group` divides by the group's own standard deviation (unbiased), `batch` by that of all rewards,
             `none` by nothing (Dr. GRPO, arXiv:2503.20783).
 
     Returns:
-        Same shape; 0 where the reward is NaN and in groups with a single valid reward.
+        Same shape and type; 0 where the reward is NaN and in groups with a single valid reward.
     """
     valid = ~rewards.isnan()
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
@@ -103,7 +103,10 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 
 def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
-    """Each completion's sum of `values`, at each of its tokens: [N] -> [N], differentiable."""
+    """Each completion's sum of `values` [N], at each of its tokens: [N], of their dtype, differentiable.
+
+    `completion` [N] int64 says which one a token belongs to; its numbers may be any.
+    """
     numbers, segment = completion.unique(return_inverse=True)
     return values.new_zeros(len(numbers)).index_add(0, segment, values)[segment]
 
@@ -121,17 +124,22 @@ def grpo_loss(
 
     With ratio ρ = exp(logprobs - old_logprobs), or its geometric mean over the completion (GSPO, arXiv:2507.18071):
     -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first term (two-sided clip, arXiv:2505.07291); for cispo
-    (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. Plus β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1. Divide the
-    gradient of the sum over all micro-batches by `loss_normalizer`, once.
+    (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. Plus β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1. For
+    loss_type grpo each token's is divided by how many of its completion train. Divide the gradient of the sum over all
+    micro-batches by `loss_normalizer`, once.
 
     Args:
-        logprobs, old_logprobs, ref_logprobs, advantages, mask: [N], one value per completion token; the mask is 1 on
-            tokens that train. `ref_logprobs` may be None where config.beta is 0.
-        completion: [N], which completion each token belongs to; a completion is never split over micro-batches.
+        logprobs: [N], one per completion token, nats, under the policy; the gradient goes through them alone.
+        old_logprobs: [N], nats: what the ratio is taken against.
+        ref_logprobs: [N], nats, under the initial policy; may be None where config.beta is 0.
+        advantages: [N].
+        mask: [N], 1 on tokens that train, 0 elsewhere; any type.
+        completion: [N] int64, which completion each token belongs to; a completion is never split over micro-batches.
         config: loss_type, importance_level, epsilon, epsilon_high, delta, beta.
 
     Returns:
-        The scalar loss sum, and sums over tokens for the metrics (`kl`, `clip_ratio/low`, `clip_ratio/high`).
+        The loss sum, 0-d, and 0-d sums over tokens for the metrics: `clip_ratio/low`, `clip_ratio/high`, and `kl`
+        (nats) where config.beta is above 0.
     """
     mask = mask.to(logprobs.dtype)
     log_ratio = (logprobs - old_logprobs).where(mask > 0, 0.0)  # where, not times: a masked infinity would give NaN
@@ -187,7 +195,8 @@ def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
     """What each token's advantage is multiplied by, as another policy sampled it than the ratio is taken against.
 
     w = exp(old_logprobs - sampler_logprobs): min(w, cap) for `truncate` (TIS), w within [floor, cap] and 0 outside for
-    `mask` (IcePop, arXiv:2510.18855). All arguments and the result are [N]; 1 where nothing is to be corrected.
+    `mask` (IcePop, arXiv:2510.18855); 1 where the config corrects nothing. All tensors and the result are [N],
+    log-probs in nats, the mask 1 on tokens that train.
     """
     if config.old_logprobs == "sampler" or config.off_policy_correction == "none":
         return torch.ones_like(old_logprobs)
@@ -200,8 +209,9 @@ def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
 def sampling_sums(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """How far trainer and server are apart on the sampled tokens: sums over tokens, and the largest |difference|.
 
-    `sampling_kl` estimates KL(server || trainer) by k3; `weight` and `square` give the effective sample size of w as
-    (Σw)² / NΣw².
+    All arguments are [N], log-probs in nats, the mask 1 on tokens that train; all results are 0-d. `gap` sums the
+    |difference|, `sampling_kl` estimates KL(server || trainer) by k3; `weight` and `square` give the effective
+    sample size of w as (Σw)² / NΣw².
     """
     gap = (old_logprobs - sampler_logprobs).where(mask > 0, 0.0)
     weight = gap.exp() * mask
@@ -237,7 +247,7 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
 def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
     """The model named by the config or of a checkpoint, on CPU, in `dtype`, without dropout.
 
-    Dropout would make the first importance ratio differ from 1, and the KL from 0.
+    Dropout would make log-probs differ from the server's and between forwards, and the first KL from 0.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -263,7 +273,7 @@ def check_lora_targets(config: TrainConfig) -> None:
     """Refuse LoRA targets that do not exist, on a skeleton without weights.
 
     Raises:
-        ValueError: a target that matches no linear or embedding layer, with those that exist.
+        UserError: a target that matches no linear or embedding layer, with those that exist, or is tied to another one.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -302,7 +312,11 @@ def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[st
 
 
 def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkpoint: Path | None = None) -> Any:
-    """Wrap a model in LoRA adapters, fresh or of a checkpoint, but for its frozen modules."""
+    """Wrap a model in LoRA adapters, fresh or of a checkpoint, but for its frozen modules.
+
+    Raises:
+        UserError: without the frozen modules nothing is left of the targets.
+    """
     from peft import LoraConfig, PeftModel, get_peft_model
 
     if checkpoint:
@@ -355,7 +369,10 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """What a vision-language model's decoder gets of images."""
+    """What a vision-language model's decoder gets of images: tensors in the number and shapes of the model's own.
+
+    `inputs` are of its processor, as `Prompt.inputs` or `joined_images`, on the model's device.
+    """
     output = base_model(model).get_image_features(**inputs)
     named = (getattr(output, name, None) for name in ("pooler_output", "deepstack_features"))
     return tree_leaves([part for part in named if part is not None] or dict(output))
@@ -380,7 +397,9 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
     Otherwise ranks with and without images in their row would not meet in FSDP2's and DDP's collectives.
 
     Args:
+        model: a vision-language model, wrapped or not.
         example: any prompt with images.
+        device: where the model will be.
     """
     base = base_model(model)
     image = {name: value.to(device) for name, value in example.inputs.items()}
@@ -406,6 +425,8 @@ def build_policy(
     """The model that trains: checkpointing, frozen parts, LoRA and parallelism as configured.
 
     Args:
+        config: its fields of the model and of parallelism.
+        device: this rank's.
         example: a prompt of the run with images; None in a run without.
         checkpoint: to go on from; None starts from `model_id`.
     """
@@ -430,6 +451,8 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
     """Swap shared-prefix attention into the policy and prove it there; a model it refuses goes on without. Collective.
 
     Args:
+        policy: from `build_policy`.
+        config: share_prefix; off, nothing is done.
         example: a prompt of the run with images; None in a run without.
 
     Returns:
@@ -452,7 +475,10 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
 def build_reference(
     policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None
 ) -> "Callable[[MicroBatch], Tensor] | None":
-    """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0."""
+    """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0.
+
+    They are [N] float32, nats, without a gradient, as those of `forward`; the micro-batch is on `device`.
+    """
     if config.beta == 0:
         return None
     if config.use_peft:
@@ -497,10 +523,15 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and what its completion tokens need for the loss: [N] each.
+    """One forward and what its completion tokens need for the loss.
 
-    `images` are those of the row's prompts, as the processor made them. `is_last` marks the rank's last micro-batch
-    before a `Step`: gradients are then summed over ranks.
+    Attributes:
+        row: the tokens, N of them of completions.
+        advantages: [N] float32.
+        mask: [N] float32, 1 on tokens that train, 0 elsewhere.
+        sampler_logprobs: [N] float32, the server's, nats.
+        images: those of the row's prompts, from `joined_images`.
+        is_last: it is the rank's last one before a `Step`: gradients are then summed over ranks.
     """
 
     row: PackedBatch
@@ -535,6 +566,9 @@ def deal(groups: Iterable[Group], num_ranks: int, config: TrainConfig) -> Iterat
 
     Args:
         groups: the batch, with advantages; num_minibatches equal parts of it end with a `Step` each.
+        num_ranks: items of a round.
+        config: batch_size, num_minibatches, max_tokens_per_gpu, share_prefix, loss_type, max_completion_len,
+            mask_truncated_completions.
     """
     parts: Iterable[Iterable[Group]] = [groups]
     whole: float | None = None  # one normalizer for all parts, where every token of the batch weighs the same
@@ -609,7 +643,7 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """The images of several prompts, one after the other."""
+    """The images of several prompts: each tensor of `Prompt.inputs`, joined along its first dimension; {} without."""
     inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
     return {name: torch.cat([values[name] for values in inputs]) for name in (inputs[0] if inputs else ())}
 
@@ -648,8 +682,11 @@ DISAGREES = (
 class Rollouts:
     """Where batches come from and weights go to. The servers and the data live on rank 0; the methods are collective.
 
+    Everything is checked when it is made, before a model is loaded.
+
     Raises:
-        ValueError, ServerError: bad data, no server, or one that serves another model; before a model is loaded.
+        UserError: bad data, or prompts other than those of the run that this one goes on with.
+        ServerError: no server, or one that serves another model.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None):
@@ -663,7 +700,12 @@ class Rollouts:
         self.num_steps, self.example = broadcast_object(self._open(device, resumed) if is_main() else None)
 
     def _open(self, device: torch.device, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None]:
-        """Check and load everything rank 0 needs; returns the number of steps, and an example of its images."""
+        """Check and load everything rank 0 needs; returns the number of steps, and an example of its images.
+
+        Raises:
+            UserError: bad data, other prompts than the resumed run's, or `freeze_vision_tower` without an image.
+            ServerError: no server, or one that serves another model.
+        """
         config = self.config
         print(describe(config))
         self.processor = processor = load_processor(config)
@@ -778,7 +820,11 @@ class Rollouts:
             started = time.perf_counter()
 
     def _meanwhile(self, version: int) -> None:
-        """What rank 0 does while it waits, and the others wait for it: end, or give a server the weights again."""
+        """What rank 0 does while it waits, and the others wait for it: end, or give a server the weights again.
+
+        Raises:
+            Stopped: the run was told to end.
+        """
         if self.stop.is_set():
             raise Stopped
         if self.client.returned:
@@ -864,7 +910,12 @@ class Rollouts:
         self.failure = self.failure or UserError(reason)
 
     def raise_failure(self) -> None:
-        """What ended `batch` other than a signal, on rank 0."""
+        """Raise what ended `batch` other than a signal, on rank 0; nothing where nothing did.
+
+        Raises:
+            UserError: of data, a function of the user's, or `fail`.
+            ServerError: of the servers.
+        """
         if self.failure and is_main():
             raise self.failure
 
@@ -892,7 +943,7 @@ class Rollouts:
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1.
 
-        Collective. Empty on ranks other than 0.
+        Also `eval/rewards/<function>`. Collective. Empty on ranks other than 0.
         """
         config = self.config
         values: dict[str, float] = {}
@@ -934,7 +985,11 @@ class Rollouts:
 
 
 def forward(model: nn.Module, micro: MicroBatch, config: TrainConfig, return_entropy: bool = False) -> Any:
-    """`completion_logprobs` of what the server could sample, under autocast where the config asks for it."""
+    """`completion_logprobs` of what the server could sample, under autocast where the config asks for it.
+
+    [N] float32, nats, in the order of the micro-batch's own tensors; with `return_entropy` a pair: those, and the
+    entropies [N], nats, without a gradient.
+    """
     forbidden = placeholder_ids(base_model(model).config)
     with torch.autocast(micro.mask.device.type, torch.bfloat16, enabled=config.bf16):
         return completion_logprobs(model, micro.row, config.temperature, return_entropy, forbidden, **micro.images)
@@ -945,7 +1000,7 @@ def fits_in_memory(micro: MicroBatch, config: TrainConfig) -> Iterator[None]:
     """Say what to do where a row does not.
 
     Raises:
-        ValueError: out of memory in this block.
+        UserError: out of memory in this block.
     """
     try:
         yield
@@ -960,7 +1015,7 @@ def fits_in_memory(micro: MicroBatch, config: TrainConfig) -> Iterator[None]:
 def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
     """Normalize the summed gradients, clip, step; returns the gradient norm before clipping. Collective under FSDP2.
 
-    A gradient that is not finite, which is that of a loss that is not, changes nothing.
+    A gradient that is not finite, which is that of a loss that is not, changes no weight; the schedule goes on.
     """
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)

@@ -99,7 +99,8 @@ class TransferGroup:
 
     Args:
         store: a TCPStore that all members reach; the trainer hosts it.
-        rank, world_size: place in the group and its size, the trainer included.
+        rank: place in the group; 0 is the trainer's.
+        world_size: its members, the trainer included.
         device: where this member's weights live.
         timeout_s: bound on every broadcast, in seconds.
     """
@@ -117,17 +118,20 @@ class TransferGroup:
             options._timeout = timeout
             self._group: Any = dist.ProcessGroupNCCL(prefix, rank, world_size, options)
         else:
-            gloo: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in torch's stubs
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(store.host))]
-            gloo._timeout = timeout
-            self._group = dist.ProcessGroupGloo(prefix, rank, world_size, gloo)
+            gloo: Any = dist.ProcessGroupGloo  # whose options torch's stubs lack
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=address_towards(store.host))]
+            options._timeout = timeout
+            self._group = gloo(prefix, rank, world_size, options)
         self._store = store  # the group lives as long as its store
 
     def send(self, bucket: dict[str, Tensor]) -> list[Any]:
-        """Start the broadcast of named tensors from rank 0, uncopied; an empty bucket ends the stream.
+        """Start the broadcast of named tensors, of any shape and dtype, from rank 0; an empty bucket ends the stream.
+
+        Tensors that are contiguous and on the group's device (the CPU for gloo) are not copied.
 
         Returns:
-            Handles to `wait()` on; the tensors must live until then.
+            Handles to `wait()` on; they keep the tensors, which must not change until then.
         """
         entries = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket.items()]
         header = torch.tensor(list(json.dumps([BUCKET_BYTES, entries]).encode()), dtype=torch.uint8)
@@ -137,7 +141,10 @@ class TransferGroup:
         return handles
 
     def receive(self) -> dict[str, Tensor]:
-        """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream."""
+        """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream.
+
+        Shapes and dtypes are the sender's; the tensors are on the group's device (the CPU for gloo).
+        """
         size = self._receive_into(torch.zeros(1, dtype=torch.int64, device=self.device))
         header = self._receive_into(torch.empty(int(size), dtype=torch.uint8, device=self.device))
         piece_bytes, entries = json.loads(bytes(header.tolist()))
@@ -206,7 +213,10 @@ def base_model(model: nn.Module) -> Any:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, detached: an all-gather for an FSDP2 shard (collective), the tensor itself otherwise."""
+    """The whole tensor, detached: an all-gather for an FSDP2 shard (collective), the tensor itself otherwise.
+
+    Of the shape and dtype that `tensor` has; an FSDP2 shard has the shape of the whole.
+    """
     gather = getattr(tensor, "full_tensor", None)
     return (gather() if gather else tensor).detach()
 
@@ -220,9 +230,10 @@ def sync_gradients(model: nn.Module, enabled: bool) -> None:
 def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight once, whole, LoRA merged: `(name in the plain Hugging Face model, tensor)`, one at a time.
 
-    Merged weights are temporaries, W + s·B·A computed in the wider of the dtypes and rounded to W's; other tensors
-    may be the model's own storage and must not be written to. Tied weights appear under their first name.
-    Collective: every rank iterates to the end, in the same order.
+    Shapes and dtypes are those of the plain model in memory, devices the model's. Merged weights are temporaries,
+    W + s·B·A computed in the wider of the dtypes and rounded to W's; other tensors may be the model's own storage and
+    must not be written to. Tied weights appear under their first name. Collective: every rank iterates to the end, in
+    the same order.
     """
     base = base_model(model)
     weights = base.state_dict(keep_vars=True)
@@ -252,7 +263,7 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
 
 
 def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`full_weights` under the names and shapes that `save_pretrained` would write, decoder layer by layer.
+    """`full_weights` under the names and in the shapes that `save_pretrained` would write, decoder layer by layer.
 
     transformers keeps some weights in another form in memory (fused experts, renamed towers); its own conversion
     is undone one layer at a time, so no more than a layer is alive. Collective, as `full_weights`.
@@ -260,12 +271,18 @@ def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     base = base_model(model)
-    for _, layer in groupby(full_weights(model), key=lambda item: re.match(r"(.*?\.\d+\.)?", item[0])[0]):  # type: ignore[index]  # matches ""
+    for _, layer in groupby(full_weights(model), key=lambda item: _layer_of(item[0])):
         yield from revert_weight_conversion(base, dict(layer)).items()
 
 
+def _layer_of(name: str) -> str:
+    """A weight's name up to its layer's number (`model.layers.3.`), empty outside of layers."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else ""
+
+
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Consecutive weights of together at most `BUCKET_BYTES`; a larger tensor is a bucket of its own."""
+    """Consecutive weights, of any shapes, of together at most `BUCKET_BYTES`; a larger one is a bucket of its own."""
     bucket: dict[str, Tensor] = {}
     for name, tensor in weights:
         if bucket and sum(t.nbytes for t in bucket.values()) + tensor.nbytes > BUCKET_BYTES:
@@ -297,7 +314,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     """Where the run goes on from; None where it starts anew, also by `auto` without a whole checkpoint in output_dir.
 
     Raises:
-        ValueError: no such checkpoint, or one of a run with other settings.
+        UserError: no such checkpoint, or one of a run with other settings.
     """
     if (wanted := config.resume_from_checkpoint) is None:
         return None
@@ -324,7 +341,7 @@ def saved_in(folder: Path) -> dict[int, Path]:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """What `Checkpoints.save` got as `state`, and `step` and `scheduler`."""
+    """What `Checkpoints.save` got as `state`, and `step`, `scheduler` and `saved_s` (Unix time, seconds)."""
     return torch.load(checkpoint / TRAINER / "state.pt", weights_only=True)
 
 
@@ -337,7 +354,9 @@ class Checkpoints:
 
     Args:
         config: output_dir (on a disk that all ranks share), keep_last_n, collective_timeout.
-        policy, optimizer, scheduler: of every rank.
+        policy: every rank's.
+        optimizer: every rank's.
+        scheduler: every rank's.
         processor: rank 0's.
     """
 
@@ -363,7 +382,7 @@ class Checkpoints:
         """Load the optimizer, in shards of this run's ranks however many wrote it; returns the step, 0 without one.
 
         Raises:
-            ValueError: the ranks see different checkpoints.
+            UserError: the ranks see different checkpoints.
         """
         import torch.distributed.checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
@@ -402,7 +421,7 @@ class Checkpoints:
         """Save this step unless it is, and wait until it is on the disk.
 
         Raises:
-            ValueError: it could not be written.
+            UserError: it could not be written.
         """
         failure = self._written()
         if step > 0 and step not in self.steps[-1:]:
@@ -415,10 +434,12 @@ class Checkpoints:
         """Copy everything to host memory and start to write it: the model (of LoRA the adapter) in checkpoint form.
 
         Args:
+            step: which the policy has trained.
             state: of tensors and plain values, for the run that goes on; rank 0's.
 
         Raises:
-            ValueError: neither the checkpoint before nor this one could be written.
+            UserError: no folder can be made for it, or not one that all ranks see; or neither the checkpoint before nor
+                this one could be written.
         """
         import torch.distributed.checkpoint as dcp
 
@@ -493,7 +514,10 @@ def _begin(part: Path) -> str | None:
 
 
 def host_weights(model: nn.Module) -> dict[str, Tensor]:
-    """A copy in host memory, on rank 0, of what `save_pretrained` writes: all weights, or LoRA's. Collective."""
+    """What `save_pretrained` takes as `state_dict`, copied to host memory: all weights, or LoRA's. Collective.
+
+    Whole tensors in the model's own shapes and dtypes; empty on ranks other than 0.
+    """
     inner = unwrap(model)
     adapter = ((n, t) for n, t in inner.state_dict(keep_vars=True).items() if ".lora_" in n)
     weights = ((n, full_tensor(t)) for n, t in adapter) if hasattr(inner, "peft_config") else full_weights(model)
@@ -623,7 +647,7 @@ class RunLog:
         """Write one step: metrics everywhere, samples to `completions.jsonl`, groups not trained to `dropped.jsonl`.
 
         Raises:
-            ValueError: the disk is full.
+            UserError: a file cannot be written, as on a full disk.
         """
         if not is_main() or not metrics:
             return
@@ -800,7 +824,7 @@ def locked(folder: Path) -> Iterator[None]:
     """Make a folder, and this run's own while the block, or the process, lasts. Rank 0's.
 
     Raises:
-        ValueError: it cannot be written, or another process has it.
+        UserError: it cannot be written, or another process has it.
     """
     if not is_main():
         yield

@@ -63,7 +63,8 @@ class Images:
         server_ids: the prompt with one placeholder for each image, which the server expands.
         num_tokens: of the prompt once it is expanded.
         urls: for the server: PNG, as data URIs.
-        inputs: for the policy: what the model's processor makes of them (`pixel_values`, ...).
+        inputs: for the policy: what the model's processor makes of them (`pixel_values`, ...), in its own shapes and
+            dtypes, on the CPU.
     """
 
     server_ids: list[int]
@@ -94,7 +95,7 @@ class Prompt:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Its images for the policy."""
+        """Its images for the policy: `Images.inputs`, or {} without images, or before they are processed."""
         return self.images.inputs if self.images else {}
 
 
@@ -229,7 +230,8 @@ class Server:
 
         Raises:
             ServerError: a 4xx reply, at once.
-            ServerLost: anything else, after the last retry.
+            ServerLost: anything else, after the last retry; without one where the server is lost meanwhile, or `read`
+                raises it.
         """
         retries = self.retries if retries is None else retries
         for attempt in range(retries + 1):
@@ -275,6 +277,7 @@ class Server:
 
         Raises:
             ServerError: refused, no valid reply after the retries, or images that the server expands to other tokens.
+            UserError: a prompt has placeholders of images, and `images` are not given.
         """
         num = sampling.get("n", 1)
         body: dict[str, Any] = {"token_ids": prompt_ids}
@@ -371,7 +374,10 @@ class Server:
         self.sending = []
 
     def send(self, bucket: dict[str, Tensor] | None) -> None:
-        """Start to send a bucket, {} to end the stream, once the one before has arrived; None only waits for that."""
+        """Start to send a bucket, {} to end the stream, once the one before has arrived; None only waits for that.
+
+        Its tensors, of any shapes, must not change until the next call.
+        """
         assert self.transfer is not None
         for handle in self.sending:
             while not handle.is_completed():
@@ -382,7 +388,11 @@ class Server:
         self.sending = [] if bucket is None else self.transfer.send(bucket)
 
     def end_update(self, version: int) -> None:
-        """Wait until everything is loaded, and sample on as `version`."""
+        """Wait until everything is loaded, and sample on as `version`.
+
+        Raises:
+            ServerLost: it takes longer than `sync_timeout` to load what it was sent last.
+        """
         try:
             self.loading.result(self.sync_timeout_s)
         except TimeoutError:
@@ -398,6 +408,9 @@ class VLLMClient:
         config: vllm_urls, request_timeout, request_retries, max_concurrent_requests, server_timeout, model_id.
         processor: of the model, for images and rollout functions.
         forbidden: tokens that are never sampled.
+
+    Raises:
+        UserError: `VLLM_API_KEY` is not ASCII.
     """
 
     def __init__(self, config: TrainConfig, processor: Any = None, forbidden: Sequence[int] = ()):
@@ -476,7 +489,11 @@ class VLLMClient:
                 (self._slots.notify_all if self._is_held else self._slots.notify)()  # of those that wait one gets it
 
     def _free(self) -> Server | None:
-        """The least busy server with room for a group; None has to be waited for."""
+        """The least busy server with room for a group; None has to be waited for.
+
+        Raises:
+            ServerError: the last server was lost longer than `server_timeout` ago.
+        """
         ready = [server for server in self.servers if server.is_ready]
         if not ready and time.monotonic() > self._alone_s + self.config.server_timeout:
             raise ServerError(
@@ -580,7 +597,11 @@ class VLLMClient:
         return Group(prompt, reply, advantages=[0.0])
 
     def connect(self, device: torch.device) -> None:
-        """Open one weight-transfer group per server."""
+        """Open one weight-transfer group per server.
+
+        Raises:
+            ServerError: a server refuses, or its workers do not come.
+        """
         self._device = device
         for server in self.servers:
             try:
@@ -607,7 +628,7 @@ class VLLMClient:
         cache is emptied, so that no old K/V serves a new request. A lost server that answers again takes part.
 
         Args:
-            weights: `(checkpoint name, tensor)`, consumed to the end.
+            weights: `(checkpoint name, tensor in its checkpoint's shape)`, consumed to the end.
             version: policy version that completions report from now on.
             only_returned: the others have it.
 
@@ -654,7 +675,10 @@ class VLLMClient:
         return [server for server in servers if server is not lost]
 
     def _reopened(self, server: Server) -> bool:
-        """Whether a server that answers again can be used; it is then connected, its weights zeroed."""
+        """Whether a server that answers again can be used; it is then connected, its weights zeroed.
+
+        Why it cannot be is printed, not raised.
+        """  # noqa: DOC501  # caught here
         server.disconnect()
         try:
             if (longest := self._when_ready(server, deadline=0.0)) < self._longest:
@@ -679,6 +703,7 @@ def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], 
 
     Raises:
         ValueError, LookupError, TypeError, AttributeError: not a reply with `num` completions.
+        ServerLost: as `_completion`.
     """
     body = reply.json()
     return _completions(body["choices"], num), body.get("prompt_token_ids") or []
@@ -688,7 +713,9 @@ def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completio
     """As `_all_choices`, of the first ones of a stream that end.
 
     Raises:
-        ValueError, LookupError, TypeError, AttributeError: the stream broke off, or is none.
+        ValueError: the stream broke off.
+        LookupError, TypeError, AttributeError: it is none.
+        ServerLost: as `_completion`.
     """
     found: dict[int, dict[str, Any]] = {}
     finished: list[dict[str, Any]] = []
@@ -718,7 +745,12 @@ def _completions(choices: list[dict[str, Any]], num: int) -> list[Completion]:
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
-    """One choice of `/inference/v1/generate`. A version other than a number is a server that was never synced: -1."""
+    """One choice of `/inference/v1/generate`. A version other than a number is a server that was never synced: -1.
+
+    Raises:
+        ValueError: its tokens, log-probs and versions do not fit each other.
+        ServerLost: it has no token, or ended otherwise than by `stop` or `length`.
+    """
     token_ids = choice["token_ids"] or []
     logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
     if not all(type(token) is int and token >= 0 for token in token_ids):
@@ -743,7 +775,7 @@ def load_processor(config: TrainConfig) -> Any:
     """The processor of `model_id`, which takes text and images; its tokenizer where it has no other.
 
     Raises:
-        ValueError: no such model, or `processor_kwargs` that it does not take.
+        UserError: no such model, or `processor_kwargs` that it does not take.
     """
     from transformers import AutoProcessor
 
@@ -798,7 +830,7 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
     """The rows of a function, a local `.jsonl`/`.parquet` file or a `datasets` name.
 
     Raises:
-        ValueError: no such file, or no rows.
+        UserError: no such file or data set, one that cannot be read, or no rows.
     """
     if callable(source):
         rows = list(source())
@@ -820,7 +852,11 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
 
 
 def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects as they stand: `datasets` would turn strings that look like dates into dates."""
+    """The objects as they stand: `datasets` would turn strings that look like dates into dates.
+
+    Raises:
+        UserError: a line that is not JSON, by number.
+    """
     rows = []
     for number, line in enumerate(path.read_text().split("\n"), 1):
         if not line.strip():
@@ -902,6 +938,9 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages.
 
     Keys without a value, which `datasets` gives every part that has one in another row, are left out.
+
+    Raises:
+        ValueError: images in two places, or in another number than the messages have places; or what is no message.
     """
     prompt = row["prompt"]
     columns = [value for name in ("image", "images") if (value := row.get(name)) is not None]
@@ -939,7 +978,11 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 
 def _check_message(message: Any) -> None:
-    """Refuse what is no chat message, or has parts that a template would leave out without a word."""
+    """Refuse what is no chat message, or has parts that a template would leave out without a word.
+
+    Raises:
+        ValueError: such a message, with its beginning.
+    """
     content = message.get("content") if isinstance(message, dict) and "role" in message else 0
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         if odd := [part for part in content if part.get("type") not in ("text", "image", "image_url")]:
@@ -992,7 +1035,7 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     A URL among its sources is replaced by what it answered.
 
     Raises:
-        ValueError: an image cannot be read, or the processor does not take it; names the row.
+        UserError: an image cannot be read or has no place in the prompt, or the processor refuses it; names the row.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -1047,9 +1090,9 @@ def load_prompts(
     its tokens are kept.
 
     Raises:
-        ValueError: a row without a usable `prompt`, a column that does not exist, an image that cannot be read or that
-            the model does not take, or nothing left.
-    """
+        UserError: a row without a usable `prompt`, a column that does not exist or is named as a reward's own argument,
+            an image that cannot be read or that the model does not take, or nothing left.
+    """  # noqa: DOC501  # ValueError is caught here
     rows = load_rows(source, split, config)
     videos = set(placeholder_ids(processor)) - {getattr(processor, "image_token_id", None)}
     prompts = []
@@ -1101,7 +1144,7 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     """Refuse reward functions that cannot be called with the columns of the data.
 
     Raises:
-        ValueError: one wants a column that is not there, or does not take one that is.
+        UserError: one wants a column that is not there, or does not take one that is.
     """
     names = ["prompts", "completions", "completion_ids", *prompts[0].columns]
     for function in config.reward_funcs:
@@ -1135,8 +1178,9 @@ class Scorer:
         """Fill in the group's `texts`, `rewards` and `reward`. Thread-safe.
 
         Raises:
-            ValueError: a function returns something else than one finite number or None per completion, or fails time
+            UserError: a function returns something else than one finite number or None per completion, or fails time
                 after time; the message names it and the dataset row.
+            CallError: it was closed meanwhile.
         """
         group.texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group.completions]
         columns = [self._call(function, group) for function in self.config.reward_funcs]
@@ -1149,7 +1193,12 @@ class Scorer:
         group.scored_s = time.monotonic()
 
     def _call(self, function: Any, group: Group) -> list[float | None]:
-        """One reward per completion from `f(prompts, completions, completion_ids, **columns)`."""
+        """One reward per completion from `f(prompts, completions, completion_ids, **columns)`.
+
+        Raises:
+            UserError: as `score`.
+            CallError: the workers were ended meanwhile.
+        """
         num = len(group.completions)
         name, where = function.__name__, f"reward {function.__name__} on dataset row {group.prompt.index}"
         arguments = {
@@ -1176,7 +1225,11 @@ class Scorer:
         return [None if value is None else float(value) for value in values]
 
     def _count_failure(self, name: str, message: str, group: Group) -> None:
-        """Write the failed call down; a function that only ever fails ends the run."""
+        """Write the failed call down; a function that only ever fails ends the run.
+
+        Raises:
+            UserError: so did its last calls, `batch_size` of them and at least 4.
+        """
         sample = {"error": message, "prompt": group.prompt.content, "completions": group.texts}
         line = json.dumps({**sample, "columns": group.prompt.columns}, ensure_ascii=False, default=repr)
         with self._lock:
@@ -1207,9 +1260,10 @@ def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], con
     """Fill in the group's `completions`, by one request or the recipe's `rollout_fn`, all on one server.
 
     Raises:
-        ServerError: as `Server.generate`.
-        ValueError: `rollout_fn` raises, or returns something else than `n` completions that fit a micro-batch.
-    """
+        ServerError: as `Server.generate`, with the dataset row, or no server is left.
+        UserError: `rollout_fn` raises, or returns something else than `n` completions that fit a micro-batch; or as
+            `with_images`.
+    """  # noqa: DOC501  # ServerRestarted is caught here
     failures = 0
     group.prompt = with_images(group.prompt, client.processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:  # nothing else depends on time; completions count on
@@ -1256,7 +1310,7 @@ def check_rollout(
     """Refuse what a `rollout_fn` returned, unless it is `num` completions that can be trained.
 
     Raises:
-        ValueError: says `where`, and what is wrong.
+        UserError: says `where`, and what is wrong.
     """
     if not isinstance(completions, list) or not all(isinstance(c, Completion) for c in completions):
         raise UserError(f"{where} must return a list of Completion")
@@ -1332,10 +1386,11 @@ class RolloutStream:
         """The groups of the batch that trains policy `version`, each as soon as it may be trained.
 
         Args:
+            version: of the policy that the batch trains.
             meanwhile: called about every second that is waited, and before each group.
 
         Raises:
-            ServerError, ValueError: what sampling or scoring raised.
+            UserError, ServerError: what sampling or scoring raised.
         """
         for missing in range(self.config.batch_size, 0, -1):
             told_s = time.monotonic()
@@ -1422,7 +1477,11 @@ class RolloutStream:
             self._changed.notify_all()
 
     def _check_versions(self, group: Group) -> None:
-        """A server that answers under another policy than was published since the request has another trainer, too."""
+        """A server that answers under another policy than was published since the request has another trainer, too.
+
+        Raises:
+            ServerError: such an answer.
+        """
         seen = {span[0] for c in group.completions for span in c.weight_versions}
         if odd := sorted(seen - set(range(group.started_version, self.version + 2))):  # + 1: an update may be under way
             raise ServerError(

@@ -118,6 +118,9 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         """Hand every bucket to the model's own `load_weights`.
 
         Each bucket has memory of its own: layerwise reload keeps views until a layer is whole.
+
+        Raises:
+            RuntimeError: no trainer is connected, or its broadcasts break off.
         """
         group = self.group
         if group is None:
@@ -288,7 +291,8 @@ def main(argv: list[str]) -> None:
     """Start the server and serve until a signal; with `--restart`, start it again when it dies.
 
     Raises:
-        SystemExit: a host other than loopback without a token, or an option vLLM does not know.
+        SystemExit: a host other than loopback without a token, several tokens, or an option vLLM does not know; with
+            `--restart`, at the end.
     """
     if "--restart" in argv:
         sys.exit(supervise([word for word in argv if word != "--restart"]))

@@ -76,7 +76,11 @@ def attacks(metrics: Path, steps: list[int], kill: Callable[[], None], rng: rand
 def train(
     command: list[str], folder: Path, server: LocalServer, num_steps: int, num: dict[str, int], rng: random.Random
 ) -> dict[str, Any]:
-    """A run to its end, whatever is killed on the way."""
+    """A run to its end, whatever is killed on the way.
+
+    Raises:
+        RuntimeError: it ended otherwise than by being killed, with the end of its log.
+    """
     trainer: subprocess.Popen[bytes]
     killed = Counter[str]()
     log = folder.with_suffix(".log")

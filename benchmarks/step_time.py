@@ -69,7 +69,11 @@ def plain_receiver(ports: Any, num_bytes: int, repeats: int) -> None:
 
 
 def resident_mb(field: str) -> float:
-    """`VmRSS` (now) or `VmHWM` (peak since the last reset) of this process, MB."""
+    """`VmRSS` (now) or `VmHWM` (peak since the last reset) of this process, MB.
+
+    Raises:
+        RuntimeError: the kernel does not tell.
+    """
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) / 1e3

@@ -19,10 +19,11 @@ BATCH_SIZE, LEARNING_RATE, BETA = 8, 1e-6, 0.1
 
 
 def dpo_loss(policy: Any, reference: Any, pairs: list[tuple[list[int], list[list[int]]]]) -> torch.Tensor:
-    """-log σ(β·(Δ chosen - Δ rejected)), Δ = log p(answer) under the policy minus under the reference; the mean.
+    """-log σ(β·(Δ chosen - Δ rejected)), Δ = log p(answer) under the policy minus under the reference; the mean, 0-d.
 
     Args:
-        policy, reference: models that went through `attach`.
+        policy: the model that trains, which went through `attach`.
+        reference: the model it began as, which did, too.
         pairs: token ids of a prompt, and of its chosen and its rejected answer.
     """
     (row,) = pack(pairs)

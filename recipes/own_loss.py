@@ -14,7 +14,7 @@ folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny"
 
 
 def reinforce(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """-A log p, summed over the tokens that train; no sums for the metrics."""
+    """-A log p, summed over the tokens that train (arguments as `train.grpo_loss`, [N] each); no sums for metrics."""
     return -(advantages * logprobs * mask).sum(), {}
 
 

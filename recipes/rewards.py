@@ -158,7 +158,11 @@ def _makes(text: str, numbers: list[int], goal: int) -> bool:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The value of a tree of numbers, noted in `used`, under the four operations."""
+    """The value of a tree of numbers, noted in `used`, under the four operations.
+
+    Raises:
+        ValueError: anything else is in the tree.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         used.append(node.value)
         return Fraction(node.value)
@@ -227,7 +231,8 @@ class Cosine:
     Args:
         max_tokens: from there on a completion earns the end of its scale.
         verifier: a reward function that gives 1 or 0.
-        right, wrong: (start, end) of the two scales.
+        right: (start, end) of the scale of right ones.
+        wrong: (start, end) of that of wrong ones.
     """
 
     max_tokens: int
