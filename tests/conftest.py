@@ -9,8 +9,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from helpers import RECIPE, make_model, server
 
+LONGEST = ("test_images", "test_server", "test_scripts", "test_train", "test_resume", "test_readme", "test_faults")
+
 
 def pytest_collection_modifyitems(items):
+    """The longest files first, so that both workers of scripts/test.sh end at about the same time."""
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

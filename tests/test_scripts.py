@@ -43,7 +43,7 @@ def left_behind(session):
 
 
 def test_a_short_demo_leaves_a_curve_and_no_process():
-    process = demo("--max_steps", "2")
+    process = demo(str(ROOT / "recipes" / "own_loss.py"), "--max_steps", "2")
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     assert re.search(r"held-out accuracy before: \d+\.\d%\nheld-out accuracy after:  \d+\.\d%", output), output
