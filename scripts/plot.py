@@ -61,6 +61,14 @@ def smoothed(values: list[float], window: int) -> list[float]:
     return [sum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(end - window, 0) : end])]
 
 
+def sparkline(values: list[float], width: int = 60) -> str:
+    """The values as a line of text, for a terminal: means of `width` parts of them, from the least to the greatest."""
+    size = max(math.ceil(len(values) / width), 1)
+    means = [sum(part) / len(part) for start in range(0, len(values), size) if (part := values[start : start + size])]
+    low, high = min(means), max(means)
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / ((high - low) or 1))] for mean in means)
+
+
 def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> None:
     """One metric of one run, if it has it; few points, as of an evaluation, are marked."""
     points = [(row[x], row[name]) for row in rows if row.get(name) is not None and row.get(x) is not None]
@@ -118,6 +126,8 @@ def main(argv: list[str]) -> None:
     path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
     plot(runs, args.metric, args.x, args.smooth, path)
     for name, rows in runs.items():
+        if rewards := [row["reward"] for row in rows if row.get("reward") is not None]:
+            print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
         held_out = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
         if held_out:
             of = f" of {name}" if len(runs) > 1 else ""

@@ -73,7 +73,7 @@ def test_plot_of_two_runs(tmp_path, suffix, start):
     assert out.read_bytes().startswith(start)
 
 
-def test_what_is_drawn(tmp_path, monkeypatch):
+def test_what_is_drawn(tmp_path, monkeypatch, capsys):
     """The numbers of the curves: where the metric is, smoothed by hand."""
     figures = []
     monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
@@ -86,8 +86,14 @@ def test_what_is_drawn(tmp_path, monkeypatch):
     assert curves[f"{b} reward"][3][1] == pytest.approx(1.35)
     assert [tuple(point) for point in evals.lines[0].get_xydata()] == [(500.0, 0.5), (1000.0, 0.75)]
     plot.main([str(a)])
+    assert f"reward of {a}: 0.1 ▁▂▃▃▄▅▆▆▇█ 1\n" in capsys.readouterr().out
     assert [axes.get_ylabel() for axes in figures[1].axes] == [panel[0] for panel in plot.SUMMARY]
     assert len(figures[1].axes) == 4
+
+
+def test_sparkline():
+    assert plot.sparkline([0, 1, 2, 3, 0, 0], width=3) == "▂█▁"  # means 0.5, 2.5 and 0
+    assert plot.sparkline([5.0]) == plot.sparkline([5.0, 5.0])[0] == "▁"
 
 
 def test_info_remote_and_refusals(tmp_path, monkeypatch, capsys):
