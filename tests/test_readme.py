@@ -45,7 +45,8 @@ def commands(text=README):
 
 
 def inline(text=README):
-    return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    spans = re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return [re.sub(r"\s+", " ", span) for span in spans]
 
 
 @pytest.fixture(scope="module")
