@@ -1,6 +1,6 @@
 """The same GRPO job given to this trainer and to TRL's `GRPOTrainer`, one after the other, on the CPU.
 
-    pip install trl==1.16.0
+    pip install -r requirements-dev.txt
     python benchmarks/end_to_end.py [--json PATH] [--quick]
 
 A random Qwen3 of 10 M parameters, prompts of 512 tokens, 8 completions of 64 tokens each, 8 prompts a step, one
@@ -168,7 +168,7 @@ def compare(name: str, steps: int, folder: Path) -> dict[str, Any]:
         row["times_as_fast"] = row["trl_s"] / row["ours_1_s"]
         row["share_of_memory"] = row["ours_1_mb"] / row["trl_mb"]
     else:
-        print("trl is not installed, its side is left out: pip install trl==1.16.0")
+        print("trl is not installed, its side is left out: pip install -r requirements-dev.txt")
     return row
 
 

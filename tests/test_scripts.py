@@ -105,7 +105,13 @@ def test_training_and_held_out_problems_do_not_overlap():
 
 @pytest.mark.parametrize(
     ("script", "figure"),
-    [("step_time.py", "sync_s"), ("prefix_attention.py", "ours_s"), ("vlm.py", "images_forwarded")],
+    [
+        ("step_time.py", "sync_s"),
+        ("prefix_attention.py", "ours_s"),
+        ("vlm.py", "images_forwarded"),
+        pytest.param("async_overlap.py", "steps_per_s", marks=pytest.mark.slow),
+        pytest.param("end_to_end.py", "times_as_fast", marks=pytest.mark.slow),
+    ],
 )
 def test_benchmarks_run_quickly(script, figure, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick"]
