@@ -106,7 +106,7 @@ def run_trl(job: dict[str, Any], model: str, steps: int, folder: Path) -> list[f
         def on_step_end(self, *_: Any, **__: Any) -> None:
             self.times.append(time.perf_counter())
 
-    def reward(completions: list[str], **_: Any) -> list[float]:
+    def reward(completions: list[str], **_: Any) -> list[float | None]:
         return num_sevens(completions)
 
     config = GRPOConfig(
