@@ -107,7 +107,7 @@ def run_trl(job: dict[str, Any], model: str, steps: int, folder: Path) -> list[f
             self.times.append(time.perf_counter())
 
     def reward(completions: list[str], **_: Any) -> list[float | None]:
-        return num_sevens(completions)
+        return [*num_sevens(completions)]
 
     config = GRPOConfig(
         output_dir=str(folder), per_device_train_batch_size=job["micro_batch"],
