@@ -5,7 +5,7 @@
     python train.py recipes/tool_calculator.py
 
 `547+582=` is answered by `547+582?`, the calculator says `1129!`, and the model ends with `1129`. The rollout joins the
-ids of both turns and of the tool, whose own do not train. Expected: EXPECTED.
+ids of both turns and of the tool, whose own do not train. Expected: sampled 9 to 57 %, greedy 90 to 100 %.
 """
 
 from concurrent.futures import ThreadPoolExecutor
