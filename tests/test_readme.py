@@ -85,7 +85,7 @@ TRAINING = [block for block in commands() if any("torchrun" in line for line in 
 
 
 @pytest.mark.parametrize("block", TRAINING, ids=lambda block: block[-1].rpartition("train.py ")[2].split(" ")[0])
-def test_servers_and_trainers(block, place, request):
+def test_servers_and_trainers(block, place, tmp_path):
     """The README's own lines, with a tiny model, few tokens, free ports, and ranks that fit this machine."""
     folder, model = place
     text = "\n".join(block)
@@ -119,9 +119,8 @@ def test_servers_and_trainers(block, place, request):
                 for server in waiting:
                     server.wait()
                 nodes = int(next(iter(re.findall(r"--nnodes=(\d+)", line)), 1))
-                more = f" {SMALL} --output_dir run" + (
-                    f" --model_id {model} {OF_MATH}" if "fsdp_multi_node" in line else ""
-                )
+                more = f" {SMALL} --output_dir {tmp_path} --model_id {model}"
+                more += f" {OF_MATH}" if "fsdp_multi_node" in line else ""
                 ranks = [stack.enter_context(started(line + more, folder, env)) for _ in range(nodes)]
                 for rank in ranks:
                     assert rank.process.wait(300) == 0, rank.log.read_text()[-4000:]
@@ -130,7 +129,7 @@ def test_servers_and_trainers(block, place, request):
             else:
                 assert line == "source .venv/bin/activate"
     assert trained == 1
-    (row,) = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+    (row,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     documented = {name for cell in re.findall(r"^\| (`[^|]*) \|", README, re.MULTILINE) for name in inline(cell)}
     documented |= {"sampling/sampling_logp_difference/max", "step"}
     assert {name for name in row if not name.startswith("rewards/")} <= documented
