@@ -94,7 +94,7 @@ def test_servers_and_trainers(block, place, tmp_path):
     stand_ins |= {f"--port {old[1:]}": f"--port {new[1:]}" for old, new in stand_ins.items() if old[0] == ":"}
     stand_ins |= {"=10.0.0.9": "=127.0.0.1", "=10.0.0.1": "=127.0.0.1", "--nproc_per_node=8": "--nproc_per_node=1"}
     stand_ins |= {
-        "--tensor-parallel-size 8": "",
+        "--tensor-parallel-size 2": "",
         "vllm_server.py": "vllm_server.py --dtype float32 --max-model-len 640",
     }
     if "--port 8000" in text and ":8000" not in text:  # the default of both sides
