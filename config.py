@@ -203,8 +203,9 @@ class TrainConfig:
     ratios times the log-probability."""
     loss_fn: Callable[..., Any] | str | None = None
     """`f(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config) -> (loss, sums)` in place of
-    `train.grpo_loss`, whose docstring says what the arguments are. `loss_type` still chooses the normalizer. See
-    `recipes/own_loss.py`."""
+    `train.grpo_loss`, whose docstring says what the arguments are. `loss_type` still chooses the normalizer, `sums`
+    become metrics (divided by the tokens); `beta`, `epsilon`, `epsilon_high`, `delta` and `importance_level` are what
+    it makes of them. See `recipes/own_loss.py`."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or the geometric mean of a completion's (GSPO)."""
     epsilon: float = 0.2
@@ -451,6 +452,11 @@ def describe(config: TrainConfig) -> str:
         lines.append(
             f"warning: {', '.join(sorted(idle))}: without effect, as with one update a batch the ratio to the "
             "trainer's own log-probs is 1; set old_logprobs to sampler, or num_iterations or num_minibatches above 1"
+        )
+    if config.dtype == "bfloat16" and not config.use_peft:
+        lines.append(
+            "warning: dtype=bfloat16: weights lose updates smaller than 1/256 of them, which is most of them; keep "
+            "float32 with bf16 or fsdp_bf16"
         )
     if config.attn_implementation and config.share_prefix:
         lines.append(

@@ -73,6 +73,7 @@ from vllm_client import (
     with_images,
 )
 
+LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")
 MIN_SHARED = 0.05  # share of the batch's tokens that rows of shared prompts must save, or completions are padded rows
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -181,14 +182,21 @@ def check_loss(config: TrainConfig) -> None:
     logprobs = torch.full((2,), -1.0, requires_grad=True)
     before, ones = logprobs.detach(), torch.ones(2)
     try:
-        returned = config.loss_fn(logprobs, before, before, ones, ones, torch.zeros(2, dtype=torch.long), config)
+        ref = before if config.beta > 0 else None
+        returned = config.loss_fn(logprobs, before, ref, ones, ones, torch.zeros(2, dtype=torch.long), config)
     except Exception as error:
         raise UserError(f"{name} raised {type(error).__name__}: {error}") from error
     match returned:
-        case (Tensor(ndim=0, requires_grad=True), dict() as sums):
-            if all(isinstance(value, Tensor) and value.ndim == 0 for value in sums.values()):
+        case (Tensor(ndim=0, requires_grad=True) as loss, dict() as sums):
+            if not loss.isfinite():
+                raise UserError(f"{name} is {loss.item()} on two tokens of log-probability -1 and advantage 1")
+            named = all(key in LOSS_SUMS or str(key).startswith("loss/") for key in sums)
+            if named and all(isinstance(value, Tensor) and value.ndim == 0 for value in sums.values()):
                 return
-    raise UserError(f"{name} must return (loss, sums): a scalar tensor that depends on logprobs, a dict of 0-d tensors")
+    raise UserError(
+        f"{name} must return (loss, sums): a scalar tensor that depends on logprobs, and a dict of 0-d tensors, sums "
+        f"over the tokens, with the names {', '.join(LOSS_SUMS)} or ones that begin with loss/"
+    )
 
 
 def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: TrainConfig) -> Tensor:
@@ -968,7 +976,7 @@ class Rollouts:
         rewards = torch.tensor([group.reward for group in groups])
         values["eval/reward"] = rewards.nanmean().item()
         values |= {f"eval/{name}": value for name, value in reward_means(groups, self.config).items()}
-        if set(rewards.flatten().tolist()) <= {0.0, 1.0}:
+        if set(rewards[~rewards.isnan()].tolist()) <= {0.0, 1.0}:
             values["eval/accuracy"] = values["eval/reward"]
         yield from ()
 
@@ -1127,7 +1135,8 @@ def main(config: TrainConfig) -> None:
                 was_lost = metrics["skipped_steps"] == config.num_iterations * config.num_minibatches
                 num_skipped = num_skipped + 1 if was_lost else 0
                 if num_skipped >= config.max_skipped_steps:
-                    rollouts.fail(f"{num_skipped} steps in a row had no finite gradient: lower learning_rate")
+                    cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
+                    rollouts.fail(f"{num_skipped} steps in a row had no finite gradient: {cure}")
                 log.step(step, metrics | rollouts.evaluate(step), rollouts.samples, rollouts.dropped)
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())

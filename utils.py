@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager, suppress
@@ -322,8 +323,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     if wanted != "auto" and not (path / TRAINER / "state.pt").is_file():
         lack = "has no trainer/state.pt: no run can go on from it" if path.exists() else "no such folder"
         raise UserError(f"resume_from_checkpoint={wanted}: {lack}")
-    whole = saved_in(Path(config.output_dir)).values() if wanted == "auto" else [path]
-    newest = max(whole, key=lambda path: read_state(path)["saved_s"], default=None)
+    newest = _newest(Path(config.output_dir)) if wanted == "auto" else path
     before = json.loads((newest / TRAINER / "config.json").read_text()) if newest else {}
     for name, value in json.loads(json.dumps(to_json(config))).items():
         if name in before and name not in MAY_CHANGE and before[name] != value:
@@ -332,6 +332,16 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
                 "same, or another output_dir"
             )
     return newest
+
+
+def _newest(folder: Path) -> Path | None:
+    """The last checkpoint of the run that was last started here; one that starts anew leaves those before it alone."""
+    states = {path: read_state(path) for path in saved_in(folder).values()}
+    last = (folder / "run_id").read_text() if (folder / "run_id").is_file() else None
+    own = [path for path, state in states.items() if last in (None, state["run_id"])]
+    if states and not own:
+        print(f"the checkpoints in {folder} are of an earlier run than its last: name one to go on from it", flush=True)
+    return max(own, key=lambda path: states[path]["saved_s"], default=None)
 
 
 def saved_in(folder: Path) -> dict[int, Path]:
@@ -594,10 +604,10 @@ class RunLog:
     Args:
         config: output_dir, log_steps, log_completions_steps, use_wandb, wandb_project.
         num_steps: for the progress bar.
-        resumed: of the run that this one goes on with: `step`, after which what was written is dropped, and `wandb_id`.
+        resumed: of the run that this one goes on with: `step`, after which what was written is dropped, `wandb_id`
+            and `run_id`.
     """
 
-    LIVE = "step {n_fmt}/{total_fmt} {bar:20} {desc}"  # the line under the others, on a terminal
     PRINTED = (
         "reward",
         "eval/accuracy",
@@ -613,11 +623,13 @@ class RunLog:
     def __init__(self, config: TrainConfig, num_steps: int, resumed: dict[str, Any] | None = None):
         self.config = config
         self.wandb_id: str | None = None
+        self.run_id = resumed["run_id"] if resumed else uuid.uuid4().hex
         self._files = ExitStack()
         self._wandb: Any = None
         if not is_main():
             return
         folder = Path(config.output_dir)
+        (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
         step = resumed["step"] if resumed else None
         paths = {name: folder / f"{name}.jsonl" for name in ("metrics", "completions", "dropped")}
@@ -627,7 +639,7 @@ class RunLog:
         self._held_out: float | None = None  # the last evaluation's reward
         self._lines = {n: self._files.enter_context(path.open("a", buffering=1)) for n, path in paths.items()}
         self._bar = self._files.enter_context(
-            tqdm(total=num_steps, initial=step or 0, disable=None, bar_format=self.LIVE)
+            tqdm(total=num_steps, initial=step or 0, disable=None, bar_format="{desc}")
         )
         if config.use_wandb:
             import wandb
@@ -654,7 +666,7 @@ class RunLog:
         for name, rows in (("metrics", [metrics]), ("completions", samples), ("dropped", dropped)):
             for row in rows:
                 numbers = {key: None if value != value else value for key, value in row.items()}  # JSON has no NaN
-                line = json.dumps({"step": step, **numbers}, ensure_ascii=False) + "\n"
+                line = json.dumps({"step": step, **numbers}, ensure_ascii=False, default=str) + "\n"
                 try:
                     self._lines[name].write(line)
                 except OSError as error:
@@ -663,29 +675,28 @@ class RunLog:
             self._wandb.log({n if "/" in n else f"train/{n}": value for n, value in metrics.items()}, step=step)
         self._held_out = metrics.get("eval/reward", self._held_out)
         pace = self._pace(step, metrics)
-        good = [
-            f"{name} {value:.3g}"
-            for name, value in (("reward", metrics.get("reward")), ("eval", self._held_out))
-            if value is not None
-        ]
-        self._bar.set_description_str(" · ".join([*good, *pace]), refresh=False)
+        known = (("reward", metrics.get("reward")), ("eval", self._held_out))
+        good = [f"{name} {value:.3g}" for name, value in known if value is not None]
+        self._bar.set_description_str(" · ".join([f"step {step}/{self._num_steps}", *good, *pace]), refresh=False)
         self._bar.update(step - self._bar.n)
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
-            printed = [f"{name} {metrics[name]:.4g}" for name in self.PRINTED if name in metrics]
+            parts = [name for name in metrics if name.startswith("rewards/")]
+            names = [self.PRINTED[0], *(parts if len(parts) > 1 else ()), *self.PRINTED[1:]]
+            printed = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
             tqdm.write(" · ".join([f"step {step}/{self._num_steps}", *printed, *pace]))
         every = self.config.log_completions_steps
         if samples and every and step % every == 0:
             self._show(step, samples)
 
     def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """How fast it goes, what waits for what, and for how long yet."""
+        """How long yet, how fast, and the share of the time that the trainer and the servers waited."""
         pace = []
-        if "tokens_per_s/trained" in metrics:
-            pace += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tokens/s"]
-            pace += [f"idle: trainer {metrics['idle/trainer']:.0%}, servers {metrics['idle/servers']:.0%}"]
         if step > self._first_step:
             step_s = (time.monotonic() - self._started_s) / (step - self._first_step)
             pace += [f"{tqdm.format_interval(step_s * (self._num_steps - step))} left"]
+        if "tokens_per_s/trained" in metrics:
+            pace += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tok/s"]
+            pace += [f"idle {metrics['idle/trainer']:.0%}/{metrics['idle/servers']:.0%}"]
         return pace
 
     def _show(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
@@ -706,7 +717,7 @@ class RunLog:
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on with what is written."""
-        return {"wandb_id": self.wandb_id}
+        return {"wandb_id": self.wandb_id, "run_id": self.run_id}
 
     def close(self) -> None:
         """Flush and close everything."""
@@ -805,7 +816,8 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
             os._exit(128 + number)
         if not stop.is_set() and is_main():
             first_s = time.monotonic()
-            line = f"{signal.Signals(number).name}: saving the last whole step; once more ends at once\n"
+            line = f"{signal.Signals(number).name}: saving the last whole step; once more ends at once"
+            line += " (the same command goes on with --resume_from_checkpoint auto)\n"
             with suppress(OSError):
                 os.write(1, line.encode())  # print() may be what the signal interrupted
         stop.set()

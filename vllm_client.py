@@ -1147,7 +1147,7 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
         UserError: one wants a column that is not there, or does not take one that is.
     """
     names = ["prompts", "completions", "completion_ids", *prompts[0].columns]
-    for function in config.reward_funcs:
+    for function in chain.from_iterable(getattr(f, "functions", [f]) for f in config.reward_funcs):
         assert callable(function)
         try:
             inspect.signature(function).bind(**dict.fromkeys(names))
@@ -1563,6 +1563,7 @@ def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, An
             "group": group.id,
             "row": group.prompt.index,
             "prompt": group.prompt.content,
+            "columns": group.prompt.columns,
             "completion": text,
             "reward": None if math.isnan(reward) else reward,
             "rewards": dict(zip(names, parts, strict=True)),

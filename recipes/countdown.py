@@ -11,6 +11,7 @@ import random
 from fractions import Fraction
 from functools import partial
 from typing import Any
+from zlib import crc32
 
 from config import TrainConfig
 from recipes.rewards import OPERATIONS, countdown, format_reward
@@ -22,9 +23,9 @@ PROMPT = (
 )
 
 
-def problems(num: int, seed: int) -> list[dict[str, Any]]:
-    """`num` problems that have a solution: three or four numbers up to 99, and what some way to join them gives."""
-    rng = random.Random(seed)
+def problems(num: int, held_out: bool) -> list[dict[str, Any]]:
+    """`num` of the problems, seeded: three or four numbers up to 99, and a target that some way to join them gives."""
+    rng = random.Random(held_out)
     rows: list[dict[str, Any]] = []
     while len(rows) < num:
         nums = [rng.randint(1, 99) for _ in range(rng.choice([3, 4]))]
@@ -34,23 +35,24 @@ def problems(num: int, seed: int) -> list[dict[str, Any]]:
             join = rng.choice(list(OPERATIONS.values()))
             values.append(join(left, right) if right else left)
         (target,) = values
-        if target.denominator == 1 and 10 <= target <= 99:
+        is_held_out = crc32(f"{sorted(nums)} {target}".encode()) % 8 == 0
+        if target.denominator == 1 and 10 <= target <= 99 and is_held_out == held_out:
             rows.append({"prompt": PROMPT.format(nums=nums, target=target), "nums": nums, "target": int(target)})
     return rows
 
 
 config = TrainConfig(
     model_id="Qwen/Qwen2.5-3B",
-    dataset_id=partial(problems, 20_000, 0),
-    eval_dataset_id=partial(problems, 512, 1),
+    dataset_id=partial(problems, 20_000, held_out=False),
+    eval_dataset_id=partial(problems, 512, held_out=True),
     reward_funcs=[countdown, format_reward],
     reward_weights=[1.0, 0.1],
     max_completion_len=1024,
     batch_size=64,
     max_steps=400,
     learning_rate=1e-6,
-    bf16=True,
     use_fsdp=True,
+    fsdp_bf16=True,
     gradient_checkpoint=True,
     max_tokens_per_gpu=16384,
     eval_steps=25,

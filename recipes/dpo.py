@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from prefix_attention import attach, completion_logprobs, pack
 
 BATCH_SIZE, LEARNING_RATE, BETA = 8, 1e-6, 0.1
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def dpo_loss(policy: Any, reference: Any, pairs: list[tuple[list[int], list[list[int]]]]) -> torch.Tensor:
@@ -26,7 +27,7 @@ def dpo_loss(policy: Any, reference: Any, pairs: list[tuple[list[int], list[list
         reference: the model it began as, which did, too.
         pairs: token ids of a prompt, and of its chosen and its rejected answer.
     """
-    (row,) = pack(pairs)
+    row = pack(pairs)[0].to(DEVICE)  # one row, as it has no bound
     with torch.no_grad():
         before = completion_logprobs(reference, row)
     change = completion_logprobs(policy, row) - before
@@ -37,7 +38,8 @@ def dpo_loss(policy: Any, reference: Any, pairs: list[tuple[list[int], list[list
 def main(model_id: str, path: str, output: str) -> None:
     """One pass over the pairs; prints each step's loss and saves the model."""
     tokenizer = AutoTokenizer.from_pretrained(model_id)
-    policy, reference = (attach(AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32)) for _ in range(2))
+    options = {"dtype": torch.float32, "device_map": DEVICE}
+    policy, reference = (attach(AutoModelForCausalLM.from_pretrained(model_id, **options)) for _ in range(2))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE)
     pairs = []
     with open(path) as lines:
@@ -55,4 +57,6 @@ def main(model_id: str, path: str, output: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
     main(*sys.argv[1:])

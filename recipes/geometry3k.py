@@ -31,7 +31,6 @@ config = TrainConfig(
     model_id="Qwen/Qwen2.5-VL-3B-Instruct",
     dataset_id="hiyouga/geometry3k",
     eval_dataset_id="hiyouga/geometry3k",
-    eval_dataset_split="validation",
     collate_fn=with_figure,
     reward_funcs=[math_answer],
     num_generations=8,

@@ -23,6 +23,5 @@ config = replace(
     learning_rate=1e-5,
     max_staleness=0,
     max_tokens_per_gpu=8192,
-    batch_size=32,
     output_dir="outputs/lora_7b",
 )

@@ -5,12 +5,8 @@
 The prompt is made from them; the others stay for the rewards.
 """
 
-from pathlib import Path
-
 from config import TrainConfig
 from recipes.rewards import exact_match
-
-folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny"
 
 
 def with_prompt(rows):
@@ -19,7 +15,7 @@ def with_prompt(rows):
 
 
 config = TrainConfig(
-    model_id=str(folder / "model"),
+    model_id="outputs/tiny/model",
     dataset_id="recipes/own_data.jsonl",
     eval_dataset_id="recipes/own_heldout.jsonl",
     collate_fn=with_prompt,
@@ -34,5 +30,5 @@ config = TrainConfig(
     warmup_ratio=0.03,
     max_tokens_per_gpu=2048,
     eval_steps=25,
-    output_dir=str(folder / "own_data"),
+    output_dir="outputs/tiny/own_data",
 )

@@ -5,12 +5,8 @@
 `train.grpo_loss` is what it replaces. Nothing else changes: baseline, normalizer and weights of stale tokens stay.
 """
 
-from pathlib import Path
-
 from config import TrainConfig
 from recipes.rewards import exact_match
-
-folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny"
 
 
 def reinforce(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
@@ -19,9 +15,9 @@ def reinforce(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion
 
 
 config = TrainConfig(
-    model_id=str(folder / "model"),
-    dataset_id=str(folder / "train.jsonl"),
-    eval_dataset_id=str(folder / "heldout.jsonl"),
+    model_id="outputs/tiny/model",
+    dataset_id="outputs/tiny/train.jsonl",
+    eval_dataset_id="outputs/tiny/heldout.jsonl",
     reward_funcs=[exact_match],
     loss_fn=reinforce,
     no_apply_chat_template=True,
@@ -34,5 +30,5 @@ config = TrainConfig(
     warmup_ratio=0.03,
     max_tokens_per_gpu=2048,
     eval_steps=25,
-    output_dir=str(folder / "own_loss"),
+    output_dir="outputs/tiny/own_loss",
 )

@@ -5,11 +5,7 @@
 It gives part of the reward for digits in their place. `--reward_funcs recipes.rewards.exact_match,in_place` takes both.
 """
 
-from pathlib import Path
-
 from config import TrainConfig
-
-folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny"
 
 
 def in_place(completions, answer, **_):
@@ -19,9 +15,9 @@ def in_place(completions, answer, **_):
 
 
 config = TrainConfig(
-    model_id=str(folder / "model"),
-    dataset_id=str(folder / "train.jsonl"),
-    eval_dataset_id=str(folder / "heldout.jsonl"),
+    model_id="outputs/tiny/model",
+    dataset_id="outputs/tiny/train.jsonl",
+    eval_dataset_id="outputs/tiny/heldout.jsonl",
     reward_funcs=[in_place],
     no_apply_chat_template=True,
     num_generations=8,
@@ -33,5 +29,5 @@ config = TrainConfig(
     warmup_ratio=0.03,
     max_tokens_per_gpu=2048,
     eval_steps=25,
-    output_dir=str(folder / "own_reward"),
+    output_dir="outputs/tiny/own_reward",
 )

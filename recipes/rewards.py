@@ -1,6 +1,7 @@
 """Verifiers: reward functions `f(prompts, completions, completion_ids, **columns) -> list[float | None]`."""
 
 import ast
+import inspect
 import logging
 import math
 import operator
@@ -9,94 +10,122 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from string import ascii_letters
 from typing import Any
 
 RewardFunc = Callable[..., Sequence[float | None]]
 
-BRACKETS = ("()", "[]", "(]", "[)", "{}")
-TEX_CHOICES = ("\n", r"\!", r"\,", r"\;", r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$", "$", r"\%", "%")
+TEX_CHOICES = (r"\!", r"\,", r"\;", r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$", "$", r"\%", "%")
+WHOLE, PLAIN_FRACTION = re.compile(r"-?\d+"), re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(-?)(\d+)\}")
+THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 MATH_TIMEOUT_S = 2  # to parse, and to compare: some expressions take sympy for ever
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
 
 
-def exact_match(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+def exact_match(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
     """1 where the completion is the `answer` column to the letter, surrounding white space aside, else 0."""
-    return [float(text.strip() == truth) for text, truth in zip(completions, answer, strict=True)]
+    return [float(text.strip() == str(truth)) for text, truth in zip(completions, answer, strict=True)]
 
 
-def math_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1 where the completion's last answer equals the `answer` column as mathematics (math-verify), else 0.
+def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
+    r"""1 where the completion's answer equals the `answer` column as mathematics (math-verify), else 0.
 
-    What takes longer than `MATH_TIMEOUT_S` is wrong; only the main thread, as that of a reward worker, can bound it.
+    Its answer is in the last `\boxed{...}`; without one, what math-verify finds, such as a last number. What takes
+    longer than `MATH_TIMEOUT_S` is wrong; only the main thread, as that of a reward worker, can bound it.
     """
+    return [float(_right(text, str(truth))) for text, truth in zip(completions, answer, strict=True)]
+
+
+def _right(text: str, truth: str) -> bool:
+    if "\\boxed" in text or "\\fbox" in text:
+        boxed = last_boxed(text)
+        return boxed is not None and _equal(boxed, truth)
+    return _verified(text, f"\\boxed{{{truth}}}")
+
+
+def _equal(given: str, wanted: str) -> bool:
+    """As mathematics; what only looks like it, words and numbers of another base, as text."""
+    given, wanted = (re.sub(r"\\[,;!]|\{,\}", "", value) for value in (given, wanted))
+    letters = set(re.sub(r"\\[a-zA-Z]+", "", wanted)) & set(ascii_letters)
+    if len(letters) > 2 or "_" in given + wanted:
+        return normalized(given) == normalized(wanted)
+    return _verified(f"\\boxed{{{given}}}", f"\\boxed{{{wanted}}}")
+
+
+def _verified(text: str, truth: str) -> bool:
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would print each completion that takes too long
     limit = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None  # it uses SIGALRM
-    wanted = [parse(f"\\boxed{{{truth}}}", parsing_timeout=limit) for truth in answer]
-    given = [parse(text, parsing_timeout=limit) for text in completions]
-    return [float(verify(w, g, timeout_seconds=limit)) for w, g in zip(wanted, given, strict=True)]
+    wanted, given = (parse(value, parsing_timeout=limit) for value in (truth, text))
+    return verify(wanted, given, timeout_seconds=limit)
 
 
-def boxed_exact(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+def boxed_exact(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
     r"""1 where the last `\boxed{...}` is the `answer` column to the letter, once both are normalized, else 0.
 
-    The normalization is that of the MATH data set (Hendrycks et al., arXiv:2103.03874).
+    The normalization is that of the MATH data set (Hendrycks et al., arXiv:2103.03874), and a little more; see
+    `normalized`.
     """
-    rows = zip(completions, answer, strict=True)
-    return [float((given := last_boxed(text)) is not None and normalized(given) == normalized(t)) for text, t in rows]
+    boxed = map(last_boxed, completions)
+    rows = zip(boxed, answer, strict=True)
+    return [float(given is not None and normalized(given) == normalized(str(truth))) for given, truth in rows]
 
 
-def sympy_equal(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+def sympy_equal(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
     r"""1 where the last `\boxed{...}` equals the `answer` column, element by element of a tuple or an interval, else 0.
 
-    By normalized text, or as mathematics (Lightman et al., arXiv:2305.20050): an integer must be written as one, and a
-    fraction in its lowest terms. Nothing is evaluated; what takes longer than `MATH_TIMEOUT_S` is wrong.
+    By normalized text, or exactly as mathematics (Lightman et al., arXiv:2305.20050): where an integer is wanted one
+    must be written, and a fraction in its lowest terms; decimals are the fractions that they are. Nothing is evaluated;
+    what takes longer than `MATH_TIMEOUT_S` is wrong.
     """
-    return [float(_same(text, truth)) for text, truth in zip(completions, answer, strict=True)]
+    boxed = map(last_boxed, completions)
+    rows = zip(boxed, answer, strict=True)
+    return [float(given is not None and _same(given, str(truth))) for given, truth in rows]
 
 
-def _same(text: str, truth: str) -> bool:
-    boxed = last_boxed(text)
-    if boxed is None:
-        return False
-    given, wanted = normalized(boxed), normalized(truth)
+def _same(given: str, wanted: str) -> bool:
+    given, wanted = normalized(given), normalized(wanted)
     if given == wanted:
         return True
-    ends = given[:1] + given[-1:], wanted[:1] + wanted[-1:]
-    if any(pair in BRACKETS for pair in ends) and ends[0] != ends[1]:
-        return False
     elements = [_elements(value) for value in (given, wanted)]
+    if len(elements[1]) > 1 and (given[0], given[-1]) != (wanted[0], wanted[-1]):
+        return False
     return len(elements[0]) == len(elements[1]) and all(map(_same_element, *elements))
 
 
 def _elements(value: str) -> list[str]:
-    """The members of `(1,2)` and the like, or the value itself; thousands have no commas any more."""
-    inner = value[1:-1] if value[:1] + value[-1:] in BRACKETS else value
-    depth, parts = 0, [""]
-    for character in inner:
-        depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += character
-    return parts
+    """The members of `(1,2)`, `[1,2)` and the like, each normalized; or the value itself, as `(x+1)(x-1)`."""
+    inner = value[1:-1]
+    is_tuple = value[:1] in ("(", "[") and value[-1:] in (")", "]") and not set(inner) & set("()[]")
+    return [normalized(part) for part in inner.split(",")] if is_tuple else [value]
 
 
 def _same_element(given: str, wanted: str) -> bool:
     if given == wanted:
         return True
-    is_integer, is_fraction = re.compile(r"-?\d+"), re.compile(r"-?\\frac\{-?\d+\}\{-?\d+\}")
-    if is_integer.fullmatch(wanted) or (is_fraction.fullmatch(wanted) and is_fraction.fullmatch(given)):
+    if WHOLE.fullmatch(wanted) or (PLAIN_FRACTION.fullmatch(wanted) and PLAIN_FRACTION.fullmatch(given)):
         return False  # 4/2 for 2, or 2/4 for 1/2
-    return math_answer([f"\\boxed{{{given}}}"], [wanted]) == [1.0]
+    if any(sign in given + wanted for sign in (":", "\\div")):
+        return False
+    return _equal(*(re.sub(r"\d+\.\d+", _as_fraction, value) for value in (given, wanted)))
+
+
+def _as_fraction(decimal: re.Match[str]) -> str:
+    value = Fraction(decimal[0])
+    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` or `\fbox{...}`, or after `\boxed `; None without one that ends."""
-    start = max(text.rfind("\\boxed"), text.rfind("\\fbox"))
+    r"""What stands in the last `\boxed{...}`, or after `\boxed `, or else in `\fbox{...}`; None where that has no end.
+
+    Args:
+        text: a completion.
+    """
+    start = text.rfind("\\boxed")
+    start = text.rfind("\\fbox") if start < 0 else start
     if start < 0:
         return None
     rest = text[start:].partition("box")[2].removeprefix("ed")
@@ -114,23 +143,28 @@ def last_boxed(text: str) -> str | None:
 def normalized(answer: str) -> str:
     r"""An answer of the MATH data set in one of its spellings: units, spaces and TeX's choices aside.
 
-    `\dfrac12`, `1/2` and `0.5` are `\frac{1}{2}`; `\sqrt3` is `\sqrt{3}`; `x = 5` is `5`; `1,000` is `1000`; `50\%` and
-    `50^\circ` are `50`; `.5` is `0.5`, and so `\frac{1}{2}`.
+    `\dfrac12`, `1/2` and `0.5` are `\frac{1}{2}`; `\frac{-1}{2}` is `-\frac{1}{2}`; `\sqrt3` is `\sqrt{3}`; `x = 5` is
+    `5`; `1,000` is `1000`; `50\%` and `50^\circ` are `50`; `5\text{ cm}^2` is `5`; `.5` is `0.5`, and so `\frac{1}{2}`.
     """
+    answer = answer.replace("{,}", ",")
     for choice in TEX_CHOICES:
         answer = answer.replace(choice, "")
     answer = answer.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac")
-    answer = re.sub(r"\\(?:text|mbox)\{\s.*?\}$", "", answer)  # a unit, after a space
-    answer = re.sub(r"\\text\{(.*?)\}", r"\1", answer)
-    answer = re.sub(r"^[a-zA-Z]{1,2}\s*=", "", answer)
+    answer = re.sub(r"\\(?:text|mbox)\{\s[^{}]*\}(\^\d|\^\{\d\})?\s*$", "", answer)  # a unit, after a space
+    answer = re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
+    answer = re.sub(r"^\s*[a-zA-Z]{1,2}\s*=", "", answer)
     answer = re.sub(r"(?<![\d.])\.(?=\d)", "0.", answer)
-    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer) if "(" not in answer and "[" not in answer else answer
     answer = re.sub(r"\s+", "", answer).rstrip(".")
+    answer = answer.replace(",", "") if THOUSANDS.fullmatch(answer) else answer
+    answer = re.sub(r"\{\{(\w+)\}\}", r"{\1}", answer)
     answer = re.sub(r"\\sqrt(?!\{|\[)(\w)", r"\\sqrt{\1}", answer)
     answer = re.sub(r"\\frac(?!\{)(\w)(?!\{)(\w)", r"\\frac{\1}{\2}", answer)
     answer = re.sub(r"\\frac(?!\{)(\w)(?=\{)", r"\\frac{\1}", answer)
     answer = re.sub(r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}", answer)
     answer = re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", answer)
+    if plain := PLAIN_FRACTION.fullmatch(answer):
+        sign = "-" if plain.group(1, 2, 4).count("-") % 2 else ""
+        return f"{sign}\\frac{{{plain[3]}}}{{{plain[5]}}}"
     return "\\frac{1}{2}" if answer == "0.5" else answer
 
 
@@ -145,8 +179,9 @@ def countdown(completions: list[str], nums: list[list[int]], target: list[int], 
 
 
 def _makes(text: str, numbers: list[int], goal: int) -> bool:
-    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    expression, _, result = (answers[-1] if answers else text).strip().partition("=")
+    before, tag, _ = text.rpartition("</answer>")
+    answer = before.rpartition("<answer>")[2] if tag else text
+    expression, _, result = answer.strip().partition("=")
     if result.strip() not in ("", str(goal)) or not re.fullmatch(r"[0-9+\-*/() ]{1,300}", expression):
         return False
     used: list[int] = []
@@ -198,12 +233,7 @@ def length_penalty(
     """
     if (cushion is None) == (verifier is None):
         raise ValueError("length_penalty takes either a cushion (soft overlong) or a verifier (cosine)")
-    if cushion is not None:
-        if not 0 < cushion <= max_tokens:
-            raise ValueError(f"length_penalty: cushion={cushion} must be above 0 and at most max_tokens={max_tokens}")
-        return SoftOverlong(max_tokens, cushion)
-    assert verifier is not None
-    return Cosine(max_tokens, verifier)
+    return Cosine(max_tokens, verifier) if verifier else SoftOverlong(max_tokens, cushion or 0)
 
 
 @dataclass
@@ -214,6 +244,8 @@ class SoftOverlong:
     cushion: int
 
     def __post_init__(self) -> None:
+        if not 0 < self.cushion <= self.max_tokens:
+            raise ValueError(f"cushion={self.cushion} must be above 0 and at most max_tokens={self.max_tokens}")
         self.__name__, self.__qualname__ = "length_penalty", f"length_penalty({self.max_tokens}, {self.cushion})"
 
     def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -229,20 +261,25 @@ class Cosine:
     A short right answer earns more than a long one, and a short wrong one less (Yeo et al., arXiv:2502.03373).
 
     Args:
-        max_tokens: from there on a completion earns the end of its scale.
+        max_tokens: L at which a completion, cut off as a rule, earns `exceeded` in place of the cosine's end.
         verifier: a reward function that gives 1 or 0.
-        right: (start, end) of the scale of right ones.
-        wrong: (start, end) of that of wrong ones.
+        right: (start, end) of right ones.
+        wrong: (start, end) of wrong ones.
+        exceeded: reward at `max_tokens` and beyond.
     """
 
     max_tokens: int
     verifier: RewardFunc
     right: tuple[float, float] = (1.0, 0.5)
     wrong: tuple[float, float] = (-1.0, -0.5)
+    exceeded: float = -1.0
 
     def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
+        self.functions = [_synchronous(self.verifier)]
         self.__name__ = f"cosine_{self.verifier.__name__}"
-        self.__qualname__ = f"{self.__name__}({self.max_tokens}, {self.right}, {self.wrong})"
+        self.__qualname__ = f"{self.__name__}({self.max_tokens}, {self.right}, {self.wrong}, {self.exceeded})"
 
     def __call__(self, completion_ids: list[list[int]], **arguments: Any) -> list[float | None]:
         """As any reward function; None where the verifier gives none."""
@@ -252,20 +289,26 @@ class Cosine:
     def _scaled(self, verdict: float | None, length: int) -> float | None:
         if verdict is None:
             return None
+        if length >= self.max_tokens:
+            return self.exceeded
         start, end = self.right if verdict == 1 else self.wrong
-        return end + (start - end) * (1 + math.cos(math.pi * min(length / self.max_tokens, 1.0))) / 2
+        return end + (start - end) * (1 + math.cos(math.pi * length / self.max_tokens)) / 2
 
 
-def best_of(*functions: RewardFunc) -> "BestOf":
-    """A reward that gives each completion the best of what several functions give it, None where none applies."""
-    return BestOf(*functions)
+class best_of:  # called like a function; a class, as a worker process can be sent its objects
+    """A reward that gives each completion the best of what several functions give it, None where none applies.
 
+    Args:
+        functions: reward functions, at least one.
 
-class BestOf:
-    """What `best_of` returns: an object, which a worker process can be sent, unlike a function within a function."""
+    Raises:
+        ValueError: there is none, or an `async def` among them.
+    """
 
     def __init__(self, *functions: RewardFunc):
-        self.functions = functions
+        if not functions:
+            raise ValueError("best_of needs at least one reward function")
+        self.functions = [_synchronous(function) for function in functions]
         self.__name__ = self.__qualname__ = "best_of_" + "_".join(f.__name__ for f in functions)
 
     def __call__(self, **arguments: Any) -> list[float | None]:
@@ -273,3 +316,9 @@ class BestOf:
         columns = [function(**arguments) for function in self.functions]
         rows = zip(*columns, strict=True)
         return [max((value for value in row if value is not None), default=None) for row in rows]
+
+
+def _synchronous(function: RewardFunc) -> RewardFunc:
+    if inspect.iscoroutinefunction(function):
+        raise ValueError(f"{function.__name__} is an async def, which only reward_funcs itself may have")
+    return function

@@ -6,17 +6,13 @@
 90 % and more of the held-out problems after 150 steps.
 """
 
-from pathlib import Path
-
 from config import TrainConfig
 from recipes.rewards import exact_match
 
-folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny"
-
 config = TrainConfig(
-    model_id=str(folder / "model"),
-    dataset_id=str(folder / "train.jsonl"),
-    eval_dataset_id=str(folder / "heldout.jsonl"),
+    model_id="outputs/tiny/model",
+    dataset_id="outputs/tiny/train.jsonl",
+    eval_dataset_id="outputs/tiny/heldout.jsonl",
     reward_funcs=[exact_match],
     no_apply_chat_template=True,
     num_generations=8,
@@ -28,5 +24,5 @@ config = TrainConfig(
     warmup_ratio=0.03,
     max_tokens_per_gpu=2048,
     eval_steps=25,
-    output_dir=str(folder / "run"),
+    output_dir="outputs/tiny/run",
 )

@@ -9,7 +9,6 @@
 
 import random
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from PIL import Image, ImageDraw
@@ -40,10 +39,8 @@ def squares(num: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
-folder = Path(__file__).resolve().parent.parent / "outputs" / "tiny_vlm"
-
 config = TrainConfig(
-    model_id=str(folder / "model"),
+    model_id="outputs/tiny_vlm/model",
     dataset_id=partial(squares, 2048, seed=1),
     eval_dataset_id=partial(squares, 256, seed=2),
     reward_funcs=[exact_match],
@@ -56,5 +53,5 @@ config = TrainConfig(
     warmup_ratio=0.05,
     max_tokens_per_gpu=4096,
     eval_steps=20,
-    output_dir=str(folder / "run"),
+    output_dir="outputs/tiny_vlm/run",
 )

@@ -9,12 +9,9 @@ ids of both turns and of the tool, whose own do not train. Expected: sampled 9 t
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from config import TrainConfig
-
-folder = Path(__file__).resolve().parent.parent / "outputs" / "calculator"
 
 
 def calculate(call: str) -> str:
@@ -46,9 +43,9 @@ def right_with_tool(completions: list[str], answer: list[str], **_: Any) -> list
 
 
 config = TrainConfig(
-    model_id=str(folder / "model"),
-    dataset_id=str(folder / "train.jsonl"),
-    eval_dataset_id=str(folder / "heldout.jsonl"),
+    model_id="outputs/calculator/model",
+    dataset_id="outputs/calculator/train.jsonl",
+    eval_dataset_id="outputs/calculator/heldout.jsonl",
     reward_funcs=[right_with_tool],
     rollout_fn=use_calculator,
     no_apply_chat_template=True,
@@ -56,5 +53,5 @@ config = TrainConfig(
     max_steps=80,
     learning_rate=3e-4,
     lr_scheduler="linear",
-    output_dir=str(folder / "run"),
+    output_dir="outputs/calculator/run",
 )

@@ -10,7 +10,7 @@ make_environment
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
 # Engine and worker in one process: between two of them, vLLM waits by polling, which would take a core of its own.
 export VLLM_ENABLE_V1_MULTIPROCESSING=${VLLM_ENABLE_V1_MULTIPROCESSING:-0}
-folder=$root/outputs/tiny
+folder=outputs/tiny
 "$python" scripts/build_tiny.py --output "$folder"
 
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
@@ -23,7 +23,7 @@ until "$python" -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$por
     sleep 1
 done
 
-start - "$venv/bin/torchrun" --nproc_per_node=1 train.py "$@" --vllm_urls "http://127.0.0.1:$port"
+start - "$python" train.py "$@" --vllm_urls "http://127.0.0.1:$port"
 wait "${groups[-1]}" || die "training failed"
 stop_all
 "$python" scripts/plot.py "$("$python" -c 'import sys, config; print(config.parse_args(sys.argv[1:]).output_dir)' "$@")"

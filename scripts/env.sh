@@ -25,7 +25,7 @@ install() {
     shift
     sum=$(cat requirements*.txt | cksum)
     [ "$(cat "$stamp" 2>/dev/null)" = "$sum" ] && return
-    echo "installing into $venv: $*"
+    echo "installing into $venv, a few minutes: $*"
     "$python" -m pip install -qq --disable-pip-version-check "$@" || die "pip could not install: $*"
     echo "$sum" > "$stamp"
 }

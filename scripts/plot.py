@@ -9,6 +9,7 @@ The suffix of `-o` chooses PNG, SVG or PDF.
 """
 
 import argparse
+import difflib
 import json
 import math
 import shlex
@@ -40,7 +41,7 @@ def read_metrics(run: Path, remote: str | None = None) -> Rows:
     path = run / "metrics.jsonl"
     if remote:
         command = ["ssh", remote, f"cat {shlex.quote(str(path))}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"error: {remote}:{path} cannot be read: {done.stderr.strip()}")
         text = done.stdout
@@ -70,11 +71,14 @@ def sparkline(values: list[float], width: int = 60) -> str:
 
 
 def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> None:
-    """One metric of one run, if it has it; few points, as of an evaluation, are marked."""
-    points = [(row[x], row[name]) for row in rows if row.get(name) is not None and row.get(x) is not None]
+    """One metric of one run, if it has it; few points, as of an evaluation, are marked and not smoothed."""
+    # what evaluates step 0 has no other metrics: nothing was trained
+    points = [(row.get(x, None if row["step"] else 0), row.get(name)) for row in rows]
+    points = [(at, value) for at, value in points if at is not None and value is not None]
     if points:
         at, values = map(list, zip(*points, strict=True))
-        axes.plot(at, smoothed(values, window), "o-" if len(points) < len(rows) / 2 else "-", label=label)
+        is_sparse = len(points) < len(rows) / 2
+        axes.plot(at, values if is_sparse else smoothed(values, window), "o-" if is_sparse else "-", label=label)
 
 
 def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Path) -> None:
@@ -85,7 +89,8 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
     """
     present = {name for rows in runs.values() for name in metric_names(rows)}
     if unknown := [name for name in [*names, x] if name not in present]:
-        sys.exit(f"error: no run has {unknown[0]}; there are {', '.join(sorted(present))}")
+        near = difflib.get_close_matches(unknown[0], present, n=1)
+        sys.exit(f"error: no run has {unknown[0]}" + (f": did you mean {near[0]}?" if near else "; `info` lists all"))
     panels = [(name,) for name in names] or SUMMARY
     columns = min(len(panels), 2)
     rows_of_panels = math.ceil(len(panels) / columns)
@@ -94,7 +99,8 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
         for name in panel:
             for run, rows in runs.items():
                 draw(axes, f"{run} {name}" if len(runs) > 1 else name, rows, name, x, window)
-        axes.set(xlabel=x, ylabel=panel[0])
+        axes.set_xlabel(x)
+        axes.set_ylabel(panel[0], fontsize="small")
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize="small")
@@ -114,6 +120,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("-o", "--output", type=Path, help="default: reward.png in the first run, here if it is remote")
     parser.add_argument("--remote", metavar="HOST", help="where the runs are; as ssh takes it")
     args = parser.parse_args(argv)
+    if args.smooth < 1:
+        parser.error("--smooth must be at least 1")
     only_list = args.runs[0] == Path("info")
     paths = args.runs[1:] if only_list else args.runs
     if not paths:
@@ -128,11 +136,12 @@ def main(argv: list[str]) -> None:
     for name, rows in runs.items():
         if rewards := [row["reward"] for row in rows if row.get("reward") is not None]:
             print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
-        held_out = [row["eval/accuracy"] for row in rows if row.get("eval/accuracy") is not None]
-        if held_out:
-            of = f" of {name}" if len(runs) > 1 else ""
-            print(f"held-out accuracy{of} before: {held_out[0]:.1%}")
-            print(f"held-out accuracy{of} after:  {held_out[-1]:.1%}")
+        of = f" of {name}" if len(runs) > 1 else ""
+        for metric, what, form in (("eval/accuracy", "accuracy", ".1%"), ("eval/reward", "reward", ".3g")):
+            if held_out := [row[metric] for row in rows if row.get(metric) is not None]:
+                print(f"held-out {what}{of} before: {held_out[0]:{form}}")
+                print(f"held-out {what}{of} after:  {held_out[-1]:{form}}")
+                break
     print(f"reward curve: {path}")
 
 

@@ -47,8 +47,9 @@ def shown(sample: Sample) -> str:
         prompt = "\n".join(f"[{message['role']}] {message['content']}" for message in prompt)
     parts = ", ".join(f"{name} {value}" for name, value in sample["rewards"].items())
     head = f"step {sample['step']} · group {sample['group']} · dataset row {sample['row']} · {sample['finish_reason']}"
+    columns = "".join(f"\n   {name}: {value}" for name, value in sample.get("columns", {}).items())
     figures = f"reward {sample['reward']} ({parts}) · advantage {sample['advantage']:+.3g}"
-    return "\n".join([f"── {head}", f"   {figures}", prompt, "▸ " + sample["completion"], ""])
+    return "\n".join([f"── {head}", f"   {figures}{columns}", prompt, "▸ " + sample["completion"], ""])
 
 
 def main(argv: list[str]) -> None:
@@ -64,7 +65,8 @@ def main(argv: list[str]) -> None:
     samples = read_samples(args.run, args.step)
     if args.group is not None:
         samples = [sample for sample in samples if sample["group"] == args.group]
-    if number := args.worst or args.best:
+    number = args.worst if args.best is None else args.best
+    if number is not None:
         judged = [sample for sample in samples if sample["reward"] is not None]
         samples = sorted(judged, key=lambda sample: sample["reward"], reverse=args.best is not None)[:number]
     print("\n".join(map(shown, samples)) or "no completion fits")

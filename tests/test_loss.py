@@ -246,7 +246,7 @@ def test_normalizers():
 
 def doubled(*arguments):
     loss, sums = grpo_loss(*arguments)
-    return 2 * loss, {**sums, "tokens_seen": arguments[4].sum()}
+    return 2 * loss, {**sums, "loss/tokens_seen": arguments[4].sum()}
 
 
 def test_a_loss_of_ones_own(models, recipe, tmp_path):
@@ -261,7 +261,7 @@ def test_a_loss_of_ones_own(models, recipe, tmp_path):
         assert written["same"].get(metric) == written["none"].get(metric)
     assert written["doubled"]["grad_norm"] == pytest.approx(2 * written["none"]["grad_norm"], rel=1e-5)
     assert written["doubled"]["loss"] == pytest.approx(2 * written["none"]["loss"], rel=1e-5)
-    assert written["doubled"]["tokens_seen"] == 1  # of each token, divided by their number
+    assert written["doubled"]["loss/tokens_seen"] == 1  # of each token, divided by their number
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,10 @@ def test_a_loss_of_ones_own(models, recipe, tmp_path):
         (lambda logprobs, *_: (logprobs.detach().sum(), {}), "must return"),
         (lambda logprobs, *_: (logprobs.sum(), {"kl": 0.5}), "must return"),
         (lambda logprobs, *_: (logprobs.sum(), {"kl": logprobs}), "must return"),
+        (lambda logprobs, *_: (logprobs.sum(), {"reward": logprobs.sum()}), "must return"),
+        (lambda logprobs, old, ref, *_: ((logprobs - ref).sum(), {}), "raised TypeError"),
         (lambda logprobs: logprobs.sum(), "raised TypeError"),
+        (lambda logprobs, *_: ((logprobs + 1).log().sum(), {}), "is -inf on"),
     ],
 )
 def test_a_loss_that_is_none(loss_fn, reason):

@@ -28,7 +28,7 @@ SUMS = [{"prompt": f"{500 + i}+{500 + i}=", "answer": str(1000 + 2 * i)} for i i
 DATA: dict[str, Any] = {
     "tiny": SORT, "own_reward": SORT, "own_loss": SORT, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
     "gsm8k": GSM8K, "lora_7b_one_gpu": GSM8K, "math": MATH, "fsdp_multi_node": MATH,
-    "countdown": partial(countdown.problems, 16, 3), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),
+    "countdown": partial(countdown.problems, 16, held_out=True), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),
     "geometry3k": geometry,
 }  # fmt: skip
 
@@ -139,7 +139,7 @@ def test_scores_of_many_answers(tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(folder)
     wanted = []
     for text in answers:
-        prompt, ids = tokenizer(context).input_ids, tokenizer(text).input_ids
+        prompt, ids = tokenizer(context).input_ids, [*tokenizer(text).input_ids, tokenizer.eos_token_id]
         with torch.no_grad():
             logits = plain(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         wanted.append(logits.log_softmax(-1)[range(len(ids)), ids].sum().item())

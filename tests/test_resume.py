@@ -119,6 +119,17 @@ def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path):
     assert read_state(tmp_path / "run" / "checkpoint-4")["saved_s"] > later
 
 
+def test_auto_leaves_an_earlier_run_alone(start, tmp_path, capsys):
+    """One that starts anew in its folder, and dies before it saves, does not go on from the other's end."""
+    main(parse_args(start("--max_steps", 2)))
+    (tmp_path / "run" / "run_id").write_text("another")  # as a start does
+    assert find_checkpoint(parse_args(start("--resume_from_checkpoint", "auto"))) is None
+    assert "are of an earlier run than its last: name one" in capsys.readouterr().out
+    named = str(tmp_path / "run" / "checkpoint-2")
+    main(parse_args(start("--max_steps", 3, "--resume_from_checkpoint", named)))
+    assert find_checkpoint(parse_args(start("--resume_from_checkpoint", "auto"))) == tmp_path / "run" / "checkpoint-3"
+
+
 def test_two_runs_in_one_folder(start, tmp_path):
     """The second is refused, and no torchrun that is killed leaves the first behind."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port())]

@@ -1,9 +1,12 @@
 """Verifiers on what models write, hostile answers included: nothing in them is run, and each gets its number."""
 
+from typing import Any
+
 import pytest
 
 from recipes.rewards import (
     Cosine,
+    best_of,
     boxed_exact,
     countdown,
     exact_match,
@@ -50,6 +53,11 @@ def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(tmp
         ("(50 - 2) / 4 + 8 + 8 - 8", 0),  # 8 more than once
         ("50 - 2 * 8 - 4", 0),  # 30
         ("(50 - 2) / 4 + 8 = 21", 0),
+        ("8 + 4 * 2 + 4", 0),  # 20, with 4 twice
+        ("50 - 8 - 4 * 2 - 14", 0),
+        ("2 * 8 + 4", 0),  # 20, without the 50
+        ("(50 - 8 - 2) / 2", 0),  # 20, without the 4
+        ("<answer>\n8 + (50 - 2) / 4\n</answer>", 1),
         ("20", 0),
         ("", 0),
         ("<answer></answer>", 0),
@@ -79,6 +87,7 @@ def test_countdown_is_exact():
     """6 / (1 - 3/4) is 24 in fractions; in floats 1/3 * 3 and the like need not be whole. One number may come twice."""
     assert countdown(["6/(1-3/4)", "(5-1/5)*5"], nums=[[1, 3, 4, 6], [5, 5, 1, 5]], target=[24, 24]) == [1.0, 1.0]
     assert countdown(["(5-1/5)*5"], nums=[[5, 5, 5, 5]], target=[24]) == [0.0]
+    assert countdown(["1/2+3"], nums=[[1, 2, 3]], target=[3]) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -94,6 +103,7 @@ def test_countdown_is_exact():
         ("", None),
         (r"\boxed", None),
         (r"\boxed{}", ""),
+        (r"\boxed{1} so \fbox{2}", "1"),
     ],
 )
 def test_last_boxed(text, boxed):
@@ -123,18 +133,68 @@ def test_boxed_exact(given, wanted, value):
     assert boxed_exact([rf"thus \boxed{{{given}}}"], [wanted]) == [value]
 
 
-MATHEMATICS = [
+MATHEMATICS = [  # what the graders of MATH and PRM800K say, but where a comment says otherwise
     (r"2\sqrt{2}", r"\sqrt{8}", 1), ("x(x+1)", "x^2+x", 1), (r"(\sqrt{4}, 3)", "(2,3)", 0), ("(1, x+x)", "(1,2x)", 1),
     ("[0,1)", "[0,1)", 1), ("[0,1]", "[0,1)", 0), ("(0,1)", "[0,1]", 0), (r"\frac{2}{4}", r"\frac{1}{2}", 0),
-    ("4/2", "2", 0), ("2.0", "2", 0), ("1+1", "2", 0), (r"\frac{\pi}{2}", r"0.5\pi", 1),
-    ("(1,2,3)", "(1,2)", 0), ("3,4", "(3,4)", 0),
+    ("4/2", "2", 0), ("2.0", "2", 0), ("1+1", "2", 0), ("-1-1", "-2", 0), (r"\frac{\pi}{2}", r"0.5\pi", 1),
+    ("(1,2,3)", "(1,2)", 0), ("3,4", "(3,4)", 0), ("(4)", "4", 1), ("[4]", "4", 1), ("(x+1)", "x+1", 1),
     ("10^{10^{10^{10}}}", "x", 0), ("", "2", 0),
+    ("-1/2", r"-\frac{1}{2}", 1), (r"\frac{-1}{2}", r"-\frac12", 1), (r"\frac{1}{-2}", r"-\frac{1}{2}", 1),
+    (r"-\frac{-1}{2}", r"\frac{1}{2}", 1), (r"-\frac{2}{4}", r"-\frac{1}{2}", 0), (r"-\frac{1}{2}", r"\frac{1}{2}", 0),
+    ("(x-1)(x+1)", "x^2-1", 1), ("(x+2)(x+1)", "(x+1)(x+2)", 1), ("(a-b)(a+b)", "a^2-b^2", 1),
+    ("2, 3, 100", "2,3,100", 1), ("2,3100", "2,3,100", 0), ("12, 144", "12,144", 1), ("1{,}000", "1000", 1),
+    (r"1\,000", "1000", 1), ("(1,234)", "(1234)", 0), ("2{,}000{,}000", "2,000,000", 1), ("1,00", "100", 0),
+    (r"5 \text{ or } 6 \text{ units}", "5", 0), (r"5\text{ cm}^2", "5", 1), (r"5 \mbox{ cm}", "5", 1),
+    ("(1/2,2/4)", "(1/2,1/2)", 0), (r"2\div4", r"\frac12", 0), ("2:4", r"\frac12", 0),
+    (r"\frac{{2}}{4}", r"\frac12", 0),
+    ("0.3333333", r"\frac13", 0), ("3.14159265358979", r"\pi", 0), ("1.4142135", r"\sqrt2", 0), ("0.25", r"\frac14", 1),
+    ("101_3", "101_2", 0), ("101", "101_2", 0), ("101_2", "101_2", 1), (r"\text{evil}", r"\text{live}", 0),
+    ("seat", "east", 0), (r"\text{east}", "east", 1), (r"1\text{ or }2", "1", 0), (r"\sqrt{16}", "4", 0),
+    ("11/2", "5.5", 1), ("5%", "5", 1), ("x=5", "5", 1), ("xyz=5", "5", 0), ("\u0664", "4", 0), ("1\n", "1", 1),
+    ("{(1,2)}", "(1,2)", 0), ("((1,2),3)", "((1,2),3)", 1), (r"\frac12x", r"\frac{1}{2}x", 1), (r"\frac{1}2", "1/2", 1),
+    ("-.5", "-1/2", 1), (r"90^{\circ}", "90", 1), (r"3\;4", "34", 1),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "wanted", "value"), MATHEMATICS + [(*p, 1) for p in SAME])
 def test_sympy_equal(given, wanted, value):
     assert sympy_equal([rf"thus \boxed{{{given}}}"], [wanted]) == [value]
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "value"),
+    [
+        (r"\boxed{1} no: \boxed{2}", "2", 1),
+        (r"\boxed{1} and \boxed{2}", "1", 0),
+        (r"\boxed{1}. The final answer is 2.", "2", 0),
+        (r"\boxed{1} \boxed{2", "1", 0),
+        (r"\boxed{2+2}", "4", 1),
+        (r"\boxed{1\,000}", "1000", 1),
+        (r"\boxed{1{,}000}", 1000, 1),
+        (r"\boxed{\text{seat}}", "east", 0),
+        (r"\boxed{\text{east}}", "east", 1),
+        (r"\boxed{101_3}", "101_2", 0),
+        ("The answer is 5", "5", 1),
+        ("The answer is 5", 5, 1),
+        ("The answer is 6", "5", 0),
+        ("", "5", 0),
+    ],
+)
+def test_math_answer(text, truth, value):
+    assert math_answer([text], [truth]) == [value]
+
+
+def test_numbers_as_answers():
+    assert exact_match(["4"], [4]) == boxed_exact([r"\boxed{4}"], [4]) == sympy_equal([r"\boxed{4}"], [4]) == [1.0]
+
+
+@pytest.mark.parametrize("text", [r"\boxed{5" + r"\text{ a}" * 10_000 + "}", "<answer>" * 20_000, r"\boxed{" * 20_000])
+def test_long_texts_take_no_time(text):
+    """Linear in the text: a regular expression that is not takes minutes here."""
+    pool = CallPool(1)
+    for verifier, more in ((boxed_exact, {}), (sympy_equal, {}), (countdown, {"nums": [[4]], "target": [4]})):
+        assert pool.call(verifier, {"completions": [text], "answer": ["4"], **more}, 20) == [0.0]
+    pool.close()
 
 
 @pytest.mark.parametrize(
@@ -161,18 +221,46 @@ def test_length_penalties():
     ids = [[0] * length for length in (0, 200, 250, 300, 400)]
     assert length_penalty(300, cushion=100)(completion_ids=ids) == [0, 0, -0.5, -1, -1]
     scaled = length_penalty(200, verifier=exact_match)
-    texts, answers = ["a", "a", "a", "b", "b", "b"], ["a"] * 6
-    lengths = [[0] * length for length in (0, 100, 200, 0, 100, 500)]
+    texts, answers = ["a", "a", "a", "b", "b", "b", "b"], ["a"] * 7
+    lengths = [[0] * length for length in (0, 100, 200, 0, 100, 199, 500)]
     values = scaled(completion_ids=lengths, completions=texts, answer=answers)
-    assert values == pytest.approx([1.0, 0.75, 0.5, -1.0, -0.75, -0.5])
+    assert values == pytest.approx([1.0, 0.75, -1.0, -1.0, -0.75, -0.5, -1.0], abs=1e-4)
     pool = CallPool(1)
     arguments = {"completion_ids": lengths, "completions": texts, "answer": answers}
     assert pool.call(scaled, arguments, 20) == values
     assert pool.call(length_penalty(300, 100), {"completion_ids": ids}, 20) == [0, 0, -0.5, -1, -1]
+    assert pool.call(best_of(exact_match, sometimes), arguments, 20) == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
     pool.close()
-    assert Cosine(100, exact_match, right=(2.0, 1.0))(completion_ids=[[0] * 50], completions=["a"], answer=["a"]) == [
-        1.5
-    ]
-    for wrong in ({}, {"cushion": 10, "verifier": exact_match}, {"cushion": 0}, {"cushion": 301}):
-        with pytest.raises(ValueError, match="length_penalty"):
-            length_penalty(300, **wrong)
+    own = Cosine(100, sometimes, right=(2.0, 1.0), wrong=(-3.0, -1.0), exceeded=-9.0)
+    half = {"completions": ["a", "b"], "answer": ["a", "a"]}
+    assert own(completion_ids=[[0] * 50] * 2, **half) == [None, -2.0]
+    assert own(completion_ids=[[0] * 100] * 2, **half) == [None, -9.0]
+
+
+def sometimes(completions, **_):
+    return [None if text == "a" else 0.5 for text in completions]
+
+
+async def later(**_) -> Any:
+    return [1.0]
+
+
+ASYNC: Any = later
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: length_penalty(300),
+        lambda: length_penalty(300, cushion=10, verifier=exact_match),
+        lambda: length_penalty(300, cushion=0),
+        lambda: length_penalty(300, cushion=301),
+        lambda: length_penalty(0, verifier=exact_match),
+        lambda: length_penalty(300, verifier=ASYNC),
+        lambda: best_of(),
+        lambda: best_of(exact_match, ASYNC),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_made(make):
+    with pytest.raises(ValueError, match=r"length_penalty|cushion|max_tokens|best_of|async def"):
+        make()

@@ -48,7 +48,7 @@ def test_a_short_demo_leaves_a_curve_and_no_process():
     assert process.returncode == 0, output
     assert re.search(r"held-out accuracy before: \d+\.\d%\nheld-out accuracy after:  \d+\.\d%", output), output
     (curve,) = map(Path, re.findall(r"reward curve: (.*)", output))
-    assert curve.read_bytes().startswith(b"\x89PNG")
+    assert (ROOT / curve).read_bytes().startswith(b"\x89PNG")
     assert left_behind(process.pid) == []
 
 

@@ -9,12 +9,16 @@ import struct
 import subprocess
 import sys
 import termios
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import plot
 import pytest
 import show
 from helpers import ENV, ROOT
+
+from utils import RunLog
 
 LOGGED = """
 import sys
@@ -29,7 +33,7 @@ with process_group(60):
     log.step(1, {{"reward": 0.5, "loss": -0.125, **pace}})
     log.close()
 """
-LINE = r"eval 0\.25 · 12\.3k tokens/s · idle: trainer 3%, servers 40% · \d\d:\d\d left"
+LINE = r"\d\d:\d\d left · 12\.3k tok/s · idle 3%/40%"
 
 
 def test_the_live_line(tmp_path):
@@ -46,11 +50,18 @@ def test_the_live_line(tmp_path):
         except OSError:  # the other end is closed
             break
     assert process.wait(60) == 0
-    assert re.search(rf"\r *step 1/4 \S+ +reward 0\.5 · {LINE}", shown.decode()), shown
+    assert re.search(rf"\r *step 1/4 · reward 0\.5 · eval 0\.25 · {LINE}", shown.decode()), shown
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV)
     lines = done.stdout.splitlines()
     assert lines[0] == "step 0/4 · eval/reward 0.25"
-    assert re.fullmatch(r"step 1/4 · reward 0\.5 · loss -0\.125 · " + LINE.partition(" · ")[2], lines[1])
+    assert re.fullmatch(r"step 1/4 · reward 0\.5 · loss -0\.125 · " + LINE, lines[1])
+
+
+def test_how_long_yet():
+    """By hand: two steps in ten seconds, and six to go."""
+    log: Any = SimpleNamespace(_first_step=2, _started_s=time.monotonic() - 10, _num_steps=10)
+    assert RunLog._pace(log, 4, {}) == ["00:30 left"]
+    assert RunLog._pace(log, 2, {}) == []
 
 
 def run(folder, name, shift=0.0):
@@ -84,7 +95,7 @@ def test_what_is_drawn(tmp_path, monkeypatch, capsys):
     assert [x for x, _ in curves[f"{a} reward"]] == [100.0 * step for step in range(1, 11)]
     assert [y for _, y in curves[f"{a} reward"]] == pytest.approx([0.1, *(step / 10 - 0.05 for step in range(2, 11))])
     assert curves[f"{b} reward"][3][1] == pytest.approx(1.35)
-    assert [tuple(point) for point in evals.lines[0].get_xydata()] == [(500.0, 0.5), (1000.0, 0.75)]
+    assert [tuple(point) for point in evals.lines[0].get_xydata()] == [(0.0, 0.1), (500.0, 0.5), (1000.0, 1.0)]
     plot.main([str(a)])
     assert f"reward of {a}: 0.1 ▁▂▃▃▄▅▆▆▇█ 1\n" in capsys.readouterr().out
     assert [axes.get_ylabel() for axes in figures[1].axes] == [panel[0] for panel in plot.SUMMARY]
@@ -111,7 +122,7 @@ def test_info_remote_and_refusals(tmp_path, monkeypatch, capsys):
     for arguments, reason in (
         (["--remote", "nowhere", str(folder)], "no such host"),
         ([str(tmp_path)], "metrics.jsonl is not there"),
-        ([str(folder), "-v", "rewart"], "no run has rewart; there are eval/accuracy"),
+        ([str(folder), "-v", "rewart"], "no run has rewart: did you mean reward?"),
     ):
         with pytest.raises(SystemExit, match=reason):
             plot.main(arguments)
@@ -126,6 +137,7 @@ def completions(folder):
     rows = [
         {
             "step": step, "group": number // 2 + 10 * step, "row": number, "prompt": PROMPT,
+            "columns": {"answer": "42"},
             "completion": f"c{step}.{number}\u2028x", "reward": None if number == 3 else number / 4,
             "rewards": {"f": number / 4}, "advantage": 0.5, "finish_reason": "stop", "weight_versions": [],
         }
@@ -151,6 +163,7 @@ def test_show(tmp_path, capsys, options, wanted):
     out = capsys.readouterr().out
     assert re.findall(r"▸ (c\d\.\d)", out) == wanted
     assert "[user] Hi?" in out
+    assert "answer: 42" in out
 
 
 def test_show_refuses(tmp_path):
