@@ -138,7 +138,7 @@ MATHEMATICS = [  # what the graders of MATH and PRM800K say, but where a comment
     ("[0,1)", "[0,1)", 1), ("[0,1]", "[0,1)", 0), ("(0,1)", "[0,1]", 0), (r"\frac{2}{4}", r"\frac{1}{2}", 0),
     ("4/2", "2", 0), ("2.0", "2", 0), ("1+1", "2", 0), ("-1-1", "-2", 0), (r"\frac{\pi}{2}", r"0.5\pi", 1),
     ("(1,2,3)", "(1,2)", 0), ("3,4", "(3,4)", 0), ("(4)", "4", 1), ("[4]", "4", 1), ("(x+1)", "x+1", 1),
-    ("10^{10^{10^{10}}}", "x", 0), ("", "2", 0),
+    ("10^{10^{10^{10}}}", "x", 0), ("", "2", 0), ("", "(1,2)", 0), ("(", "(1,2)", 0), ("5", r"5\text{ inches}", 1),
     ("-1/2", r"-\frac{1}{2}", 1), (r"\frac{-1}{2}", r"-\frac12", 1), (r"\frac{1}{-2}", r"-\frac{1}{2}", 1),
     (r"-\frac{-1}{2}", r"\frac{1}{2}", 1), (r"-\frac{2}{4}", r"-\frac{1}{2}", 0), (r"-\frac{1}{2}", r"\frac{1}{2}", 0),
     ("(x-1)(x+1)", "x^2-1", 1), ("(x+2)(x+1)", "(x+1)(x+2)", 1), ("(a-b)(a+b)", "a^2-b^2", 1),
@@ -188,7 +188,12 @@ def test_numbers_as_answers():
     assert exact_match(["4"], [4]) == boxed_exact([r"\boxed{4}"], [4]) == sympy_equal([r"\boxed{4}"], [4]) == [1.0]
 
 
-@pytest.mark.parametrize("text", [r"\boxed{5" + r"\text{ a}" * 10_000 + "}", "<answer>" * 20_000, r"\boxed{" * 20_000])
+LONG = (r"\boxed{" + "9" * 100_000 + "}", r"\boxed{0." + "9" * 10_000 + "}", r"\boxed{" + r"\frac{" * 20_000 + "}")
+
+
+@pytest.mark.parametrize(
+    "text", [*LONG, r"\boxed{5" + r"\text{ a}" * 10_000 + "}", "<answer>" * 20_000, r"\boxed{" * 20_000]
+)
 def test_long_texts_take_no_time(text):
     """Linear in the text: a regular expression that is not takes minutes here."""
     pool = CallPool(1)
