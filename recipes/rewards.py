@@ -46,21 +46,29 @@ def _right(text: str, truth: str) -> bool:
 
 
 def _equal(given: str, wanted: str) -> bool:
-    """As mathematics; what only looks like it, words and numbers of another base, as text."""
     given, wanted = (re.sub(r"\\[,;!]|\{,\}", "", value) for value in (given, wanted))
-    text = normalized(wanted)
-    if (text.isalpha() and len(text) > 2) or re.search(r"\d_", given + wanted):
-        return normalized(given) == text
+    if _is_text(given, wanted):
+        return normalized(given) == normalized(wanted)
     return _verified(f"\\boxed{{{given}}}", f"\\boxed{{{wanted}}}")
+
+
+def _is_text(given: str, wanted: str) -> bool:
+    """Words, and numbers of another base: they only look like products, and decimal numbers."""
+    text = normalized(wanted)
+    return (text.isalpha() and len(text) > 2) or re.search(r"\d_", given + wanted) is not None
 
 
 def _verified(text: str, truth: str) -> bool:
     from math_verify import parse, verify
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would print each completion that takes too long
-    limit = MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None  # it uses SIGALRM
-    wanted, given = (parse(value, parsing_timeout=limit) for value in (truth, text))
-    return verify(wanted, given, timeout_seconds=limit)
+    wanted, given = (parse(value, parsing_timeout=_limit()) for value in (truth, text))
+    return verify(wanted, given, timeout_seconds=_limit())
+
+
+def _limit() -> int | None:
+    """math-verify uses SIGALRM."""
+    return MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
 
 
 def boxed_exact(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
@@ -108,9 +116,18 @@ def _same_element(given: str, wanted: str) -> bool:
         return True
     if WHOLE.fullmatch(wanted) or (PLAIN_FRACTION.fullmatch(wanted) and PLAIN_FRACTION.fullmatch(given)):
         return False  # 4/2 for 2, or 2/4 for 1/2
-    if any(sign in given + wanted for sign in (":", "\\div")) or len(given) > MAX_LEN:
+    if any(sign in given + wanted for sign in (":", "\\div")) or len(given) > MAX_LEN or _is_text(given, wanted):
         return False
-    return _equal(*(re.sub(r"\d+\.\d+", _as_fraction, value) for value in (given, wanted)))
+    from latex2sympy2_extended import latex2sympy  # math-verify's parser, which itself would look for a part that fits
+    from math_verify import verify
+    from math_verify.utils import timeout
+
+    exact = (re.sub(r"\d+\.\d+", _as_fraction, value) for value in (wanted, given))
+    try:
+        right, said = (timeout(_limit())(latex2sympy)(value) for value in exact)
+    except Exception:  # it raises no narrower one where it does not understand
+        return False
+    return verify(right, said, timeout_seconds=_limit())
 
 
 def _as_fraction(decimal: re.Match[str]) -> str:
