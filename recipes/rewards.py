@@ -17,6 +17,7 @@ RewardFunc = Callable[..., Sequence[float | None]]
 TEX_CHOICES = (r"\!", r"\,", r"\;", r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$", "$", r"\%", "%")
 WHOLE, PLAIN_FRACTION = re.compile(r"-?\d+"), re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(-?)(\d+)\}")
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+NO_NUMBER = re.compile(r"\d_|\^\{[^{}^]{0,9}\^|\^\d*\^|(\^|\*\*)[{(]?\d{6}|\*\*\d+\*\*")
 MAX_LEN = 1000  # of an answer that is looked at as mathematics
 MATH_TIMEOUT_S = 2  # to parse, and to compare: some expressions take sympy for ever
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
@@ -53,9 +54,9 @@ def _equal(given: str, wanted: str) -> bool:
 
 
 def _is_text(given: str, wanted: str) -> bool:
-    """Words, and numbers of another base: they only look like products, and decimal numbers."""
+    """Words and numbers of another base, which only look like mathematics, and powers that no alarm would interrupt."""
     text = normalized(wanted)
-    return (text.isalpha() and len(text) > 2) or re.search(r"\d_", given + wanted) is not None
+    return (text.isalpha() and len(text) > 2) or NO_NUMBER.search(given + wanted) is not None
 
 
 def _verified(text: str, truth: str) -> bool:

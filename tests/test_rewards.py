@@ -29,13 +29,14 @@ BOMBS = [
 ]
 
 
-def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(tmp_path):
+@pytest.mark.parametrize(("verifier", "truth"), [(math_answer, "4"), (math_answer, "x+4"), (sympy_equal, "x+4")])
+def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(tmp_path, verifier, truth):
     """In a worker, as the trainer calls it; the last one would touch a file if it were code."""
     code = rf"\boxed{{__import__('pathlib').Path('{tmp_path}/run').touch()}}"
-    texts = [*BOMBS, code, r"so \boxed{4}", r"\boxed{\frac{8}{2}}", r"\boxed{5}"]
+    texts = [*BOMBS, code, rf"so \boxed{{{truth}}}", rf"\boxed{{ {truth} }}", r"\boxed{5}"]
     pool = CallPool(1)
-    arguments = {"prompts": [""] * len(texts), "completions": texts, "answer": ["4"] * len(texts)}
-    values = pool.call(math_answer, arguments, 60)
+    arguments = {"prompts": [""] * len(texts), "completions": texts, "answer": [truth] * len(texts)}
+    values = pool.call(verifier, arguments, 40)
     pool.close()
     assert values == [0.0] * (len(BOMBS) + 1) + [1.0, 1.0, 0.0]
     assert not (tmp_path / "run").exists()
