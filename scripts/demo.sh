@@ -5,6 +5,10 @@ set -euo pipefail
 if [[ ${1:-} == *.py ]]; then set -- "$(realpath "$1")" "${@:2}"; else set -- recipes/tiny.py "$@"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 make_environment
+# A wrong recipe or option is told before anything is started.
+run=$("$python" -c 'import sys, config
+try: print(config.parse_args(sys.argv[1:]).output_dir)
+except config.UserError as error: sys.exit(f"error: {error}")' "$@" | tail -n 1) || exit 1
 
 # One thread each for trainer and server.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} VLLM_CPU_KVCACHE_SPACE=${VLLM_CPU_KVCACHE_SPACE:-1}
@@ -26,4 +30,4 @@ done
 start - "$python" train.py "$@" --vllm_urls "http://127.0.0.1:$port"
 wait "${groups[-1]}" || die "training failed"
 stop_all
-"$python" scripts/plot.py "$("$python" -c 'import sys, config; print(config.parse_args(sys.argv[1:]).output_dir)' "$@")"
+"$python" scripts/plot.py "$run"
