@@ -2,7 +2,7 @@
 
     bash scripts/demo.sh recipes/own_data.py
 
-The prompt is made from them; the others stay for the rewards.
+The prompt is made from them. Expected: 35 to 77 % held out; there are 512 problems.
 """
 
 from config import TrainConfig

@@ -2,7 +2,7 @@
 
     bash scripts/demo.sh recipes/own_loss.py
 
-`train.grpo_loss` is what it replaces. Nothing else changes: baseline, normalizer and weights of stale tokens stay.
+`train.grpo_loss` is what it replaces. Baseline, normalizer and the weights of stale tokens stay. Expected: 35 to 93 %.
 """
 
 from config import TrainConfig

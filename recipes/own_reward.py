@@ -2,7 +2,7 @@
 
     bash scripts/demo.sh recipes/own_reward.py
 
-It gives part of the reward for digits in their place. `--reward_funcs recipes.rewards.exact_match,in_place` takes both.
+It gives a part for each digit in its place. Expected: 79 to 98 % of them held out.
 """
 
 from config import TrainConfig
