@@ -260,6 +260,7 @@ def test_killed_in_any_phase_it_goes_on(models, recipe, tmp_path, undisturbed, p
     ]
 
 
+@pytest.mark.slow
 def test_killed_at_random_every_group_ends_once(models, recipe, tmp_path):
     """A trainer killed three times and servers that die five times, return empty, and break off what they had."""
     rng = random.Random(0)

@@ -606,7 +606,10 @@ def test_sync_of_shards(vlm, url, tmp_path, use_peft):
     on_ranks(2, tmp_path, "test_images.sync_main", vlm, url, True, use_peft)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "llava", "gemma3"])
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("llava", "gemma3")]
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", *SLOW])
 def test_other_families_with_the_server(family, tmp_path, monkeypatch):
     """Images expand alike, names are the checkpoint's: agreement after an update of everything, tower by LoRA.
 

@@ -143,7 +143,14 @@ def test_every_command_is_run_by_a_test():
     spans = [span for span in inline() if span.startswith(("python ", "bash ", "torchrun ")) and "..." not in span]
     for span in spans:
         words = shlex.split(span)
-        assert span.startswith(("bash scripts/demo.sh my_recipe.py", "python benchmarks/", "python -m recipes."))
+        assert span.startswith(
+            (
+                "bash scripts/demo.sh my_recipe.py",
+                "bash scripts/test.sh -m slow",
+                "python benchmarks/",
+                "python -m recipes.",
+            )
+        )
         if words[1] == "-m":
             assert words[2].removeprefix("recipes.") in ("dpo", "score")  # test_recipes.py
         elif words[0] == "python":

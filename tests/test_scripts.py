@@ -108,8 +108,8 @@ def test_training_and_held_out_problems_do_not_overlap():
     ("script", "figure"),
     [
         pytest.param("step_time.py", "sync_s", marks=pytest.mark.slow),
-        ("prefix_attention.py", "ours_s"),
-        ("vlm.py", "images_forwarded"),
+        pytest.param("prefix_attention.py", "ours_s", marks=pytest.mark.slow),
+        pytest.param("vlm.py", "images_forwarded", marks=pytest.mark.slow),
         pytest.param("async_overlap.py", "steps_per_s", marks=pytest.mark.slow),
         pytest.param("end_to_end.py", "times_as_fast", marks=pytest.mark.slow),
     ],

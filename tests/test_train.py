@@ -199,6 +199,7 @@ def test_asynchronous(recipe, tmp_path):
     assert all(0.9 < row["sampling/effective_sample_size"] <= 1.0001 for row in metrics[1:])
 
 
+@pytest.mark.slow
 def test_two_turns_with_a_tool(tmp_path):
     """The recipe with the real server: what the calculator says is no part of the loss, and its position is right."""
     build(tmp_path, seed=0, task="calculator")
