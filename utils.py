@@ -603,7 +603,7 @@ class RunLog:
 
     Args:
         config: output_dir, log_steps, log_completions_steps, use_wandb, wandb_project.
-        num_steps: for the progress bar.
+        num_steps: for the time that is left.
         resumed: of the run that this one goes on with: `step`, after which what was written is dropped, `wandb_id`
             and `run_id`.
     """
@@ -638,9 +638,7 @@ class RunLog:
         self._num_steps, self._first_step, self._started_s = num_steps, step or 0, time.monotonic()
         self._held_out: float | None = None  # the last evaluation's reward
         self._lines = {n: self._files.enter_context(path.open("a", buffering=1)) for n, path in paths.items()}
-        self._bar = self._files.enter_context(
-            tqdm(total=num_steps, initial=step or 0, disable=None, bar_format="{desc}")
-        )
+        self._bar = self._files.enter_context(tqdm(disable=None, bar_format="{desc}"))
         if config.use_wandb:
             import wandb
 
@@ -677,8 +675,7 @@ class RunLog:
         pace = self._pace(step, metrics)
         known = (("reward", metrics.get("reward")), ("eval", self._held_out))
         good = [f"{name} {value:.3g}" for name, value in known if value is not None]
-        self._bar.set_description_str(" · ".join([f"step {step}/{self._num_steps}", *good, *pace]), refresh=False)
-        self._bar.update(step - self._bar.n)
+        self._bar.set_description_str(" · ".join([f"step {step}/{self._num_steps}", *good, *pace]))
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
             parts = [name for name in metrics if name.startswith("rewards/")]
             names = [self.PRINTED[0], *(parts if len(parts) > 1 else ()), *self.PRINTED[1:]]
@@ -707,11 +704,12 @@ class RunLog:
         if self._wandb:
             import wandb
 
-            columns = ["group", "prompt", "completion", *samples[0]["rewards"], "reward", "advantage", "finish_reason"]
-            rows = [
-                [str(row[n])[:10_000] if n in ("prompt", "completion") else row[n] for n in columns]
-                for sample in samples[:256]
-                for row in [sample | sample["rewards"]]
+            parts = [f"rewards/{name}" for name in samples[0]["rewards"]]
+            columns = ["group", "prompt", "completion", *parts, "reward", "advantage", "finish_reason"]
+            texts = ([str(s["prompt"])[:10_000], s["completion"][:10_000]] for s in samples)
+            rows: list[Any] = [
+                [s["group"], *text, *s["rewards"].values(), s["reward"], s["advantage"], s["finish_reason"]]
+                for s, text in zip(samples[:256], texts, strict=False)
             ]
             self._wandb.log({"completions/table": wandb.Table(columns=columns, data=rows)}, step=step)
 
