@@ -705,7 +705,7 @@ class RunLog:
             import wandb
 
             parts = [f"rewards/{name}" for name in samples[0]["rewards"]]
-            columns = ["group", "prompt", "completion", *parts, "reward", "advantage", "finish_reason"]
+            columns: list[str | int] = ["group", "prompt", "completion", *parts, "reward", "advantage", "finish_reason"]
             texts = ([str(s["prompt"])[:10_000], s["completion"][:10_000]] for s in samples)
             rows: list[Any] = [
                 [s["group"], *text, *s["rewards"].values(), s["reward"], s["advantage"], s["finish_reason"]]
