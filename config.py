@@ -307,7 +307,10 @@ class TrainConfig:
             if isinstance(path := getattr(self, name), str):
                 object.__setattr__(self, name, load_function(path))
         self._check_ranges()
+        self._check_servers()
+        self._check_rewards()
         self._check_combinations()
+        self._check_effects()
 
     def _check_ranges(self) -> None:
         """Refuse values outside their meaning.
@@ -323,11 +326,11 @@ class TrainConfig:
                 value = getattr(self, name)
                 _require(value is None or holds(value), f"{name}={value}: must be {meaning}")
 
-    def _check_combinations(self) -> None:
-        """Refuse settings that contradict each other or have no effect.
+    def _check_servers(self) -> None:
+        """Refuse addresses that are none.
 
         Raises:
-            UserError: such settings, by name.
+            UserError: such an address.
         """
         for url in self.vllm_urls:
             _require(url.startswith(("http://", "https://")), f"vllm_urls: {url} must start with http:// or https://")
@@ -336,25 +339,34 @@ class TrainConfig:
             rest = parts.path.strip("/") or parts.query or parts.fragment
             _require(not rest, f"vllm_urls: {url} must end with the port, without a path")
         _require(len(set(self.vllm_urls)) == len(self.vllm_urls), "vllm_urls names a server twice")
-        for function in self.reward_funcs:
-            _require(
-                hasattr(function, "__name__"), f"reward {function!r} has no __name__, which names its metric: use def"
-            )
-        rewards = [getattr(function, "__name__", "") for function in self.reward_funcs]
+
+    def _check_rewards(self) -> None:
+        """Refuse rewards that have no name or weight of their own.
+
+        Raises:
+            UserError: such rewards.
+        """
+        for f in self.reward_funcs:
+            _require(hasattr(f, "__name__"), f"reward {f!r} has no __name__, which names its metric: use def")
+        names = [getattr(f, "__name__", "") for f in self.reward_funcs]
+        is_unique = len(set(names)) == len(names)
+        _require(is_unique, f"reward_funcs: {', '.join(names)}: two have one name, which names a metric")
+        num_weights = len(names if self.reward_weights is None else self.reward_weights)
         _require(
-            len(set(rewards)) == len(rewards),
-            f"reward_funcs: {', '.join(rewards)}: two have one name, which names a metric",
+            num_weights == len(names),
+            f"reward_weights has {num_weights} values for {len(names)} reward_funcs: give one each",
         )
+
+    def _check_combinations(self) -> None:
+        """Refuse settings that contradict each other.
+
+        Raises:
+            UserError: such settings, by name.
+        """
         _require(
             self.collective_timeout > self.request_timeout * (1 + self.request_retries) + self.server_timeout,
             "collective_timeout must exceed request_timeout x (1 + request_retries) + server_timeout: the other ranks "
             "wait while rank 0 waits",
-        )
-        changed = changed_fields(self)
-        weights = self.reward_weights
-        _require(
-            weights is None or len(weights) == len(self.reward_funcs),
-            f"reward_weights has {len(weights or [])} values for {len(self.reward_funcs)} reward_funcs: give one each",
         )
         _require(
             self.batch_size % self.num_minibatches == 0,
@@ -365,52 +377,51 @@ class TrainConfig:
             f"max_tokens_per_gpu={self.max_tokens_per_gpu} holds no completion of max_completion_len="
             f"{self.max_completion_len} with its prompt: raise it",
         )
-        corrects = self.old_logprobs == "trainer" and self.off_policy_correction != "none"
-        for name, holds, condition in (
-            ("off_policy_correction", self.old_logprobs == "trainer", "old_logprobs=trainer"),
-            ("correction_cap", corrects, "an off_policy_correction"),
-            ("correction_floor", corrects and self.off_policy_correction == "mask", "off_policy_correction=mask"),
-        ):
-            _require(holds or name not in changed, f"{name} has no effect without {condition}")
         _require(
-            self.correction_floor < self.correction_cap or not corrects,
+            self.correction_floor < self.correction_cap or not self._corrects,
             "correction_floor must lie below correction_cap",
         )
-        _require(
-            not (self.rollout_fn and self.extra_generations),
-            "extra_generations has no effect with a rollout_fn, which samples itself: leave it at 0",
-        )
-        _require(self.use_fsdp or not self.fsdp_bf16, "fsdp_bf16 has no effect without use_fsdp: set bf16 instead")
+        is_wider = self.delta is None or self.delta > 1 + self.clip_high
+        _require(is_wider, f"delta={self.delta}: must exceed 1 + epsilon_high")
         _require(not (self.bf16 and self.fsdp_bf16), "bf16 and fsdp_bf16 do the same in two ways: set one of them")
-        _require(
-            self.max_steps is None or "num_epochs" not in changed,
-            "num_epochs has no effect beside max_steps: set one of them (--max_steps none)",
-        )
-        for source, names in (
-            ("dataset_id", "dataset_config dataset_split"),
-            ("eval_dataset_id", "eval_dataset_split"),
-        ):
-            for name in names.split():
-                given = getattr(self, source)
-                _require(
-                    name not in changed or (isinstance(given, str) and not is_data_file(given)),
-                    f"{name} has no effect on a {source} that is a file or a function: leave it out",
-                )
-        for switch, names in _NEEDS.items():
-            for name in names.split():
-                _require(bool(getattr(self, switch)) or name not in changed, f"{name} has no effect without {switch}")
-        _require(
-            self.delta is None or self.delta > 1 + self.clip_high, f"delta={self.delta}: must exceed 1 + epsilon_high"
-        )
-        _require(
-            self.delta is None or self.loss_type != "cispo", "delta has no effect with loss_type=cispo: leave it None"
-        )
-        _require(
-            not (self.guided_regex and self.guided_json), "guided_regex and guided_json exclude each other: set one"
-        )
+        has_two = self.guided_regex and self.guided_json
+        _require(not has_two, "guided_regex and guided_json exclude each other: set one")
         _require(not self.push_to_hub or bool(self.hub_repo_id), "push_to_hub needs hub_repo_id (user/name)")
         clash = sorted(_FIELD_PARAMS & set(self.sampling_params or {}))
         _require(not clash, f"sampling_params may not set {', '.join(clash)}: use the fields of TrainConfig")
+
+    def _check_effects(self) -> None:
+        """Refuse settings that have no effect beside the others.
+
+        Raises:
+            UserError: such a setting, and what it would need.
+        """
+        changed = changed_fields(self)
+        for switch, names in _NEEDS.items():
+            for name in names.split():
+                _require(bool(getattr(self, switch)) or name not in changed, f"{name} has no effect without {switch}")
+        for name in sorted({"dataset_config", "dataset_split", "eval_dataset_split"} & set(changed)):
+            source = "eval_dataset_id" if name == "eval_dataset_split" else "dataset_id"
+            given = getattr(self, source)
+            _require(
+                isinstance(given, str) and not is_data_file(given),
+                f"{name} has no effect on a {source} that is a file or a function: leave it out",
+            )
+        masks = self._corrects and self.off_policy_correction == "mask"
+        for name, has_effect, condition in (
+            ("off_policy_correction", self.old_logprobs == "trainer", "without old_logprobs=trainer"),
+            ("correction_cap", self._corrects, "without an off_policy_correction"),
+            ("correction_floor", masks, "without off_policy_correction=mask"),
+            ("extra_generations", not self.rollout_fn, "with a rollout_fn, which samples itself: leave it at 0"),
+            ("fsdp_bf16", self.use_fsdp, "without use_fsdp: set bf16 instead"),
+            ("num_epochs", self.max_steps is None, "beside max_steps: set one of them (--max_steps none)"),
+            ("delta", self.loss_type != "cispo", "with loss_type=cispo: leave it None"),
+        ):
+            _require(has_effect or name not in changed, f"{name} has no effect {condition}")
+
+    @property
+    def _corrects(self) -> bool:
+        return self.old_logprobs == "trainer" and self.off_policy_correction != "none"
 
     @property
     def clip_high(self) -> float:
@@ -580,10 +591,7 @@ def load_recipe(path: str) -> types.ModuleType:
         TypeError: of the recipe's own code, as anything else that it raises.
     """
     _require(Path(path).is_file(), f"no recipe at {path}")
-    for folder in (
-        Path(path).resolve().parent,
-        Path(__file__).resolve().parent,
-    ):  # its neighbours, and `recipes.rewards`
+    for folder in (Path(path).resolve().parent, Path(__file__).resolve().parent):  # its neighbours, recipes.rewards
         if str(folder) not in sys.path:
             sys.path.append(str(folder))
     spec = importlib.util.spec_from_file_location(f"recipe_{Path(path).stem}", path)  # no library has it
