@@ -7,6 +7,7 @@ import math
 import operator
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +18,13 @@ RewardFunc = Callable[..., Sequence[float | None]]
 TEX_CHOICES = (r"\!", r"\,", r"\;", r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$", "$", r"\%", "%")
 WHOLE, PLAIN_FRACTION = re.compile(r"-?\d+"), re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(-?)(\d+)\}")
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
+FRACTION = re.compile(r"(\{-?\d+\}|\(-?\d+\)|-?\d+)(?:/|\\over)(\{-?\d+\}|\(-?\d+\)|-?\d+)")
+LIST = re.compile(r"(\\\{|[(\[]?)([^()\[\]]*?)(\\\}|[)\]]?)")
+TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
+UNIT = re.compile(
+    r"(?<=\d)(degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(e?s)?"
+    r"(\^\d|\^\{\d\})?$"
+)
 NO_NUMBER = re.compile(r"\d_|\^\{[^{}^]{0,9}\^|\^\d*\^|(\^|\*\*)[{(]?\d{6}|\*\*\d+\*\*")
 MAX_LEN = 1000  # of an answer that is looked at as mathematics
 MATH_TIMEOUT_S = 2  # to parse, and to compare: some expressions take sympy for ever
@@ -43,19 +51,19 @@ def _right(text: str, truth: str) -> bool:
     if "\\boxed" in text or "\\fbox" in text:
         boxed = last_boxed(text)
         return boxed is not None and _equal(boxed, truth)
-    return _verified(text, f"\\boxed{{{truth}}}")
+    return _verified(text, f"\\boxed{{{truth.strip().rstrip('.')}}}")
 
 
 def _equal(given: str, wanted: str) -> bool:
-    given, wanted = (re.sub(r"\\[,;!]|\{,\}", "", value) for value in (given, wanted))
+    given, wanted = (re.sub(r"\\[,;!]|\{,\}", "", value).strip().rstrip(".") for value in (given, wanted))
     if _is_text(given, wanted):
-        return normalized(given) == normalized(wanted)
+        return _plain(given) == _plain(wanted)
     return _verified(f"\\boxed{{{given}}}", f"\\boxed{{{wanted}}}")
 
 
 def _is_text(given: str, wanted: str) -> bool:
     """Words and numbers of another base, which only look like mathematics, and powers that no alarm would interrupt."""
-    text = normalized(wanted)
+    text = _plain(wanted)
     return (text.isalpha() and len(text) > 2) or NO_NUMBER.search(given + wanted) is not None
 
 
@@ -78,38 +86,48 @@ def boxed_exact(completions: list[str], answer: list[Any], **_: Any) -> list[flo
     The normalization is that of the MATH data set (Hendrycks et al., arXiv:2103.03874), and a little more; see
     `normalized`.
     """
-    boxed = map(last_boxed, completions)
-    rows = zip(boxed, answer, strict=True)
-    return [float(given is not None and normalized(given) == normalized(str(truth))) for given, truth in rows]
+    rows = zip(completions, answer, strict=True)
+    return [float(normalized(last_boxed(text) or "") == normalized(str(truth)) != "") for text, truth in rows]
 
 
 def sympy_equal(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
     r"""1 where the last `\boxed{...}` equals the `answer` column, element by element of a tuple or an interval, else 0.
 
     By normalized text, or exactly as mathematics (Lightman et al., arXiv:2305.20050): where an integer is wanted one
-    must be written, and a fraction in its lowest terms; decimals are the fractions that they are. Nothing is evaluated;
-    what takes longer than `MATH_TIMEOUT_S` is wrong.
+    must be written (`2.0` is one), and a fraction in its lowest terms; decimals are the fractions that they are, and
+    only the members of a `\{set\}` have no order. Nothing is evaluated; what takes longer than `MATH_TIMEOUT_S` is
+    wrong.
     """
-    boxed = map(last_boxed, completions)
-    rows = zip(boxed, answer, strict=True)
-    return [float(given is not None and _same(given, str(truth))) for given, truth in rows]
+    rows = zip(completions, answer, strict=True)
+    return [float(_same(last_boxed(text) or "", str(truth))) for text, truth in rows]
 
 
 def _same(given: str, wanted: str) -> bool:
-    given, wanted = normalized(given), normalized(wanted)
-    if given == wanted:
-        return True
-    elements = [_elements(value) for value in (given, wanted)]
-    if len(elements[1]) > 1 and (given[:1], given[-1:]) != (wanted[:1], wanted[-1:]):
+    given, wanted = _plain(given), _plain(wanted)
+    if given == wanted or given.count(",") != wanted.count(","):
+        return given == wanted != ""
+    (first, *said), (wanted_first, *right) = _members(given), _members(wanted)
+    if len(right) > 1 and first != wanted_first:
         return False
-    return len(elements[0]) == len(elements[1]) and all(map(_same_element, *elements))
+    if first == "\\{\\}":
+        said, right = (sorted((Counter(a) - Counter(b)).elements()) for a, b in ((said, right), (right, said)))
+    return len(said) == len(right) and all(map(_same_element, said, right))
 
 
-def _elements(value: str) -> list[str]:
-    """The members of `(1,2)`, `[1,2)` and the like, each normalized; or the value itself, as `(x+1)(x-1)`."""
-    inner = value[1:-1]
-    is_tuple = value[:1] in ("(", "[") and value[-1:] in (")", "]") and not set(inner) & set("()[]")
-    return [normalized(part) for part in inner.split(",")] if is_tuple else [value]
+def _plain(answer: str) -> str:
+    """Normalized further, as Lightman et al. do: without units and the marks of text, words in small letters."""
+    answer = re.sub(r"(\d)\s+(\d+/\d+)", r"\1+\2", answer)  # 7 1/2
+    answer = TEXT.sub(r"\1", normalized(answer)).strip().removeprefix("+")
+    answer = re.sub(r"^(-?\d+)\.0+$", r"\1", UNIT.sub("", answer))
+    return answer.casefold() if answer.isalpha() else answer
+
+
+def _members(value: str) -> list[str]:
+    r"""The brackets of `(1,2)`, `[1,2)`, `\{1,2\}` or `1,2`, then its members; or no bracket and the value itself."""
+    match = LIST.fullmatch(value)
+    if not match or bool(match[1]) != bool(match[3]):
+        return ["", value]  # (x+1)(x-1)
+    return [match[1] + match[3], *map(_plain, match[2].split(","))]
 
 
 def _same_element(given: str, wanted: str) -> bool:
@@ -159,7 +177,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def normalized(answer: str) -> str:
-    r"""An answer of the MATH data set in one of its spellings: units, spaces and TeX's choices aside.
+    r"""An answer of the MATH data set in one of its spellings: units in `\text{}`, spaces and TeX's choices aside.
 
     `\dfrac12`, `1/2` and `0.5` are `\frac{1}{2}`; `\frac{-1}{2}` is `-\frac{1}{2}`; `\sqrt3` is `\sqrt{3}`; `x = 5` is
     `5`; `1,000` is `1000`; `50\%` and `50^\circ` are `50`; `5\text{ cm}^2` is `5`; `.5` is `0.5`, and so `\frac{1}{2}`.
@@ -167,19 +185,24 @@ def normalized(answer: str) -> str:
     answer = answer.replace("{,}", ",")
     for choice in TEX_CHOICES:
         answer = answer.replace(choice, "")
-    answer = answer.replace("\\tfrac", "\\frac").replace("\\dfrac", "\\frac")
-    answer = re.sub(r"\\(?:text|mbox)\{\s[^{}]*\}(\^\d|\^\{\d\})?\s*$", "", answer)  # a unit, after a space
+    answer = answer if "\\begin" in answer else answer.replace("\\\\", "\\")
+    answer = re.sub(r"\\[tdc]frac", r"\\frac", answer)
+    unit = r"(?:\\(?:text|mbox)\{[^{}]*\}|\\mathrm\{[^{}]{2,}\})(\^\d|\^\{\d\})?\s*\.?\s*$"
+    answer = re.sub(rf"(?<=\d)(?:\\ |[~\s])*{unit}", "", answer)
+    answer = re.sub(r"(?<=\S)\s*\\(?:text|mbox)\{\s[^{}]*\}(\^\d|\^\{\d\})?\s*$", "", answer)
     answer = re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
     answer = re.sub(r"^\s*[a-zA-Z]{1,2}\s*=", "", answer)
     answer = re.sub(r"(?<![\d.])\.(?=\d)", "0.", answer)
     answer = re.sub(r"\s+", "", answer).rstrip(".")
+    answer = re.sub(r"^\{([^{}]*)\}$", r"\1", answer)
     answer = answer.replace(",", "") if THOUSANDS.fullmatch(answer) else answer
     answer = re.sub(r"\{\{(\w+)\}\}", r"{\1}", answer)
     answer = re.sub(r"\\sqrt(?!\{|\[)(\w)", r"\\sqrt{\1}", answer)
     answer = re.sub(r"\\frac(?!\{)(\w)(?!\{)(\w)", r"\\frac{\1}{\2}", answer)
     answer = re.sub(r"\\frac(?!\{)(\w)(?=\{)", r"\\frac{\1}", answer)
     answer = re.sub(r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}", answer)
-    answer = re.sub(r"^(-?\d+)/(-?\d+)$", r"\\frac{\1}{\2}", answer)
+    if plain := FRACTION.fullmatch(answer):
+        answer = "\\frac" + "".join(f"{{{part.strip('{}()')}}}" for part in plain.groups())
     if plain := PLAIN_FRACTION.fullmatch(answer):
         sign = "-" if plain.group(1, 2, 4).count("-") % 2 else ""
         return f"{sign}\\frac{{{plain[3]}}}{{{plain[5]}}}"
@@ -193,13 +216,13 @@ def countdown(completions: list[str], nums: list[list[int]], target: list[int], 
     parsed tree: nothing is evaluated.
     """
     rows = zip(completions, nums, target, strict=True)
-    return [float(_makes(text, list(numbers), goal)) for text, numbers, goal in rows]
+    return [float(_makes(text, [*map(Fraction, numbers)], Fraction(goal))) for text, numbers, goal in rows]
 
 
-def _makes(text: str, numbers: list[int], goal: int) -> bool:
+def _makes(text: str, numbers: list[Fraction], goal: Fraction) -> bool:
     before, tag, _ = text.rpartition("</answer>")
-    answer = before.rpartition("<answer>")[2] if tag else text
-    expression, _, result = answer.strip().partition("=")
+    answer = before.rpartition("<answer>")[2].partition("</answer>")[0] if tag else text
+    expression, _, result = " ".join(answer.split()).partition("=")
     if result.strip() not in ("", str(goal)) or not re.fullmatch(r"[0-9+\-*/() ]{1,300}", expression):
         return False
     used: list[int] = []
@@ -221,8 +244,9 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
         return OPERATIONS[type(node.op)](_value(node.left, used), _value(node.right, used))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand, used)
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub | ast.UAdd):
+        value = _value(node.operand, used)
+        return -value if isinstance(node.op, ast.USub) else value
     raise ValueError("no number, and none of + - * /")
 
 
@@ -337,6 +361,8 @@ class best_of:  # called like a function; a class, as a worker process can be se
 
 
 def _synchronous(function: RewardFunc) -> RewardFunc:
+    if not callable(function) or not hasattr(function, "__name__"):
+        raise ValueError(f"{function!r} is no function with a __name__, which names a metric: use def")
     if inspect.iscoroutinefunction(function):
         raise ValueError(f"{function.__name__} is an async def, which only reward_funcs itself may have")
     return function

@@ -1,5 +1,6 @@
 """Verifiers on what models write, hostile answers included: nothing in them is run, and each gets its number."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(tmp
         ("20", 0),
         ("", 0),
         ("<answer></answer>", 0),
+        ("<answer>8 + (50 - 2) / 4</answer></answer>", 1),
+        ("8\t+\n+(50 - 2) / 4", 1),
         ("(50 - 2) // 4 + 8", 0),
         ("50 - 2 / 4 + 8", 0),  # 57.5
         ("50 ** 2 ** 4 ** 8", 0),
@@ -89,6 +92,8 @@ def test_countdown_is_exact():
     assert countdown(["6/(1-3/4)", "(5-1/5)*5"], nums=[[1, 3, 4, 6], [5, 5, 1, 5]], target=[24, 24]) == [1.0, 1.0]
     assert countdown(["(5-1/5)*5"], nums=[[5, 5, 5, 5]], target=[24]) == [0.0]
     assert countdown(["1/2+3"], nums=[[1, 2, 3]], target=[3]) == [0.0]
+    others: Any = {"nums": [["1", "2"], [1, 2.0]], "target": ["3", 0.5]}  # as a JSONL file may have them
+    assert countdown(["1+2=3", "1/2"], **others) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -116,7 +121,8 @@ SAME = [
     (r"50\%", "50"), (r"90^\circ", "90"), (".5", r"\tfrac{1}{2}"), (r"\left( 1, 2 \right)", "(1,2)"),
     (r"5 \text{ cm}", "5"),
     (r"\$12", "12"), (r"\text{Monday}", "Monday"), (r"\frac1{72}", r"\frac{1}{72}"), ("x+1.", "x + 1"),
-    (r"3\!\!,000", "3,000"),
+    (r"3\!\!,000", "3,000"), (r"5\,\text{cm}", "5"), (r"5\ \mbox{cm}^2", "5"), ("{5}", "5"), (r"\\frac12", "1/2"),
+    (r"\cfrac12", "1/2"), ("{1}/{2}", "1/2"),
 ]  # fmt: skip
 OTHER = [
     ("5", "6"),
@@ -126,6 +132,10 @@ OTHER = [
     (r"\frac{2}{4}", r"\frac{1}{2}"),
     ("", "5"),
     ("5.0", "5"),
+    ("", r"\text{ Monday}"),
+    (r"\text{ Tuesday}", r"\text{ Monday}"),
+    (r"\text{even}", r"\text{Even}"),
+    ("5 cm", "5"),
 ]
 
 
@@ -137,7 +147,8 @@ def test_boxed_exact(given, wanted, value):
 MATHEMATICS = [  # what the graders of MATH and PRM800K say, but where a comment says otherwise
     (r"2\sqrt{2}", r"\sqrt{8}", 1), ("x(x+1)", "x^2+x", 1), (r"(\sqrt{4}, 3)", "(2,3)", 0), ("(1, x+x)", "(1,2x)", 1),
     ("[0,1)", "[0,1)", 1), ("[0,1]", "[0,1)", 0), ("(0,1)", "[0,1]", 0), (r"\frac{2}{4}", r"\frac{1}{2}", 0),
-    ("4/2", "2", 0), ("2.0", "2", 0), ("1+1", "2", 0), ("-1-1", "-2", 0), (r"\frac{\pi}{2}", r"0.5\pi", 1),
+    ("4/2", "2", 0), ("2.0", "2", 1), ("2.5", "2", 0),
+    ("1+1", "2", 0), ("-1-1", "-2", 0), (r"\frac{\pi}{2}", r"0.5\pi", 1),
     ("(1,2,3)", "(1,2)", 0), ("3,4", "(3,4)", 0), ("(4)", "4", 1), ("[4]", "4", 1), ("(x+1)", "x+1", 1),
     ("10^{10^{10^{10}}}", "x", 0), ("", "2", 0), ("", "(1,2)", 0), ("(", "(1,2)", 0), ("5", r"5\text{ inches}", 1),
     ("-1/2", r"-\frac{1}{2}", 1), (r"\frac{-1}{2}", r"-\frac12", 1), (r"\frac{1}{-2}", r"-\frac{1}{2}", 1),
@@ -153,8 +164,19 @@ MATHEMATICS = [  # what the graders of MATH and PRM800K say, but where a comment
     ("101_3", "101_2", 0), ("101", "101_2", 0), ("101_2", "101_2", 1), (r"\text{evil}", r"\text{live}", 0),
     ("seat", "east", 0), (r"\text{east}", "east", 1), (r"1\text{ or }2", "1", 0), (r"\sqrt{16}", "4", 0),
     ("11/2", "5.5", 1), ("5%", "5", 1), ("x=5", "5", 1), ("xyz=5", "5", 0), ("\u0664", "4", 0), ("1\n", "1", 1),
-    ("{(1,2)}", "(1,2)", 0), ("((1,2),3)", "((1,2),3)", 1), (r"\frac12x", r"\frac{1}{2}x", 1), (r"\frac{1}2", "1/2", 1),
+    ("{5}", "5", 1), ("((1,2),3)", "((1,2),3)", 1), (r"\frac12x", r"\frac{1}{2}x", 1), (r"\frac{1}2", "1/2", 1),
     ("-.5", "-1/2", 1), (r"90^{\circ}", "90", 1), (r"3\;4", "34", 1),
+    ("1+1,3", "2,3", 0), (r"\frac24,3", r"\frac12,3", 0), (r"\{4/2,3\}", r"\{2,3\}", 0), ("6,5", "5,6", 0),
+    (r"\{3,x+x\}", r"\{2x,3\}", 1), (r"\{3,3\}", r"\{2,3\}", 0), (r"\{2,3\}", "(2,3)", 0), ("x+x,3", "2x,3", 1),
+    (r"\cfrac{4}{6}", r"\frac23", 0), ("{4}/{6}", r"\frac23", 0), ("(4)/(6)", r"\frac23", 0), ("4\\over6", "2/3", 0),
+    (r"+\frac46", r"\frac23", 0), ("2\\over3", r"\frac23", 1), ("{2}/{3}", r"\frac23", 1), ("+5", "5", 1),
+    (r"\cfrac{2}{3}", "2/3", 1), ("(2/3", "2/3", 0), ("7 1/2", "15/2", 1), ("7 1/2", "71/2", 0),
+    (r"5\,\text{cm}", "5", 1), (r"5\text{cm}", "5", 1), (r"5\ \text{cm}^2", "5", 1), (r"5~\mathrm{cm}", "5", 1),
+    ("5 cm", "5", 1), ("5 degrees", "5", 1), ("5 inches^2", "5", 1), (r"3\mathrm{i}", "3", 0), ("5 apples", "5", 0),
+    (r"\mathrm{5}", "5", 1), (r"\textbf{Monday}", "monday", 1), (r"\text{Even}", r"\text{even}", 1),
+    (r"\text{ Monday}", "Monday", 1), (r"\text{ Tuesday}", r"\text{ Monday}", 0), ("", r"\text{ Monday}", 0),
+    (r"\\frac{1}{2}", "1/2", 1), (r"\text{(C)}", "(C)", 1), ("c", "C", 1),
+    (r"\begin{pmatrix}1\\x+x\end{pmatrix}", r"\begin{pmatrix}1\\2x\end{pmatrix}", 1),
 ]  # fmt: skip
 
 
@@ -175,6 +197,14 @@ def test_sympy_equal(given, wanted, value):
         (r"\boxed{1{,}000}", 1000, 1),
         (r"\boxed{\text{seat}}", "east", 0),
         (r"\boxed{\text{east}}", "east", 1),
+        (r"\boxed{\text{Even}}", r"\text{even}", 1),
+        (r"\boxed{\textbf{Monday}}", "Monday", 1),
+        (r"\boxed{\text{ Monday}}", "Monday", 1),
+        (r"\boxed{\text{ Tuesday}}", r"\text{ Monday}", 0),
+        (r"\boxed{72.}", "72", 1),
+        (r"\boxed{72}", "72.", 1),
+        ("It is 72.", "72.", 1),
+        (r"\boxed{}", r"\text{ Monday}", 0),
         (r"\boxed{101_3}", "101_2", 0),
         ("The answer is 5", "5", 1),
         ("The answer is 5", 5, 1),
@@ -253,6 +283,7 @@ async def later(**_) -> Any:
 
 
 ASYNC: Any = later
+PATH: Any = "recipes.rewards.exact_match"
 
 
 @pytest.mark.parametrize(
@@ -266,8 +297,11 @@ ASYNC: Any = later
         lambda: length_penalty(300, verifier=ASYNC),
         lambda: best_of(),
         lambda: best_of(exact_match, ASYNC),
+        lambda: best_of(partial(exact_match, answer=["a"])),
+        lambda: best_of(PATH),
+        lambda: length_penalty(300, verifier=partial(exact_match, answer=["a"])),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_made(make):
-    with pytest.raises(ValueError, match=r"length_penalty|cushion|max_tokens|best_of|async def"):
+    with pytest.raises(ValueError, match=r"length_penalty|cushion|max_tokens|best_of|async def|use def"):
         make()
