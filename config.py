@@ -399,25 +399,25 @@ class TrainConfig:
         changed = changed_fields(self)
         for switch, names in _NEEDS.items():
             for name in names.split():
-                _require(bool(getattr(self, switch)) or name not in changed, f"{name} has no effect without {switch}")
+                is_used = bool(getattr(self, switch)) or name not in changed
+                _require(is_used, f"{name} has no effect without {switch}: {_default(name)}")
         for name in sorted({"dataset_config", "dataset_split", "eval_dataset_split"} & set(changed)):
             source = "eval_dataset_id" if name == "eval_dataset_split" else "dataset_id"
             given = getattr(self, source)
-            _require(
-                isinstance(given, str) and not is_data_file(given),
-                f"{name} has no effect on a {source} that is a file or a function: leave it out",
-            )
+            is_hub = isinstance(given, str) and not is_data_file(given)
+            _require(is_hub, f"{name} has no effect on a {source} that is a file or a function: {_default(name)}")
         masks = self._corrects and self.off_policy_correction == "mask"
         for name, has_effect, condition in (
             ("off_policy_correction", self.old_logprobs == "trainer", "without old_logprobs=trainer"),
             ("correction_cap", self._corrects, "without an off_policy_correction"),
             ("correction_floor", masks, "without off_policy_correction=mask"),
-            ("extra_generations", not self.rollout_fn, "with a rollout_fn, which samples itself: leave it at 0"),
-            ("fsdp_bf16", self.use_fsdp, "without use_fsdp: set bf16 instead"),
-            ("num_epochs", self.max_steps is None, "beside max_steps: set one of them (--max_steps none)"),
-            ("delta", self.loss_type != "cispo", "with loss_type=cispo: leave it None"),
+            ("extra_generations", not self.rollout_fn, "with a rollout_fn, which samples itself"),
+            ("fsdp_bf16", self.use_fsdp, "without use_fsdp (bf16 has)"),
+            ("num_epochs", self.max_steps is None, "beside max_steps, which --max_steps none unsets"),
+            ("delta", self.loss_type != "cispo", "with loss_type=cispo"),
         ):
-            _require(has_effect or name not in changed, f"{name} has no effect {condition}")
+            is_used = has_effect or name not in changed
+            _require(is_used, f"{name} has no effect {condition}: {_default(name)}")
 
     @property
     def _corrects(self) -> bool:
@@ -438,6 +438,11 @@ class TrainConfig:
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise UserError(message)
+
+
+def _default(name: str) -> str:
+    """How to leave a field alone, also where a recipe has set it."""
+    return f"leave it at its default (--{name} {str(getattr(TrainConfig, name)).lower()})"
 
 
 def changed_fields(config: TrainConfig) -> dict[str, Any]:
