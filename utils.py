@@ -637,7 +637,7 @@ class RunLog:
             _cut_lines(path, step)
         self._num_steps, self._first_step, self._started_s = num_steps, step or 0, time.monotonic()
         self._held_out: float | None = None  # the last evaluation's reward
-        self._lines = {n: self._files.enter_context(path.open("a", buffering=1)) for n, path in paths.items()}
+        self._lines = {n: self._files.enter_context(path.open("a", 1, "utf-8")) for n, path in paths.items()}
         self._bar = self._files.enter_context(tqdm(disable=None, bar_format="{desc}"))
         if config.use_wandb:
             import wandb
@@ -663,8 +663,7 @@ class RunLog:
             return
         for name, rows in (("metrics", [metrics]), ("completions", samples), ("dropped", dropped)):
             for row in rows:
-                numbers = {key: None if value != value else value for key, value in row.items()}  # JSON has no NaN
-                line = json.dumps({"step": step, **numbers}, ensure_ascii=False, default=str) + "\n"
+                line = json.dumps(_finite({"step": step, **row}), ensure_ascii=False, default=str) + "\n"
                 try:
                     self._lines[name].write(line)
                 except OSError as error:
@@ -722,10 +721,20 @@ class RunLog:
         self._files.close()
 
 
+def _finite(value: Any) -> Any:
+    """A value with None for NaN and infinity, which JSON has not."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def _cut_lines(path: Path, step: int | None) -> None:
     """Drop the lines after `step`, which come again, and one that a crash cut off; None drops all."""
     part = path.with_name(path.name + ".part")
-    with part.open("w") as kept, path.open() if step is not None and path.exists() else io.StringIO() as lines:
+    before = path.open(encoding="utf-8") if step is not None and path.exists() else io.StringIO()
+    with part.open("w", encoding="utf-8") as kept, before as lines:
         for line in lines:  # not splitlines(), which takes more than \n for an end
             if not line.endswith("\n") or json.loads(line)["step"] > step:
                 break

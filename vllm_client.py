@@ -855,10 +855,14 @@ def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
     """The objects as they stand: `datasets` would turn strings that look like dates into dates.
 
     Raises:
-        UserError: a line that is not JSON, by number.
+        UserError: a line that is not JSON, by number, or text that is not UTF-8.
     """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not in UTF-8: {error}") from None
     rows = []
-    for number, line in enumerate(path.read_text().split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
         try:
@@ -1233,7 +1237,7 @@ class Scorer:
         sample = {"error": message, "prompt": group.prompt.content, "completions": group.texts}
         line = json.dumps({**sample, "columns": group.prompt.columns}, ensure_ascii=False, default=repr)
         with self._lock:
-            with self.failed_path.open("a") as file:
+            with self.failed_path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
             self.num_failed += 1
             self._in_a_row[name] += 1

@@ -42,7 +42,7 @@ def main(model_id: str, path: str, output: str) -> None:
     policy, reference = (attach(AutoModelForCausalLM.from_pretrained(model_id, **options)) for _ in range(2))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE)
     pairs = []
-    with open(path) as lines:
+    with open(path, encoding="utf-8") as lines:
         for row in map(json.loads, lines):
             answers = tokenizer([row["chosen"], row["rejected"]], add_special_tokens=False).input_ids
             pairs.append((tokenizer(row["prompt"]).input_ids, [[*ids, tokenizer.eos_token_id] for ids in answers]))

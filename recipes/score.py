@@ -29,8 +29,8 @@ if __name__ == "__main__":
     model_id, context_path, answers_path = sys.argv[1:]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = attach(AutoModelForCausalLM.from_pretrained(model_id, device_map=device))
-    context = Path(context_path).read_text().removesuffix("\n")
-    answers = [line for line in Path(answers_path).read_text().split("\n") if line]
+    context = Path(context_path).read_text(encoding="utf-8").removesuffix("\n")
+    answers = [line for line in Path(answers_path).read_text(encoding="utf-8").split("\n") if line]
     ranked = scores(model, AutoTokenizer.from_pretrained(model_id), context, answers)
     for score, answer in sorted(zip(ranked, answers, strict=True), reverse=True):
         print(f"{score:8.2f}  {answer}")

@@ -36,20 +36,23 @@ def read_metrics(run: Path, remote: str | None = None) -> Rows:
     """The objects of `<run>/metrics.jsonl`, one per step (and step 0 where the run evaluated before it trained).
 
     Raises:
-        SystemExit: there is no such file, here or on the `remote` host.
+        SystemExit: there is no such file, here or on the `remote` host, or nothing in it yet.
     """
     path = run / "metrics.jsonl"
     if remote:
-        command = ["ssh", remote, f"cat {shlex.quote(str(path))}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        home = "~/" if path.parts[0] == "~" else ""  # for the shell there
+        command = ["ssh", remote, f"cat {home}{shlex.quote(str(path).removeprefix(home))}"]
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
         if done.returncode:
             sys.exit(f"error: {remote}:{path} cannot be read: {done.stderr.strip()}")
         text = done.stdout
     else:
         if not path.is_file():
             sys.exit(f"error: {path} is not there: give a run's output_dir")
-        text = path.read_text()
-    return [json.loads(line) for line in text.split("\n")[:-1]]  # what a running trainer has not ended is left out
+        text = path.read_text(encoding="utf-8")
+    lines = text.split("\n")[:-1]  # what a running trainer has not ended is left out
+    rows = [json.loads(line, parse_constant=lambda _: None) for line in lines]  # NaN, of another trainer
+    return rows or sys.exit(f"error: {path} has no step yet")
 
 
 def metric_names(rows: Rows) -> list[str]:
@@ -107,6 +110,7 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
     figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
@@ -132,16 +136,18 @@ def main(argv: list[str]) -> None:
             print("\n".join([f"{name}: {len(rows)} steps", *(f"  {metric}" for metric in metric_names(rows))]))
         return
     path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"-o {path} must end with .png, .svg or .pdf")
     plot(runs, args.metric, args.x, args.smooth, path)
     for name, rows in runs.items():
         if rewards := [row["reward"] for row in rows if row.get("reward") is not None]:
             print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
         of = f" of {name}" if len(runs) > 1 else ""
-        for metric, what, form in (("eval/accuracy", "accuracy", ".1%"), ("eval/reward", "reward", ".3g")):
-            if held_out := [row[metric] for row in rows if row.get(metric) is not None]:
-                print(f"held-out {what}{of} before: {held_out[0]:{form}}")
-                print(f"held-out {what}{of} after:  {held_out[-1]:{form}}")
-                break
+        if held_out := [row for row in rows if row.get("eval/reward") is not None]:
+            is_share = all(row.get("eval/accuracy") is not None for row in held_out)  # rewards may all be 0 by chance
+            metric, what, form = ("eval/accuracy", "accuracy", ".1%") if is_share else ("eval/reward", "reward", ".3g")
+            print(f"held-out {what}{of} before: {held_out[0][metric]:{form}}")
+            print(f"held-out {what}{of} after:  {held_out[-1][metric]:{form}}")
     print(f"reward curve: {path}")
 
 

@@ -7,6 +7,7 @@ python scripts/show.py RUN --best 3 --group 812
 
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ def read_samples(run: Path, step: int | None) -> list[Sample]:
         sys.exit(f"error: {path} is not there: give a run's output_dir")
     samples: list[Sample] = []
     last = None
-    with path.open() as lines:
+    with path.open(encoding="utf-8") as lines:
         for line in lines:
             if not line.endswith("\n"):  # the trainer is about to write the rest
                 break
@@ -35,6 +36,8 @@ def read_samples(run: Path, step: int | None) -> list[Sample]:
                 samples = []
             if last == step or step is None:
                 samples.append(sample)
+    if last is None:
+        sys.exit(f"error: {path} has no completions yet")
     if not samples:
         sys.exit(f"error: {path} has no completions of step {step}; its last is {last}")
     return samples
@@ -44,12 +47,20 @@ def shown(sample: Sample) -> str:
     """One completion with its prompt, rewards and advantage, for people."""
     prompt = sample["prompt"]
     if not isinstance(prompt, str):
-        prompt = "\n".join(f"[{message['role']}] {message['content']}" for message in prompt)
+        prompt = "\n".join(f"[{message['role']}] {content_text(message.get('content'))}" for message in prompt)
     parts = ", ".join(f"{name} {value}" for name, value in sample["rewards"].items())
     head = f"step {sample['step']} · group {sample['group']} · dataset row {sample['row']} · {sample['finish_reason']}"
     columns = "".join(f"\n   {name}: {value}" for name, value in sample.get("columns", {}).items())
     figures = f"reward {sample['reward']} ({parts}) · advantage {sample['advantage']:+.3g}"
-    return "\n".join([f"── {head}", f"   {figures}{columns}", prompt, "▸ " + sample["completion"], ""])
+    text = "\n".join([f"── {head}", f"   {figures}{columns}", prompt, "▸ " + sample["completion"], ""])
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)  # no terminal obeys it
+
+
+def content_text(content: Any) -> str:
+    """A chat message's content, with `<image>` in the place of one."""
+    if isinstance(content, list):
+        return "".join(part.get("text") or f"<{part['type']}>" for part in content)
+    return str(content)
 
 
 def main(argv: list[str]) -> None:
@@ -66,6 +77,8 @@ def main(argv: list[str]) -> None:
     if args.group is not None:
         samples = [sample for sample in samples if sample["group"] == args.group]
     number = args.worst if args.best is None else args.best
+    if number is not None and number < 1:
+        parser.error("--worst and --best must be at least 1")
     if number is not None:
         judged = [sample for sample in samples if sample["reward"] is not None]
         samples = sorted(judged, key=lambda sample: sample["reward"], reverse=args.best is not None)[:number]
@@ -73,4 +86,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it
     main(sys.argv[1:])

@@ -51,6 +51,8 @@ def test_sources_give_the_same_prompts(tmp_path):
     expected = prompts_of(rows)
     assert [p.columns for p in expected] == [{"answer": "2", "level": 1}, {"answer": "42", "level": 2}]
     assert prompts_of(str(tmp_path / "a.jsonl")) == expected
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text(), "utf-8-sig")
+    assert prompts_of(str(tmp_path / "a.jsonl")) == expected
     assert prompts_of(str(tmp_path / "a.parquet")) == expected
 
 
@@ -103,6 +105,12 @@ def test_long_prompts_are_counted_and_left_out(capsys):
 def test_bad_data(source, fields, message):
     with pytest.raises(ValueError, match=message):
         prompts_of(source, **fields)
+
+
+def test_what_is_not_utf_8(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "é"}', "latin-1")
+    with pytest.raises(ValueError, match=r"a\.jsonl is not in UTF-8"):
+        prompts_of(str(tmp_path / "a.jsonl"))
 
 
 def test_each_prompt_once_per_epoch():

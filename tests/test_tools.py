@@ -10,6 +10,7 @@ import subprocess
 import sys
 import termios
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,14 +124,39 @@ def test_info_remote_and_refusals(tmp_path, monkeypatch, capsys):
         (["--remote", "nowhere", str(folder)], "no such host"),
         ([str(tmp_path)], "metrics.jsonl is not there"),
         ([str(folder), "-v", "rewart"], "no run has rewart: did you mean reward?"),
+        ([str(folder), "-o", "x"], None),
+        (["info"], None),
     ):
         with pytest.raises(SystemExit, match=reason):
             plot.main(arguments)
-    with pytest.raises(SystemExit):
-        plot.main(["info"])
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(SystemExit, match="has no step yet"):
+        plot.main([str(folder)])
 
 
-PROMPT = [{"role": "user", "content": "Hi?"}]
+def test_the_home_of_another_machine(tmp_path, monkeypatch):
+    """ssh's shell expands the tilde, and sees a name with a space as one."""
+    asked = []
+
+    def ssh(command, **_):
+        asked.append(command[2])
+        return SimpleNamespace(returncode=0, stdout='{"step": 1, "kl": Infinity}\n', stderr="")
+
+    monkeypatch.setattr(plot.subprocess, "run", ssh)
+    assert plot.read_metrics(Path("~/my runs"), "host") == [{"step": 1, "kl": None}]
+    assert asked == ["cat ~/'my runs/metrics.jsonl'"]
+
+
+def test_accuracy_is_that_of_every_evaluation(tmp_path, capsys):
+    """Rewards that are all 0 at the start look like an accuracy there."""
+    rows = [{"step": 0, "eval/reward": 0, "eval/accuracy": 0}, {"step": 5, "reward": 0.5, "eval/reward": 0.6}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot.main([str(tmp_path), "-o", str(tmp_path / "new" / "curve.svg")])
+    assert "held-out reward before: 0\nheld-out reward after:  0.6\n" in capsys.readouterr().out
+    assert (tmp_path / "new" / "curve.svg").is_file()
+
+
+PROMPT = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Hi?"}]}]
 
 
 def completions(folder):
@@ -138,7 +164,7 @@ def completions(folder):
         {
             "step": step, "group": number // 2 + 10 * step, "row": number, "prompt": PROMPT,
             "columns": {"answer": "42"},
-            "completion": f"c{step}.{number}\u2028x", "reward": None if number == 3 else number / 4,
+            "completion": f"c{step}.{number}\u2028\x1b[2J", "reward": None if number == 3 else number / 4,
             "rewards": {"f": number / 4}, "advantage": 0.5, "finish_reason": "stop", "weight_versions": [],
         }
         for step in (1, 2)
@@ -162,7 +188,8 @@ def test_show(tmp_path, capsys, options, wanted):
     show.main([completions(tmp_path), *options])
     out = capsys.readouterr().out
     assert re.findall(r"▸ (c\d\.\d)", out) == wanted
-    assert "[user] Hi?" in out
+    assert "[user] <image>Hi?" in out
+    assert r"\u2028\x1b[2J" in out
     assert "answer: 42" in out
 
 
@@ -171,3 +198,18 @@ def test_show_refuses(tmp_path):
         show.main([str(tmp_path)])
     with pytest.raises(SystemExit, match="has no completions of step 7; its last is 2"):
         show.main([completions(tmp_path), "--step", "7"])
+    with pytest.raises(SystemExit):
+        show.main([completions(tmp_path), "--worst", "0"])
+    (tmp_path / "completions.jsonl").write_text("")
+    with pytest.raises(SystemExit, match="has no completions yet"):
+        show.main([str(tmp_path)])
+
+
+def test_numbers_that_json_has_not(tmp_path):
+    """A step without a finite gradient, and a data set with a gap."""
+    code = LOGGED.format(root=str(ROOT), folder=str(tmp_path))
+    odd = 'log.step(2, {"grad_norm": 1e400}, [{"columns": {"x": [float("nan")]}}])'
+    code = code.replace("log.close()", f"{odd}; log.close()")
+    subprocess.run([sys.executable, "-c", code], check=True, env=ENV)
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[-1] == '{"step": 2, "grad_norm": null}'
+    assert (tmp_path / "completions.jsonl").read_text() == '{"step": 2, "columns": {"x": [null]}}\n'
