@@ -1,12 +1,13 @@
 """DPO (arXiv:2305.18290) outside the trainer: both answers of a pair share the forward of their prompt.
 
-    python -m recipes.dpo MODEL pairs.jsonl OUTPUT       # rows with `prompt`, `chosen` and `rejected`
+    python -m recipes.dpo MODEL pairs.jsonl OUTPUT       # rows with `prompt`, `chosen` and `rejected`, all text
 
 With one answer and `loss = -policy.mean()` over its tokens it is supervised fine-tuning.
 """
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,10 +43,11 @@ def main(model_id: str, path: str, output: str) -> None:
     policy, reference = (attach(AutoModelForCausalLM.from_pretrained(model_id, **options)) for _ in range(2))
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE)
     pairs = []
-    with open(path, encoding="utf-8") as lines:
-        for row in map(json.loads, lines):
-            answers = tokenizer([row["chosen"], row["rejected"]], add_special_tokens=False).input_ids
-            pairs.append((tokenizer(row["prompt"]).input_ids, [[*ids, tokenizer.eos_token_id] for ids in answers]))
+    for row in (json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line.strip()):
+        answers = tokenizer([row["chosen"], row["rejected"]], add_special_tokens=False).input_ids
+        pairs.append((tokenizer(row["prompt"]).input_ids, [[*ids, tokenizer.eos_token_id] for ids in answers]))
+    if not pairs:
+        sys.exit(f"error: no pairs in {path}")
     for start in range(0, len(pairs), BATCH_SIZE):
         loss = dpo_loss(policy, reference, pairs[start : start + BATCH_SIZE])
         loss.backward()

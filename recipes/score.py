@@ -31,6 +31,8 @@ if __name__ == "__main__":
     model = attach(AutoModelForCausalLM.from_pretrained(model_id, device_map=device))
     context = Path(context_path).read_text(encoding="utf-8").removesuffix("\n")
     answers = [line for line in Path(answers_path).read_text(encoding="utf-8").split("\n") if line]
+    if not answers:
+        sys.exit(f"error: no answers in {answers_path}")
     ranked = scores(model, AutoTokenizer.from_pretrained(model_id), context, answers)
     for score, answer in sorted(zip(ranked, answers, strict=True), reverse=True):
         print(f"{score:8.2f}  {answer}")

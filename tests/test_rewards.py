@@ -144,7 +144,10 @@ def test_boxed_exact(given, wanted, value):
     assert boxed_exact([rf"thus \boxed{{{given}}}"], [wanted]) == [value]
 
 
-MATHEMATICS = [  # what the graders of MATH and PRM800K say, but where a comment says otherwise
+# As PRM800K's grader has it, but for TeX that it cannot read (`\,` `\;` `\over` `\cfrac`, a unit after `\ `, matrices,
+# members that are sums), and for what it takes for equal: (1,234) and (1234), `1\text{ or }2` and 1, digits of another
+# alphabet, other spellings of fractions that are not in their lowest terms, 7 1/2 and 71/2.
+MATHEMATICS = [
     (r"2\sqrt{2}", r"\sqrt{8}", 1), ("x(x+1)", "x^2+x", 1), (r"(\sqrt{4}, 3)", "(2,3)", 0), ("(1, x+x)", "(1,2x)", 1),
     ("[0,1)", "[0,1)", 1), ("[0,1]", "[0,1)", 0), ("(0,1)", "[0,1]", 0), (r"\frac{2}{4}", r"\frac{1}{2}", 0),
     ("4/2", "2", 0), ("2.0", "2", 1), ("2.5", "2", 0),
