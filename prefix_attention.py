@@ -344,7 +344,8 @@ def _tokens(pieces: list[slice], device: torch.device) -> slice | Tensor:
 def _cuda_arguments(block: _Block, device: torch.device) -> tuple[Any, ...]:
     """Cumulative and longest lengths of queries and keys, dropout and causality, as the CUDA kernel takes them."""
     lengths = [[piece.stop - piece.start for piece in pieces] for pieces in (block.queries, block.keys)]
-    cumulative = (torch.tensor([0, *accumulate(of)], dtype=torch.int32, device=device) for of in lengths)
+    # not `device=device`, which would wait for the GPU in every call of every layer
+    cumulative = [torch.tensor([0, *accumulate(of)], dtype=torch.int32).to(device, non_blocking=True) for of in lengths]
     return *cumulative, *map(max, lengths), 0.0, block.is_causal
 
 
@@ -554,8 +555,10 @@ def _attention(
 
 def _has_kernel(q: Tensor) -> bool:
     """Whether the flash kernels take this device, dtype and head size."""
-    on_gpu = q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return on_gpu or q.device.type == "cpu"
+    if q.device.type != "cuda":
+        return q.device.type == "cpu"
+    takes = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return takes and torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _plain(
@@ -920,7 +923,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizers[part]
             if with_entropy:
                 p = (logits - normalizers[part, None]).exp_()
-                entropies[part] = normalizers[part] - torch.einsum("nv,nv->n", p, logits)
+                entropies[part] = normalizers[part] - p.mul_(logits).sum(-1)  # no product that autocast would round
         ctx.rule, ctx.num = rule, len(xs)
         ctx.save_for_backward(targets, bias, normalizers, *xs, *weights)
         ctx.mark_non_differentiable(entropies)

@@ -4,16 +4,16 @@
 
 A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GPU in bf16 with gradient checkpointing:
   padded    (a) one row per completion, right-padded, stock sdpa, logits of the completion tokens
-  packed    (b) one sequence per completion, without padding, our kernels and head, nothing shared
+  packed    (b) one sequence per completion, without padding, the same kernels and head, nothing shared or merged
   grouper   (c) the prefix_grouper package with its sdpa adapter, logits as in its documentation
   ours      (d) `pack`, `attach`, `completion_logprobs`
 On a GPU only (b) and (d).
 
 Every figure comes from a process of its own: the median of `repeats` runs after one that warms up (on a GPU with a
-short shape), and the peak of its memory above the model's. `bound` is the speed-up over (b) that the FLOPs allow: Σ
-over linear layers (by tokens forwarded), attention (by pairs of query and key) and head (by completion tokens, the same
-for both); `of_bound` is the share of it that ours reaches. `*_difference` is the largest difference of a log-prob from
-(a)'s, or (b)'s.
+shorter shape, where it is long), and the peak of its memory above the model's. `bound` is the speed-up over (b) that
+the FLOPs allow: Σ over linear layers (by tokens forwarded), attention (by pairs of query and key) and head (by
+completion tokens, the same for both); `of_bound` is the share of it that ours reaches. `*_difference` is the largest
+difference of a log-prob from (a)'s, or (b)'s.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def run_rows(model: Any, rows: list[PackedBatch]) -> list[Tensor]:
         logprobs.sum().backward()
         values.append(logprobs.detach())
     return values
+
+
+def unshared(row: PackedBatch) -> PackedBatch:
+    """The same row with each prompt and its only completion as one segment: plain attention, nothing to merge."""
+    assert row.segments is not None
+    starts = row.segments[row.segments[:, 2] < 0, 0]
+    ends = torch.cat([starts[1:], torch.tensor([row.input_ids.shape[1]])])
+    return replace(row, segments=torch.stack([starts, ends - starts, torch.full_like(starts, -1)], 1))
 
 
 def padded_logprobs(model: Any, groups: Groups, device: torch.device) -> list[Tensor]:
@@ -202,10 +211,14 @@ def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -
         model.set_attn_implementation("grouper")
     before = memory_mb(device, "VmRSS")
     times = []
-    for warm_up in [True, *[False] * repeats]:
-        groups = make_groups("512,128,4" if warm_up and device.type == "cuda" else shape, SIZES[size]["vocab_size"])
+    for number in range(1 + repeats):
+        groups = make_groups(shape, SIZES[size]["vocab_size"])
         alone = [(prompt, [ids]) for prompt, completions in groups for ids in completions]
+        if number == 0 and device.type == "cuda" and sum(len(p) + len(c[0]) for p, c in alone) > max_tokens / 2:
+            alone = groups = make_groups("4096,512,1", SIZES[size]["vocab_size"])
         rows = [row.to(device) for row in pack(alone if method == "packed" else groups, max_tokens)]
+        if method == "packed":
+            rows = [unshared(row) for row in rows]
         model.zero_grad(set_to_none=True)
         started = time.perf_counter()
         if method == "padded":
@@ -258,15 +271,15 @@ def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
     row |= {f"{method}_s": results[method]["seconds"] for method in methods if method in results}
     row |= {f"{method}_mb": results[method]["memory_mb"] for method in methods if method in results}
     row["bound"] = flops(groups, size, share=False) / flops(groups, size, share=True)
-    if "packed" in results:
+    if {"packed", "ours"} <= results.keys():
         row["speedup"] = results["packed"]["seconds"] / results["ours"]["seconds"]
         row["of_bound"] = row["speedup"] / row["bound"]
-    if "grouper" in results:
+    if {"grouper", "ours"} <= results.keys():
         row["over_grouper"] = results["grouper"]["seconds"] / results["ours"]["seconds"]
-    plain = results.get("padded", results.get("packed", results["ours"]))["logprobs"]
+    plain = results.get("padded") or results.get("packed")
     for method in ("ours", "grouper"):
-        if method in results:
-            pairs = zip(plain, results[method]["logprobs"], strict=True)
+        if plain and method in results:
+            pairs = zip(plain["logprobs"], results[method]["logprobs"], strict=True)
             row[f"{method}_difference"] = max(abs(a - b) for a, b in pairs)
     return row
 
@@ -276,7 +289,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one small shape, in under a minute")
-    parser.add_argument("--models", default="1.5B,8B", help="on a GPU: which of them (each about ten minutes)")
+    parser.add_argument("--models", default="1.5B,8B", help="on a GPU: which of them (ten and fifteen minutes)")
+    parser.add_argument("--prompts", default="4096,8192,16384", help="on a GPU: prompts of which lengths")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
@@ -286,7 +300,7 @@ def main() -> None:
     if args.quick:
         cases = [("quick", "128,32,4", 4096)]
     elif torch.cuda.is_available():
-        lengths = [(p, p // part, g) for p in (4096, 8192, 16384) for g in (8, 16) for part in (16, 4)]
+        lengths = [(p, p // part, g) for p in map(int, args.prompts.split(",")) for g in (8, 16) for part in (16, 4)]
         cases = [(size, f"{p},{s},{g}", 131072) for size in args.models.split(",") for p, s, g in lengths]
     else:
         shapes = ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")

@@ -191,6 +191,17 @@ def test_chunks_equal_the_whole_head(chunk, softcap, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
+def test_entropies_are_fp32_under_autocast():
+    """1e-5 nats, as of sums in fp32; a product in bf16 would be off by 2⁻⁹ of the logits."""
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((23, 64), (4001, 64)))
+    targets, rule = torch.zeros(23, dtype=torch.long), prefix_attention._Logits(1.0, None, 4.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        _, entropies = prefix_attention._TokenLogprobs.apply(targets, rule, True, None, x, w)
+    expected = torch.distributions.Categorical(logits=(x @ w.T).double() / 4).entropy()
+    torch.testing.assert_close(entropies.double(), expected, rtol=0, atol=1e-5)
+
+
 def test_logits_of_a_row_never_exist(monkeypatch):
     """No tensor of the size of all logits is made, forward or backward."""
     monkeypatch.setitem(prefix_attention.HEAD_CHUNK, "cpu", 97 * 4)

@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 from test_prefix_models import FAMILIES, gradients, make_groups, make_model, plain_rows, stock
+from torch.nn import functional as F
 
 from prefix_attention import _attention, _has_kernel, attach, completion_logprobs, pack
 
 pytestmark = pytest.mark.gpu
 
-SEGMENTS = torch.tensor([[0, 70, -1], [70, 33, 0], [103, 1, 0], [104, 20, 0], [124, 9, 3], [133, 41, -1], [174, 65, 5]])
+SEGMENTS = torch.tensor([
+    [0, 70, -1], [70, 33, 0], [103, 1, 0], [104, 20, 0], [124, 9, 3], [133, 41, -1], [174, 65, 5],
+    [239, 300, -1], [539, 1, 7],  # one query below many keys takes a kernel of its own
+])  # fmt: skip
 
 
 def dense(q, k, v, sinks, scale):
@@ -49,7 +53,7 @@ def test_cascade(dtype, head_dim, with_sinks):
     assert _has_kernel(on_gpu[0])
     q, k, v = (t.transpose(0, 1)[None] for t in on_gpu[:3])
     sinks = on_gpu[3] if with_sinks else None
-    out, _ = _attention(torch.nn.Module(), q, k, v, None, s_aux=sinks, segments=SEGMENTS)
+    out, _ = _attention(torch.nn.Module(), q, k, v, None, s_aux=sinks, segments=F.pad(SEGMENTS, (0, 1)))
     (out[0] * weights.cuda()).sum().backward()
     pairs = [(out[0], expected), *((a.grad, b.grad) for a, b in zip(on_gpu, exact, strict=True))]
     for number, (got, reference) in enumerate(pairs):

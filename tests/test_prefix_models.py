@@ -103,7 +103,7 @@ def gradients(model, values):
     """Of a weighted sum of the log-probs, by parameter; interior tokens with weight 0."""
     model.zero_grad(set_to_none=True)
     weights = torch.linspace(-1, 1, len(values), dtype=values.dtype).masked_fill(torch.arange(len(values)) % 5 == 2, 0)
-    (values * weights).sum().backward()
+    (values * weights.to(values.device)).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

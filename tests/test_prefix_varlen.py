@@ -1,0 +1,99 @@
+"""The CUDA branch of the cascade, on the CPU: the flash kernels written out, with what they ask for and give.
+
+Of torch 2.11 to 2.13, `mha_varlen_fwd` and `mha_varlen_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/
+flash_api.cpp: [T, H, D], int32 lengths, causal from the bottom right, natural log-sum-exp [H, T] in one piece.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from test_prefix_models import (
+    FAMILIES,
+    assert_equal_gradients,
+    exact,
+    gradients,
+    make_groups,
+    make_model,
+    plain_rows,
+    shared_rows,
+    stock,
+)
+
+from prefix_attention import attach
+
+__all__ = ["exact"]
+
+
+def pieces(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, scale):
+    """Queries, keys, and scores [H, L, K] of every sequence, after the kernels' checks."""
+    assert k.shape == v.shape == (len(k), k.shape[1], q.shape[2])
+    assert q.shape[1] % k.shape[1] == q.shape[2] % 8 == dropout == 0
+    assert all(t.stride(2) == 1 and t.stride(0) % 8 == t.stride(1) % 8 == 0 for t in (q, k, v))
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    ends = cu_q.tolist(), cu_k.tolist()
+    assert [(end[0], end[-1]) for end in ends] == [(0, len(q)), (0, len(k))]
+    spans = [[slice(*pair) for pair in pairwise(end)] for end in ends]
+    lengths = [[span.stop - span.start for span in of] for of in spans]
+    assert [min(of) > 0 for of in lengths] == [True, True]  # no log-sum-exp would be there to merge
+    assert [max(of) for of in lengths] == [max_q, max_k]
+    for rows, columns in zip(*spans, strict=True):
+        keys = k[columns].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        scores = torch.einsum("lhd,khd->hlk", q[rows], keys) * scale
+        if is_causal:
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+            scores = scores.masked_fill(hidden, -torch.inf)
+        yield rows, columns, scores
+
+
+def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale):
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
+    for rows, columns, scores in pieces(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, scale):
+        lse[:, rows] = scores.logsumexp(-1)
+        values = v[columns].repeat_interleave(q.shape[1] // k.shape[1], 1)
+        out[rows] = torch.einsum("hlk,khd->lhd", scores.softmax(-1), values)
+    return out, lse, *torch.zeros(2, 2, dtype=torch.uint64), q.new_empty(0)
+
+
+def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_causal, rng_state, unused, *, scale):
+    """p is made again from the given log-sum-exp, rowsum(grad·out) from the given out."""
+    assert grad.shape == out.shape == q.shape
+    assert lse.shape == (q.shape[1], len(q))
+    assert lse.is_contiguous()  # the kernel reads from its first address on
+    dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
+    for rows, columns, scores in pieces(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, scale):
+        keys, values = (t[columns].repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
+        p = (scores - lse[:, rows, None]).exp()
+        delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
+        ds = p * (torch.einsum("lhd,khd->hlk", grad[rows], values) - delta) * scale
+        dq[rows] = torch.einsum("hlk,khd->lhd", ds, keys)
+        dk[columns] = torch.einsum("hlk,lhd->khd", ds, q[rows]).unflatten(1, (k.shape[1], -1)).sum(2)
+        dv[columns] = torch.einsum("hlk,lhd->khd", p, grad[rows]).unflatten(1, (k.shape[1], -1)).sum(2)
+    return dq, dk, dv
+
+
+@pytest.mark.parametrize("options", [{}, {"max_tokens": 24}, {"share_completions": True}], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_to_the_last_digit(family, options, exact, monkeypatch):
+    """fp64 against plain rows; among the groups: of one, an empty completion, prompts above a single token."""
+    plain, shared = make_model(family, stock(family), torch.float64), attach(make_model(family, dtype=torch.float64))
+    groups = [*make_groups(), ([5], [[6, 7]]), ([8, 9, 10], [[11, 12]])]
+    if "share_completions" in options:
+        a, b = groups[0][1][0], groups[0][1][2]
+        groups[0] = (groups[0][0], [a, a[:2] + b, a[:4] + b, b, a[:3], a])
+    calls = []
+
+    def counted(*arguments, **options):
+        calls.append(arguments)
+        return forward(*arguments, **options)
+
+    with monkeypatch.context() as patched, torch.library._scoped_library("aten", "IMPL") as library:
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        library.impl("_flash_attention_forward", counted, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        got = shared_rows(shared, groups, temperature=0.7, **options)
+        of_shared = gradients(shared, got)
+    assert bool(calls) == (family not in ("Mistral", "Gemma2"))  # windows that bind in every layer, softcap
+    expected = plain_rows(plain, groups, 0.7)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    assert_equal_gradients(of_shared, gradients(plain, expected), 1e-10)
