@@ -716,48 +716,58 @@ class Rollouts:
         """
         config = self.config
         print(describe(config))
-        self.processor = processor = load_processor(config)
+        self.processor = load_processor(config)
         model_config, _ = load_model_config(config)
-        self.client = VLLMClient(config, processor, placeholder_ids(model_config))
-        longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
-        max_prompt_len = longest - config.max_completion_len
-        self.prompts = load_prompts(config.dataset_id, config.dataset_split, processor, max_prompt_len, config)
-        check_rewards(self.prompts, config)
-        self.held_out: list[Prompt] = []
-        if held_out := config.eval_dataset_id:
-            self.held_out = load_prompts(held_out, config.eval_dataset_split, processor, max_prompt_len, config)
-            check_rewards(self.held_out, config)
-        self.client.connect(device)
-        num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
-        if resumed and resumed["step"] >= num_steps:
-            print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on", flush=True)
-        self.scorer = Scorer(tokenizer_of(processor), config)
-        if not resumed:
-            self.scorer.failed_path.unlink(missing_ok=True)
-        self.num_threads = self.client.num_slots + config.reward_workers
-        self.num_tokens = resumed["num_tokens"] if resumed else 0
-        self.ended = Ended(resumed["ended"] if resumed else ())
+        self.client = VLLMClient(config, self.processor, placeholder_ids(model_config))
+        max_prompt_len = min(self.client.wait_until_ready(), config.max_tokens_per_gpu) - config.max_completion_len
+        self.prompts = self._load(config.dataset_id, config.dataset_split, max_prompt_len)
+        held_out = config.eval_dataset_id
+        self.held_out = self._load(held_out, config.eval_dataset_split, max_prompt_len) if held_out else []
         self.fingerprint = fingerprint(self.prompts)
         if resumed and resumed["prompts"] != self.fingerprint:
             raise UserError(
                 "resume_from_checkpoint: that run had other prompts: give this one the same dataset, and the servers "
                 "the same --max-model-len"
             )
+        example = self._example()
+        self.client.connect(device)
+        self.scorer = Scorer(tokenizer_of(self.processor), config)
+        if not resumed:
+            self.scorer.failed_path.unlink(missing_ok=True)
+        before = resumed or {"step": 0, "num_tokens": 0, "ended": ()}
+        num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
+        if before["step"] >= num_steps:
+            print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on", flush=True)
+        self.num_tokens, self.ended = before["num_tokens"], Ended(before["ended"])
         order = enumerate(epochs(len(self.prompts), config.seed))
         groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
-        num_trained = resumed["step"] * config.batch_size if resumed else 0
+        num_trained = before["step"] * config.batch_size
+        self.num_threads = self.client.num_slots + config.reward_workers
         self.stream = RolloutStream(
             groups, self._sample, self.scorer.score, self.num_threads, num_steps, config, num_trained
         )
         self.reported_s = 0.0  # when the metrics' clocks were last read
+        return num_steps, example
+
+    def _load(self, source: str | Callable[[], Any], split: str, max_prompt_len: int) -> list[Prompt]:
+        prompts = load_prompts(source, split, self.processor, max_prompt_len, self.config)
+        check_rewards(prompts, self.config)
+        return prompts
+
+    def _example(self) -> Prompt | None:
+        """The shortest of the prompts with images, processed; None without one.
+
+        Raises:
+            UserError: `freeze_vision_tower` without an image.
+        """
         with_sources = [prompt for prompt in self.prompts if prompt.sources]
-        if hasattr(processor, "image_processor"):
+        if hasattr(self.processor, "image_processor"):
             print(f"{len(with_sources)} of {len(self.prompts)} prompts have images", flush=True)
-        if not with_sources:
-            if config.freeze_vision_tower:
-                raise UserError("freeze_vision_tower has no effect: no prompt has an image")
-            return num_steps, None
-        return num_steps, with_images(min(with_sources, key=lambda p: len(p.token_ids)), processor, config)
+        if with_sources:
+            return with_images(min(with_sources, key=lambda p: len(p.token_ids)), self.processor, self.config)
+        if self.config.freeze_vision_tower:
+            raise UserError("freeze_vision_tower has no effect: no prompt has an image")
+        return None
 
     def _sample(self, group: Group) -> None:
         sample_group(group, self.client, sampling_params(self.config), self.config)

@@ -9,11 +9,11 @@ A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GP
   ours      (d) `pack`, `attach`, `completion_logprobs`
 On a GPU only (b) and (d).
 
-Every figure comes from a process of its own: the median of `repeats` runs after one that warms up (on a GPU with a
-shorter shape, where it is long), and the peak of its memory above the model's. `bound` is the speed-up over (b) that
-the FLOPs allow: Σ over linear layers (by tokens forwarded), attention (by pairs of query and key) and head (by
-completion tokens, the same for both); `of_bound` is the share of it that ours reaches. `*_difference` is the largest
-difference of a log-prob from (a)'s, or (b)'s.
+Every figure is the median over processes that run one method each, the methods in turn, after a run that warms up (with
+a shorter shape, where it is long); memory is the peak above the model's. `bound` is the speed-up over (b) that the
+FLOPs allow: Σ over linear layers (by tokens forwarded), attention (by pairs of query and key) and head (by completion
+tokens, the same for both); `of_bound` is the share of it that ours reaches. `*_difference` is the largest difference of
+a log-prob from (a)'s, or (b)'s.
 """
 
 import argparse
@@ -58,7 +58,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 METHODS = {"cpu": ("padded", "packed", "grouper", "ours"), "cuda": ("packed", "ours")}
-REPEATS = {"quick": 1, "4 layers": 2, "1.5B": 3, "8B": 1}
+REPEATS = {"quick": (1, 1), "4 layers": (3, 1), "1.5B": (1, 3), "8B": (1, 1)}  # processes, one after the other; runs
 
 
 def make_groups(shape: str, vocab: int) -> Groups:
@@ -214,8 +214,8 @@ def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -
     for number in range(1 + repeats):
         groups = make_groups(shape, SIZES[size]["vocab_size"])
         alone = [(prompt, [ids]) for prompt, completions in groups for ids in completions]
-        if number == 0 and device.type == "cuda" and sum(len(p) + len(c[0]) for p, c in alone) > max_tokens / 2:
-            alone = groups = make_groups("4096,512,1", SIZES[size]["vocab_size"])
+        if number == 0 and sum(len(p) + len(c[0]) for p, c in alone) > max_tokens / 2:
+            alone = groups = make_groups(f"{max_tokens // 16},{max_tokens // 64},1", SIZES[size]["vocab_size"])
         rows = [row.to(device) for row in pack(alone if method == "packed" else groups, max_tokens)]
         if method == "packed":
             rows = [unshared(row) for row in rows]
@@ -255,17 +255,22 @@ def flops(groups: Groups, size: str, share: bool) -> float:
 
 
 def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
-    """All methods on one shape, each in a process of its own."""
-    results = {}
+    """All methods on one shape, each in processes of its own."""
+    found: dict[str, list[dict[str, Any]]] = {}
     methods = METHODS["cuda" if torch.cuda.is_available() else "cpu"]
-    for method in methods:
-        command = [sys.executable, __file__, "--measure", method, size, shape, str(REPEATS[size]), str(max_tokens)]
+    processes, runs = REPEATS[size]
+    for method in methods * processes:
+        command = [sys.executable, __file__, "--measure", method, size, shape, str(runs), str(max_tokens)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             if "out of memory" not in done.stderr.lower() and done.returncode != -9:
                 sys.exit(f"{method} on {shape}: {done.stderr[-2000:]}")
             continue
-        results[method] = json.loads(done.stdout.splitlines()[-1])
+        found.setdefault(method, []).append(json.loads(done.stdout.splitlines()[-1]))
+    results = {
+        method: of[-1] | {name: median([result[name] for result in of]) for name in ("seconds", "memory_mb")}
+        for method, of in found.items()
+    }
     groups = make_groups(shape, SIZES[size]["vocab_size"])
     row: dict[str, Any] = {"model": size, "shape": shape}
     row |= {f"{method}_s": results[method]["seconds"] for method in methods if method in results}
