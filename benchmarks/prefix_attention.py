@@ -9,11 +9,11 @@ A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GP
   ours      (d) `pack`, `attach`, `completion_logprobs`
 On a GPU only (b) and (d).
 
-Every figure is the median over processes that run one method each, the methods in turn, after a run that warms up (with
-a shorter shape, where it is long); memory is the peak above the model's. `bound` is the speed-up over (b) that the
-FLOPs allow: Σ over linear layers (by tokens forwarded), attention (by pairs of query and key) and head (by completion
-tokens, the same for both); `of_bound` is the share of it that ours reaches. `*_difference` is the largest difference of
-a log-prob from (a)'s, or (b)'s.
+Every figure is the median over processes that run one method each, the methods in turn, within one token budget, after
+a warm-up (on a CPU the first batch, on a GPU a short one); memory is the peak above the model's. `bound` is the
+speed-up over (b) that the FLOPs allow: Σ over linear layers (by tokens forwarded), attention (by pairs of query and
+key) and head (by completion tokens, the same for both); `of_bound` is the share of it that ours reaches.
+`*_difference` is the largest difference of a log-prob from (a)'s, or (b)'s.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -88,16 +89,6 @@ def make_model(size: str, device: torch.device) -> Any:
     return model.train()
 
 
-def run_rows(model: Any, rows: list[PackedBatch]) -> list[Tensor]:
-    """Forward and backward of each row; the log-probs, detached."""
-    values = []
-    for row in rows:
-        logprobs = completion_logprobs(model, row)
-        logprobs.sum().backward()
-        values.append(logprobs.detach())
-    return values
-
-
 def unshared(row: PackedBatch) -> PackedBatch:
     """The same row with each prompt and its only completion as one segment: plain attention, nothing to merge."""
     assert row.segments is not None
@@ -106,22 +97,14 @@ def unshared(row: PackedBatch) -> PackedBatch:
     return replace(row, segments=torch.stack([starts, ends - starts, torch.full_like(starts, -1)], 1))
 
 
-def padded_logprobs(model: Any, groups: Groups, device: torch.device) -> list[Tensor]:
-    """(a), a group at a time."""
-    values = []
-    for group in groups:
-        (row,) = pack([group], share_prefix=False)
-        row = row.to(device)
-        first = int(row.position.min())
-        logits = model(
-            input_ids=row.input_ids, attention_mask=row.attention_mask, logits_to_keep=row.input_ids.shape[1] - first
-        ).logits
-        chosen = logits[row.row, row.position - first].float()
-        logprobs = chosen.gather(-1, row.targets[:, None])[:, 0] - chosen.logsumexp(-1)
-        logprobs.sum().backward()
-        values.append(logprobs.detach())
-        del logits, chosen, logprobs
-    return values
+def padded_logprobs(model: Any, row: PackedBatch) -> Tensor:
+    """(a), by the model's own logits from the first position that predicts."""
+    first = int(row.position.min())
+    logits = model(
+        input_ids=row.input_ids, attention_mask=row.attention_mask, logits_to_keep=row.input_ids.shape[1] - first
+    ).logits
+    chosen = logits[row.row, row.position - first].float()
+    return chosen.gather(-1, row.targets[:, None])[:, 0] - chosen.logsumexp(-1)
 
 
 def grouper_attention(
@@ -159,9 +142,11 @@ def padded_batches(groups: Groups, max_tokens: int) -> list[Groups]:
     return batches
 
 
-def grouper_logprobs(model: Any, groups: Groups, device: torch.device) -> list[Tensor]:
+def grouper_logprobs(model: Any, groups: Groups) -> Tensor:
     """(c), the groups in one padded batch, as its documentation has it."""
     from prefix_grouper import PrefixGrouper
+
+    device = model.device
 
     def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         tensors = [torch.tensor(row) for row in rows]
@@ -194,9 +179,29 @@ def grouper_logprobs(model: Any, groups: Groups, device: torch.device) -> list[T
     _, _, suffix, suffix_mask = grouper.split_output(logits, include_prefix_last=1)
     targets = grouper.convert_padding(completion_ids, completion_mask, padding_mode="right")
     suffix, kept = suffix[:, :-1], suffix_mask[:, 1:].bool()
-    logprobs = (suffix.gather(-1, targets[..., None])[..., 0] - suffix.logsumexp(-1))[kept]
-    logprobs.sum().backward()
-    return [logprobs.detach()]
+    return (suffix.gather(-1, targets[..., None])[..., 0] - suffix.logsumexp(-1))[kept]
+
+
+def make_batches(method: str, groups: Groups, max_tokens: int, device: torch.device) -> Sequence[Any]:
+    """What `method` forwards at a time, within the same token budget."""
+    if method == "grouper":
+        return padded_batches(groups, max_tokens)
+    if method == "padded":  # a group's rows are equally long but for the completions
+        rows = [row for group in groups for row in pack([group], max_tokens, share_prefix=False)]
+    elif method == "packed":
+        rows = pack([(prompt, [ids]) for prompt, completions in groups for ids in completions], max_tokens)
+        rows = [unshared(row) for row in rows]
+    else:
+        rows = pack(groups, max_tokens)
+    return [row.to(device) for row in rows]
+
+
+LOGPROBS: dict[str, Callable[[Any, Any], Tensor]] = {
+    "padded": padded_logprobs,
+    "packed": completion_logprobs,
+    "grouper": grouper_logprobs,
+    "ours": completion_logprobs,
+}
 
 
 def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -> dict[str, Any]:
@@ -210,28 +215,26 @@ def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -
         AttentionInterface.register("grouper", grouper_attention)
         model.set_attn_implementation("grouper")
     before = memory_mb(device, "VmRSS")
+    vocab = SIZES[size]["vocab_size"]
+    batches = make_batches(method, make_groups(shape, vocab), max_tokens, device)
+    short = make_batches(method, make_groups("1024,256,8", vocab), max_tokens, device)
+
+    def step(batch: Any) -> Tensor:
+        logprobs = LOGPROBS[method](model, batch)
+        logprobs.sum().backward()
+        return logprobs.detach()
+
+    step(short[0] if device.type == "cuda" else batches[0])
     times = []
-    for number in range(1 + repeats):
-        groups = make_groups(shape, SIZES[size]["vocab_size"])
-        alone = [(prompt, [ids]) for prompt, completions in groups for ids in completions]
-        if number == 0 and sum(len(p) + len(c[0]) for p, c in alone) > max_tokens / 2:
-            alone = groups = make_groups(f"{max_tokens // 16},{max_tokens // 64},1", SIZES[size]["vocab_size"])
-        rows = [row.to(device) for row in pack(alone if method == "packed" else groups, max_tokens)]
-        if method == "packed":
-            rows = [unshared(row) for row in rows]
+    for _ in range(repeats):
         model.zero_grad(set_to_none=True)
         started = time.perf_counter()
-        if method == "padded":
-            values = padded_logprobs(model, groups, device)
-        elif method == "grouper":
-            values = [v for batch in padded_batches(groups, max_tokens) for v in grouper_logprobs(model, batch, device)]
-        else:
-            values = run_rows(model, rows)
+        values = [step(batch) for batch in batches]
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return {
-        "seconds": median(times[1:]),
+        "seconds": median(times),
         "memory_mb": memory_mb(device, "VmHWM") - before,
         "logprobs": torch.cat(values).float().tolist(),
     }
