@@ -313,11 +313,7 @@ class TrainConfig:
         self._check_effects()
 
     def _check_ranges(self) -> None:
-        """Refuse values outside their meaning.
-
-        Raises:
-            UserError: a value that is not finite, empty, or out of its field's range.
-        """
+        """Refuse values outside their meaning."""
         for name, value in vars(self).items():
             _require(not isinstance(value, float) or math.isfinite(value), f"{name}={value}: must be a finite number")
             _require(value != [], f"{name} is empty: give at least one value, or leave it at its default")
@@ -327,25 +323,22 @@ class TrainConfig:
                 _require(value is None or holds(value), f"{name}={value}: must be {meaning}")
 
     def _check_servers(self) -> None:
-        """Refuse addresses that are none.
-
-        Raises:
-            UserError: such an address.
-        """
+        """Refuse addresses that are none."""
         for url in self.vllm_urls:
             _require(url.startswith(("http://", "https://")), f"vllm_urls: {url} must start with http:// or https://")
             _require("@" not in url, "vllm_urls: a token belongs into VLLM_API_KEY, not into an address")
-            parts = urlsplit(url)
+            try:
+                parts = urlsplit(url)
+                is_address = bool(parts.hostname) and parts.port != 0
+            except ValueError:  # of brackets, or a port that is no number
+                is_address = False
+            _require(is_address, f"vllm_urls: {url} is no address: give http://host:port")
             rest = parts.path.strip("/") or parts.query or parts.fragment
             _require(not rest, f"vllm_urls: {url} must end with the port, without a path")
         _require(len(set(self.vllm_urls)) == len(self.vllm_urls), "vllm_urls names a server twice")
 
     def _check_rewards(self) -> None:
-        """Refuse rewards that have no name or weight of their own.
-
-        Raises:
-            UserError: such rewards.
-        """
+        """Refuse rewards that have no name or weight of their own."""
         for f in self.reward_funcs:
             _require(hasattr(f, "__name__"), f"reward {f!r} has no __name__, which names its metric: use def")
         names = [getattr(f, "__name__", "") for f in self.reward_funcs]
@@ -358,11 +351,7 @@ class TrainConfig:
         )
 
     def _check_combinations(self) -> None:
-        """Refuse settings that contradict each other.
-
-        Raises:
-            UserError: such settings, by name.
-        """
+        """Refuse settings that contradict each other."""
         _require(
             self.collective_timeout > self.request_timeout * (1 + self.request_retries) + self.server_timeout,
             "collective_timeout must exceed request_timeout x (1 + request_retries) + server_timeout: the other ranks "
@@ -391,11 +380,7 @@ class TrainConfig:
         _require(not clash, f"sampling_params may not set {', '.join(clash)}: use the fields of TrainConfig")
 
     def _check_effects(self) -> None:
-        """Refuse settings that have no effect beside the others.
-
-        Raises:
-            UserError: such a setting, and what it would need.
-        """
+        """Refuse settings that have no effect beside the others."""
         changed = changed_fields(self)
         for switch, names in _NEEDS.items():
             for name in names.split():
@@ -529,11 +514,7 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def _parsed(name: str, text: str, hint: Any) -> Any:
-    """A command-line word as a value of the field's type.
-
-    Raises:
-        UserError: a list or dictionary that is not JSON.
-    """
+    """A command-line word as a value of the field's type."""
     options = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     if text.lower() in ("none", "null") and type(None) in options:
         return None
@@ -574,13 +555,14 @@ def load_function(path: str, recipe: types.ModuleType | None = None) -> Callable
         UserError: no such module or function.
     """
     module_name, _, name = path.rpartition(".")
-    _require(bool(module_name or recipe), f"no function {path}: give its dotted path, package.module.function")
+    has_module = bool(module_name or recipe) and not path.startswith(".")
+    _require(has_module, f"no function {path}: give its dotted path, package.module.function")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name) if module_name else recipe
         function = getattr(module, name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise UserError(
             f"no function {path}: {error}; give package.module.function or a function of the recipe"
         ) from None

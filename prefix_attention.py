@@ -886,20 +886,22 @@ class _Logits:
     temperature: float
     forbidden: Tensor | None = None
 
+    @property
+    def factor(self) -> float:
+        """d logits / d z at 0."""
+        return self.multiplier / self.temperature
+
     def apply(self, z: Tensor) -> Tensor:
         """In place, on [..., V]."""
-        z = z.mul_(self.multiplier)
         if self.softcap is not None:
-            z = z.div_(self.softcap).tanh_().mul_(self.softcap)
-        z = z.div_(self.temperature)
+            z = z.mul_(self.multiplier / self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        elif self.factor != 1:
+            z = z.mul_(self.factor)
         return z if self.forbidden is None else z.index_fill_(-1, self.forbidden, -1e4)
 
-    def slope(self, logits: Tensor) -> Tensor | float:
-        """d logits / d z, from the logits."""
-        factor = self.multiplier / self.temperature
-        if self.softcap is None:
-            return factor
-        return factor * (1 - (logits * (self.temperature / self.softcap)).square())
+    def bend(self, logits: Tensor) -> Tensor | None:
+        """d logits / d z over `factor`, 1 - tanh², from the logits; None where it is 1."""
+        return None if self.softcap is None else 1 - (logits * (self.temperature / self.softcap)).square_()
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -917,13 +919,15 @@ class _TokenLogprobs(torch.autograd.Function):
         wide = torch.promote_types(xs[0].dtype, torch.float32)
         logprobs = torch.empty(len(targets), dtype=wide, device=targets.device)
         normalizers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
-        for part in _chunks(len(targets), weights[0]):
-            logits = rule.apply(_product(part, bias, xs, weights, wide))
-            normalizers[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizers[part]
-            if with_entropy:
-                p = (logits - normalizers[part, None]).exp_()
-                entropies[part] = normalizers[part] - p.mul_(logits).sum(-1)  # no product that autocast would round
+        for part, logits in _chunks(rule, bias, xs, weights, wide):
+            chosen, top = logits.gather(-1, targets[part, None])[:, 0], logits.amax(-1)
+            logits.sub_(top[:, None])
+            p = logits.exp() if with_entropy else logits.exp_()
+            total = p.sum(-1)
+            normalizers[part] = top + total.log()
+            logprobs[part] = chosen - normalizers[part]
+            if with_entropy:  # log Σ exp - Σ p·logit, by no product that autocast would round
+                entropies[part] = total.log() - p.mul_(logits).sum(-1) / total
         ctx.rule, ctx.num = rule, len(xs)
         ctx.save_for_backward(targets, bias, normalizers, *xs, *weights)
         ctx.mark_non_differentiable(entropies)
@@ -941,12 +945,11 @@ class _TokenLogprobs(torch.autograd.Function):
             for w, need in zip(weights, needed[1::2], strict=True)
         ]
         dbias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[3] else None
-        for part in _chunks(len(targets), weights[0]):
-            logits = ctx.rule.apply(_product(part, bias, xs, weights, wide))
-            slope = ctx.rule.slope(logits)
-            dz = logits.sub_(normalizers[part, None]).exp_().mul_(-grad[part, None])
-            dz[torch.arange(len(dz), device=dz.device), targets[part]] += grad[part]
-            dz = dz.mul_(slope).to(weights[0].dtype)
+        for part, logits in _chunks(ctx.rule, bias, xs, weights, wide):
+            g, bend = grad[part] * ctx.rule.factor, ctx.rule.bend(logits)
+            dz = logits.sub_(normalizers[part, None]).exp_().mul_(-g[:, None])
+            dz[torch.arange(len(dz), device=dz.device), targets[part]] += g
+            dz = (dz if bend is None else dz.mul_(bend)).to(weights[0].dtype)
             if dbias is not None:
                 dbias += dz.sum(0, dtype=wide)
             for x, w, dx, dw in zip(xs, weights, dxs, dws, strict=True):
@@ -961,18 +964,20 @@ class _TokenLogprobs(torch.autograd.Function):
         return None, None, None, dbias if dbias is None else dbias.to(bias.dtype), *interleaved
 
 
-def _chunks(total: int, weight: Tensor) -> Iterator[slice]:
-    size = max(1, HEAD_CHUNK["cuda" if weight.is_cuda else "cpu"] // len(weight))
-    return (slice(start, min(start + size, total)) for start in range(0, total, size))
-
-
-def _product(
-    part: slice, bias: Tensor | None, xs: Sequence[Tensor], weights: Sequence[Tensor], wide: torch.dtype
-) -> Tensor:
-    z = xs[0][part] @ weights[0].T
-    for x, w in zip(xs[1:], weights[1:], strict=True):
-        z = z.addmm_(x[part], w.T)
-    return z.to(wide) if bias is None else z.to(wide).add_(bias)
+def _chunks(
+    rule: _Logits, bias: Tensor | None, xs: Sequence[Tensor], weights: Sequence[Tensor], wide: torch.dtype
+) -> Iterator[tuple[slice, Tensor]]:
+    """The logits [n, V] of n tokens after the others, all in the same memory."""
+    size = max(1, HEAD_CHUNK["cuda" if xs[0].is_cuda else "cpu"] // len(weights[0]))
+    memory = torch.empty(min(size, len(xs[0])), len(weights[0]), dtype=wide, device=xs[0].device)
+    for start in range(0, len(xs[0]), size):
+        part = slice(start, min(start + size, len(xs[0])))
+        logits = memory[: part.stop - start]
+        z = torch.mm(xs[0][part], weights[0].T, out=logits if xs[0].dtype == wide else None)
+        for x, w in zip(xs[1:], weights[1:], strict=True):
+            z.addmm_(x[part], w.T)
+        logits.copy_(z)  # does nothing where they are the same
+        yield part, rule.apply(logits if bias is None else logits.add_(bias))
 
 
 class _LogprobHead:

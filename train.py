@@ -9,11 +9,10 @@ import math
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,10 +25,8 @@ from config import TrainConfig, UserError, describe, parse_args
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 from utils import (
     Checkpoints,
-    Ended,
     RunLog,
     Stopped,
-    TokenSums,
     base_model,
     broadcast_object,
     epochs,
@@ -40,6 +37,7 @@ from utils import (
     in_threads,
     is_main,
     locked,
+    over_ranks,
     process_group,
     published_weights,
     push_to_hub,
@@ -51,6 +49,7 @@ from utils import (
     unwrap,
 )
 from vllm_client import (
+    CONTROL_TIMEOUT_S,
     Completion,
     Group,
     Prompt,
@@ -288,19 +287,16 @@ def check_lora_targets(config: TrainConfig) -> None:
     shape, loads = load_model_config(config)
     with torch.device("meta"):
         skeleton = loads.from_config(shape, trust_remote_code=config.trust_remote_code)
-    names = [name for name, module in skeleton.named_modules() if isinstance(module, nn.Linear | nn.Embedding | Conv1D)]
-    for target in config.lora_target_modules or []:
-        if not any(name == target or name.endswith(f".{target}") for name in names):
-            leaves = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-            raise UserError(f"lora_target_modules: {target} matches no module; the model has {leaves}")
+    layers = {n: m for n, m in skeleton.named_modules() if isinstance(m, nn.Linear | nn.Embedding | Conv1D)}
     ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
-    if ends[0].weight is ends[1].weight:  # one matrix cannot take the adapter of one of its two uses
-        tied = [name for name, module in skeleton.named_modules() if any(module is end for end in ends)]
-        for target in config.lora_target_modules or []:
-            if any(name == target or name.endswith(f".{target}") for name in tied):
-                raise UserError(
-                    f"lora_target_modules: {target} is tied to the other embedding of this model: leave it out"
-                )
+    tied = ends if ends[0].weight is ends[1].weight else ()  # one matrix cannot take the adapter of one of its two uses
+    for target in config.lora_target_modules or []:
+        matched = [module for name, module in layers.items() if f".{name}".endswith(f".{target}")]
+        if not matched:
+            leaves = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise UserError(f"lora_target_modules: {target} matches no module; the model has {leaves}")
+        if any(module is end for module in matched for end in tied):
+            raise UserError(f"lora_target_modules: {target} is tied to the other embedding of this model: leave it out")
 
 
 def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
@@ -705,6 +701,8 @@ class Rollouts:
         self.dropped: list[dict[str, Any]] = []
         self.processor: Any = None  # of the model; rank 0's
         self.example: Prompt | None  # the shortest prompt with images, processed
+        self.policy: Any = None  # that was published last, and its version
+        self.version = -1
         self.num_steps, self.example = broadcast_object(self._open(device, resumed) if is_main() else None)
 
     def _open(self, device: torch.device, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None]:
@@ -738,13 +736,19 @@ class Rollouts:
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
         if before["step"] >= num_steps:
             print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on", flush=True)
-        self.num_tokens, self.ended = before["num_tokens"], Ended(before["ended"])
+        self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
         order = enumerate(epochs(len(self.prompts), config.seed))
         groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
         num_trained = before["step"] * config.batch_size
-        self.num_threads = self.client.num_slots + config.reward_workers
+        self.num_threads = len(config.vllm_urls) * config.max_concurrent_requests + config.reward_workers
         self.stream = RolloutStream(
-            groups, self._sample, self.scorer.score, self.num_threads, num_steps, config, num_trained
+            groups,
+            lambda group: sample_group(group, self.client, sampling_params(config), config),
+            self.scorer.score,
+            self.num_threads,
+            num_steps,
+            config,
+            num_trained,
         )
         self.reported_s = 0.0  # when the metrics' clocks were last read
         return num_steps, example
@@ -764,32 +768,30 @@ class Rollouts:
         if hasattr(self.processor, "image_processor"):
             print(f"{len(with_sources)} of {len(self.prompts)} prompts have images", flush=True)
         if with_sources:
-            return with_images(min(with_sources, key=lambda p: len(p.token_ids)), self.processor, self.config)
+            shortest = min(with_sources, key=lambda p: len(p.token_ids))
+            return replace(with_images(shortest, self.processor, self.config), sources=[])  # no rank needs the files
         if self.config.freeze_vision_tower:
             raise UserError("freeze_vision_tower has no effect: no prompt has an image")
         return None
 
-    def _sample(self, group: Group) -> None:
-        sample_group(group, self.client, sampling_params(self.config), self.config)
-
-    def batch(self, version: int, metrics: dict[str, float]) -> Iterator[MicroBatch | Step]:
-        """This rank's share of the batch that trains policy `version`, each part as soon as it is there.
+    def batch(self, metrics: dict[str, float]) -> Iterator[MicroBatch | Step]:
+        """This rank's share of the batch that trains the published policy, each part as soon as it is there.
 
         Collective: every rank iterates to the end. `metrics` is then filled in, on rank 0.
         """
-        yield from self._lead(self._rounds(version, metrics) if is_main() else None, version)
+        yield from self._lead(self._rounds(metrics) if is_main() else None)
 
-    def _lead(self, rounds: Iterator[Any] | None, version: int) -> Iterator[Any]:
+    def _lead(self, rounds: Iterator[Any] | None) -> Iterator[Any]:
         """This rank's item of each of rank 0's rounds, and between them what rank 0 calls for. Collective.
 
         Raises:
-            Stopped: on every rank, when rank 0 was told to end, or failed: `raise_failure` says how.
+            Stopped: on every rank, when rank 0 was told to end, or failed: `failure` says how.
         """
         while (item := scatter_objects(self._next_round(rounds) if rounds else None)) is not None:
             if isinstance(item, Stopped):
                 raise item
             if isinstance(item, Resync):
-                self._resync(version)
+                self._resync()
             else:
                 yield item
 
@@ -803,21 +805,19 @@ class Rollouts:
             self.failure = None if isinstance(error, Stopped) else error
             return [Stopped()] * dist.get_world_size()
 
-    def _rounds(self, version: int, metrics: dict[str, float]) -> Iterator[list[MicroBatch] | list[Step]]:
+    def _rounds(self, metrics: dict[str, float]) -> Iterator[list[MicroBatch] | list[Step]]:
         """What `deal` makes of the stream's groups, and what is known of them."""
-        num_ranks = dist.get_world_size()
-        groups: list[Group] = []
-        metrics["time/wait_s"] = 0.0
-        yield from deal(self._advantages(self._take(version, groups, metrics)), num_ranks, self.config)
+        taken = self.stream.take(self.version, self._meanwhile)
+        yield from deal(self._advantages(taken), dist.get_world_size(), self.config)
+        about, groups, dropped = self.stream.report()
         self.num_tokens += sum(group.num_tokens for group in groups)
         if all(math.isnan(reward) for group in groups for reward in group.reward):
-            self.fail("no reward function gave any completion of this batch a number: nothing can be learned")
-        about, dropped = self.stream.report()
+            self.failure = UserError("no reward function gave any completion of this batch a number: nothing to learn")
         self.dropped = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in dropped]
-        self.ended.add([*(group.id for group in groups), *(group.id for group, _ in dropped)])
+        self.ended.update([*(group.id for group in groups), *(group.id for group, _ in dropped)])
         now = time.monotonic()
         elapsed, self.reported_s = now - self.reported_s, now
-        metrics |= batch_metrics(groups, version, self.config) | about
+        metrics |= batch_metrics(groups, self.version, self.config) | about
         metrics |= {
             "num_tokens": self.num_tokens,
             "rewards_failed": float(self.scorer.num_failed),
@@ -828,16 +828,7 @@ class Rollouts:
         }
         self.samples = batch_samples(groups, self.config)
 
-    def _take(self, version: int, taken: list[Group], metrics: dict[str, float]) -> Iterator[Group]:
-        """The stream's groups, noted in `taken`, and the time they were waited for."""
-        started = time.perf_counter()
-        for group in self.stream.take(version, partial(self._meanwhile, version)):
-            metrics["time/wait_s"] += time.perf_counter() - started
-            taken.append(group)
-            yield group
-            started = time.perf_counter()
-
-    def _meanwhile(self, version: int) -> None:
+    def _meanwhile(self) -> None:
         """What rank 0 does while it waits, and the others wait for it: end, or give a server the weights again.
 
         Raises:
@@ -847,11 +838,11 @@ class Rollouts:
             raise Stopped
         if self.client.returned:
             scatter_objects([Resync()] * dist.get_world_size())
-            self._resync(version)
+            self._resync()
 
-    def _resync(self, version: int) -> None:
+    def _resync(self) -> None:
         """Give the policy, as it is, to servers that answer again. Collective."""
-        self._admit(self._send(version, only_returned=True), version)
+        self._admit(self._send(only_returned=True))
 
     def _advantages(self, groups: Iterable[Group]) -> Iterator[Group]:
         """The same groups with their advantages; all of them at once where the scale is the batch's."""
@@ -867,75 +858,64 @@ class Rollouts:
 
         Collective: every rank takes part in the gathers.
         """
-        self.policy = policy
+        self.policy, self.version = policy, version
         with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
-            returned = self._send(version)
+            returned = self._send()
             if is_main():
                 self.stream.open(version)
-        self._admit(returned, version)
+        self._admit(returned)
 
-    def _send(self, version: int, only_returned: bool = False) -> list[Server]:
+    def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers; those that were lost and have it now, on rank 0. Collective."""
         weights = published_weights(self.policy)
         if is_main():
-            return self.client.update_weights(weights, version, only_returned)
+            return self.client.update_weights(weights, self.version, only_returned)
         deque(weights, maxlen=0)
         return []
 
-    def _admit(self, servers: list[Server], version: int) -> None:
+    def _admit(self, servers: list[Server]) -> None:
         """Let those of rank 0's servers serve that compute what the policy does. Collective."""
-        reasons = self._refusals(servers, version)
-        for server, reason in zip(servers, reasons, strict=False):  # on rank 0: elsewhere there are no servers
+        for server, reason in zip(servers, self._refusals(servers), strict=False):  # none but on rank 0
             if reason:
                 self.client.keep_out(server, reason)
             else:
                 self.client.admit(server)
 
-    def _refusals(self, servers: list[Server], version: int) -> list[str | None]:
+    def _refusals(self, servers: list[Server]) -> list[str | None]:
         """How rank 0's servers and the policy disagree on a probe, None where they do not (law 6). Collective."""
         reasons: list[str | None] = []
         self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
-        for probe in broadcast_object([self._probe(server, version) for server in servers] if is_main() else None):
+        for probe in broadcast_object([self._probe(server) for server in servers] if is_main() else None):
             if isinstance(probe, str):
                 reasons.append(probe)
                 continue
-            (micro,) = micro_batches([probe], self.config.max_tokens_per_gpu, self.config)
             with torch.no_grad():
-                logprobs = forward(self.policy, micro.to(self.device), self.config)
-            mismatch = (logprobs.cpu() - micro.sampler_logprobs).abs().mean().item()
+                logprobs = forward(self.policy, probe.to(self.device), self.config)
+            mismatch = (logprobs.cpu() - probe.sampler_logprobs).abs().mean().item()
             is_same = mismatch <= self.config.max_logprob_mismatch
             reasons.append(None if is_same else DISAGREES.format(mismatch))
         self.policy.train()
         return reasons
 
-    def _probe(self, server: Server, version: int) -> Group | str:
-        """A completion of a prompt, with an image if there is one; or why there is none."""
-        prompt = next((prompt for prompt in self.prompts if prompt.sources), self.prompts[0])
+    def _probe(self, server: Server) -> MicroBatch | str:
+        """A short completion to compare log-probs on, with an image if the run has one; or why there is none."""
+        config, prompt = self.config, self.example or self.prompts[0]
+        sampling = {"n": 1, "max_tokens": min(16, config.max_completion_len), "temperature": config.temperature}
         try:
-            probe = self.client.probe(server, prompt)
+            reply = server.generate(
+                prompt.token_ids, sampling, images=prompt.images, timeout_s=CONTROL_TIMEOUT_S, retries=0
+            )
         except ServerError as error:
             return str(error)
-        return probe if probe.oldest_version == version else "answers with other weights than it was sent"
+        probe = Group(prompt, reply, advantages=[0.0])
+        (micro,) = micro_batches([probe], config.max_tokens_per_gpu, config)
+        return micro if probe.oldest_version == self.version else "answers with other weights than it was sent"
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on after the last whole step. Rank 0's counts."""
         if not is_main():
             return {}
-        return {"num_tokens": self.num_tokens, "ended": self.ended.state(), "prompts": self.fingerprint}
-
-    def fail(self, reason: str) -> None:
-        """Let the next batch end the run."""
-        self.failure = self.failure or UserError(reason)
-
-    def raise_failure(self) -> None:
-        """Raise what ended `batch` other than a signal, on rank 0; nothing where nothing did.
-
-        Raises:
-            UserError: of data, a function of the user's, or `fail`.
-            ServerError: of the servers.
-        """
-        if self.failure and is_main():
-            raise self.failure
+        return {"num_tokens": self.num_tokens, "ended": sorted(self.ended), "prompts": self.fingerprint}
 
     def publish_first(self, policy: nn.Module, version: int = 0) -> None:
         """The first sync, and the proof that it took: server and trainer agree on a probe's log-probs (law 6).
@@ -945,11 +925,11 @@ class Rollouts:
         Raises:
             ServerError: the mean |difference| exceeds `max_logprob_mismatch`.
         """
-        self.policy = policy
+        self.policy, self.version = policy, version
         if is_main():
             self.client.clear_weights()
-        self._send(version)
-        reasons = self._refusals(self.client.servers if is_main() else [], version)
+        self._send()
+        reasons = self._refusals(self.client.servers if is_main() else [])
         for url, reason in zip(self.config.vllm_urls, reasons, strict=True):
             if reason:
                 raise ServerError(f"{url} {reason}")
@@ -969,10 +949,10 @@ class Rollouts:
             step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
         ):
             with suppress(Stopped):  # what ended it ends the next batch, too
-                deque(self._lead(self._evaluation(step, values) if is_main() else None, step), maxlen=0)
+                deque(self._lead(self._evaluation(values) if is_main() else None), maxlen=0)
         return values
 
-    def _evaluation(self, version: int, values: dict[str, float]) -> Iterator[None]:
+    def _evaluation(self, values: dict[str, float]) -> Iterator[None]:
         """Fill in `values`; nothing to iterate over."""
         greedy = {**sampling_params(self.config), "n": 1, "temperature": 0.0}
 
@@ -982,7 +962,7 @@ class Rollouts:
             self.scorer.score(group)
             return group
 
-        groups = in_threads(answer, self.held_out, self.num_threads, partial(self._meanwhile, version))
+        groups = in_threads(answer, self.held_out, self.num_threads, self._meanwhile)
         rewards = torch.tensor([group.reward for group in groups])
         values["eval/reward"] = rewards.nanmean().item()
         values |= {f"eval/{name}": value for name, value in reward_means(groups, self.config).items()}
@@ -1060,7 +1040,8 @@ def train_batch(
     the first of them are needed.
     """
     loss_fn: Any = config.loss_fn or grpo_loss
-    totals = TokenSums()
+    totals: dict[str, Any] = defaultdict(float)
+    max_gap = torch.zeros((), device=device)
     learning_rate = scheduler.get_last_lr()[0]
     num_updates = config.num_iterations * config.num_minibatches
     norms = []
@@ -1068,14 +1049,15 @@ def train_batch(
     if num_updates > 1:
         batch = list(batch)
         rows = [item for item in batch if isinstance(item, MicroBatch) and config.old_logprobs == "trainer"]
-        with torch.no_grad():
-            old_logprobs = {id(micro): forward(policy, micro.to(device), config) for micro in rows}
+        for micro in rows:
+            with torch.no_grad(), fits_in_memory(micro, config):
+                old_logprobs[id(micro)] = forward(policy, micro.to(device), config)
     for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for item in batch:
             if isinstance(item, Step):
                 norms.append(optimizer_step(policy, optimizer, scheduler, item.normalizer, config))
-                totals.add({"loss": loss_sum / item.normalizer}, {})
+                totals["loss"] += loss_sum / item.normalizer
                 loss_sum = torch.zeros((), device=device)
                 continue
             micro = item.to(device)
@@ -1089,10 +1071,12 @@ def train_batch(
                 loss, sums = loss_fn(logprobs, old, ref, advantages, micro.mask, micro.row.completion, config)
                 loss.backward()
             loss_sum += loss.detach()
-            apart, max_gap = sampling_sums(before, micro.sampler_logprobs, micro.mask)
+            apart, gap = sampling_sums(before, micro.sampler_logprobs, micro.mask)
+            max_gap = torch.maximum(max_gap, gap)
             sums |= apart | {"tokens": micro.mask.sum(), "entropy": entropy @ micro.mask.to(entropy.dtype)}
-            totals.add(sums, {"max_gap": max_gap})
-    total = totals.reduce()
+            for name, value in sums.items():
+                totals[name] += value.detach()
+    total = over_ranks(totals) | over_ranks({"max_gap": max_gap}, dist.ReduceOp.MAX)
     tokens = max(total.pop("tokens"), 1)
     return {
         "loss": total.pop("loss") / num_updates,
@@ -1108,7 +1092,12 @@ def train_batch(
 
 
 def main(config: TrainConfig) -> None:
-    """Train. Under torchrun every rank calls it; without torchrun the world is this process."""
+    """Train. Under torchrun every rank calls it; without torchrun the world is this process.
+
+    Raises:
+        UserError: what the user gave is wrong, or ended the run, which then has saved its last whole step.
+        ServerError: as that, of the servers.
+    """
     check_loss(config)
     checkpoint = find_checkpoint(config)
     resumed = read_state(checkpoint) if checkpoint else None
@@ -1122,8 +1111,8 @@ def main(config: TrainConfig) -> None:
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = rollouts.config = share_prefixes(policy, config, rollouts.example)
         reference = build_reference(policy, config, device, rollouts.example)
-        num_updates = rollouts.num_steps * config.num_iterations * config.num_minibatches
-        optimizer, scheduler = build_optimizer(policy, num_updates, config)
+        updates_per_batch = config.num_iterations * config.num_minibatches
+        optimizer, scheduler = build_optimizer(policy, rollouts.num_steps * updates_per_batch, config)
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
         step, num_skipped = checkpoints.resume(checkpoint), 0
         log = RunLog(config, rollouts.num_steps, resumed)
@@ -1131,29 +1120,29 @@ def main(config: TrainConfig) -> None:
             rollouts.publish_first(policy, step)
             if step == 0:
                 log.step(0, rollouts.evaluate(0))
-            while step < rollouts.num_steps:
+            while step < rollouts.num_steps and num_skipped < config.max_skipped_steps:
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))  # of dropout: a resumed run has the same
                 metrics: dict[str, float] = {"policy_version": step}
                 with timed("time/step_s", metrics):
-                    batch = rollouts.batch(step, metrics)
+                    batch = rollouts.batch(metrics)
                     with timed("time/train_s", metrics):
                         metrics |= train_batch(policy, reference, optimizer, scheduler, batch, config, device)
                     metrics["time/train_s"] -= metrics.get("time/wait_s", 0.0)
                     step += 1
                     with timed("time/sync_s", metrics):
-                        rollouts.publish(policy, version=step)
-                was_lost = metrics["skipped_steps"] == config.num_iterations * config.num_minibatches
-                num_skipped = num_skipped + 1 if was_lost else 0
-                if num_skipped >= config.max_skipped_steps:
-                    cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
-                    rollouts.fail(f"{num_skipped} steps in a row had no finite gradient: {cure}")
+                        rollouts.publish(policy, step)
+                num_skipped = num_skipped + 1 if metrics["skipped_steps"] == updates_per_batch else 0
                 log.step(step, metrics | rollouts.evaluate(step), rollouts.samples, rollouts.dropped)
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())
         checkpoints.finish(step, rollouts.state() | log.state())
-        rollouts.raise_failure()
+        if is_main() and rollouts.failure:
+            raise rollouts.failure
+        if is_main() and num_skipped >= config.max_skipped_steps:
+            cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
+            raise UserError(f"{num_skipped} steps in a row had no finite gradient: {cure}")
         if config.hub_repo_id and step == rollouts.num_steps and is_main():
-            push_to_hub(checkpoints.newest, config.hub_repo_id, config.hub_private)
+            push_to_hub(Path(config.output_dir) / f"checkpoint-{step}", config.hub_repo_id, config.hub_private)
 
 
 if __name__ == "__main__":

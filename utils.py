@@ -371,6 +371,8 @@ class Checkpoints:
     """
 
     def __init__(self, config: TrainConfig, policy: nn.Module, optimizer: Any, scheduler: Any, processor: Any):
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
         self.config, self.folder = config, Path(config.output_dir)
         self.policy, self.optimizer, self.scheduler, self.processor = policy, optimizer, scheduler, processor
         self.steps: list[int] = []  # that are saved, in this run and the one it goes on with
@@ -378,15 +380,13 @@ class Checkpoints:
         self._writing: Future[None] | None = None
         # of the writers, whose collectives must not meet the trainer's
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout))
+        get_optimizer_state_dict(policy, optimizer)  # makes all of it, by a step of nothing, which counts
+        for values in optimizer.state.values():
+            values["step"].zero_()
         for left in (
             [*self.folder.glob("checkpoint-*.part"), *self.folder.glob("checkpoint-*.old")] if is_main() else ()
         ):
             shutil.rmtree(left, ignore_errors=True)  # what a crash left
-
-    @property
-    def newest(self) -> Path:
-        """Of what was saved."""
-        return self.folder / f"checkpoint-{self.steps[-1]}"
 
     def resume(self, checkpoint: Path | None) -> int:
         """Load the optimizer, in shards of this run's ranks however many wrote it; returns the step, 0 without one.
@@ -395,7 +395,7 @@ class Checkpoints:
             UserError: the ranks see different checkpoints.
         """
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
         if len(set(gather_objects(str(checkpoint)))) > 1:
             raise UserError(
@@ -405,7 +405,7 @@ class Checkpoints:
             return 0
         if is_main():
             print(f"going on from {checkpoint}", flush=True)
-        shards = {"optimizer": self._optimizer_state()}
+        shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
         dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
         state = read_state(checkpoint)
@@ -414,18 +414,6 @@ class Checkpoints:
         if is_main() and checkpoint.resolve().parent == self.folder.resolve():
             _save_state(state, checkpoint)  # as the newest one: `auto` does not leap to later ones, which were left
         return state["step"]
-
-    def _optimizer_state(self) -> Any:
-        """The optimizer's shards; torch makes those of one that never stepped by a step of nothing, which counts."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-        is_new = not self.optimizer.state
-        shards = get_optimizer_state_dict(self.policy, self.optimizer)
-        if not is_new:
-            return shards
-        for values in self.optimizer.state.values():
-            values["step"].zero_()
-        return get_optimizer_state_dict(self.policy, self.optimizer)
 
     def finish(self, step: int, state: dict[str, Any]) -> None:
         """Save this step unless it is, and wait until it is on the disk.
@@ -452,6 +440,7 @@ class Checkpoints:
                 this one could be written.
         """
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         failure = self._written()
         path = self.folder / f"checkpoint-{step}"
@@ -461,9 +450,8 @@ class Checkpoints:
             raise UserError(cause)
         if not all(gather_objects(part.is_dir())):
             raise UserError(f"output_dir={self.folder} is not one folder for all ranks: use a disk that they share")
-        written = dcp.async_save(
-            {"optimizer": self._optimizer_state()}, checkpoint_id=part / TRAINER, process_group=self._group
-        )
+        shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
+        written = dcp.async_save(shards, checkpoint_id=part / TRAINER, process_group=self._group)
         state = {**state, "step": step, "scheduler": self.scheduler.state_dict()}
         self.steps.append(step)
         self._writing = self._pool.submit(self._write, path, part, written, weights, state)
@@ -560,29 +548,11 @@ def _remove(path: Path) -> None:
 # Metrics, logs, order
 
 
-class TokenSums:
-    """Sums and maxima over tokens, collected on every rank and reduced once per step."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
-        self._maxima: dict[str, Tensor] = {}
-
-    def add(self, sums: dict[str, Tensor], maxima: dict[str, Tensor]) -> None:
-        """Add one micro-batch's sums and maxima (0-d tensors)."""
-        for name, value in sums.items():
-            self._sums[name] = self._sums.get(name, torch.zeros_like(value)) + value
-        for name, value in maxima.items():
-            self._maxima[name] = torch.maximum(self._maxima.get(name, value), value)
-
-    def reduce(self) -> dict[str, float]:
-        """Totals over all ranks. Collective: every rank calls it, with the same names."""
-        totals: dict[str, float] = {}
-        for values, op in ((self._sums, dist.ReduceOp.SUM), (self._maxima, dist.ReduceOp.MAX)):
-            if values:
-                stacked = torch.stack([v.detach().double() for v in values.values()])
-                dist.all_reduce(stacked, op)
-                totals.update(zip(values, stacked.tolist(), strict=True))
-        return totals
+def over_ranks(values: dict[str, Tensor], op: Any = dist.ReduceOp.SUM) -> dict[str, float]:
+    """Each 0-d value reduced over all ranks. Collective: every rank calls it, with the same names."""
+    stacked = torch.stack([value.double() for value in values.values()])
+    dist.all_reduce(stacked, op)
+    return dict(zip(values, stacked.tolist(), strict=True))
 
 
 def push_to_hub(path: Path, repo_id: str, private: bool) -> None:
@@ -609,16 +579,9 @@ class RunLog:
     """
 
     PRINTED = (
-        "reward",
-        "eval/accuracy",
-        "eval/reward",
-        "loss",
-        "grad_norm",
-        "kl",
-        "frac_reward_zero_std",
-        "completions/mean_length",
-        "time/step_s",
-    )
+        "reward", "eval/accuracy", "eval/reward", "loss", "grad_norm", "kl", "frac_reward_zero_std",
+        "completions/mean_length", "time/step_s",
+    )  # fmt: skip
 
     def __init__(self, config: TrainConfig, num_steps: int, resumed: dict[str, Any] | None = None):
         self.config = config
@@ -631,11 +594,14 @@ class RunLog:
         folder = Path(config.output_dir)
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        step = resumed["step"] if resumed else None
         paths = {name: folder / f"{name}.jsonl" for name in ("metrics", "completions", "dropped")}
-        for path in paths.values():
-            _cut_lines(path, step)
-        self._num_steps, self._first_step, self._started_s = num_steps, step or 0, time.monotonic()
+        for path in filter(Path.exists, paths.values()):
+            if resumed:
+                _cut_lines(path, resumed["step"])
+            else:
+                path.rename(path.with_name(path.name + ".old"))  # of an earlier run
+        self._num_steps, self._first_step = num_steps, resumed["step"] if resumed else 0
+        self._started_s = time.monotonic()
         self._held_out: float | None = None  # the last evaluation's reward
         self._lines = {n: self._files.enter_context(path.open("a", 1, "utf-8")) for n, path in paths.items()}
         self._bar = self._files.enter_context(tqdm(disable=None, bar_format="{desc}"))
@@ -730,38 +696,15 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _cut_lines(path: Path, step: int | None) -> None:
-    """Drop the lines after `step`, which come again, and one that a crash cut off; None drops all."""
+def _cut_lines(path: Path, step: int) -> None:
+    """Drop the lines after `step`, which come again, and one that a crash cut off."""
     part = path.with_name(path.name + ".part")
-    before = path.open(encoding="utf-8") if step is not None and path.exists() else io.StringIO()
-    with part.open("w", encoding="utf-8") as kept, before as lines:
+    with part.open("w", encoding="utf-8") as kept, path.open(encoding="utf-8") as lines:
         for line in lines:  # not splitlines(), which takes more than \n for an end
             if not line.endswith("\n") or json.loads(line)["step"] > step:
                 break
             kept.write(line)
     part.rename(path)
-
-
-class Ended:
-    """A set of ids that come to an end about in order: all those below `first`, and a few more."""
-
-    def __init__(self, state: Sequence[int] = ()):
-        self.first, *above = state or [0]
-        self._above = set(above)
-
-    def add(self, numbers: Iterable[int]) -> None:
-        """These ended, too."""
-        self._above.update(numbers)
-        while self.first in self._above:
-            self._above.remove(self.first)
-            self.first += 1
-
-    def __contains__(self, number: int) -> bool:
-        return number < self.first or number in self._above
-
-    def state(self) -> list[int]:
-        """For another one to begin with."""
-        return [self.first, *sorted(self._above)]
 
 
 def epochs(num_items: int, seed: int) -> Iterator[int]:

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -49,10 +49,6 @@ class ServerError(RuntimeError):
 
 class ServerLost(ServerError):
     """A server does not answer any more, or only with errors of its own: another one may do its work."""
-
-
-class ServerRestarted(ServerLost):
-    """A server answers, but not with the weights that it was sent."""
 
 
 @dataclass(frozen=True)
@@ -313,7 +309,11 @@ class Server:
         return self._local.session
 
     def connect(self, device: torch.device, timeout_s: float) -> None:
-        """Open the weight-transfer group with this server's workers, replacing one that an earlier trainer left."""
+        """Open the weight-transfer group with this server's workers, replacing one that an earlier trainer left.
+
+        Raises:
+            ServerError: it refuses, or its workers do not come.
+        """
         self.receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
         self.sync_timeout_s = timeout_s
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
@@ -334,6 +334,7 @@ class Server:
             while not store.check(["device/1"]):  # a server that refuses never comes
                 if reply.done():
                     reply.result()
+                    raise ServerError(f"{self.url} took the invitation, and its workers did not come")
                 time.sleep(0.01)
             self.transfer = TransferGroup(store, 0, world_size, device, timeout_s)
             reply.result()
@@ -363,6 +364,10 @@ class Server:
         with suppress(ServerError):
             self.post("/pause?mode=abort", timeout_s=5)
 
+    def clear_weights(self) -> None:
+        """Zero them, so that a comparison after the first sync can only hold if every weight arrived."""
+        self.post("/weight_checker", {"action": "reset"})
+
     def pause(self) -> None:
         """Stop sampling, and make ready for new weights."""
         self.post("/pause?mode=keep&clear_cache=true")
@@ -377,15 +382,19 @@ class Server:
         """Start to send a bucket, {} to end the stream, once the one before has arrived; None only waits for that.
 
         Its tensors, of any shapes, must not change until the next call.
+
+        Raises:
+            ServerLost: it was lost in this update.
         """
-        assert self.transfer is not None
+        if (transfer := self.transfer) is None:
+            raise ServerLost(f"{self.url} was lost in this update")
         for handle in self.sending:
             while not handle.is_completed():
                 if self.loading.done():
                     self.loading.result()  # the error of a server that failed, and will never take part
                 time.sleep(2e-4)
             handle.wait()
-        self.sending = [] if bucket is None else self.transfer.send(bucket)
+        self.sending = [] if bucket is None else transfer.send(bucket)
 
     def end_update(self, version: int) -> None:
         """Wait until everything is loaded, and sample on as `version`.
@@ -473,9 +482,17 @@ class VLLMClient:
         Raises:
             ServerError: no server is left.
         """
+        limit = self.config.max_concurrent_requests
         with self._slots:
-            while (server := self._free()) is None:
+            while not (free := [s for s in self.servers if s.is_ready and s.in_flight < limit and not self._is_held]):
+                none_left = not any(server.is_ready for server in self.servers)
+                if none_left and time.monotonic() > self._alone_s + self.config.server_timeout:
+                    raise ServerError(
+                        f"no rollout server is left: {self._last_loss}; start one, and go on with "
+                        "--resume_from_checkpoint auto"
+                    )
                 self._slots.wait(1)
+            server = min(free, key=lambda server: server.in_flight)
             if server.in_flight == 0:
                 server.idle_s += time.monotonic() - server.idle_since
             server.in_flight += 1
@@ -487,21 +504,6 @@ class VLLMClient:
                 if server.in_flight == 0:
                     server.idle_since = time.monotonic()
                 (self._slots.notify_all if self._is_held else self._slots.notify)()  # of those that wait one gets it
-
-    def _free(self) -> Server | None:
-        """The least busy server with room for a group; None has to be waited for.
-
-        Raises:
-            ServerError: the last server was lost longer than `server_timeout` ago.
-        """
-        ready = [server for server in self.servers if server.is_ready]
-        if not ready and time.monotonic() > self._alone_s + self.config.server_timeout:
-            raise ServerError(
-                f"no rollout server is left: {self._last_loss}; start one, and go on with --resume_from_checkpoint auto"
-            )
-        server = min(ready, key=lambda server: server.in_flight, default=None)
-        has_room = server and server.in_flight < self.config.max_concurrent_requests and not self._is_held
-        return server if has_room else None
 
     @contextmanager
     def drained(self, stop: threading.Event) -> Iterator[None]:
@@ -560,11 +562,6 @@ class VLLMClient:
             server.why_out = str(reason)
             print(f"{server.url} answers again, but stays left out: {reason}", flush=True)
 
-    @property
-    def num_slots(self) -> int:
-        """Groups that may be in flight over all servers."""
-        return self.config.max_concurrent_requests * len(self.servers)
-
     def generate(self, prompt_ids: list[int], sampling: dict[str, Any], **options: Any) -> list[Completion]:
         """`Server.generate` on the server with the fewest groups in flight, for a request on its own."""
         with self.lease() as server:
@@ -583,19 +580,6 @@ class VLLMClient:
                 server.idle_s = 0.0
             return sum(idle) / len(idle)
 
-    def probe(self, server: Server, prompt: Prompt) -> Group:
-        """A short completion, drawn from the whole vocabulary, to compare log-probs on."""
-        prompt = with_images(prompt, self.processor, self.config)
-        sampling = {
-            "n": 1,
-            "max_tokens": min(16, self.config.max_completion_len),
-            "temperature": self.config.temperature,
-        }
-        reply = server.generate(
-            prompt.token_ids, sampling, images=prompt.images, timeout_s=CONTROL_TIMEOUT_S, retries=0
-        )
-        return Group(prompt, reply, advantages=[0.0])
-
     def connect(self, device: torch.device) -> None:
         """Open one weight-transfer group per server.
 
@@ -612,12 +596,8 @@ class VLLMClient:
                 ) from error
 
     def clear_weights(self) -> None:
-        """Zero the servers' weights, so that the check after the first sync can only pass if every weight arrived."""
-        self._on(self.servers, self._zero)
-
-    @staticmethod
-    def _zero(server: Server) -> None:
-        server.post("/weight_checker", {"action": "reset"})
+        """As `Server.clear_weights`, of all."""
+        self._on(self.servers, Server.clear_weights)
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], version: int, only_returned: bool = False
@@ -641,13 +621,9 @@ class VLLMClient:
             servers = self._on(servers, Server.pause)  # all of them first: one that hangs keeps no other waiting
             for server in servers:
                 server.begin_update()
-            for bucket in chain(buckets(weights), [{}, None]):
-                for server in list(servers):  # one loads a bucket while the trainer gathers the next
-                    try:
-                        server.send(bucket)
-                    except (ServerError, RuntimeError) as error:  # RuntimeError: its end of the group is gone
-                        servers = self._without(server, servers, error)
-            servers = self._on(servers, lambda server: server.end_update(version))
+            for bucket in chain(buckets(weights), [{}, None]):  # one loads while the trainer gathers the next
+                servers = self._on(servers, partial(Server.send, bucket=bucket))
+            servers = self._on(servers, partial(Server.end_update, version=version))
             return [server for server in servers if server in returned]
         except BaseException:
             for server in servers:
@@ -659,20 +635,15 @@ class VLLMClient:
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
         """A step on every server, side by side; those that did it. A server that fails does not stop the others."""
         replies = [(server, self._control.submit(step, server)) for server in servers]
-        wait([reply for _, reply in replies])
         for server, reply in replies:
-            if isinstance(error := reply.exception(), ServerError):
-                servers = self._without(server, servers, error)
-            elif error:
+            error = reply.exception()
+            if error and not isinstance(error, RuntimeError):  # as a ServerError is, and one of a group that is gone
                 raise error
-        return servers
-
-    def _without(self, lost: Server, servers: list[Server], error: BaseException) -> list[Server]:
-        if lost.is_ready:
-            self.lose(lost, error)
-        else:
-            self.keep_out(lost, error)
-        return [server for server in servers if server is not lost]
+            if error and server.is_ready:
+                self.lose(server, error)
+            elif error:
+                self.keep_out(server, error)
+        return [server for server, reply in replies if not reply.exception()]
 
     def _reopened(self, server: Server) -> bool:
         """Whether a server that answers again can be used; it is then connected, its weights zeroed.
@@ -684,8 +655,8 @@ class VLLMClient:
             if (longest := self._when_ready(server, deadline=0.0)) < self._longest:
                 raise ServerError(f"its --max-model-len is {longest}, this run's {self._longest}: restart it with that")
             server.connect(self._device, self.config.sync_timeout)
-            self._zero(server)
-        except (ServerError, RuntimeError) as error:  # RuntimeError: not all of its workers came to the transfer group
+            server.clear_weights()
+        except RuntimeError as error:  # a ServerError, or not all of its workers came to the transfer group
             self.keep_out(server, error)
             return False
         return True
@@ -699,24 +670,13 @@ class VLLMClient:
 
 
 def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
-    """The completions of a reply, and the prompt's tokens as the server has them.
-
-    Raises:
-        ValueError, LookupError, TypeError, AttributeError: not a reply with `num` completions.
-        ServerLost: as `_completion`.
-    """
+    """The completions of a reply, and the prompt's tokens as the server has them."""
     body = reply.json()
     return _completions(body["choices"], num), body.get("prompt_token_ids") or []
 
 
 def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
-    """As `_all_choices`, of the first ones of a stream that end.
-
-    Raises:
-        ValueError: the stream broke off.
-        LookupError, TypeError, AttributeError: it is none.
-        ServerLost: as `_completion`.
-    """
+    # as `_all_choices`, of the first ones of a stream that end
     found: dict[int, dict[str, Any]] = {}
     finished: list[dict[str, Any]] = []
     prompt_ids: list[int] = []
@@ -745,12 +705,7 @@ def _completions(choices: list[dict[str, Any]], num: int) -> list[Completion]:
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
-    """One choice of `/inference/v1/generate`. A version other than a number is a server that was never synced: -1.
-
-    Raises:
-        ValueError: its tokens, log-probs and versions do not fit each other.
-        ServerLost: it has no token, or ended otherwise than by `stop` or `length`.
-    """
+    # of /inference/v1/generate; a version other than a number is a server that was never synced: -1
     token_ids = choice["token_ids"] or []
     logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
     if not all(type(token) is int and token >= 0 for token in token_ids):
@@ -852,21 +807,15 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
 
 
 def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects as they stand: `datasets` would turn strings that look like dates into dates.
-
-    Raises:
-        UserError: a line that is not JSON, by number, or text that is not UTF-8.
-    """
+    # as they stand: `datasets` would turn strings that look like dates into dates
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not in UTF-8: {error}") from None
     rows = []
     for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
         try:
-            rows.append(json.loads(line))
+            rows += [json.loads(line)] if line.strip() else []
         except json.JSONDecodeError as error:
             raise UserError(f"{path} line {number} is not JSON: {error}") from None
     return rows
@@ -982,11 +931,7 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 
 def _check_message(message: Any) -> None:
-    """Refuse what is no chat message, or has parts that a template would leave out without a word.
-
-    Raises:
-        ValueError: such a message, with its beginning.
-    """
+    # refuses what is no chat message, or has parts that a template would leave out without a word
     content = message.get("content") if isinstance(message, dict) and "role" in message else 0
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
         if odd := [part for part in content if part.get("type") not in ("text", "image", "image_url")]:
@@ -1267,7 +1212,7 @@ def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], con
         ServerError: as `Server.generate`, with the dataset row, or no server is left.
         UserError: `rollout_fn` raises, or returns something else than `n` completions that fit a micro-batch; or as
             `with_images`.
-    """  # noqa: DOC501  # ServerRestarted is caught here
+    """
     failures = 0
     group.prompt = with_images(group.prompt, client.processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:  # nothing else depends on time; completions count on
@@ -1277,18 +1222,18 @@ def sample_group(group: Group, client: VLLMClient, sampling: dict[str, Any], con
         with client.lease() as server:
             try:
                 completions = _sampled_by(server, group.prompt, sampling, config)
-                if any(span[0] < 0 for c in completions for span in c.weight_versions):
-                    raise ServerRestarted(
-                        f"{server.url} sampled with weights that this run did not give it: was it restarted?"
-                    )
-                group.completions = completions
             except ServerLost as error:  # another one starts the group anew
-                if isinstance(error, ServerRestarted) or not (server.is_ready and server.answers()):
+                if not (server.is_ready and server.answers()):
                     client.lose(server, error)
                 elif (failures := failures + 1) == 3:  # it is not the servers
                     raise ServerError(f"dataset row {group.prompt.index}: {error}, though it is healthy") from error
             except ServerError as error:
                 raise ServerError(f"dataset row {group.prompt.index}: {error}") from None
+            else:
+                if any(span[0] < 0 for c in completions for span in c.weight_versions):
+                    client.lose(server, ServerLost("it sampled with weights of its own: was it restarted?"))
+                else:
+                    group.completions = completions
     group.sampled_s = time.monotonic()
 
 
@@ -1378,6 +1323,7 @@ class RolloutStream:
         self._ready: list[Group] = []  # accepted and not yet taken, in the order they were completed
         self._num_accepted = num_trained
         self._num_sampled_tokens = 0
+        self._waited_s, self._taken_groups = 0.0, list[Group]()
         self._failure: BaseException | None = None
 
     def open(self, version: int) -> None:
@@ -1397,7 +1343,7 @@ class RolloutStream:
             UserError, ServerError: what sampling or scoring raised.
         """
         for missing in range(self.config.batch_size, 0, -1):
-            told_s = time.monotonic()
+            asked_s = told_s = time.monotonic()
             while (group := self._taken(version, missing)) is None:
                 meanwhile()
                 if time.monotonic() > told_s + 60 and self._running:
@@ -1406,32 +1352,33 @@ class RolloutStream:
                     print(f"waiting for rollouts; the oldest is of dataset row {oldest.prompt.index}", flush=True)
             assert version - group.oldest_version <= self.config.max_staleness
             meanwhile()
+            self._waited_s += time.monotonic() - asked_s
+            self._taken_groups.append(group)
             yield group
 
     def _taken(self, version: int, missing: int) -> Group | None:
         """The group to train next, waited for at most a second."""
         with self._changed:
-            if (group := self._next(version, missing)) is None:
-                if self._failure:
-                    raise self._failure
-                self._changed.wait(1)
-                group = self._next(version, missing)
-            if group:
-                self._ready.remove(group)
-            return group
+            found = self._changed.wait_for(lambda: self._next(version, missing) or self._failure, 1)
+            if isinstance(found, BaseException):
+                raise found
+            if found:
+                self._ready.remove(found)
+            return found
 
-    def report(self) -> tuple[dict[str, float], list[tuple[Group, str]]]:
-        """Queues now, and tokens sampled and groups dropped since this was last asked: metrics, and those groups."""
+    def report(self) -> tuple[dict[str, float], list[Group], list[tuple[Group, str]]]:
+        """Metrics of the queues and since this was last asked; groups taken since then; groups dropped, and why."""
         with self._changed:
-            dropped, self.dropped = self.dropped, []
-            num_tokens, self._num_sampled_tokens = self._num_sampled_tokens, 0
             values = {
                 "queue/ready": len(self._ready),
                 "queue/running": len(self._running),
-                "num_sampled_tokens": num_tokens,
-                **{f"groups/dropped_{r}": sum(r == reason for _, reason in dropped) for r in DROP_REASONS},
+                "time/wait_s": self._waited_s,
+                "num_sampled_tokens": self._num_sampled_tokens,
+                **{f"groups/dropped_{r}": sum(r == reason for _, reason in self.dropped) for r in DROP_REASONS},
             }
-            return {name: float(value) for name, value in values.items()}, dropped
+            taken, dropped = self._taken_groups, self.dropped
+            self._waited_s, self._num_sampled_tokens, self._taken_groups, self.dropped = 0.0, 0, [], []
+            return {name: float(value) for name, value in values.items()}, taken, dropped
 
     def close(self) -> None:
         """Admit and start nothing more."""
@@ -1456,7 +1403,12 @@ class RolloutStream:
             self._sample(group)
             with self._changed:
                 self._num_sampled_tokens += sum(sum(c.sampled) for c in group.completions)
-            self._check_versions(group)
+            seen = {span[0] for c in group.completions for span in c.weight_versions}
+            published = range(group.started_version, self.version + 2)  # the last one: an update may be under way
+            if odd := sorted(seen - set(published)):
+                raise ServerError(
+                    f"asked for policy version {published.start}, got {odd[0]}: does another trainer use the server?"
+                )
             self._score(group)
         except BaseException as error:  # for the trainer's thread, which raises it
             with self._changed:
@@ -1479,18 +1431,6 @@ class RolloutStream:
                 self._ready.append(group)
             self._admit()
             self._changed.notify_all()
-
-    def _check_versions(self, group: Group) -> None:
-        """A server that answers under another policy than was published since the request has another trainer, too.
-
-        Raises:
-            ServerError: such an answer.
-        """
-        seen = {span[0] for c in group.completions for span in c.weight_versions}
-        if odd := sorted(seen - set(range(group.started_version, self.version + 2))):  # + 1: an update may be under way
-            raise ServerError(
-                f"asked for policy version {group.started_version}, got {odd[0]}: does another trainer use the server?"
-            )
 
     def _next(self, version: int, missing: int) -> Group | None:
         """The group to train next, or None where one has to be waited for."""

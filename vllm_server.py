@@ -9,7 +9,6 @@ What this file adds to vLLM:
 """
 
 import hmac
-import ipaddress
 import json
 import os
 import signal
@@ -111,7 +110,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive the stream and load it, one bucket while the next ones arrive."""
+        """Receive the stream and load it, one bucket while the next ones arrive; the next step runs in that order."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Stream) -> None:
@@ -128,13 +127,16 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
 
         load_weights: Any = self.model.load_weights
 
+        # the one load_weights copies on, which is vLLM's own: another one would reuse a bucket's memory too soon
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         ended = False
 
         def receive() -> dict[str, torch.Tensor]:
             nonlocal ended
-            if self.device.type == "cuda":
+            if stream:
                 torch.cuda.set_device(self.device)
-            bucket = {} if ended else group.receive()
+            with torch.cuda.stream(stream):
+                bucket = {} if ended else group.receive()
             ended = not bucket
             return bucket
 
@@ -216,16 +218,6 @@ class AccessGuard:
         if b"transfer-encoding" in headers or not is_number or int(length) > MAX_BODY_BYTES:
             return 413, f"a request has at most {MAX_BODY_BYTES} bytes, and says how many"
         return None
-
-
-def is_loopback(host: str) -> bool:
-    """True for `localhost` and loopback addresses; other names are taken as reachable from outside."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def server_argv(argv: list[str]) -> list[str]:
@@ -313,7 +305,7 @@ def main(argv: list[str]) -> None:
             sys.exit("--api-key: one token, which the trainer has as VLLM_API_KEY")
         os.environ["VLLM_API_KEY"] = args.api_key[0]
         args.api_key = None  # the log would show it
-    if not is_loopback(args.host) and not api_token():
+    if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
         sys.exit(
             f"--host {args.host} is reachable from outside: set VLLM_API_KEY (or --api-key) here and at the trainer"
         )

@@ -114,7 +114,7 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
         parts: dict[str, float] = {}
         with timed("time/step_s", parts):
             with timed("time/train_s", parts):
-                train_batch(policy, None, optimizer, scheduler, rollouts.batch(version, parts), config, device)
+                train_batch(policy, None, optimizer, scheduler, rollouts.batch(parts), config, device)
             parts["time/train_s"] -= parts["time/wait_s"]
             with timed("time/sync_s", parts):
                 rollouts.publish(policy, version + 1)

@@ -528,7 +528,7 @@ MUTATIONS = [
     ("the source of first tokens", "Llama", "[len(prompt) - 1] for leaf", "[len(prompt) - 2] for leaf"),
     ("the window", "Mistral", "(distance < (window or math.inf))", "(distance <= (window or math.inf))"),
     ("softcap", "Gemma2", "scores = softcap * torch.tanh(scores / softcap)", "scores = torch.tanh(scores / softcap)"),
-    ("logit softcap", "Gemma3", "factor * (1 - (logits", "factor * (1 + 0 * (logits"),
+    ("logit softcap", "Gemma3", "else 1 - (logits", "else 1 + 0 * (logits"),
     ("sinks", "GptOss", "out *= (lse - merged).exp()[..., None]\n        lse", "lse"),
     ("the gradient of sinks", "GptOss", "dsinks = -(", "dsinks = ("),
     ("the logit scale", "Cohere2", "_Logits(scale / divisor", "_Logits(1.0"),

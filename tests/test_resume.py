@@ -21,7 +21,7 @@ import train
 import vllm_client
 from config import parse_args
 from train import main
-from utils import Ended, _cut_lines, _remove, find_checkpoint, read_state, saved_in
+from utils import _cut_lines, _remove, find_checkpoint, read_state, saved_in
 
 
 @pytest.fixture
@@ -432,13 +432,3 @@ def test_removal_leaves_nothing_half_under_the_name(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
     _remove(folder)
     assert not folder.exists()
-
-
-def test_ended_numbers():
-    ended = Ended()
-    ended.add([2, 0, 5])
-    assert ended.state() == [1, 2, 5]
-    assert [n in ended for n in range(7)] == [True, False, True, False, False, True, False]
-    again = Ended(json.loads(json.dumps(ended.state())))
-    again.add([1, 3])
-    assert again.state() == [4, 5]

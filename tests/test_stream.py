@@ -57,7 +57,7 @@ class Trainer:
         for version in range(STEPS):
             self.stream.open(version)
             self.trained += [(version, group) for group in self.stream.take(version)]
-            self.dropped += [(group.id, reason) for group, reason in self.stream.report()[1]]
+            self.dropped += [(group.id, reason) for group, reason in self.stream.report()[2]]
             time.sleep(self.random.choice([0, 0.004]))
         self.stream.open(STEPS)
         self.stream.close()
@@ -133,7 +133,7 @@ def test_a_straggler_is_waited_for_or_dropped():
             while 0 in slow.stream._running:
                 time.sleep(0.01)
             assert 0 not in [group.id for group in slow.stream.take(2)]
-            dropped = [(group.id, reason) for group, reason in slow.stream.report()[1]]
+            dropped = [(group.id, reason) for group, reason in slow.stream.report()[2]]
             assert (0, "stale") in dropped  # on a busy machine others may have been as slow
             assert {reason for _, reason in dropped} == {"stale"}
         slow.stream.close()
