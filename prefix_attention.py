@@ -27,9 +27,7 @@ from torch.utils.checkpoint import checkpoint
 NAME = "shared_prefix"  # under which transformers knows the attention function
 HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits alive at a time
 QUERY_BLOCK = 512  # queries at a time in the attention loop
-SMALL = (
-    64  # tokens up to which segments of one length attend together on the CPU, where a call costs more than its work
-)
+SMALL = 64  # tokens of segments that attend together on the CPU, where a call costs more than its work
 
 # --------------------------------------------------------------------------------------------------------------------
 # Rows
@@ -128,20 +126,18 @@ def pack(
                 leaves.append(_Leaf(tokens, g, number, place))
             number += 1
             place += len(tokens)
-        if not share_prefix:
-            for leaf in leaves:
-                tree = _Tree(prompt, [leaf])
-                if not rows or max(len(t.tokens) for t in [*rows[-1], tree]) * (len(rows[-1]) + 1) > budget:
-                    rows.append([])
-                rows[-1].append(tree)
-            continue
-        for tree in _trees(prompt, leaves, budget, share_completions):
-            fits = (row for row in rows if sum(len(t.tokens) for t in row) + len(tree.tokens) <= budget)
-            row = next(fits, None)
+        for tree in _trees(prompt, leaves, budget if share_prefix else 0, share_completions):  # 0: one for each leaf
+            open_rows = rows if share_prefix else rows[-1:]
+            row = next((row for row in open_rows if _size([*row, tree], share_prefix) <= budget), None)
             if row is None:
                 rows.append(row := [])
             row.append(tree)
     return [_batch(row, share_prefix) for row in rows]
+
+
+def _size(trees: list["_Tree"], share_prefix: bool) -> int:
+    lengths = [len(tree.tokens) for tree in trees]
+    return sum(lengths) if share_prefix else len(lengths) * max(lengths)
 
 
 @dataclass(frozen=True)
@@ -190,17 +186,6 @@ class _Tree:
                 found.setdefault(key, []).append(leaf)
         return [(parent, branch, depth) for branch in reversed(found.values())]
 
-    def predictions(self, row: int, offset: int) -> list[Tensor]:
-        """Of each leaf laid at `offset` [6, tokens]: row, position, target, group, completion, index."""
-        found = []
-        for leaf in self.leaves:
-            places = torch.arange(leaf.place, leaf.place + len(leaf.tokens))
-            same = (torch.full_like(places, number) for number in (row, leaf.group, leaf.number))
-            rows, groups, completions = same
-            positions = torch.tensor(self.sources[leaf.number]) + offset
-            found.append(torch.stack([rows, positions, torch.tensor(leaf.tokens), groups, completions, places]))
-        return found
-
 
 def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
     """A group as one tree, or as consecutive ones that fit the budget, each with the prompt."""
@@ -224,7 +209,7 @@ def _batch(trees: list[_Tree], share_prefix: bool) -> PackedBatch:
     width = max(sum(len(tree.tokens) for tree in row) for row in rows)
     input_ids, position_ids, attention_mask = torch.zeros(3, len(rows), width, dtype=torch.long).unbind()
     segments: list[tuple[int, int, int]] = []
-    places: list[Tensor] = []
+    cells: list[tuple[int, ...]] = []
     for r, row in enumerate(rows):
         start = 0
         for tree in row:
@@ -233,16 +218,14 @@ def _batch(trees: list[_Tree], share_prefix: bool) -> PackedBatch:
             position_ids[r, start:end] = torch.tensor(tree.positions)
             attention_mask[r, start:end] = 1
             segments += [(start + at, size, up if up < 0 else first + up) for at, size, up in tree.segments]
-            places += tree.predictions(r, start)
+            for leaf in tree.leaves:
+                for place, (source, token) in enumerate(zip(tree.sources[leaf.number], leaf.tokens, strict=True)):
+                    cells.append((r, start + source, token, leaf.group, leaf.number, leaf.place + place))
             start = end
     layout = (None, torch.tensor(segments)) if share_prefix else (attention_mask.clone(), None)
-    return PackedBatch(input_ids.clone(), position_ids.clone(), *layout, *_columns(places))
-
-
-def _columns(places: list[Tensor]) -> list[Tensor]:
-    """The predictions of a batch by index, each kind with memory of its own (a view would be sent with all of it)."""
-    together = torch.cat(places, dim=1)
-    return [column[together[-1].argsort()] for column in together]
+    # clones: a view would be sent to another device or process with all of its memory
+    columns = [column.clone() for column in torch.tensor(sorted(cells, key=lambda cell: cell[-1])).T]
+    return PackedBatch(input_ids.clone(), position_ids.clone(), *layout, *columns)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -484,32 +467,22 @@ def _attend(
     return torch.einsum("grlk,kgd->lgrd", weights, v).flatten(1, 2)
 
 
-def _loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segments: list[list[int]],
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _loop(q: Tensor, k: Tensor, v: Tensor, segments: list[list[int]], window: int | None, *rules: Any) -> Tensor:
     """Attention of a row, segment by segment and `QUERY_BLOCK` queries at a time, on copies of the keys they see."""
-    outs = []
+    row, outs = torch.arange(len(q), device=q.device), []  # read on the device: the host never waits for it
     for path in _paths(segments):
-        tokens = torch.cat([torch.arange(*_span(segments[number]), device=q.device) for number in path])
-        _, length, _, is_whole = segments[path[-1]]
-        for first in range(len(tokens) - length, len(tokens), QUERY_BLOCK):
+        start, length, _, is_whole = segments[path[-1]]
+        tokens = torch.cat([row[slice(*_span(segments[number]))] for number in path])
+        above = len(tokens) - length
+        for first in range(above, len(tokens), QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, len(tokens))
             oldest = 0 if window is None else max(first - window + 1, 0)
             at = torch.arange(oldest, len(tokens) if is_whole else last, device=q.device)
             distance = torch.arange(first, last, device=q.device)[:, None] - at[None]
             mask = ((distance >= 0) | bool(is_whole)) & (distance < (window or math.inf))
             keys = tokens[at]
-            queries = q[tokens[first] : tokens[first] + last - first]
-            outs.append(
-                checkpoint(_attend, queries, k[keys], v[keys], mask, scale, softcap, sinks, use_reentrant=False)
-            )
+            queries = q[start + first - above : start + last - above]
+            outs.append(checkpoint(_attend, queries, k[keys], v[keys], mask, *rules, use_reentrant=False))
     return torch.cat(outs)
 
 
@@ -540,8 +513,18 @@ def _attention(
         compute = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(compute), key.to(compute), value.to(compute)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if segments is None:
-        return _plain(module, query, key, value, attention_mask, scale, softcap, s_aux, dropout=dropout, **kwargs), None
+    if segments is None and softcap is None and s_aux is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward as sdpa
+
+        return sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs)
+    if segments is None:  # what sdpa has not
+        if attention_mask is None:
+            ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+            attention_mask = ones.tril(key.shape[2] - query.shape[2])[None, None]
+        rows = (t.transpose(1, 2) for t in (query, key, value))
+        masks = attention_mask.expand(len(query), 1, -1, -1)[:, 0]
+        outs = [_attend(q, k, v, m, scale, softcap, s_aux) for q, k, v, m in zip(*rows, masks, strict=True)]
+        return torch.stack(outs), None
     if dropout:
         raise ValueError("dropout in attention is not available with shared prefixes: set it to 0")
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
@@ -550,7 +533,7 @@ def _attention(
     if is_plain and missing >= 0 and _has_kernel(q):
         out, _ = _cascade(q, k, F.pad(v, (0, missing)) if missing else v, s_aux, segments, scale)
         return out[None, ..., : v.shape[-1]], None
-    return _loop(q, k, v, segments.tolist(), scale, sliding_window, softcap, s_aux)[None], None
+    return _loop(q, k, v, segments.tolist(), sliding_window, scale, softcap, s_aux)[None], None
 
 
 def _has_kernel(q: Tensor) -> bool:
@@ -559,30 +542,6 @@ def _has_kernel(q: Tensor) -> bool:
         return q.device.type == "cpu"
     takes = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return takes and torch.cuda.get_device_capability(q.device) >= (8, 0)
-
-
-def _plain(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    **kwargs: Any,
-) -> Tensor:
-    """Attention of an ordinary batch: sdpa, or written out where sdpa lacks softcap and sinks."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    if softcap is None and sinks is None:
-        return sdpa_attention_forward(module, query, key, value, mask, scaling=scale, **kwargs)[0]
-    if mask is None:
-        last, total = query.shape[2], key.shape[2]
-        mask = torch.ones(last, total, dtype=torch.bool, device=query.device).tril(total - last)[None, None]
-    rows = (t.transpose(1, 2) for t in (query, key, value))
-    masks = mask.expand(len(query), 1, -1, -1)[:, 0]
-    return torch.stack([_attend(q, k, v, m, scale, softcap, sinks) for q, k, v, m in zip(*rows, masks, strict=True)])
 
 
 @torch.compiler.disable
@@ -706,6 +665,8 @@ def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str,
             module.forward = _SegmentedDeltaNet(module)
     before = base.config.get_text_config(decoder=True)._attn_implementation
     _use(base, NAME)
+    if not hasattr(base, "shares_prefixes"):
+        base.register_forward_pre_hook(_plan_on_host, with_kwargs=True)
     base.shares_prefixes = True  # of this instance: models made from one config share the implementation's name
     kind = base.config.model_type
     base.shares_images = example is not None or kind in VISION
@@ -719,6 +680,13 @@ def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str,
             base.shares_prefixes = False
             raise ValueError(_refused(base, str(error))) from error
     return model
+
+
+def _plan_on_host(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """FSDP2 and DDP send every tensor to their device, where each layer would wait for the GPU to read the plan."""
+    if inputs.get("segments") is not None:
+        inputs["segments"] = inputs["segments"].cpu()
+    return args, inputs
 
 
 def _refused(base: Any, reason: str) -> str:
@@ -853,16 +821,16 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
         model.train(was_training)
         for p, grad in zip(trainable, before, strict=True):
             p.grad = grad
-    worst = (values[0] - values[1]).abs().mean().item()
+    errors = [(values[0] - values[1]).abs().mean().item()]
     pairs = [pair for pair in zip(*gradients, strict=True) if pair[0] is not None] if gradients else []
     norms = [_norm(plain) for plain, _ in pairs]
     least = 0.01 * max(norms, default=0.0)  # some gradients, as of a bias of all keys, are nothing but rounding
     for (plain, shared), norm in zip(pairs, norms, strict=True):
         if scale := max(norm, least):
-            worst = max(worst, _norm(shared - plain) / scale / 10)  # gradients are ten times as rough
+            errors.append(_norm(shared - plain) / scale / 10)  # gradients are ten times as rough
     limit = 5e-2 if _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16) else 1e-4
-    if not worst <= limit:
-        raise ValueError(f"log-probs or gradients differ from plain rows by {worst:.2g}, over {limit:.0e}")
+    if not all(error <= limit for error in errors):  # NaN is over it, too
+        raise ValueError(f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}")
 
 
 def _norm(tensor: Any) -> float:
@@ -1050,7 +1018,7 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
     """Move what the model does to its head's output into the head: yields it as a rule, and undoes it in the model."""
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
-    divisor = base.config.logits_scaling if base.config.model_type.startswith("granite") else 1.0
+    divisor = getattr(base.config, "logits_scaling", 1.0) if base.config.model_type.startswith("granite") else 1.0
     with ExitStack() as stack:
         if softcap is not None:  # by the dictionary, as a config may refuse None
             stack.enter_context(patch.dict(vars(base.config), final_logit_softcapping=None))

@@ -512,6 +512,14 @@ def test_the_readmes_snippet(monkeypatch):
     assert model.lm_head.weight.grad is not None
 
 
+def test_gradients_that_are_nan_are_refused(monkeypatch):
+    """A comparison of largest differences would let them through."""
+    nan = float("nan")
+    monkeypatch.setattr(prefix_attention, "_cascade_backward", lambda _, q, k, v, *__: (q * nan, k * nan, v * nan))
+    with pytest.raises(ValueError, match="gradients differ from plain rows"):
+        attach(make_model("Llama", stock("Llama")), verify=True)
+
+
 # -- mutations -------------------------------------------------------------------------------------------------------
 
 MUTATIONS = [
