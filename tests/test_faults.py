@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import train
 from config import parse_args
 from train import main
-from vllm_client import ServerError
+from vllm_client import Server, ServerError, ServerLost
 
 
 def asked(server, path="/inference/v1/generate"):
@@ -46,6 +46,18 @@ def test_a_server_is_back_before_the_next_sync(models, recipe, tmp_path, capsys)
         assert len(served) > 2
     assert capsys.readouterr().out.count(f"{two.url} is back") == 1
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
+
+
+def test_a_server_lost_while_weights_are_sent():
+    """A rollout found it restarted: its end of the group is gone, which the sync takes for a lost server."""
+    with pytest.raises(ServerLost, match="127.0.0.1:9 was lost in this update"):
+        Server("http://127.0.0.1:9", 1.0, 0).send({})
+
+
+def test_a_server_that_takes_the_invitation_and_does_not_come(monkeypatch):
+    monkeypatch.setattr(Server, "request", lambda *_, **__: {"world_size": 1})
+    with pytest.raises(ServerError, match="its workers did not come"):
+        Server("http://127.0.0.1:9", 1.0, 0).connect(torch.device("cpu"), 60.0)
 
 
 @pytest.mark.parametrize("more", [[], ["--max_staleness", "1", "--inflight_updates", "false"]], ids=["", "drained"])

@@ -303,6 +303,22 @@ def test_saving_changes_nothing_before_the_first_step(start, tmp_path, monkeypat
         assert_identical(weights(tmp_path / "run"), expected)
 
 
+def test_a_weight_that_no_gradient_reached_goes_on(start, tmp_path, monkeypatch):
+    """Its part of AdamW's state is in the checkpoint, as the run that goes on wants it."""
+    build, publish = train.build_policy, train.published_weights
+
+    def with_one_more(*arguments):
+        policy = build(*arguments)
+        policy.register_parameter("unused", torch.nn.Parameter(torch.zeros(2, 2)))
+        return policy
+
+    monkeypatch.setattr(train, "build_policy", with_one_more)
+    monkeypatch.setattr(train, "published_weights", lambda p: (item for item in publish(p) if item[0] != "unused"))
+    main(parse_args(start("--max_steps", 2)))
+    main(parse_args(start("--resume_from_checkpoint", "auto")))
+    assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4]
+
+
 def test_a_folder_that_ranks_do_not_share_is_refused(start, tmp_path):
     """Each rank in a directory of its own, with a relative output_dir."""
     path = Path(start()[0])

@@ -56,6 +56,8 @@ def test_the_live_line(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[0] == "step 0/4 · eval/reward 0.25"
     assert re.fullmatch(r"step 1/4 · reward 0\.5 · loss -0\.125 · " + LINE, lines[1])
+    of_both = [(tmp_path / name).read_text() for name in ("metrics.jsonl", "metrics.jsonl.old")]
+    assert of_both[0] == of_both[1]  # what the run before wrote is kept
 
 
 def test_how_long_yet():
