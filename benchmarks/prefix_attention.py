@@ -9,8 +9,8 @@ A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GP
   ours      (d) `pack`, `attach`, `completion_logprobs`
 On a GPU only (b) and (d).
 
-Every figure is the median over processes that run one method each, the methods in turn, within one token budget, after
-a warm-up (on a CPU the first batch, on a GPU a short one); memory is the peak above the model's. `bound` is the
+Every figure is the median over runs and processes of one method each, (b) and (d) in turn, within one token budget,
+after a warm-up (on a CPU the first batch, on a GPU a short one); memory is the peak above the model's. `bound` is the
 speed-up over (b) that the FLOPs allow: Σ over linear layers (by tokens forwarded), attention (by pairs of query and
 key) and head (by completion tokens, the same for both); `of_bound` is the share of it that ours reaches.
 `*_difference` is the largest difference of a log-prob from (a)'s, or (b)'s.
@@ -59,7 +59,8 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 METHODS = {"cpu": ("padded", "packed", "grouper", "ours"), "cuda": ("packed", "ours")}
-REPEATS = {"quick": (1, 1), "4 layers": (3, 1), "1.5B": (1, 3), "8B": (1, 1)}  # processes, one after the other; runs
+# processes of (b) and (d), whose ratio is the finest; seconds that a process measures, once at least
+REPEATS = {"quick": (1, 0.0), "4 layers": (3, 15.0), "1.5B": (1, 5.0), "8B": (1, 0.0)}
 
 
 def make_groups(shape: str, vocab: int) -> Groups:
@@ -204,7 +205,7 @@ LOGPROBS: dict[str, Callable[[Any, Any], Tensor]] = {
 }
 
 
-def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -> dict[str, Any]:
+def measure(method: str, size: str, shape: str, seconds: float, max_tokens: int) -> dict[str, Any]:
     """One method on one shape, in this process."""
     torch.set_num_threads(1)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -225,8 +226,8 @@ def measure(method: str, size: str, shape: str, repeats: int, max_tokens: int) -
         return logprobs.detach()
 
     step(short[0] if device.type == "cuda" else batches[0])
-    times = []
-    for _ in range(repeats):
+    times: list[float] = []
+    while not times or sum(times) < seconds:
         model.zero_grad(set_to_none=True)
         started = time.perf_counter()
         values = [step(batch) for batch in batches]
@@ -261,9 +262,9 @@ def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
     """All methods on one shape, each in processes of its own."""
     found: dict[str, list[dict[str, Any]]] = {}
     methods = METHODS["cuda" if torch.cuda.is_available() else "cpu"]
-    processes, runs = REPEATS[size]
-    for method in methods * processes:
-        command = [sys.executable, __file__, "--measure", method, size, shape, str(runs), str(max_tokens)]
+    processes, seconds = REPEATS[size]
+    for method in (*methods, *("packed", "ours") * (processes - 1)):
+        command = [sys.executable, __file__, "--measure", method, size, shape, str(seconds), str(max_tokens)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             if "out of memory" not in done.stderr.lower() and done.returncode != -9:
@@ -302,8 +303,8 @@ def main() -> None:
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        method, size, shape, repeats, max_tokens = args.measure
-        print(json.dumps(measure(method, size, shape, int(repeats), int(max_tokens))))
+        method, size, shape, seconds, max_tokens = args.measure
+        print(json.dumps(measure(method, size, shape, float(seconds), int(max_tokens))))
         return
     if args.quick:
         cases = [("quick", "128,32,4", 4096)]
