@@ -126,7 +126,8 @@ def pack(
                 leaves.append(_Leaf(tokens, g, number, place))
             number += 1
             place += len(tokens)
-        for tree in _trees(prompt, leaves, budget if share_prefix else 0, share_completions):  # 0: one for each leaf
+        alone = (_Tree(prompt, [leaf]) for leaf in leaves)
+        for tree in _trees(prompt, leaves, budget, share_completions) if share_prefix else alone:
             open_rows = rows if share_prefix else rows[-1:]
             row = next((row for row in open_rows if _size([*row, tree], share_prefix) <= budget), None)
             if row is None:
@@ -186,6 +187,17 @@ class _Tree:
                 found.setdefault(key, []).append(leaf)
         return [(parent, branch, depth) for branch in reversed(found.values())]
 
+    def predictions(self, row: int, offset: int) -> list[Tensor]:
+        """Of each leaf laid at `offset` [6, tokens]: row, position, target, group, completion, index."""
+        found = []
+        for leaf in self.leaves:
+            places = torch.arange(leaf.place, leaf.place + len(leaf.tokens))
+            same = (torch.full_like(places, number) for number in (row, leaf.group, leaf.number))
+            rows, groups, completions = same
+            positions = torch.tensor(self.sources[leaf.number]) + offset
+            found.append(torch.stack([rows, positions, torch.tensor(leaf.tokens), groups, completions, places]))
+        return found
+
 
 def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
     """A group as one tree, or as consecutive ones that fit the budget, each with the prompt."""
@@ -209,7 +221,7 @@ def _batch(trees: list[_Tree], share_prefix: bool) -> PackedBatch:
     width = max(sum(len(tree.tokens) for tree in row) for row in rows)
     input_ids, position_ids, attention_mask = torch.zeros(3, len(rows), width, dtype=torch.long).unbind()
     segments: list[tuple[int, int, int]] = []
-    cells: list[tuple[int, ...]] = []
+    places: list[Tensor] = []
     for r, row in enumerate(rows):
         start = 0
         for tree in row:
@@ -218,14 +230,13 @@ def _batch(trees: list[_Tree], share_prefix: bool) -> PackedBatch:
             position_ids[r, start:end] = torch.tensor(tree.positions)
             attention_mask[r, start:end] = 1
             segments += [(start + at, size, up if up < 0 else first + up) for at, size, up in tree.segments]
-            for leaf in tree.leaves:
-                for place, (source, token) in enumerate(zip(tree.sources[leaf.number], leaf.tokens, strict=True)):
-                    cells.append((r, start + source, token, leaf.group, leaf.number, leaf.place + place))
+            places += tree.predictions(r, start)
             start = end
     layout = (None, torch.tensor(segments)) if share_prefix else (attention_mask.clone(), None)
-    # clones: a view would be sent to another device or process with all of its memory
-    columns = [column.clone() for column in torch.tensor(sorted(cells, key=lambda cell: cell[-1])).T]
-    return PackedBatch(input_ids.clone(), position_ids.clone(), *layout, *columns)
+    # clones: a view would be sent to another process with all of its memory
+    together = torch.cat(places, dim=1)
+    columns = together[:, together[-1].argsort()].unbind()
+    return PackedBatch(input_ids.clone(), position_ids.clone(), *layout, *(column.clone() for column in columns))
 
 
 # --------------------------------------------------------------------------------------------------------------------
