@@ -296,6 +296,7 @@ def main(argv: list[str]) -> None:
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()
@@ -309,6 +310,8 @@ def main(argv: list[str]) -> None:
         sys.exit(
             f"--host {args.host} is reachable from outside: set VLLM_API_KEY (or --api-key) here and at the trainer"
         )
+    if current_platform.is_cpu() and args.enable_chunked_prefill is None:
+        args.enable_chunked_prefill = False  # a seeded request that is prefilled in parts ends vLLM's CPU engine
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))
 
