@@ -29,7 +29,7 @@ from config import TrainConfig
 from prefix_attention import completion_logprobs, pack
 from train import Rollouts, add_lora, check_lora_targets, load_model, parallelize
 from utils import full_weights, host_weights, process_group, published_weights, unwrap
-from vllm_client import ServerError, VLLMClient, sampling_params
+from vllm_client import Server, ServerError, VLLMClient, sampling_params
 
 PROMPT = [5, 20, 33, 41, 7, 8]
 
@@ -555,3 +555,13 @@ def test_moe_experts_are_published_under_checkpoint_names(tmp_path):
     published = dict(published_weights(model))
     assert set(published) == set(saved)
     assert all(torch.equal(saved[name], tensor) for name, tensor in published.items())
+
+
+def test_seeded_prompts_beyond_a_steps_budget(models, tmp_path):
+    """Staleness 0 seeds its requests, and vLLM's CPU engine ends where it prefills a seeded one in parts."""
+    with server(models["untied"], tmp_path / "log", "--max-num-batched-tokens", "140") as started:
+        client = Server(started.wait(), 60.0, 0)
+        sampling = {"n": 4, "max_tokens": 8, "temperature": 1.0}
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            asked = [pool.submit(client.generate, [n % 9 + 1] * 40, {**sampling, "seed": n}) for n in range(32)]
+            assert [len(reply.result()) for reply in asked] == [4] * 32
