@@ -145,8 +145,8 @@ def exact(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", kept(torch.Tensor.to))
     monkeypatch.setattr(torch.Tensor, "type", kept(torch.Tensor.type))
     monkeypatch.setattr(F, "softmax", kept(F.softmax))
-    to_float = torch.Tensor.float
-    monkeypatch.setattr(torch.Tensor, "float", lambda t: t if t.dtype == torch.float64 else to_float(t))
+    to_float, lifted = torch.Tensor.float, (torch.float64, torch.int64)  # positions meet fp64 frequencies
+    monkeypatch.setattr(torch.Tensor, "float", lambda t: t.double() if t.dtype in lifted else to_float(t))
 
 
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 24}, {"share_completions": True}], ids=str)
