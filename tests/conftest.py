@@ -33,7 +33,8 @@ def servers(models, tmp_path_factory):
     """Addresses of real vLLM servers for `models`, started side by side."""
     folder = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
-        started = {kind: stack.enter_context(server(path, folder / f"{kind}.log")) for kind, path in models.items()}
+        budget = ("--max-num-batched-tokens", "140")  # of a step: many prompts come to more
+        started = {k: stack.enter_context(server(path, folder / f"{k}.log", *budget)) for k, path in models.items()}
         yield {kind: process.wait() for kind, process in started.items()}
 
 

@@ -557,11 +557,10 @@ def test_moe_experts_are_published_under_checkpoint_names(tmp_path):
     assert all(torch.equal(saved[name], tensor) for name, tensor in published.items())
 
 
-def test_seeded_prompts_beyond_a_steps_budget(models, tmp_path):
+def test_seeded_prompts_beyond_a_steps_budget(servers):
     """Staleness 0 seeds its requests, and vLLM's CPU engine ends where it prefills a seeded one in parts."""
-    with server(models["untied"], tmp_path / "log", "--max-num-batched-tokens", "140") as started:
-        client = Server(started.wait(), 60.0, 0)
-        sampling = {"n": 4, "max_tokens": 8, "temperature": 1.0}
-        with concurrent.futures.ThreadPoolExecutor(16) as pool:
-            asked = [pool.submit(client.generate, [n % 9 + 1] * 40, {**sampling, "seed": n}) for n in range(32)]
-            assert [len(reply.result()) for reply in asked] == [4] * 32
+    client = Server(servers["untied"], 60.0, 0)
+    sampling = {"n": 4, "max_tokens": 8, "temperature": 1.0}
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        asked = [pool.submit(client.generate, [n % 9 + 1] * 40, {**sampling, "seed": n}) for n in range(32)]
+        assert [len(reply.result()) for reply in asked] == [4] * 32
