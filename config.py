@@ -112,7 +112,7 @@ class TrainConfig:
     """`datasets` name, a local `.jsonl` or `.parquet` file, or a function that returns rows with a `prompt`, and an
     `image` or `images` where the model sees."""
     dataset_config: str | None = None
-    """Configuration (subset) name of a `datasets` name."""
+    """Configuration (subset) of a `datasets` name; also of `eval_dataset_id`, where that is the same one."""
     dataset_split: str = "train"
     """Split of a `datasets` name."""
     eval_dataset_id: str | Callable[[], Any] | None = None

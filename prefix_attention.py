@@ -1031,12 +1031,15 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
     scale = getattr(base, "logit_scale", 1.0)
     divisor = getattr(base.config, "logits_scaling", 1.0) if base.config.model_type.startswith("granite") else 1.0
     with ExitStack() as stack:
-        if softcap is not None:  # by the dictionary, as a config may refuse None
-            stack.enter_context(patch.dict(vars(base.config), final_logit_softcapping=None))
+        attributes = vars(base.config)  # itself, as a config may refuse None
+        if softcap is not None:
+            stack.callback(attributes.update, final_logit_softcapping=softcap)
+            attributes["final_logit_softcapping"] = None
         if scale != 1.0:
             stack.enter_context(patch.object(base, "logit_scale", 1.0))
         if divisor != 1.0:
-            stack.enter_context(patch.dict(vars(base.config), logits_scaling=1.0))
+            stack.callback(attributes.update, logits_scaling=divisor)
+            attributes["logits_scaling"] = 1.0
         yield _Logits(scale / divisor, softcap, temperature, forbidden)
 
 
@@ -1050,7 +1053,8 @@ def completion_logprobs(
 ) -> Any:
     """log p(token | prompt, completion so far) at a sampling temperature, for every completion token of `row`.
 
-    The head runs only on positions that predict a completion token, and its logits exist a chunk at a time.
+    The head runs only on positions that predict a completion token, and its logits exist a chunk at a time. During the
+    forward a final softcap or scale of the logits is missing in the model's config: nothing else may read or save it.
 
     Args:
         model: a Hugging Face causal language model, wrapped or not; attached where the row shares prefixes.

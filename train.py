@@ -50,7 +50,6 @@ from utils import (
 )
 from vllm_client import (
     CONTROL_TIMEOUT_S,
-    Completion,
     Group,
     Prompt,
     RolloutStream,
@@ -73,6 +72,7 @@ from vllm_client import (
 )
 
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")
+PADDING = {"image_sizes", "pixel_attention_mask"}  # what processors call the measures of images that they padded
 MIN_SHARED = 0.05  # share of the batch's tokens that rows of shared prompts must save, or completions are padded rows
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -251,22 +251,48 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     return model_config, AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
 
 
+def check_positions(model_config: Any, max_model_len: int) -> None:
+    """Refuse servers that rotate short texts of a longrope model by other factors than transformers does.
+
+    vLLM takes the factors of long texts for all, where its `max_model_len` allows a long one.
+
+    Raises:
+        UserError: the servers' `max_model_len` does.
+    """
+    for part in (model_config, model_config.get_text_config(decoder=True)):
+        rope = getattr(part, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
+            raise UserError(
+                f"this model's position embeddings (longrope) change beyond {rope['original_max_position_embeddings']} "
+                "tokens, for servers and trainer not on the same texts: start the servers with a --max-model-len of it"
+            )
+
+
 def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
     """The model named by the config or of a checkpoint, on CPU, in `dtype`, without dropout.
 
     Dropout would make log-probs differ from the server's and between forwards, and the first KL from 0.
+
+    Raises:
+        UserError: as `check_generation_config`, or an attention that is not the model's.
     """
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # ours is the one to watch
-    _, loads = load_model_config(config)
+    shape, loads = load_model_config(config)
+    attention = config.attn_implementation
+    if getattr(shape.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        if attention == "sdpa":
+            raise UserError(f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: leave it at none")
+        attention = attention or "eager"  # transformers would take sdpa
     local = Path(config.model_id)
     model = loads.from_pretrained(
         checkpoint or (local.resolve() if local.exists() else config.model_id),  # absolute: an adapter names its model
         dtype=getattr(torch, config.dtype),
-        attn_implementation=config.attn_implementation,
+        attn_implementation=attention,
         trust_remote_code=config.trust_remote_code,
     )
+    check_generation_config(model, config)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -274,6 +300,26 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
             if "dropout" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     return model
+
+
+def check_generation_config(model: Any, config: TrainConfig) -> None:
+    """Mend a `generation_config` with a temperature and no `do_sample`, which loads, but which nothing would save.
+
+    Raises:
+        UserError: it is invalid in another way.
+    """
+    if (generation := getattr(model, "generation_config", None)) is None:
+        return
+    with suppress(ValueError):
+        return generation.validate(strict=True)
+    generation.do_sample = True
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        cause = " ".join(str(error).split())
+        raise UserError(
+            f"{config.model_id}: no checkpoint could be saved with its generation_config: {cause}"
+        ) from None
 
 
 def check_lora_targets(config: TrainConfig) -> None:
@@ -562,6 +608,10 @@ class Resync:
     """Rank 0's call to send the policy, as it is, to servers that answer again."""
 
 
+class Patience:
+    """Rank 0's word that it still waits, so that the others' collective does not run into its timeout."""
+
+
 def deal(groups: Iterable[Group], num_ranks: int, config: TrainConfig) -> Iterator[list[MicroBatch] | list[Step]]:
     """Scored groups as rounds of micro-batches, one for each rank, as soon as enough groups have come; then a `Step`.
 
@@ -628,7 +678,7 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     completions = [c for group in groups for c in group.completions]
     sizes = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
     advantages = torch.tensor([a for group in groups for a in group.advantages])
-    trained = [is_trained(c, config) and sampled for c in completions for sampled in c.sampled]
+    trained = [trains for tokens in trained_tokens(groups, config) for trains in tokens]
     advantages = advantages.float().repeat_interleave(sizes)
     mask = torch.tensor(trained, dtype=torch.float32)
     sampler_logprobs = torch.tensor([x for c in completions for x in c.sampler_logprobs])
@@ -647,9 +697,28 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """The images of several prompts: each tensor of `Prompt.inputs`, joined along its first dimension; {} without."""
+    """The images of several prompts: each tensor of `Prompt.inputs`, joined along its first dimension; {} without.
+
+    Images are padded to the largest, with zeros as their processors do, where these say what is padding.
+
+    Raises:
+        UserError: images of several sizes, and nothing would say what is padding.
+    """
     inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
-    return {name: torch.cat([values[name] for values in inputs]) for name in (inputs[0] if inputs else ())}
+    joined = {}
+    for name in inputs[0] if inputs else ():
+        tensors = [values[name] for values in inputs]
+        sizes = [max(of_dim) for of_dim in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
+        is_even = all(list(tensor.shape[1:]) == sizes for tensor in tensors)
+        if not is_even and inputs[0].keys().isdisjoint(PADDING):
+            raise UserError(
+                f"images with {name} of several sizes cannot be trained in one row: resize them to one size"
+            )
+        joined[name] = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
+        places = joined[name].split([len(tensor) for tensor in tensors])
+        for place, tensor in zip(places, tensors, strict=True):
+            place[:, *map(slice, tensor.shape[1:])] = tensor
+    return joined
 
 
 def row_layout(groups: list[Group], config: TrainConfig) -> tuple[bool, int]:
@@ -663,14 +732,19 @@ def row_layout(groups: list[Group], config: TrainConfig) -> tuple[bool, int]:
     return False, padded
 
 
-def is_trained(completion: Completion, config: TrainConfig) -> bool:
-    """False for a truncated completion that the config leaves out of the loss."""
-    return not (completion.truncated and config.mask_truncated_completions)
+def trained_tokens(groups: list[Group], config: TrainConfig) -> list[list[bool]]:
+    """Which tokens of each completion train: those sampled; none without a reward, or where truncation masks it."""
+    is_masked = config.mask_truncated_completions
+    return [
+        [is_sampled and has_reward and not (is_masked and c.truncated) for is_sampled in c.sampled]
+        for group in groups
+        for c, has_reward in zip(group.completions, group.have_reward, strict=True)
+    ]
 
 
 def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
     """Tokens of each completion that train."""
-    return [sum(c.sampled) * is_trained(c, config) for group in groups for c in group.completions]
+    return [sum(tokens) for tokens in trained_tokens(groups, config)]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -703,13 +777,15 @@ class Rollouts:
         self.example: Prompt | None  # the shortest prompt with images, processed
         self.policy: Any = None  # that was published last, and its version
         self.version = -1
+        self.told_s = time.monotonic()  # when the other ranks last heard that rank 0 waits
         self.num_steps, self.example = broadcast_object(self._open(device, resumed) if is_main() else None)
 
     def _open(self, device: torch.device, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None]:
         """Check and load everything rank 0 needs; returns the number of steps, and an example of its images.
 
         Raises:
-            UserError: bad data, other prompts than the resumed run's, or `freeze_vision_tower` without an image.
+            UserError: bad data, other prompts than the resumed run's, servers as `check_positions`, or
+                `freeze_vision_tower` without an image.
             ServerError: no server, or one that serves another model.
         """
         config = self.config
@@ -717,7 +793,9 @@ class Rollouts:
         self.processor = load_processor(config)
         model_config, _ = load_model_config(config)
         self.client = VLLMClient(config, self.processor, placeholder_ids(model_config))
-        max_prompt_len = min(self.client.wait_until_ready(), config.max_tokens_per_gpu) - config.max_completion_len
+        longest = self.client.wait_until_ready()
+        check_positions(model_config, longest)
+        max_prompt_len = min(longest, config.max_tokens_per_gpu) - config.max_completion_len
         self.prompts = self._load(config.dataset_id, config.dataset_split, max_prompt_len)
         held_out = config.eval_dataset_id
         self.held_out = self._load(held_out, config.eval_dataset_split, max_prompt_len) if held_out else []
@@ -725,7 +803,7 @@ class Rollouts:
         if resumed and resumed["prompts"] != self.fingerprint:
             raise UserError(
                 "resume_from_checkpoint: that run had other prompts: give this one the same dataset, and the servers "
-                "the same --max-model-len"
+                "the same --max-model-len (or a max_tokens_per_gpu that holds as long ones)"
             )
         example = self._example()
         self.client.connect(device)
@@ -792,7 +870,7 @@ class Rollouts:
                 raise item
             if isinstance(item, Resync):
                 self._resync()
-            else:
+            elif not isinstance(item, Patience):
                 yield item
 
     def _next_round(self, rounds: Iterator[Any]) -> Any:
@@ -829,7 +907,7 @@ class Rollouts:
         self.samples = batch_samples(groups, self.config)
 
     def _meanwhile(self) -> None:
-        """What rank 0 does while it waits, and the others wait for it: end, or give a server the weights again.
+        """What rank 0 does while it waits, and the others for it: end, give a server the weights again, or say so.
 
         Raises:
             Stopped: the run was told to end.
@@ -839,6 +917,9 @@ class Rollouts:
         if self.client.returned:
             scatter_objects([Resync()] * dist.get_world_size())
             self._resync()
+        elif time.monotonic() > self.told_s + self.config.collective_timeout / 4:
+            scatter_objects([Patience()] * dist.get_world_size())
+            self.told_s = time.monotonic()
 
     def _resync(self) -> None:
         """Give the policy, as it is, to servers that answer again. Collective."""
@@ -1042,7 +1123,7 @@ def train_batch(
     loss_fn: Any = config.loss_fn or grpo_loss
     totals: dict[str, Any] = defaultdict(float)
     max_gap = torch.zeros((), device=device)
-    learning_rate = scheduler.get_last_lr()[0]
+    learning_rate = optimizer.param_groups[0]["lr"]
     num_updates = config.num_iterations * config.num_minibatches
     norms = []
     old_logprobs: dict[int, Tensor] = {}  # of the trainer, where its own forward does not give them

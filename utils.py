@@ -1,5 +1,6 @@
 """Process groups, weights in checkpoint form, checkpoints, metrics, sampling order. No RL, no prompts, no vLLM."""
 
+import copy
 import ctypes
 import fcntl
 import io
@@ -410,7 +411,11 @@ class Checkpoints:
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
         state = read_state(checkpoint)
         self.scheduler.load_state_dict(state["scheduler"])
-        self.steps = sorted(step for step in saved_in(self.folder) if step <= state["step"])
+        for group, factor in zip(self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True):
+            # by this run's schedule, which may be longer
+            group["lr"] = self.config.learning_rate * factor(self.scheduler.last_epoch)
+        own = (step for step, path in saved_in(self.folder).items() if read_state(path)["run_id"] == state["run_id"])
+        self.steps = sorted(step for step in own if step <= state["step"])
         if is_main() and checkpoint.resolve().parent == self.folder.resolve():
             _save_state(state, checkpoint)  # as the newest one: `auto` does not leap to later ones, which were left
         return state["step"]
@@ -454,19 +459,21 @@ class Checkpoints:
         written = dcp.async_save(shards, checkpoint_id=part / TRAINER, process_group=self._group)
         state = {**state, "step": step, "scheduler": self.scheduler.state_dict()}
         self.steps.append(step)
-        self._writing = self._pool.submit(self._write, path, part, written, weights, state)
+        self._writing = self._pool.submit(self._write, path, part, written, _detached(self.policy), weights, state)
         if failure:
             if is_main():
                 print(failure, flush=True)
             if failure := self._written():
                 raise UserError(failure)
 
-    def _write(self, path: Path, part: Path, shards: Any, weights: dict[str, Tensor], state: dict[str, Any]) -> None:
+    def _write(
+        self, path: Path, part: Path, shards: Any, model: Any, weights: dict[str, Tensor], state: dict[str, Any]
+    ) -> None:
         try:
             shards.result()
             if not is_main():
                 return
-            unwrap(self.policy).save_pretrained(part, state_dict=weights)
+            model.save_pretrained(part, state_dict=weights)
             self.processor.save_pretrained(part)
             (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
             _save_state(state, part)
@@ -491,6 +498,16 @@ class Checkpoints:
         if failure := next(filter(None, gather_objects(error and str(error))), None):
             self.steps.pop()
         return failure
+
+
+def _detached(policy: nn.Module) -> Any:
+    """The model with a config of its own, to be saved by another thread: forwards change the config for their time."""
+    model = unwrap(policy)
+    copied = object.__new__(type(model))  # FSDP2's classes cannot be copied
+    vars(copied).update(vars(model))
+    if "config" in vars(model):
+        vars(copied)["config"] = copy.deepcopy(model.config)
+    return copied
 
 
 def _save_state(state: dict[str, Any], folder: Path) -> None:

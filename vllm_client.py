@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from numbers import Real
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -172,6 +172,11 @@ class Group:
     def oldest_version(self) -> int:
         """The oldest policy version that sampled one of its tokens."""
         return min((span[0] for c in self.completions for span in c.weight_versions), default=self.finished_version)
+
+    @property
+    def have_reward(self) -> list[bool]:
+        """Which completions have one; all of them before any is scored."""
+        return [not math.isnan(r) for r in self.reward] or [True] * len(self.completions)
 
     @property
     def can_teach(self) -> bool:
@@ -827,7 +832,8 @@ def _datasets_rows(source: str, split: str, config: TrainConfig) -> list[dict[st
     try:
         if source.endswith(".parquet"):
             return list(_undecoded(load_dataset("parquet", data_files=source, split="train")))
-        return list(_undecoded(load_dataset(source, config.dataset_config, split=split)))
+        subset = config.dataset_config if source == config.dataset_id else None
+        return list(_undecoded(load_dataset(source, subset, split=split)))
     except (OSError, ValueError) as error:  # ConnectionError, DatasetNotFoundError, an unknown split
         raise UserError(f"dataset {source} cannot be loaded: {str(error).splitlines()[0]}") from error
 
@@ -1093,15 +1099,18 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     """Refuse reward functions that cannot be called with the columns of the data.
 
     Raises:
-        UserError: one wants a column that is not there, or does not take one that is.
+        UserError: one wants a column that is not there, or does not take one that is; names the row.
     """
-    names = ["prompts", "completions", "completion_ids", *prompts[0].columns]
-    for function in chain.from_iterable(getattr(f, "functions", [f]) for f in config.reward_funcs):
+    rows = {tuple(prompt.columns): prompt.index for prompt in reversed(prompts)}  # the first with each set of columns
+    functions = chain.from_iterable(getattr(f, "functions", [f]) for f in config.reward_funcs)
+    for function, (columns, row) in product(functions, rows.items()):
         assert callable(function)
+        names = ["prompts", "completions", "completion_ids", *columns]
         try:
             inspect.signature(function).bind(**dict.fromkeys(names))
         except TypeError as error:
-            raise UserError(f"reward {function.__name__}: {error}; it gets {', '.join(names)}") from None
+            where = f" on dataset row {row}" if len(rows) > 1 else ""
+            raise UserError(f"reward {function.__name__}{where}: {error}; it gets {', '.join(names)}") from None
 
 
 class Scorer:
@@ -1153,7 +1162,7 @@ class Scorer:
         arguments = {
             "prompts": [group.prompt.content] * num,
             "completions": group.texts,
-            "completion_ids": [c.token_ids for c in group.completions],
+            "completion_ids": [list(c.token_ids) for c in group.completions],  # the function's own, to change at will
             **{column: [value] * num for column, value in group.prompt.columns.items()},
         }
         try:

@@ -186,6 +186,25 @@ def test_rewards_that_do_not_fit_the_data():
         check_rewards(prompts, make_config(reward_funcs=[takes_no_columns]))
 
 
+def test_a_later_row_that_does_not_fit_the_rewards():
+    prompts = prompts_of(lambda: [*ROWS, {"prompt": "2+2="}])
+    with pytest.raises(ValueError, match="reward right on dataset row 2: missing a required argument: 'answer'"):
+        check_rewards(prompts, make_config(reward_funcs=[right]))
+
+
+def test_a_subset_is_of_its_own_dataset(monkeypatch):
+    asked = []
+
+    def load(*names, split):
+        asked.append(names)
+        return Dataset.from_list(ROWS)
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    for source in ("a/b", "c/d"):
+        prompts_of(source, dataset_id="a/b", dataset_config="main", eval_dataset_id="c/d")
+    assert asked == [("a/b", "main"), ("c/d", None)]
+
+
 ROLLOUTS = [
     ([(0, 0, 2)], None, None),
     ([(0, 0, 1), (1, 1, 2)], None, None),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import ENV, RECIPE, ROOT, answer_in, free_port, read, said
+from helpers import ENV, RECIPE, ROOT, answer_in, free_port, read, said, torchrun
 from safetensors.torch import load_file
 
 import train
@@ -46,6 +46,23 @@ def test_a_server_is_back_before_the_next_sync(models, recipe, tmp_path, capsys)
         assert len(served) > 2
     assert capsys.readouterr().out.count(f"{two.url} is back") == 1
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
+
+
+def test_a_slow_reward_keeps_no_rank_waiting(models, tmp_path):
+    """It takes longer than a collective may."""
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+        recipe = tmp_path / "recipe_slow.py"
+        text = RECIPE.format(model=models["untied"], urls=[server.url], output=str(tmp_path / "run"))
+        recipe.write_text(
+            text.replace(
+                "def mean_id(completion_ids, **_):",
+                "def mean_id(completion_ids, **_):\n    import time; time.sleep(12)\n   ",
+            )
+        )
+        options = ["--request_timeout", 2, "--request_retries", 0, "--server_timeout", 3, "--collective_timeout", 6]
+        options += ["--max_steps", 1, "--reward_workers", 6]
+        done = torchrun(2, ROOT / "train.py", recipe, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_a_server_lost_while_weights_are_sent():

@@ -5,17 +5,20 @@ The reference is computed here in another way: one plain row per completion, the
 
 import dataclasses
 import itertools
+import json
 import math
+import shutil
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import on_ranks
-from transformers import AutoModelForCausalLM
+from test_prefix_models import make_model as make_family
+from transformers import AutoModelForCausalLM, Phi3Config
 
 import prefix_attention
-from config import TrainConfig
-from prefix_attention import attach
+from config import TrainConfig, UserError
+from prefix_attention import attach, completion_logprobs, pack
 from train import (
     MicroBatch,
     Step,
@@ -23,6 +26,7 @@ from train import (
     build_optimizer,
     build_policy,
     build_reference,
+    check_positions,
     deal,
     forward,
     load_model,
@@ -186,6 +190,20 @@ def test_tokens_of_an_environment_are_context_only(models, device, loss_type):
     got = {name: before[name] - weight for name, weight in trainable(policy).items()}
     weights = {id(w): (name, w) for name, w in reversed(model.state_dict(keep_vars=True).items()) if w.requires_grad}
     assert_same(got, {name: w.grad for name, w in weights.values()})
+
+
+def test_a_completion_without_a_reward_is_left_out():
+    """The row and its normalizer are those of the others; of a group that is not scored all train."""
+    groups = make_groups()
+    config = make_config("m")
+    for number, group in enumerate(groups):
+        group.reward = [math.nan if number == 2 and c == 0 else 1.0 for c in range(3)] if number else []
+    ((micro, *more, step),) = dealt(groups, ADVANTAGES, 1, config)
+    assert not more
+    of_completion = [c.tolist() for c in micro.mask.split([length for lengths in LENGTHS for length in lengths])]
+    assert [len(set(mask)) for mask in of_completion] == [1] * 12
+    assert [mask[0] for mask in of_completion] == [0.0 if number == 6 else 1.0 for number in range(12)]
+    assert step.normalizer == sum(map(sum, LENGTHS)) - 12
 
 
 def test_turns_are_joined():
@@ -395,6 +413,45 @@ def test_optimizer_and_schedules():
         assert seen == pytest.approx(rates)
     assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [(0.1, (0.8, 0.95)), (0.0, (0.8, 0.95))]
     assert [[p.ndim for p in g["params"]] for g in optimizer.param_groups] == [[2], [1]]
+
+
+@pytest.mark.parametrize("found", [{"temperature": 0.9, "top_p": 0.6}, {"length_penalty": 2.0}])
+def test_a_generation_config_that_cannot_be_saved(models, tmp_path, found):
+    """It loads: a checkpoint would fail after all of the training."""
+    folder = shutil.copytree(models["tied"], tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(found))
+    config = make_config(str(folder))
+    if "temperature" not in found:
+        with pytest.raises(
+            UserError, match="no checkpoint could be saved with its generation_config: .*length_penalty"
+        ):
+            load_model(config)
+        return
+    load_model(config).save_pretrained(tmp_path / "saved")
+    assert found.items() <= json.loads((tmp_path / "saved" / "generation_config.json").read_text()).items()
+
+
+def test_attention_with_a_softcap(tmp_path):
+    """transformers would take sdpa for it, which has none: without shared prefixes another model would train."""
+    make_family("Gemma2").save_pretrained(tmp_path)
+    config = make_config(str(tmp_path), share_prefix=False)
+    (row,) = pack([([5, 6, 7], [[8, 9, 10, 11, 12, 13]])], share_prefix=False)
+    got, expected = (completion_logprobs(model, row) for model in (load_model(config), make_family("Gemma2", "eager")))
+    torch.testing.assert_close(got, expected)
+    with pytest.raises(UserError, match="attn_implementation=sdpa leaves out the softcap"):
+        load_model(dataclasses.replace(config, attn_implementation="sdpa"))
+
+
+def test_servers_of_long_texts_rotate_short_ones_otherwise():
+    ropes = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16}
+    shape = Phi3Config(
+        hidden_size=64, num_attention_heads=2, max_position_embeddings=128, pad_token_id=0,
+        original_max_position_embeddings=64, rope_parameters={**ropes, "original_max_position_embeddings": 64},
+    )  # fmt: skip
+    check_positions(shape, 64)
+    with pytest.raises(UserError, match="change beyond 64 tokens"):
+        check_positions(shape, 65)
+    check_positions(Phi3Config(pad_token_id=0), 10**6)
 
 
 def test_only_loras_own_dropout_stays(models, tmp_path, device):

@@ -22,10 +22,10 @@ from helpers import make_tokenizer, on_ranks, server, torchrun
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForImageTextToText, Mistral3Config, Mistral3ForConditionalGeneration
 
 import prefix_attention
-from config import TrainConfig
+from config import TrainConfig, UserError
 from recipes import geometry3k
 from recipes.rewards import math_answer
 from recipes.tiny_vlm import squares
@@ -37,6 +37,8 @@ from train import (
     deal,
     forward,
     frozen_modules,
+    image_features,
+    joined_images,
     load_model,
     micro_batches,
     share_prefixes,
@@ -46,6 +48,8 @@ from utils import broadcast_object, full_tensor, is_main, process_group, unwrap
 from vllm_client import (
     Completion,
     Group,
+    Images,
+    Prompt,
     ServerError,
     check_rollout,
     load_processor,
@@ -56,6 +60,7 @@ from vllm_client import (
     with_images,
 )
 
+SIZES = [(32, 64), (64, 32), (48, 48)]  # pixels
 IMAGE_TOKENS = 16  # of a 64 x 64 image: 8 x 8 patches, merged by four
 
 
@@ -406,6 +411,23 @@ def test_any_split_equals_plain_rows(vlm, max_tokens, share_prefix):
         got, _ = trained_difference(config, device)
     assert any(".visual." in name and difference.any() for name, difference in got.items())
     assert_same(got, plain_gradient(vlm))
+
+
+def test_images_of_several_sizes_in_one_row():
+    """Their features are those of each alone, to the bit: the tower is told what is padding."""
+    torch.manual_seed(0)
+    text = {**vision_models.TEXT, "model_type": "mistral", "vocab_size": 97}
+    tower = {**vision_models.TOWER, "model_type": "pixtral", "num_hidden_layers": 2, "head_dim": 32, "image_size": 64}
+    shape = Mistral3Config(text_config=text, vision_config=tower, image_token_index=10, spatial_merge_size=2)
+    model = Mistral3ForConditionalGeneration(shape)
+    inputs = [{"pixel_values": torch.randn(1, 3, *size), "image_sizes": torch.tensor([size])} for size in SIZES]
+    prompts = [Prompt(0, [1], "", {}, images=Images([1], 1, [], values)) for values in inputs]
+    alone = torch.cat([torch.cat(image_features(model, values)) for values in inputs])
+    assert torch.equal(torch.cat(image_features(model, joined_images(prompts))), alone)
+    for values in inputs:
+        del values["image_sizes"]
+    with pytest.raises(UserError, match="images with pixel_values of several sizes"):
+        joined_images(prompts)
 
 
 @pytest.mark.parametrize(

@@ -15,13 +15,15 @@ import torch
 from fake_server import fake_server
 from helpers import ENV, RECIPE, ROOT, answer_in, free_port, read, torchrun
 from safetensors.torch import load_file
+from test_prefix_models import make_model as make_family
 from transformers import PreTrainedModel
 
 import train
 import vllm_client
 from config import parse_args
+from prefix_attention import _bare_logits
 from train import main
-from utils import _cut_lines, _remove, find_checkpoint, read_state, saved_in
+from utils import _cut_lines, _detached, _remove, find_checkpoint, read_state, saved_in
 
 
 @pytest.fixture
@@ -105,6 +107,36 @@ def test_auto_and_keep_last(start, tmp_path):
     assert len(read(tmp_path, "completions")) == 5 * 6 * 4
     assert not (folder / "checkpoint-9.part").exists()
     assert not (folder / "checkpoint-3").exists()
+
+
+def test_an_earlier_runs_checkpoints_are_not_counted(start, tmp_path):
+    """`keep_last_n` is of one run, also of one that was resumed."""
+    main(parse_args(start("--save_steps", 1, "--max_steps", 2)))
+    main(parse_args(start("--max_steps", 3)))
+    main(parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 1)))
+    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
+    assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
+
+
+def test_a_longer_schedule_counts_from_the_first_step(start, tmp_path):
+    options = ["--lr_scheduler", "linear", "--learning_rate", 1e-2]
+    main(parse_args(start(*options, "--max_steps", 2)))
+    main(parse_args(start(*options, "--max_steps", 4, "--resume_from_checkpoint", "auto")))
+    rates = [row["learning_rate"] for row in read(tmp_path, "metrics")]
+    assert rates == pytest.approx([1e-2, 0.5e-2, 0.5e-2, 0.25e-2])
+
+
+def test_forwards_do_not_reach_what_is_saved(tmp_path):
+    """They change the config for their time, and a checkpoint is written meanwhile."""
+    model = make_family("Gemma2")
+    expected = model.config.final_logit_softcapping
+    copied = _detached(model)
+    with _bare_logits(model, 1.0, None):
+        assert model.config.final_logit_softcapping is None
+        copied.save_pretrained(tmp_path, state_dict=model.state_dict())
+    loaded = type(model).from_pretrained(tmp_path)
+    assert loaded.config.final_logit_softcapping == model.config.final_logit_softcapping == expected
+    assert_identical(loaded.state_dict(), model.state_dict())
 
 
 def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path):
