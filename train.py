@@ -261,10 +261,10 @@ def check_positions(model_config: Any, max_model_len: int) -> None:
     """
     for part in (model_config, model_config.get_text_config(decoder=True)):
         rope = getattr(part, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope" and max_model_len > rope["original_max_position_embeddings"]:
+        if rope.get("rope_type") == "longrope" and max_model_len > (short := rope["original_max_position_embeddings"]):
             raise UserError(
-                f"this model's position embeddings (longrope) change beyond {rope['original_max_position_embeddings']} "
-                "tokens, for servers and trainer not on the same texts: start the servers with a --max-model-len of it"
+                f"this model's position embeddings (longrope) change beyond {short} tokens, and those of servers with "
+                f"longer texts change for all: start the servers with --max-model-len {short}"
             )
 
 
