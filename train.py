@@ -269,9 +269,9 @@ def check_positions(model_config: Any, max_model_len: int) -> None:
 
 
 def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
-    """The model named by the config or of a checkpoint, on CPU, in `dtype`, without dropout.
+    """The model named by the config or of a checkpoint, on CPU, in `dtype`, without dropout and noise before routers.
 
-    Dropout would make log-probs differ from the server's and between forwards, and the first KL from 0.
+    They would make log-probs differ from the server's and between forwards, and the first KL from 0.
 
     Raises:
         UserError: as `check_generation_config`, or an attention that is not the model's.
@@ -297,7 +297,7 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name, value in vars(module).items():
-            if "dropout" in name and isinstance(value, float):
+            if isinstance(value, float) and ("dropout" in name or name in ("jitter_noise", "input_jitter_noise")):
                 setattr(module, name, 0.0)
     return model
 

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import on_ranks
+from test_prefix_models import SIZES
 from test_prefix_models import make_model as make_family
-from transformers import AutoModelForCausalLM, Phi3Config
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Phi3Config
 
 import prefix_attention
 from config import TrainConfig, UserError
@@ -464,6 +465,16 @@ def test_only_loras_own_dropout_stays(models, tmp_path, device):
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     plain = AutoModelForCausalLM.from_pretrained(models["tied"])(input_ids=ids).logits
     torch.testing.assert_close(first, plain, rtol=0, atol=1e-6)
+
+
+def test_routers_without_noise(tmp_path, device):
+    """Mixtral's, which its configuration asks for, would move log-probs from forward to forward."""
+    shape = MixtralConfig(**SIZES, num_local_experts=4, router_jitter_noise=0.5)
+    MixtralForCausalLM(shape).save_pretrained(tmp_path)
+    policy = build_policy(make_config(str(tmp_path)), device)
+    ids = torch.arange(5, 25)[None]
+    first, second = policy(input_ids=ids).logits, policy(input_ids=ids).logits
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
 def test_several_updates_on_one_batch(models, device):
