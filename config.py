@@ -195,8 +195,8 @@ class TrainConfig:
     reward_timeout: float = 60.0
     """Seconds one call, of one function for one group, may take; its process is then killed and replaced."""
     failed_reward: float | None = None
-    """Reward of completions whose call failed or timed out; None leaves them out. Failures are counted, and written
-    to `failed_rewards.jsonl`."""
+    """What a function gives completions whose call failed or timed out; None leaves it out of their rewards, and
+    completions without any reward out of the loss. Failures are counted, and written to `failed_rewards.jsonl`."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "dapo"
     """grpo: mean over completions of token means. bnpo: token mean of the mini-batch. dr_grpo: token sum over
     completions x max_completion_len. dapo: token mean of the whole batch. cispo: dapo's with clipped, detached

@@ -15,6 +15,7 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
+from warnings import catch_warnings, simplefilter
 
 import torch
 import torch.distributed as dist
@@ -365,9 +366,10 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
     """Wrap a model in LoRA adapters, fresh or of a checkpoint, but for its frozen modules.
 
     Raises:
-        UserError: without the frozen modules nothing is left of the targets.
+        UserError: without the frozen modules nothing is left of the targets, or they are experts in one tensor.
     """
     from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.tuners.lora.layer import ParamWrapper
 
     if checkpoint:
         return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
@@ -381,9 +383,15 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, lora)
+        model = get_peft_model(model, lora)
     except ValueError as error:  # nothing is left of the targets without the frozen ones
         raise UserError(f"lora_target_modules: {error}") from None
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        raise UserError(
+            "lora_target_modules: this model has its experts in one tensor, whose adapters cannot be sent to servers: "
+            "name layers of its attention, such as q_proj,k_proj,v_proj,o_proj"
+        )
+    return model
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
@@ -408,7 +416,9 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
         return model
     model.to(device)
     if world_size > 1 and any(p.requires_grad for p in model.parameters()):
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        with catch_warnings():
+            simplefilter("ignore", FutureWarning)  # torch 2.11 knows the argument by its older name alone
+            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
         model.register_comm_hook(None, _sum_over_ranks)
     return model
 
@@ -832,8 +842,13 @@ class Rollouts:
         return num_steps, example
 
     def _load(self, source: str | Callable[[], Any], split: str, max_prompt_len: int) -> list[Prompt]:
-        prompts = load_prompts(source, split, self.processor, max_prompt_len, self.config)
-        check_rewards(prompts, self.config)
+        try:
+            prompts = load_prompts(source, split, self.processor, max_prompt_len, self.config)
+            check_rewards(prompts, self.config)
+        except UserError as error:
+            if source is self.config.dataset_id:
+                raise
+            raise UserError(f"eval_dataset_id: {error}") from error
         return prompts
 
     def _example(self) -> Prompt | None:
@@ -1015,8 +1030,7 @@ class Rollouts:
             if reason:
                 raise ServerError(f"{url} {reason}")
         if is_main():
-            self.client.idle_seconds()  # the metrics' clocks start here
-            self.reported_s = time.monotonic()
+            self._start_clocks()
             self.stream.open(version)  # nothing is sampled before
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -1043,13 +1057,20 @@ class Rollouts:
             self.scorer.score(group)
             return group
 
-        groups = in_threads(answer, self.held_out, self.num_threads, self._meanwhile)
+        with timed("time/eval_s", values):
+            groups = in_threads(answer, self.held_out, self.num_threads, self._meanwhile)
         rewards = torch.tensor([group.reward for group in groups])
         values["eval/reward"] = rewards.nanmean().item()
         values |= {f"eval/{name}": value for name, value in reward_means(groups, self.config).items()}
-        if set(rewards[~rewards.isnan()].tolist()) <= {0.0, 1.0}:
+        if {0.0, 1.0} >= set(rewards[~rewards.isnan()].tolist()) > set():
             values["eval/accuracy"] = values["eval/reward"]
+        self._start_clocks()
         yield from ()
+
+    def _start_clocks(self) -> None:
+        """Of the metrics' rates, which leave out the time before."""
+        self.client.idle_seconds()
+        self.reported_s = time.monotonic()
 
     def close(self) -> None:
         """Leave the servers."""

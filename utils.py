@@ -612,6 +612,8 @@ class RunLog:
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
         paths = {name: folder / f"{name}.jsonl" for name in ("metrics", "completions", "dropped")}
+        if paths["metrics"].exists() and not resumed:
+            print(f"{folder} has an earlier run: its logs get the ending .old", flush=True)
         for path in filter(Path.exists, paths.values()):
             if resumed:
                 _cut_lines(path, resumed["step"])

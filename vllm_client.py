@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import resource
 import threading
 import time
 import uuid
@@ -36,6 +37,7 @@ from config import TrainConfig, UserError, is_data_file
 from recipes.workers import CallError, CallPool
 from utils import TransferGroup, address_towards, api_token, buckets, in_threads
 
+NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 PROBE_S = 1.0  # between questions to a lost server
 RETRY_S = 30.0  # before one that answered, and could not be used, is tried again
@@ -309,6 +311,7 @@ class Server:
         if not hasattr(self._local, "session"):
             self._local.session = requests.Session()
             self._local.session.trust_env = False  # no proxy between trainer and server
+            self._local.session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
             if token := api_token():
                 self._local.session.headers["Authorization"] = f"Bearer {token}"
         return self._local.session
@@ -434,6 +437,8 @@ class VLLMClient:
             raise UserError("VLLM_API_KEY has other characters than ASCII: no header can carry it")
         limits = (config.request_timeout, config.request_retries)
         self.servers = [Server(url, *limits, tokenizer_of(processor), forbidden) for url in config.vllm_urls]
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection for each thread and server
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard if 0 < hard < 65536 else 65536), hard))
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
         self._slots = threading.Condition()
         self._is_held = False
@@ -715,7 +720,9 @@ def _completion(choice: dict[str, Any]) -> Completion:
     logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
     if not all(type(token) is int and token >= 0 for token in token_ids):
         raise ValueError("token_ids that are none")
-    if len(logprobs) != len(token_ids) or not all(isinstance(p, Real) and math.isfinite(p) for p in logprobs):
+    if len(logprobs) != len(token_ids) or not all(
+        isinstance(p, int | float) and NO_LOGPROB < p < math.inf for p in logprobs
+    ):
         raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} log-probs, or ones that are not finite")
     if not token_ids or choice["finish_reason"] not in ("stop", "length"):
         raise ServerLost(f"a server ended a completion by {choice['finish_reason']!r} after {len(token_ids)} tokens")
@@ -735,13 +742,24 @@ def load_processor(config: TrainConfig) -> Any:
     """The processor of `model_id`, which takes text and images; its tokenizer where it has no other.
 
     Raises:
-        UserError: no such model, or `processor_kwargs` that it does not take.
+        UserError: no such model, an adapter alone, or `processor_kwargs` that it does not take.
     """
     from transformers import AutoProcessor
 
     given = config.processor_kwargs or {}
+    folder = Path(config.model_id)
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise UserError(
+            f"model_id={folder} is a LoRA adapter: give it merged (merge_and_unload, save_pretrained), or go on from "
+            "it with resume_from_checkpoint"
+        )
     try:
-        processor = AutoProcessor.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code, **given)
+        processor = AutoProcessor.from_pretrained(
+            config.model_id,
+            trust_remote_code=config.trust_remote_code,
+            mistral_format=False,  # its tokenizer, which transformers prefers where vLLM is, has no chat template
+            **given,
+        )
         of_images = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
         known = {*inspect.signature(type(processor)).parameters, *(get_type_hints(of_images) if of_images else ())}
         if unknown := sorted(set(given) - known):
@@ -803,7 +821,12 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
         rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _datasets_rows(source, split, config)
     if config.collate_fn:
         assert callable(config.collate_fn)
-        rows = config.collate_fn(rows)
+        try:
+            rows = config.collate_fn(rows)
+        except Exception as error:
+            raise UserError(
+                f"collate_fn raised {type(error).__name__}: {error}; it gets the list of all rows, and returns one"
+            ) from error
     if not rows:
         raise UserError(
             f"dataset {source if isinstance(source, str) else getattr(source, '__name__', source)} has no rows"

@@ -312,6 +312,9 @@ def main(argv: list[str]) -> None:
         )
     if current_platform.is_cpu() and args.enable_chunked_prefill is None:
         args.enable_chunked_prefill = False  # a seeded request that is prefilled in parts ends vLLM's CPU engine
+    args.model = args.model_tag or args.model  # the word without an option, as `vllm serve` takes it
+    if Path(args.model).is_dir():
+        args.model = str(Path(args.model).resolve())  # for trainers in other directories, which compare it
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))
 

@@ -64,7 +64,7 @@ def _equal(given: str, wanted: str) -> bool:
 def _is_text(given: str, wanted: str) -> bool:
     """Words and numbers of another base, which only look like mathematics, and powers that no alarm would interrupt."""
     text = _plain(wanted)
-    return (text.isalpha() and len(text) > 2) or NO_NUMBER.search(given + wanted) is not None
+    return (text.isalpha() and len(text) > 2) or NO_NUMBER.search(f"{given} {wanted}") is not None
 
 
 def _verified(text: str, truth: str) -> bool:

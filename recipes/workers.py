@@ -136,15 +136,17 @@ class _Worker:
         self.process.wait()
 
 
-def _outcome(function: Callable[..., Any], arguments: dict[str, Any]) -> tuple[bool, Any]:
-    """(True, what the function returns) or (False, why it does not)."""
+def _outcome(
+    function: Callable[..., Any], arguments: dict[str, Any], run: Callable[..., Any] = asyncio.run
+) -> tuple[bool, Any]:
+    """(True, what the function returns, a coroutine's value by `run`) or (False, why it does not)."""
 
     async def awaited(value: Any) -> Any:
         return await value
 
     try:
         value = function(**arguments)
-        return True, asyncio.run(awaited(value)) if inspect.isawaitable(value) else value
+        return True, run(awaited(value)) if inspect.isawaitable(value) else value
     except BaseException as error:  # whatever user code raises, SystemExit too
         place = traceback.extract_tb(error.__traceback__)[-1]
         return False, f"raised {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
@@ -196,6 +198,7 @@ class _Importing(pickle.Unpickler):
 
 def _serve(connection: Connection) -> None:
     """One call after the other, until the other side is gone."""
+    loop = asyncio.Runner()  # one for all calls: a client that a module keeps belongs to the loop that first ran it
     sys.path[:] = pickle.loads(connection.recv_bytes())
     while True:
         message = connection.recv_bytes()
@@ -206,7 +209,7 @@ def _serve(connection: Connection) -> None:
             connection.send_bytes(b"")
         else:
             connection.send_bytes(b"")
-            outcome = _outcome(function, arguments)
+            outcome = _outcome(function, arguments, loop.run)
         try:
             answer = pickle.dumps(outcome)
         except Exception as error:

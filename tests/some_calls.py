@@ -10,6 +10,15 @@ def add(a, b):
     return a + b, os.getpid()
 
 
+first_loop: list[asyncio.AbstractEventLoop] = []
+
+
+async def in_one_loop():
+    """As a client that a module shares: it belongs to the loop that first ran it."""
+    first_loop.append(asyncio.get_running_loop())
+    return first_loop[0] is first_loop[-1]
+
+
 async def later(a):
     await asyncio.sleep(0.01)
     return a

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ROOT
-from some_calls import add, dies, fails, hangs, later, leaves, sandbox, unsendable
+from some_calls import add, dies, fails, hangs, in_one_loop, later, leaves, sandbox, unsendable
 
 from recipes import workers
 from recipes.workers import CallError, CallPool
@@ -34,6 +34,12 @@ def test_calls_run_in_another_process_and_workers_are_kept(pool):
 
 def test_coroutines_are_awaited(pool):
     assert pool.call(later, {"a": 4}, 5) == 4
+
+
+def test_coroutines_of_a_worker_share_a_loop():
+    pool = CallPool(1)
+    assert [pool.call(in_one_loop, {}, 5) for _ in range(3)] == [True] * 3
+    pool.close()
 
 
 def test_closures_run_in_a_thread(pool):

@@ -12,7 +12,7 @@ from datasets import Dataset
 from helpers import CHAT_TEMPLATE, make_tokenizer
 from some_rewards import hangs, infinite, only_first, raises, right, scalar, short, words
 
-from config import TrainConfig, to_json
+from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
 from utils import epochs
 from vllm_client import (
@@ -23,6 +23,7 @@ from vllm_client import (
     batch_metrics,
     check_rewards,
     check_rollout,
+    load_processor,
     load_prompts,
     sampling_params,
 )
@@ -190,6 +191,17 @@ def test_a_later_row_that_does_not_fit_the_rewards():
     prompts = prompts_of(lambda: [*ROWS, {"prompt": "2+2="}])
     with pytest.raises(ValueError, match="reward right on dataset row 2: missing a required argument: 'answer'"):
         check_rewards(prompts, make_config(reward_funcs=[right]))
+
+
+def test_a_collate_fn_for_single_rows_is_told():
+    with pytest.raises(UserError, match="collate_fn raised TypeError: .*; it gets the list of all rows"):
+        prompts_of(rows, collate_fn=lambda row: {"prompt": row["question"]})
+
+
+def test_an_adapter_is_no_model(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="is a LoRA adapter: give it merged"):
+        load_processor(make_config(model_id=str(tmp_path)))
 
 
 def test_a_subset_is_of_its_own_dataset(monkeypatch):

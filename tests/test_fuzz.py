@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import TrainConfig, UserError, parse_args
-from vllm_client import Completion, ServerError, _all_choices, _first_to_finish, load_prompts
+from vllm_client import Completion, ServerError, _all_choices, _completion, _first_to_finish, load_prompts
 
 settings.register_profile("short", max_examples=150, deadline=None, derandomize=True)
 settings.load_profile("short")
@@ -90,3 +90,13 @@ def test_replies(parse, path, value, cut):
     assert isinstance(completion, Completion)
     assert len(completion.token_ids) == len(completion.sampler_logprobs)
     assert [n for _, a, b in completion.weight_versions for n in range(a, b)] == list(range(len(completion.token_ids)))
+
+
+@pytest.mark.parametrize("logprob", [-9999.0, float("nan"), float("-inf"), None])
+def test_a_token_without_a_logprob_is_refused(logprob):
+    """vLLM's API says -9999 where its model computed NaN."""
+    spans = [{"version": "0", "start": 0, "end": 1}]
+    choice = {"token_ids": [5], "logprobs": {"content": [{"logprob": -1.0}]}, "finish_reason": "stop"}
+    assert _completion({**choice, "weight_versions": spans}).sampler_logprobs == [-1.0]
+    with pytest.raises(ValueError, match="not finite"):
+        _completion({**choice, "weight_versions": spans, "logprobs": {"content": [{"logprob": logprob}]}})

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import on_ranks
+from safetensors.torch import load_file
 from test_prefix_models import SIZES
 from test_prefix_models import make_model as make_family
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Phi3Config
@@ -37,7 +38,7 @@ from train import (
     share_prefixes,
     train_batch,
 )
-from utils import full_tensor, process_group, unwrap
+from utils import full_tensor, process_group, published_weights, unwrap
 from vllm_client import Completion, Group, Prompt
 
 ADVANTAGES = torch.tensor([[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8], [1.2, 0.0, -1.2], [0.7, -0.1, -0.6]])
@@ -475,6 +476,15 @@ def test_routers_without_noise(tmp_path, device):
     ids = torch.arange(5, 25)[None]
     first, second = policy(input_ids=ids).logits, policy(input_ids=ids).logits
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_adapters_of_experts_are_refused(tmp_path, device):
+    """peft adapts tensors of all experts at once where all layers are asked for; attention trains."""
+    MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="experts in one tensor"):
+        build_policy(make_config(str(tmp_path), use_peft=True), device)
+    policy = build_policy(make_config(str(tmp_path), use_peft=True, lora_target_modules=["q_proj", "o_proj"]), device)
+    assert {name for name, _ in published_weights(policy)} == load_file(tmp_path / "model.safetensors").keys()
 
 
 def test_several_updates_on_one_batch(models, device):

@@ -212,6 +212,8 @@ def test_sympy_equal(given, wanted, value):
         ("The answer is 5", "5", 1),
         ("The answer is 5", 5, 1),
         ("The answer is 6", "5", 0),
+        (r"\boxed{10^5}", "100000", 1),
+        (r"\boxed{2^{16}}", 65536, 1),
         ("", "5", 0),
     ],
 )
