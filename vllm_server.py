@@ -153,8 +153,8 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
     def finish_weight_update(self) -> None:
         """Close the reload and refresh what it leaves behind.
 
-        vLLM's CPU head keeps a prepacked copy of a tied embedding that the reload does not touch: without the
-        second step a tied model goes on answering with the old head, silently.
+        vLLM keeps copies prepacked for the CPU that the reload does not touch, of a tied embedding and of experts:
+        without the second step a model goes on answering with the old ones, silently.
         """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -164,6 +164,9 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         for module in self.model.modules():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
+            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+            if kernel and self.device.type == "cpu":
+                kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Leave the transfer group."""

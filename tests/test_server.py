@@ -18,10 +18,10 @@ import pytest
 import requests
 import torch
 import torch.distributed as dist
-from helpers import ENV, ROOT, on_ranks, server
+from helpers import ENV, ROOT, VOCAB, make_tokenizer, on_ranks, server
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import train
 import utils
@@ -531,26 +531,40 @@ def test_buckets_and_pieces(monkeypatch):
     worker.close()
 
 
+def make_moe(path):
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=len(VOCAB), hidden_size=128, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
+        num_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4 if weight.ndim > 1 else 1)
+    model.save_pretrained(path)
+    make_tokenizer().save_pretrained(path)
+    return model
+
+
+def test_experts_reach_the_server(tmp_path):
+    """vLLM prepacks them for the CPU, which its reload leaves as they were."""
+    make_moe(tmp_path)
+    with server(str(tmp_path), tmp_path / "log") as started, process_group(120) as device:
+        config = make_config(str(tmp_path), started.wait())
+        rollouts = Rollouts(config, device)
+        policy = make_policy(config, device)
+        rollouts.publish_first(policy)
+        disturb(policy, 1)
+        rollouts.publish(policy, 1)
+        apart, versions = mismatch(policy, rollouts, config, device)
+        rollouts.close()
+    assert apart <= 2e-5
+    assert versions == [1]
+
+
 def test_moe_experts_are_published_under_checkpoint_names(tmp_path):
     """transformers fuses experts in memory; the server knows the names that save_pretrained writes."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    torch.manual_seed(0)
-    model = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=50,
-            hidden_size=32,
-            intermediate_size=32,
-            moe_intermediate_size=16,
-            num_hidden_layers=2,
-            num_experts=4,
-            num_experts_per_tok=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            tie_word_embeddings=False,
-        )
-    )
-    model.save_pretrained(tmp_path)
+    model = make_moe(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     published = dict(published_weights(model))
     assert set(published) == set(saved)
