@@ -535,7 +535,7 @@ def make_moe(path):
     torch.manual_seed(0)
     config = Qwen3MoeConfig(
         vocab_size=len(VOCAB), hidden_size=128, intermediate_size=128, moe_intermediate_size=32, num_hidden_layers=2,
-        num_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+        num_experts=4, num_experts_per_tok=2, num_attention_heads=4, num_key_value_heads=2,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     with torch.no_grad():
