@@ -474,6 +474,7 @@ class Checkpoints:
             if not is_main():
                 return
             model.save_pretrained(part, state_dict=weights)
+            (part / "README.md").unlink(missing_ok=True)  # peft's, without content; the hub refuses a local base_model
             self.processor.save_pretrained(part)
             (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
             _save_state(state, part)

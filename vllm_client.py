@@ -38,6 +38,7 @@ from recipes.workers import CallError, CallPool
 from utils import TransferGroup, address_towards, api_token, buckets, in_threads
 
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
+MAX_SHOWN = 2000  # characters of a column in completions.jsonl
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 PROBE_S = 1.0  # between questions to a lost server
 RETRY_S = 30.0  # before one that answered, and could not be used, is tried again
@@ -898,7 +899,10 @@ def prompt_text(processor: Any, prompt: Any, num_images: int, config: TrainConfi
     from jinja2 import TemplateError
 
     try:
-        text = owner.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        is_begun = messages[-1]["role"] == "assistant"  # the completion goes on from there
+        text = owner.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
+        )
     except (TemplateError, ValueError, TypeError, LookupError) as error:
         raise ValueError(f"has messages that the model's chat template does not take: {error}") from error
     bos = tokenizer_of(processor).bos_token  # which LLaVA's template leaves to the tokenizer, as transformers has it
@@ -1531,6 +1535,12 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     return means
 
 
+def _shortened(value: Any) -> Any:
+    """A column's value to look at: the data set has the whole of a long one, which every completion would repeat."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " …"
+
+
 def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
     """One JSON object per completion, for `completions.jsonl`."""
     names = [function.__name__ for function in config.reward_funcs if callable(function)]
@@ -1539,7 +1549,7 @@ def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, An
             "group": group.id,
             "row": group.prompt.index,
             "prompt": group.prompt.content,
-            "columns": group.prompt.columns,
+            "columns": columns,
             "completion": text,
             "reward": None if math.isnan(reward) else reward,
             "rewards": dict(zip(names, parts, strict=True)),
@@ -1548,6 +1558,7 @@ def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, An
             "weight_versions": completion.weight_versions,
         }
         for group in groups
+        for columns in [{name: _shortened(value) for name, value in group.prompt.columns.items()}]
         for completion, text, parts, reward, advantage in zip(
             group.completions, group.texts, group.rewards, group.reward, group.advantages, strict=True
         )

@@ -21,6 +21,7 @@ from vllm_client import (
     Prompt,
     Scorer,
     batch_metrics,
+    batch_samples,
     check_rewards,
     check_rollout,
     load_processor,
@@ -202,6 +203,24 @@ def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(UserError, match="is a LoRA adapter: give it merged"):
         load_processor(make_config(model_id=str(tmp_path)))
+
+
+def test_a_begun_answer_is_continued():
+    """As the template writes it, without an end of the turn and without another one."""
+    tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
+    messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is "}]
+    (prompt,) = prompts_of(lambda: [{"prompt": messages}], tokenizer)
+    assert tokenizer.decode(prompt.token_ids) == "<bos>[user]1+1=[assistant]It is "
+
+
+def test_long_columns_are_shortened_in_samples():
+    (group, _) = make_groups()
+    group.prompt.columns["tests"] = ["assert"] * 1000
+    group.texts, group.rewards, group.reward, group.advantages = ["a", "b"], [[1.0], [0.0]], [1.0, 0.0], [1.0, -1.0]
+    samples = batch_samples([group], make_config(reward_funcs=[right]))
+    assert [sample["columns"]["answer"] for sample in samples] == ["2", "2"]
+    assert all(sample["columns"]["tests"].startswith('["assert", ') for sample in samples)
+    assert len(json.dumps(samples)) < 6000
 
 
 def test_a_subset_is_of_its_own_dataset(monkeypatch):
