@@ -762,8 +762,8 @@ def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
 
 DISAGREES = (
     "and the trainer differ by {:.3g} nats a token after the weight sync: it does not compute this model as the "
-    "trainer does; compare its --dtype (and, for images, its --mm-processor-kwargs with processor_kwargs), or raise "
-    "max_logprob_mismatch"
+    "trainer does, or takes no new weights for a part of it (vLLM: gpt-oss's experts); compare its --dtype (and, for "
+    "images, its --mm-processor-kwargs with processor_kwargs), or raise max_logprob_mismatch"
 )
 
 
