@@ -53,7 +53,8 @@ def test_the_live_line(tmp_path):
     assert process.wait(60) == 0
     assert re.search(rf"\r *step 1/4 · reward 0\.5 · eval 0\.25 · {LINE}", shown.decode()), shown
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV)
-    lines = done.stdout.splitlines()
+    told, *lines = done.stdout.splitlines()
+    assert told.endswith("has an earlier run: its logs get the ending .old")
     assert lines[0] == "step 0/4 · eval/reward 0.25"
     assert re.fullmatch(r"step 1/4 · reward 0\.5 · loss -0\.125 · " + LINE, lines[1])
     of_both = [(tmp_path / name).read_text() for name in ("metrics.jsonl", "metrics.jsonl.old")]
