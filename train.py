@@ -260,13 +260,12 @@ def check_positions(model_config: Any, max_model_len: int) -> None:
     Raises:
         UserError: the servers' `max_model_len` does.
     """
-    for part in (model_config, model_config.get_text_config(decoder=True)):
-        rope = getattr(part, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope" and max_model_len > (short := rope["original_max_position_embeddings"]):
-            raise UserError(
-                f"this model's position embeddings (longrope) change beyond {short} tokens, and those of servers with "
-                f"longer texts change for all: start the servers with --max-model-len {short}"
-            )
+    rope = getattr(model_config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max_model_len > (short := rope["original_max_position_embeddings"]):
+        raise UserError(
+            f"this model's position embeddings (longrope) change beyond {short} tokens, and those of servers with "
+            f"longer texts change for all: start the servers with --max-model-len {short}"
+        )
 
 
 def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
@@ -746,7 +745,7 @@ def trained_tokens(groups: list[Group], config: TrainConfig) -> list[list[bool]]
     """Which tokens of each completion train: those sampled; none without a reward, or where truncation masks it."""
     is_masked = config.mask_truncated_completions
     return [
-        [is_sampled and has_reward and not (is_masked and c.truncated) for is_sampled in c.sampled]
+        c.sampled if has_reward and not (is_masked and c.truncated) else [False] * len(c.token_ids)
         for group in groups
         for c, has_reward in zip(group.completions, group.have_reward, strict=True)
     ]

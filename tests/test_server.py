@@ -147,21 +147,25 @@ def test_sync_from_every_kind_of_policy(models, servers, tmp_path, embeddings, n
             assert all(torch.equal(saved[name], tensor) for name, tensor in published.items()), kind
 
 
+def assert_agreement(config):
+    """After the first sync and another one the server computes what this process does, to rounding."""
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        policy = make_policy(config, device)
+        rollouts.publish_first(policy)
+        disturb(policy, 5)
+        rollouts.publish(policy, 1)
+        apart, versions = mismatch(policy, rollouts, config, device)
+        rollouts.close()
+    assert apart <= 2e-5
+    assert versions == [1]
+
+
 def test_tensor_parallel_server(models, tmp_path):
     """Two workers, each with its shard of every tensor."""
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if len(os.sched_getaffinity(0)) > 1 else {}
     with server(models["untied"], tmp_path / "log", "--tensor-parallel-size", "2", env=env) as started:
-        config = make_config(models["untied"], started.wait())
-        with process_group(120) as device:
-            rollouts = Rollouts(config, device)
-            policy = make_policy(config, device)
-            rollouts.publish_first(policy)
-            disturb(policy, 5)
-            rollouts.publish(policy, 1)
-            apart, versions = mismatch(policy, rollouts, config, device)
-            rollouts.close()
-        assert apart <= 2e-5
-        assert versions == [1]
+        assert_agreement(make_config(models["untied"], started.wait()))
 
 
 def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypatch):
@@ -549,17 +553,8 @@ def make_moe(path):
 def test_experts_reach_the_server(tmp_path):
     """vLLM prepacks them for the CPU, which its reload leaves as they were."""
     make_moe(tmp_path)
-    with server(str(tmp_path), tmp_path / "log") as started, process_group(120) as device:
-        config = make_config(str(tmp_path), started.wait())
-        rollouts = Rollouts(config, device)
-        policy = make_policy(config, device)
-        rollouts.publish_first(policy)
-        disturb(policy, 1)
-        rollouts.publish(policy, 1)
-        apart, versions = mismatch(policy, rollouts, config, device)
-        rollouts.close()
-    assert apart <= 2e-5
-    assert versions == [1]
+    with server(str(tmp_path), tmp_path / "log") as started:
+        assert_agreement(make_config(str(tmp_path), started.wait()))
 
 
 def test_moe_experts_are_published_under_checkpoint_names(tmp_path):
