@@ -31,8 +31,8 @@ from local_server import LocalServer, local_server
 
 from benchmarks.common import report
 from config import TrainConfig, parse_args
-from utils import find_checkpoint
-from vllm_client import load_prompts
+from rollouts.data import load_prompts
+from training.checkpoints import find_checkpoint
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

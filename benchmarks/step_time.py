@@ -30,8 +30,9 @@ import utils
 from benchmarks.common import median, report
 from config import TrainConfig
 from recipes.rewards import exact_match
-from train import Rollouts, build_optimizer, build_policy, share_prefixes, train_batch
-from utils import process_group, published_weights, timed
+from train import Rollouts, train_batch
+from training.model import build_optimizer, build_policy, published_weights, share_prefixes
+from utils import process_group, timed
 
 
 def build_random(path: Path, hidden: int, layers: int) -> None:

@@ -22,9 +22,12 @@ from PIL import Image
 
 from benchmarks.common import median, memory_mb, report
 from config import TrainConfig
-from train import build_optimizer, deal, parallelize, run_tower_always, share_prefixes, train_batch
+from rollouts.data import Prompt, with_images
+from rollouts.stream import Group
+from train import deal, train_batch
+from training.model import build_optimizer, parallelize, run_tower_always, share_prefixes
 from utils import process_group
-from vllm_client import Completion, Group, Prompt, with_images
+from vllm_client import Completion
 
 EDGE = 256  # pixels: 32 x 32 patches of 8, merged by four into 256 tokens
 REPEATS = 5

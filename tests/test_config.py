@@ -147,7 +147,8 @@ def test_every_field_is_documented_and_read():
             fields.append(node.target.id)
             assert isinstance(following, ast.Expr), f"{fields[-1]} has no docstring"
     assert fields == list(TrainConfig.__dataclass_fields__)
-    code = "".join((ROOT / name).read_text() for name in ("train.py", "vllm_client.py", "utils.py", "config.py"))
+    patterns = ("*.py", "rollouts/*.py", "training/*.py")
+    code = "".join(path.read_text() for pattern in patterns for path in ROOT.glob(pattern))
     for name in fields:
         assert re.search(rf'config\.{name}\b|config\["{name}"\]|self\.{name}\b|\("top_k", "top_p"', code), name
         uses = len(re.findall(rf"\b{name}\b", code.replace(source, "")))

@@ -14,20 +14,11 @@ from some_rewards import hangs, infinite, only_first, raises, right, scalar, sho
 
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
-from utils import epochs
-from vllm_client import (
-    Completion,
-    Group,
-    Prompt,
-    Scorer,
-    batch_metrics,
-    batch_samples,
-    check_rewards,
-    check_rollout,
-    load_processor,
-    load_prompts,
-    sampling_params,
-)
+from rollouts.data import Prompt, load_processor, load_prompts
+from rollouts.scoring import Scorer, check_rewards
+from rollouts.stream import Group, check_rollout, epochs, sampling_params
+from training.logs import batch_metrics, batch_samples
+from vllm_client import Completion
 
 ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "12+30=", "answer": "42", "level": 2}]
 

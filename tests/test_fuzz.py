@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import TrainConfig, UserError, parse_args
-from vllm_client import Completion, ServerError, _all_choices, _completion, _first_to_finish, load_prompts
+from rollouts.data import load_prompts
+from vllm_client import Completion, ServerError, _all_choices, _completion, _first_to_finish
 
 settings.register_profile("short", max_examples=150, deadline=None, derandomize=True)
 settings.load_profile("short")

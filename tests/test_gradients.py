@@ -21,25 +21,25 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import prefix_attention
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
-from train import (
-    MicroBatch,
-    Step,
+from rollouts.data import Prompt
+from rollouts.stream import Group
+from train import MicroBatch, Step, deal, optimizer_step, row_layout, train_batch
+from training.model import (
     add_lora,
     build_optimizer,
     build_policy,
     build_reference,
     check_positions,
-    deal,
     forward,
+    full_tensor,
     load_model,
-    optimizer_step,
     parallelize,
-    row_layout,
+    published_weights,
     share_prefixes,
-    train_batch,
+    unwrap,
 )
-from utils import full_tensor, process_group, published_weights, unwrap
-from vllm_client import Completion, Group, Prompt
+from utils import process_group
+from vllm_client import Completion
 
 ADVANTAGES = torch.tensor([[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8], [1.2, 0.0, -1.2], [0.7, -0.1, -0.6]])
 LENGTHS = [[4, 9, 1], [3, 3, 7], [12, 2, 5], [1, 6, 8]]
@@ -268,12 +268,12 @@ def test_first_ratio_is_one(models, device):
         assert reference is not None
         for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]):
             assert micro.row.segments is not None
-            trained = forward(policy, micro, config)
+            trained = forward(policy, micro.row, micro.images, config)
             with torch.no_grad():
-                old = forward(policy, micro, config)
+                old = forward(policy, micro.row, micro.images, config)
             assert trained.requires_grad
             assert torch.equal(trained, old)
-            assert torch.equal(trained, reference(micro))
+            assert torch.equal(trained, reference(micro.row, micro.images))
 
 
 def test_sharing_falls_back(models, device, capsys, monkeypatch):

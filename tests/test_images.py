@@ -29,36 +29,22 @@ from config import TrainConfig, UserError
 from recipes import geometry3k
 from recipes.rewards import math_answer
 from recipes.tiny_vlm import squares
-from train import (
-    MicroBatch,
-    Rollouts,
+from rollouts.data import Prompt, joined_images, load_processor, load_prompts, open_image, with_images
+from rollouts.stream import Group, check_rollout, sample_group, sampling_params
+from train import MicroBatch, Rollouts, deal, micro_batches, train_batch
+from training.model import (
     build_policy,
     build_reference,
-    deal,
     forward,
     frozen_modules,
+    full_tensor,
     image_features,
-    joined_images,
     load_model,
-    micro_batches,
     share_prefixes,
-    train_batch,
+    unwrap,
 )
-from utils import broadcast_object, full_tensor, is_main, process_group, unwrap
-from vllm_client import (
-    Completion,
-    Group,
-    Images,
-    Prompt,
-    ServerError,
-    check_rollout,
-    load_processor,
-    load_prompts,
-    open_image,
-    sample_group,
-    sampling_params,
-    with_images,
-)
+from utils import broadcast_object, is_main, process_group
+from vllm_client import Completion, Images, ServerError
 
 SIZES = [(32, 64), (64, 32), (48, 48)]  # pixels
 IMAGE_TOKENS = 16  # of a 64 x 64 image: 8 x 8 patches, merged by four
@@ -475,7 +461,7 @@ def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
         reference = build_reference(policy, config, device, groups[0].prompt)
         (micro,) = micro_batches(groups, 10_000, config)
         assert reference
-        assert torch.equal(reference(micro), forward(policy, micro, config))
+        assert torch.equal(reference(micro.row, micro.images), forward(policy, micro.row, micro.images, config))
         monkeypatch.setattr(prefix_attention, "_rope_positions", lambda base, row, inputs: row.position_ids)
         assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
     assert "share_prefix is off" in capsys.readouterr().out
@@ -490,7 +476,7 @@ def test_the_tower_runs_once_per_prompt(vlm):
         config = share_prefixes(policy, config)
         policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
         for micro in micro_batches(groups, 10_000, config):
-            forward(policy, micro, config)
+            forward(policy, micro.row, micro.images, config)
     assert seen == [4 * 64]  # patches of the four images of three prompts, not of their six completions
 
 
@@ -541,14 +527,16 @@ def worst_mismatch(rollouts, policy, config, device):
     groups: list[Group] = []
     for prompt in rollouts.prompts if is_main() else ():
         group = Group(prompt, advantages=[0.0] * config.num_generations)
-        sample_group(group, rollouts.client, sampling_params(config), config)
+        sample_group(group, rollouts.client, rollouts.processor, sampling_params(config), config)
         groups.append(group)
     groups = broadcast_object(groups)
     worst = 0.0
     for share_prefix in (True, False):
         for micro in micro_batches(groups, 10_000, dataclasses.replace(config, share_prefix=share_prefix)):
             with torch.no_grad():
-                logprobs = forward(policy, micro.to(device), config)
+                logprobs = forward(
+                    policy, micro.row.to(device), {n: v.to(device) for n, v in micro.images.items()}, config
+                )
             worst = max(worst, (logprobs - micro.sampler_logprobs).abs().max().item())
     return worst, groups
 
@@ -593,7 +581,7 @@ def test_server_and_trainer_agree(vlm, url):
         assert worst <= 1e-4  # the same images again: neither K/V nor features of the old tower serve them
         (micro,) = micro_batches(groups[:1], 10_000, dataclasses.replace(config, share_prefix=False))
         with torch.no_grad():
-            assert (forward(old, micro, config) - micro.sampler_logprobs).abs().max() > 1e-2
+            assert (forward(old, micro.row, micro.images, config) - micro.sampler_logprobs).abs().max() > 1e-2
         rollouts.close()
 
 
@@ -682,7 +670,9 @@ def test_what_the_server_refuses_names_the_row(vlm, url):
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
-            sample_group(Group(rollouts.prompts[0]), rollouts.client, sampling_params(config), config)
+            sample_group(
+                Group(rollouts.prompts[0]), rollouts.client, rollouts.processor, sampling_params(config), config
+            )
         rollouts.close()
 
 
@@ -700,7 +690,7 @@ def test_a_second_turn_after_an_image(vlm, url):
         (reply,) = rollouts.client.generate(so_far, {"n": 1, "max_tokens": 4}, images=prompt.images)
         group = Group(prompt, [turn.then(words, reply)], advantages=[0.0])
         (micro,) = micro_batches([group], 10_000, config)
-        gap = (forward(policy, micro, config) - micro.sampler_logprobs).abs().where(micro.mask > 0, 0)
+        gap = (forward(policy, micro.row, micro.images, config) - micro.sampler_logprobs).abs().where(micro.mask > 0, 0)
         assert gap.max() <= 1e-4
         image = policy.config.image_token_id
         with pytest.raises(ValueError, match="placeholders of images"):

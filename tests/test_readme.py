@@ -53,7 +53,10 @@ def inline(text=README):
 def place(tmp_path_factory):
     """A folder with the repository's files, the README's recipe, and data for it; and a model to stand in."""
     folder = tmp_path_factory.mktemp("clone")
-    for path in [*ROOT.glob("*.py"), *(ROOT / name for name in ("recipes", "scripts", "benchmarks"))]:
+    for path in [
+        *ROOT.glob("*.py"),
+        *(ROOT / name for name in ("recipes", "scripts", "benchmarks", "rollouts", "training")),
+    ]:
         (folder / path.name).symlink_to(path)
     (folder / ".venv").symlink_to(sys.prefix)
     (folder / "my_recipe.py").write_text(blocks("python")[0])

@@ -19,11 +19,13 @@ from test_prefix_models import make_model as make_family
 from transformers import PreTrainedModel
 
 import train
+import training.model
 import vllm_client
 from config import parse_args
 from prefix_attention import _bare_logits
 from train import main
-from utils import _cut_lines, _detached, _remove, find_checkpoint, read_state, saved_in
+from training.checkpoints import _detached, _remove, find_checkpoint, read_state, saved_in
+from training.logs import _cut_lines
 
 
 @pytest.fixture
@@ -235,7 +237,7 @@ def test_a_model_that_cannot_share_goes_on(start, monkeypatch):
     def refuse(*_, **__):
         raise ValueError("not this one")
 
-    monkeypatch.setattr(train, "attach", refuse)
+    monkeypatch.setattr(training.model, "attach", refuse)
     main(parse_args(start("--max_steps", 1)))
     main(parse_args(start("--max_steps", 2, "--resume_from_checkpoint", "auto")))
 

@@ -27,9 +27,20 @@ import train
 import utils
 from config import TrainConfig
 from prefix_attention import completion_logprobs, pack
-from train import Rollouts, add_lora, check_lora_targets, load_model, parallelize
-from utils import full_weights, host_weights, process_group, published_weights, unwrap
-from vllm_client import Server, ServerError, VLLMClient, sampling_params
+from rollouts.stream import sampling_params
+from train import Rollouts
+from training.model import (
+    add_lora,
+    check_lora_targets,
+    full_weights,
+    host_weights,
+    load_model,
+    parallelize,
+    published_weights,
+    unwrap,
+)
+from utils import process_group
+from vllm_client import Server, ServerError, VLLMClient
 
 PROMPT = [5, 20, 33, 41, 7, 8]
 
@@ -489,7 +500,7 @@ def test_another_model(models, servers, tmp_path):
 
 
 def test_unknown_model_is_refused_before_anything(tmp_path):
-    from vllm_client import load_processor
+    from rollouts.data import load_processor
 
     with pytest.raises(ValueError, match="no such path, and the hub has no such model"):
         load_processor(make_config(str(tmp_path / "nowhere"), "http://x"))

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM
 import vllm_client
 from config import TrainConfig, parse_args
 from prefix_attention import attach, completion_logprobs, pack
+from rollouts.data import Prompt
+from rollouts.stream import Group, RolloutStream, epochs
 from train import compute_advantages, grpo_loss, main
-from utils import epochs
-from vllm_client import Completion, Group, Prompt, RolloutStream, ServerError, VLLMClient
+from vllm_client import Completion, ServerError, VLLMClient
 
 BATCH, STEPS = 4, 8
 

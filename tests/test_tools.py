@@ -19,7 +19,7 @@ import pytest
 import show
 from helpers import ENV, ROOT
 
-from utils import RunLog
+from training.logs import RunLog
 
 LOGGED = """
 import sys

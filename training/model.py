@@ -1,0 +1,479 @@
+"""The model: loaded, frozen, with LoRA, under DDP or FSDP2; its reference; its weights in checkpoint form."""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+from warnings import catch_warnings, simplefilter
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from config import TrainConfig, UserError
+from prefix_attention import PackedBatch, attach, completion_logprobs
+from rollouts.data import Prompt, placeholder_ids
+from utils import gather_objects, is_main
+
+
+def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
+    """transformers' configuration of `model_id`, and the class for such models: with a vision part, or without."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    model_config = AutoConfig.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code)
+    has_vision = getattr(model_config, "vision_config", None) is not None
+    return model_config, AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+
+
+def check_positions(model_config: Any, max_model_len: int) -> None:
+    """Refuse servers that rotate short texts of a longrope model by other factors than transformers does.
+
+    vLLM takes the factors of long texts for all, where its `max_model_len` allows a long one.
+
+    Raises:
+        UserError: the servers' `max_model_len` does.
+    """
+    rope = getattr(model_config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope" and max_model_len > (short := rope["original_max_position_embeddings"]):
+        raise UserError(
+            f"this model's position embeddings (longrope) change beyond {short} tokens, and those of servers with "
+            f"longer texts change for all: start the servers with --max-model-len {short}"
+        )
+
+
+def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
+    """The model named by the config or of a checkpoint, on CPU, in `dtype`, without dropout and noise before routers.
+
+    They would make log-probs differ from the server's and between forwards, and the first KL from 0.
+
+    Raises:
+        UserError: as `check_generation_config`, or an attention that is not the model's.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # ours is the one to watch
+    shape, loads = load_model_config(config)
+    attention = config.attn_implementation
+    if getattr(shape.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        if attention == "sdpa":
+            raise UserError(f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: leave it at none")
+        attention = attention or "eager"  # transformers would take sdpa
+    local = Path(config.model_id)
+    model = loads.from_pretrained(
+        checkpoint or (local.resolve() if local.exists() else config.model_id),  # absolute: an adapter names its model
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=attention,
+        trust_remote_code=config.trust_remote_code,
+    )
+    check_generation_config(model, config)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if isinstance(value, float) and ("dropout" in name or name in ("jitter_noise", "input_jitter_noise")):
+                setattr(module, name, 0.0)
+    return model
+
+
+def check_generation_config(model: Any, config: TrainConfig) -> None:
+    """Mend a `generation_config` with a temperature and no `do_sample`, which loads, but which nothing would save.
+
+    Raises:
+        UserError: it is invalid in another way.
+    """
+    if (generation := getattr(model, "generation_config", None)) is None:
+        return
+    with suppress(ValueError):
+        return generation.validate(strict=True)
+    generation.do_sample = True
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        cause = " ".join(str(error).split())
+        raise UserError(
+            f"{config.model_id}: no checkpoint could be saved with its generation_config: {cause}"
+        ) from None
+
+
+def check_lora_targets(config: TrainConfig) -> None:
+    """Refuse LoRA targets that do not exist, on a skeleton without weights.
+
+    Raises:
+        UserError: a target that matches no linear or embedding layer, with those that exist, or is tied to another one.
+    """
+    from transformers.pytorch_utils import Conv1D
+
+    shape, loads = load_model_config(config)
+    with torch.device("meta"):
+        skeleton = loads.from_config(shape, trust_remote_code=config.trust_remote_code)
+    layers = {n: m for n, m in skeleton.named_modules() if isinstance(m, nn.Linear | nn.Embedding | Conv1D)}
+    ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
+    tied = ends if ends[0].weight is ends[1].weight else ()  # one matrix cannot take the adapter of one of its two uses
+    for target in config.lora_target_modules or []:
+        matched = [module for name, module in layers.items() if f".{name}".endswith(f".{target}")]
+        if not matched:
+            leaves = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise UserError(f"lora_target_modules: {target} matches no module; the model has {leaves}")
+        if any(module is end for module in matched for end in tied):
+            raise UserError(f"lora_target_modules: {target} is tied to the other embedding of this model: leave it out")
+
+
+def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
+    """Names of the modules that do not train.
+
+    The vision tower, if so configured, but not the projector after it, which Qwen's towers call merger and have inside;
+    in a run without images everything but the language model.
+    """
+    tower = model.get_encoder(modality="image")
+    if tower is model:  # it has none
+        return []
+    frozen = {m for name, m in tower.named_modules() if "merger" not in name} if config.freeze_vision_tower else set()
+    if not has_images:
+        ends = {model.get_input_embeddings(), model.get_output_embeddings()}
+        frozen = set(model.modules()) - set(model.get_decoder().modules()) - ends
+    return [name for name, module in model.named_modules() if module in frozen]
+
+
+def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkpoint: Path | None = None) -> Any:
+    """Wrap a model in LoRA adapters, fresh or of a checkpoint, but for its frozen modules.
+
+    Raises:
+        UserError: without the frozen modules nothing is left of the targets, or they are experts in one tensor.
+    """
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from peft.tuners.lora.layer import ParamWrapper
+
+    if checkpoint:
+        return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=config.lora_dropout,
+        target_modules=config.lora_target_modules or "all-linear",
+        exclude_modules=list(frozen) or None,
+        task_type="CAUSAL_LM",
+    )
+    try:
+        model = get_peft_model(model, lora)
+    except ValueError as error:  # nothing is left of the targets without the frozen ones
+        raise UserError(f"lora_target_modules: {error}") from None
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        raise UserError(
+            "lora_target_modules: this model has its experts in one tensor, whose adapters cannot be sent to servers: "
+            "name layers of its attention, such as q_proj,k_proj,v_proj,o_proj"
+        )
+    return model
+
+
+def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
+    """FSDP2 or DDP over all ranks, with gradients *summed* over them: the loss is normalized once, by us (law 3)."""
+    world_size = dist.get_world_size()
+    if config.use_fsdp:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(device.type, (world_size,))
+        compute = torch.bfloat16 if config.fsdp_bf16 else None
+        policy = MixedPrecisionPolicy(
+            param_dtype=compute, reduce_dtype=getattr(torch, config.dtype) if compute else None
+        )
+        layers = [m for m in model.modules() if type(m).__name__ in (base_model(model)._no_split_modules or ())]
+        for module in [*layers, model]:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        model.to(device)
+        for module in [*layers, model]:
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        return model
+    model.to(device)
+    if world_size > 1 and any(p.requires_grad for p in model.parameters()):
+        with catch_warnings():
+            simplefilter("ignore", FutureWarning)  # torch 2.11 knows the argument by its older name alone
+            model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+        model.register_comm_hook(None, _sum_over_ranks)
+    return model
+
+
+def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    work = dist.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda done: done.value()[0])
+
+
+def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """What a vision-language model's decoder gets of images: tensors in the number and shapes of the model's own.
+
+    `inputs` are of its processor, as `Prompt.inputs` or `joined_images`, on the model's device.
+    """
+    output = base_model(model).get_image_features(**inputs)
+    named = (getattr(output, name, None) for name in ("pooler_output", "deepstack_features"))
+    return tree_leaves([part for part in named if part is not None] or dict(output))
+
+
+def freeze_unused(model: nn.Module, example: Prompt) -> None:
+    """Do not train weights of the tower that no feature depends on: LLaVA takes its features before the last layer.
+
+    Ranks would wait for their gradients. The model is whole, and on the CPU.
+    """
+    weights = [p for p in base_model(model).get_encoder(modality="image").parameters() if p.requires_grad]
+    if weights:
+        total = torch.stack([feature.sum() for feature in image_features(model, example.inputs)]).sum()
+        gradients = torch.autograd.grad(total, weights, allow_unused=True)
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.requires_grad_(gradient is not None)
+
+
+def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
+    """Let every forward run the vision tower, with no effect on a row without images.
+
+    Otherwise ranks with and without images in their row would not meet in FSDP2's and DDP's collectives.
+
+    Args:
+        model: a vision-language model, wrapped or not.
+        example: any prompt with images.
+        device: where the model will be.
+    """
+    base = base_model(model)
+    image = {name: value.to(device) for name, value in example.inputs.items()}
+    row_has_images = False
+
+    def look(_: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        nonlocal row_has_images
+        row_has_images = not image.keys().isdisjoint(inputs)
+
+    def add_nothing(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if not row_has_images:
+            nothing = sum(0 * feature.sum() for feature in image_features(base, image))
+            inputs["inputs_embeds"] = inputs["inputs_embeds"] + nothing
+        return args, inputs
+
+    base.register_forward_pre_hook(look, with_kwargs=True)
+    base.get_decoder().register_forward_pre_hook(add_nothing, with_kwargs=True)
+
+
+def build_policy(
+    config: TrainConfig, device: torch.device, example: Prompt | None = None, checkpoint: Path | None = None
+) -> Any:
+    """The model that trains: checkpointing, frozen parts, LoRA and parallelism as configured.
+
+    Args:
+        config: its fields of the model and of parallelism.
+        device: this rank's.
+        example: a prompt of the run with images; None in a run without.
+        checkpoint: to go on from; None starts from `model_id`.
+    """
+    if config.lora_target_modules:
+        check_lora_targets(config)
+    model = load_model(config, None if config.use_peft else checkpoint)
+    if config.gradient_checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    frozen = frozen_modules(model, config, example is not None)
+    for name in frozen:
+        for parameter in model.get_submodule(name).parameters(recurse=False):
+            parameter.requires_grad_(False)
+    if config.use_peft:
+        model = add_lora(model, config, frozen, checkpoint)
+    if example:
+        freeze_unused(model, example)
+        run_tower_always(model, example, device)
+    return parallelize(model.train(), config, device)
+
+
+def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
+    """Swap shared-prefix attention into the policy and prove it there; a model it refuses goes on without. Collective.
+
+    Args:
+        policy: from `build_policy`.
+        config: share_prefix; off, nothing is done.
+        example: a prompt of the run with images; None in a run without.
+
+    Returns:
+        The configuration, with `share_prefix` off where the model was refused.
+    """
+    if not config.share_prefix:
+        return config
+    reason = None
+    try:
+        attach(policy, verify=True, example=(example.token_ids, example.inputs) if example else None)
+    except ValueError as error:
+        reason = str(error)
+    if reason := next(filter(None, gather_objects(reason)), None):
+        if is_main():
+            print(f"share_prefix is off, each prompt is forwarded once per completion: {reason}")
+        return replace(config, share_prefix=False)
+    return config
+
+
+def build_reference(
+    policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None
+) -> Callable[[PackedBatch, dict[str, Tensor]], Tensor] | None:
+    """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0.
+
+    They are [N] float32, nats, without a gradient, as those of `forward`; the micro-batch is on `device`.
+    """
+    if config.beta == 0:
+        return None
+    if config.use_peft:
+
+        def without_adapter(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
+            with torch.no_grad(), unwrap(policy).disable_adapter():
+                return forward(unwrap(policy), row, images, config)
+
+        return without_adapter
+    frozen = load_model(config).requires_grad_(False).eval()
+    if example:
+        run_tower_always(frozen, example, device)
+    frozen = parallelize(frozen, config, device)
+    if config.share_prefix:  # the policy was compared
+        attach(frozen, example=(example.token_ids, example.inputs) if example else None)
+    return lambda row, images: torch.no_grad()(forward)(frozen, row, images, config)
+
+
+def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
+    """AdamW with weight decay on matrices only, and its schedule over `num_updates` optimizer steps."""
+    trainable = [p for p in policy.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
+    num_warmup = round(config.warmup_ratio * num_updates)
+
+    def factor(update: int) -> float:
+        if update < num_warmup:
+            return (update + 1) / num_warmup
+        done = (update - num_warmup) / max(num_updates - num_warmup, 1)
+        shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
+        return shapes[config.lr_scheduler]
+
+    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+
+def forward(
+    model: nn.Module, row: PackedBatch, images: dict[str, Tensor], config: TrainConfig, return_entropy: bool = False
+) -> Any:
+    """`completion_logprobs` of what the server could sample, under autocast where the config asks for it.
+
+    [N] float32, nats, in the order of the row's own tensors; with `return_entropy` a pair: those, and the entropies
+    [N], nats, without a gradient. `images` are those of the row's prompts, from `joined_images`.
+    """
+    forbidden = placeholder_ids(base_model(model).config)
+    with torch.autocast(row.targets.device.type, torch.bfloat16, enabled=config.bf16):
+        return completion_logprobs(model, row, config.temperature, return_entropy, forbidden, **images)
+
+
+@contextmanager
+def fits_in_memory(row: PackedBatch, config: TrainConfig) -> Iterator[None]:
+    """Say what to do where a row does not.
+
+    Raises:
+        UserError: out of memory in this block.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        rows, tokens = row.input_ids.shape
+        raise UserError(
+            f"out of memory on {rows} x {tokens} tokens: lower max_tokens_per_gpu={config.max_tokens_per_gpu}, or set "
+            f"gradient_checkpoint or use_fsdp ({str(error).splitlines()[0]})"
+        ) from error
+
+
+def unwrap(model: nn.Module) -> Any:
+    """The module inside DistributedDataParallel; FSDP2 and plain models are their own."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def base_model(model: nn.Module) -> Any:
+    """The Hugging Face model inside DDP and peft wrappers."""
+    inner = unwrap(model)
+    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor, detached: an all-gather for an FSDP2 shard (collective), the tensor itself otherwise.
+
+    Of the shape and dtype that `tensor` has; an FSDP2 shard has the shape of the whole.
+    """
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if gather else tensor).detach()
+
+
+def sync_gradients(model: nn.Module, enabled: bool) -> None:
+    """Whether the next backward sums gradients over ranks: DDP can wait for the last one, FSDP2 always scatters."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        model.require_backward_grad_sync = enabled
+
+
+def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every weight once, whole, LoRA merged: `(name in the plain Hugging Face model, tensor)`, one at a time.
+
+    Shapes and dtypes are those of the plain model in memory, devices the model's. Merged weights are temporaries,
+    W + s·B·A computed in the wider of the dtypes and rounded to W's; other tensors may be the model's own storage and
+    must not be written to. Tied weights appear under their first name. Collective: every rank iterates to the end, in
+    the same order.
+    """
+    base = base_model(model)
+    weights = base.state_dict(keep_vars=True)
+    seen: set[int] = set()
+    for name, tensor in weights.items():
+        if ".lora_" in name or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        module_name, _, leaf = name.rpartition(".base_layer.")
+        if leaf == "weight":
+            yield f"{module_name}.weight", _merged(base.get_submodule(module_name), full_tensor(tensor))
+        else:
+            yield name.replace(".base_layer.", "."), full_tensor(tensor)
+
+
+@torch.no_grad()
+def _merged(layer: Any, weight: Tensor) -> Tensor:
+    """W + s·B·A of a LoRA linear or embedding layer with one adapter, as a new tensor."""
+    (adapter,) = layer.active_adapters
+    if adapter in layer.lora_A:
+        delta = full_tensor(layer.lora_B[adapter].weight) @ full_tensor(layer.lora_A[adapter].weight)
+        transpose = layer.fan_in_fan_out
+    else:
+        delta = full_tensor(layer.lora_embedding_B[adapter]) @ full_tensor(layer.lora_embedding_A[adapter])
+        transpose = True
+    return (weight + layer.scaling[adapter] * (delta.T if transpose else delta)).to(weight.dtype)
+
+
+def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """`full_weights` under the names and in the shapes that `save_pretrained` would write, decoder layer by layer.
+
+    transformers keeps some weights in another form in memory (fused experts, renamed towers); its own conversion
+    is undone one layer at a time, so no more than a layer is alive. Collective, as `full_weights`.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    base = base_model(model)
+    for _, layer in groupby(full_weights(model), key=lambda item: _layer_of(item[0])):
+        yield from revert_weight_conversion(base, dict(layer)).items()
+
+
+def _layer_of(name: str) -> str:
+    """A weight's name up to its layer's number (`model.layers.3.`), empty outside of layers."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else ""
+
+
+def host_weights(model: nn.Module) -> dict[str, Tensor]:
+    """What `save_pretrained` takes as `state_dict`, copied to host memory: all weights, or LoRA's. Collective.
+
+    Whole tensors in the model's own shapes and dtypes; empty on ranks other than 0.
+    """
+    inner = unwrap(model)
+    adapter = ((n, t) for n, t in inner.state_dict(keep_vars=True).items() if ".lora_" in n)
+    weights = ((n, full_tensor(t)) for n, t in adapter) if hasattr(inner, "peft_config") else full_weights(model)
+    state = {}
+    for name, tensor in weights:  # every rank takes part in the gathers
+        if is_main():
+            state[name] = tensor.to("cpu", copy=True)
+    return state
