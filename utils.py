@@ -1,4 +1,4 @@
-"""Process groups, weights in checkpoint form, checkpoints, metrics, sampling order. No RL, no prompts, no vLLM."""
+"""What trainer and server share: ranks and collectives, weights on the wire, the end of a process. No RL, no vLLM."""
 
 import ctypes
 import io
@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -22,19 +21,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_BYTES = 32 << 20  # per broadcast; two are alive at a time: one being loaded, one being gathered
-
+BUCKET_BYTES = 32 << 20  # per broadcast; two are alive at a time: one is loaded while the next is gathered
+FOR_EVER = timedelta(days=30)  # ranks wait for rank 0 as long as it waits for the servers, which has a limit of its own
 
 # --------------------------------------------------------------------------------------------------------------------
-# Process groups
+# Ranks and collectives
+
+_from_main: Any = None  # the gloo group that carries objects from rank 0 to the other ranks
 
 
 @contextmanager
 def process_group(timeout_s: float) -> Iterator[torch.device]:
-    """The world of this run, up and down: torchrun's ranks, or a world of one without torchrun.
+    """Bring the world of this run up and down: torchrun's ranks, or a world of one. Yields this rank's device.
 
-    Yields the device of this rank. Tensors on CUDA travel over nccl, everything else over gloo.
+    Tensors on CUDA travel over nccl, everything else over gloo. `timeout_s` bounds every collective but the wait for an
+    object from rank 0.
     """
+    global _from_main
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -45,14 +48,15 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    _from_main = dist.new_group(backend="gloo", timeout=FOR_EVER)
     try:
         yield device
     except BaseException:
         if dist.get_world_size() == 1:
             dist.destroy_process_group()
-        raise  # with peers waiting in a collective, tearing down could hang: torchrun ends them once this rank is gone
-    # A gloo group's end holds Python's lock while it waits for the group's threads, and they may be waiting for that
-    # lock to free the last collective's tensors (torch 2.13): let them have it first.
+        raise  # peers may wait in a collective, and tearing down could hang: torchrun ends them once this rank is gone
+    # The end of a gloo group holds Python's lock while it waits for the group's threads, and these may be waiting for
+    # that lock to free the last collective's tensors (torch 2.13): let them have it first.
     time.sleep(0.1)
     dist.destroy_process_group()
 
@@ -63,17 +67,16 @@ def is_main() -> bool:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value`, on every rank. Collective: every rank calls it."""
+    """Rank 0's `value`, on every rank. Collective: every rank calls it, and waits as long as rank 0 takes."""
     box = [value]
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=_from_main)
     return box[0]
 
 
 def scatter_objects(values: list[Any] | None) -> Any:
-    """Item r of rank 0's list, on rank r. Collective: every rank calls it; the others pass None."""
+    """Item r of rank 0's list, on rank r; the others pass None. Collective: every rank calls it."""
     box: list[Any] = [None]
-    shares = values if is_main() else [None] * dist.get_world_size()
-    dist.scatter_object_list(box, shares, src=0)  # pickled bytes go over gloo, the group's CPU side
+    dist.scatter_object_list(box, values, src=0, group=_from_main)
     return box[0]
 
 
@@ -84,18 +87,35 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
+def over_ranks(values: dict[str, Tensor], op: Any = dist.ReduceOp.SUM) -> dict[str, float]:
+    """Each 0-d value reduced over all ranks. Collective: every rank calls it, with the same names."""
+    stacked = torch.stack([value.double() for value in values.values()])
+    dist.all_reduce(stacked, op)
+    return dict(zip(values, stacked.tolist(), strict=True))
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Weights on the wire
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Consecutive weights, of any shapes, of together at most `BUCKET_BYTES`; a larger one is a bucket of its own."""
+    bucket: dict[str, Tensor] = {}
+    for name, tensor in weights:
+        if bucket and sum(t.nbytes for t in bucket.values()) + tensor.nbytes > BUCKET_BYTES:
+            yield bucket
+            bucket = {}
+        bucket[name] = tensor
+    if bucket:
+        yield bucket
+
+
 class TransferGroup:
-    """A process group of its own between one trainer (rank 0) and the workers of one server (ranks 1..N).
+    """A process group between one trainer (rank 0) and the workers of one server (ranks 1 to world_size - 1).
 
-    Every member tells the others its device through the store; the group then runs over nccl where all sit on
-    different GPUs, and over gloo elsewhere (CPU, or one GPU shared by server and trainer, which nccl refuses).
-
-    Args:
-        store: a TCPStore that all members reach; the trainer hosts it.
-        rank: place in the group; 0 is the trainer's.
-        world_size: its members, the trainer included.
-        device: where this member's weights live.
-        timeout_s: bound on every broadcast, in seconds.
+    Every member tells the others its device through the store, a TCPStore that the trainer hosts. The group then runs
+    over nccl where all members sit on different GPUs, and over gloo elsewhere (on a CPU, or on one GPU shared by
+    server and trainer, which nccl refuses). Every broadcast may take `timeout_s` seconds.
     """
 
     def __init__(self, store: dist.TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float):
@@ -121,10 +141,8 @@ class TransferGroup:
     def send(self, bucket: dict[str, Tensor]) -> list[Any]:
         """Start the broadcast of named tensors, of any shape and dtype, from rank 0; an empty bucket ends the stream.
 
-        Tensors that are contiguous and on the group's device (the CPU for gloo) are not copied.
-
-        Returns:
-            Handles to `wait()` on; they keep the tensors, which must not change until then.
+        Tensors that are contiguous and on the group's device (the CPU for gloo) are not copied: they must not change
+        until `wait()` of every returned handle is over.
         """
         entries = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket.items()]
         header = torch.tensor(list(json.dumps([BUCKET_BYTES, entries]).encode()), dtype=torch.uint8)
@@ -191,53 +209,7 @@ def api_token() -> str:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Weights in checkpoint form
-
-
-def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Consecutive weights, of any shapes, of together at most `BUCKET_BYTES`; a larger one is a bucket of its own."""
-    bucket: dict[str, Tensor] = {}
-    for name, tensor in weights:
-        if bucket and sum(t.nbytes for t in bucket.values()) + tensor.nbytes > BUCKET_BYTES:
-            yield bucket
-            bucket = {}
-        bucket[name] = tensor
-    if bucket:
-        yield bucket
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Metrics, logs, order
-
-
-def over_ranks(values: dict[str, Tensor], op: Any = dist.ReduceOp.SUM) -> dict[str, float]:
-    """Each 0-d value reduced over all ranks. Collective: every rank calls it, with the same names."""
-    stacked = torch.stack([value.double() for value in values.values()])
-    dist.all_reduce(stacked, op)
-    return dict(zip(values, stacked.tolist(), strict=True))
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Threads, signals, the process
-
-
-def in_threads(
-    function: Callable[[Any], Any], items: Iterable[Any], num_threads: int, meanwhile: Callable[[], None] = lambda: None
-) -> list[Any]:
-    """`function` of every item, in order; the first error ends it without waiting for what is under way.
-
-    `meanwhile` is called about every second.
-    """
-    pool = ThreadPoolExecutor(num_threads)
-    try:
-        replies = [pool.submit(function, item) for item in items]
-        while (ended := wait(replies, 1, FIRST_EXCEPTION)).not_done and not any(r.exception() for r in ended.done):
-            meanwhile()
-        if failed := next((reply for reply in replies if reply.done() and reply.exception()), None):
-            failed.result()
-        return [reply.result() for reply in replies]
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+# Clocks, signals, the end of a process
 
 
 @contextmanager

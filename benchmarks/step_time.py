@@ -30,7 +30,8 @@ import utils
 from benchmarks.common import median, report
 from config import TrainConfig
 from recipes.rewards import exact_match
-from train import Rollouts, train_batch
+from rollouts.stream import Rollouts
+from train import train_batch
 from training.model import build_optimizer, build_policy, published_weights, share_prefixes
 from utils import process_group, timed
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -16,7 +17,6 @@ import requests
 from torch import Tensor
 
 from config import TrainConfig, UserError, is_data_file
-from utils import in_threads
 from vllm_client import Images
 
 
@@ -175,7 +175,7 @@ def load_prompts(
     Raises:
         UserError: a row without a usable `prompt`, a column that does not exist or is named as a reward's own argument,
             an image that cannot be read or that the model does not take, or nothing left.
-    """  # noqa: DOC501  # ValueError is caught here
+    """  # ValueError is caught here
     rows = load_rows(source, split, config)
     videos = set(placeholder_ids(processor)) - {getattr(processor, "image_token_id", None)}
     prompts = []
@@ -205,9 +205,8 @@ def load_prompts(
             token = tokenizer_of(processor).convert_ids_to_tokens(placeholders.pop())
             raise UserError(f"dataset row {index}: its prompt has a placeholder ({token}), and nothing for it")
         prompts.append(Prompt(index, token_ids, content, {name: row[name] for name in wanted}, images))
-    prompts = in_threads(
-        lambda p: replace(with_images(p, processor, config), images=None), prompts, os.cpu_count() or 1
-    )
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        prompts = list(pool.map(lambda p: replace(with_images(p, processor, config), images=None), prompts))
     kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_prompt_len]
     if len(kept) < len(prompts):
         print(f"left out {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {max_prompt_len} tokens")

@@ -1,18 +1,35 @@
-"""Groups: sampled ahead of the trainer, scored, and taken by it."""
+"""Groups: sampled ahead of the trainer, scored, taken by it, and evaluated; and the policy that samples them.
+
+`GroupStream` keeps the servers busy within the bound on staleness. `Rollouts` is what the training loop sees of it.
+"""
 
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
-from config import TrainConfig, UserError
-from rollouts.data import Prompt, with_images
-from vllm_client import Completion, Server, ServerError, ServerLost, VLLMClient
+from config import TrainConfig, UserError, describe
+from prefix_attention import pack
+from rollouts.data import Prompt, fingerprint, load_processor, load_prompts, placeholder_ids, tokenizer_of, with_images
+from rollouts.scoring import Scorer, check_rewards, reward_means
+from training.model import forward, load_model_config, published_weights
+from utils import Stopped, broadcast_object, is_main, timed
+from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
+
+DROP_REASONS = ("stale", "zero_advantage")
+DISAGREES = (
+    "and the trainer differ by {:.3g} nats a token after the weight sync: it does not compute this model as the "
+    "trainer does, or takes no new weights for a part of it (vLLM: gpt-oss's experts); compare its --dtype (and, for "
+    "images, its --mm-processor-kwargs with processor_kwargs), or raise max_logprob_mismatch"
+)
 
 
 @dataclass
@@ -25,8 +42,8 @@ class Group:
         reward: [num_generations], weighted sums; NaN where no function applies.
         advantages: [num_generations].
         id: its place in the order of admission.
-        started_version, finished_version: of the policy when its request was sent (-1 before), and when its rewards
-            were known.
+        started_version: the policy version when its request was sent, -1 before.
+        finished_version: the policy version when its rewards were known.
         started_s, sampled_s, scored_s: when that was, on the monotonic clock.
     """
 
@@ -51,17 +68,38 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled one of its tokens."""
-        return min((span[0] for c in self.completions for span in c.weight_versions), default=self.finished_version)
+        versions = (span.version for c in self.completions for span in c.weight_versions)
+        return min(versions, default=self.finished_version)
 
     @property
     def have_reward(self) -> list[bool]:
-        """Which completions have one; all of them before any is scored."""
+        """For each completion, whether it has a reward; True for all before any is scored."""
         return [not math.isnan(r) for r in self.reward] or [True] * len(self.completions)
 
     @property
     def can_teach(self) -> bool:
         """Whether its rewards differ, so that its advantages do."""
         return len({r for r in self.reward if not math.isnan(r)}) > 1
+
+
+class Dropped(NamedTuple):
+    """A group that is not trained, and why: one of `DROP_REASONS`."""
+
+    group: Group
+    reason: str
+
+
+@dataclass
+class Batch:
+    """What was trained in a step, what was dropped since the step before, and what is known of both. Rank 0's."""
+
+    groups: list[Group] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# One group
 
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
@@ -86,83 +124,91 @@ def sample_group(
 ) -> None:
     """Fill in the group's `completions`, by one request or the recipe's `rollout_fn`, all on one server.
 
+    A group whose server is lost starts anew on another one.
+
     Raises:
-        ServerError: as `Server.generate`, with the dataset row, or no server is left.
-        UserError: `rollout_fn` raises, or returns something else than `n` completions that fit a micro-batch; or as
-            `with_images`.
+        ServerError: a server refused the request, no server is left, or healthy servers failed three times.
+        UserError: an image cannot be read, or `rollout_fn` fails or returns what cannot be trained.
     """
-    failures = 0
     group.prompt = with_images(group.prompt, processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:  # nothing else depends on time; completions count on
         seed = (config.seed << 40) + group.id * 2 * (sampling["n"] + config.extra_generations)
         sampling = {"seed": seed % 2**63, **sampling}
+    where = f"dataset row {group.prompt.index}"
+    num_failed = 0
     while not group.completions:
         with client.lease() as server:
             try:
-                completions = _sampled_by(server, group.prompt, sampling, config)
-            except ServerLost as error:  # another one starts the group anew
-                if not (server.is_ready and server.answers()):
+                completions = _sample(server, group.prompt, sampling, config)
+            except ServerLost as error:
+                if not (server.has_weights and server.answers()):
                     client.lose(server, error)
-                elif (failures := failures + 1) == 3:  # it is not the servers
-                    raise ServerError(f"dataset row {group.prompt.index}: {error}, though it is healthy") from error
+                elif (num_failed := num_failed + 1) == 3:  # the servers are not to blame
+                    raise ServerError(f"{where}: {error}, though the server is healthy") from error
             except ServerError as error:
-                raise ServerError(f"dataset row {group.prompt.index}: {error}") from None
+                raise ServerError(f"{where}: {error}") from None
             else:
-                if any(span[0] < 0 for c in completions for span in c.weight_versions):
+                if any(span.version < 0 for c in completions for span in c.weight_versions):
                     client.lose(server, ServerLost("it sampled with weights of its own: was it restarted?"))
                 else:
                     group.completions = completions
     group.sampled_s = time.monotonic()
 
 
-def _sampled_by(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
+def _sample(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
     if config.rollout_fn is None:
         extra = config.extra_generations if sampling["n"] > 1 else 0
         return server.generate(prompt.token_ids, sampling, extra, prompt.images)
-    assert callable(config.rollout_fn)
+    rollout_fn: Any = config.rollout_fn
     where = f"rollout_fn on dataset row {prompt.index}"
     try:
-        completions = config.rollout_fn(server, prompt, sampling)
+        completions = rollout_fn(server, prompt, sampling)
     except ServerError:
         raise
     except Exception as error:
         raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
-    check_rollout(completions, prompt, sampling["n"], where, config, server.forbidden)
+    if not isinstance(completions, list) or not all(isinstance(c, Completion) for c in completions):
+        raise UserError(f"{where} must return a list of Completion")
+    if len(completions) != sampling["n"]:
+        raise UserError(f"{where} returned {len(completions)} completions: sampling asks for n={sampling['n']}")
+    for completion in completions:
+        if failure := _untrainable(completion, prompt, server, config):
+            raise UserError(f"{where} returned {failure}")
     return completions
 
 
-def check_rollout(
-    completions: Any, prompt: Prompt, num: int, where: str, config: TrainConfig, forbidden: Sequence[int] = ()
-) -> None:
-    """Refuse what a `rollout_fn` returned, unless it is `num` completions that can be trained.
-
-    Raises:
-        UserError: says `where`, and what is wrong.
-    """
-    if not isinstance(completions, list) or not all(isinstance(c, Completion) for c in completions):
-        raise UserError(f"{where} must return a list of Completion")
-    if len(completions) != num:
-        raise UserError(f"{where} returned {len(completions)} completions: sampling asks for n={num}")
-    for c in completions:
-        if not c.token_ids:
-            raise UserError(f"{where} returned an empty completion")
-        if not set(forbidden).isdisjoint(c.token_ids):
-            raise UserError(f"{where} returned a completion with the placeholder of an image, which no policy takes")
-        if len({len(c.token_ids), len(c.sampler_logprobs), len(c.sampled)}) > 1:
-            raise UserError(f"{where} returned ids, log-probs and loss mask of different lengths: join with `then`")
-        covered = [place for _, start, end in c.weight_versions for place in range(start, end)]
-        if covered != [place for place, sampled in enumerate(c.sampled) if sampled]:
-            raise UserError(
-                f"{where} returned weight_versions that are not those of the sampled tokens: join with `then`"
-            )
-        if (length := len(prompt.token_ids) + len(c.token_ids)) > config.max_tokens_per_gpu:
-            raise UserError(f"{where} returned {length} tokens with the prompt, over max_tokens_per_gpu: raise it")
+def _untrainable(completion: Completion, prompt: Prompt, server: Server, config: TrainConfig) -> str | None:
+    """Why a completion that a `rollout_fn` returned cannot be trained; None where it can."""
+    ids, sampled = completion.token_ids, completion.sampled
+    length = len(prompt.token_ids) + len(ids)
+    if not ids:
+        return "an empty completion"
+    if not set(server.forbidden).isdisjoint(ids):
+        return "a completion with the placeholder of an image, which no policy takes"
+    if len({len(ids), len(completion.sampler_logprobs), len(sampled)}) > 1:
+        return "ids, log-probs and loss mask of different lengths: join with `then`"
+    covered = [place for span in completion.weight_versions for place in range(span[1], span[2])]
+    if covered != [place for place, was_sampled in enumerate(sampled) if was_sampled]:
+        return "weight_versions that are not those of the sampled tokens: join with `then`"
+    if length > config.max_tokens_per_gpu:
+        return f"{length} tokens with the prompt, over max_tokens_per_gpu: raise it"
+    return None
 
 
-DROP_REASONS = ("stale", "zero_advantage")
+# --------------------------------------------------------------------------------------------------------------------
+# Ahead of the trainer
 
 
-class RolloutStream:
+def epochs(num_items: int, seed: int) -> Iterator[int]:
+    """Endless item indices: each epoch is a fresh seeded permutation, so every item comes once per epoch."""
+    epoch = 0
+    while True:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        yield from torch.randperm(num_items, generator=generator).tolist()
+        epoch += 1
+
+
+class GroupStream:
     """Scored groups for the trainer, sampled ahead of it within the bound on staleness. Lives on rank 0.
 
     A prompt is admitted while groups accepted + running < (max_staleness + version + 1) x batch_size: what is dropped
@@ -176,8 +222,8 @@ class RolloutStream:
         score: fills in its rewards.
         num_threads: groups that are sampled or scored at a time.
         num_steps: batches to be taken in all.
-        num_trained: groups that an earlier run took, of those.
         config: batch_size, max_staleness, stale_policy, drop_zero_advantage, max_dropped_batches.
+        num_trained: groups that an earlier run took, of those.
     """
 
     def __init__(
@@ -191,17 +237,18 @@ class RolloutStream:
         num_trained: int = 0,
     ):
         self.config = config
-        self.num_steps = num_steps
-        self.dropped: list[tuple[Group, str]] = []  # with the reason, since the batch before
-        self.version = -1
+        self.version = -1  # of the policy that the servers have
+        self._num_steps = num_steps
         self._groups, self._sample, self._score = groups, sample, score
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="rollout")
         self._changed = threading.Condition()
         self._running: dict[int, Group] = {}
         self._ready: list[Group] = []  # accepted and not yet taken, in the order they were completed
+        self._taken: list[Group] = []  # of the batch under way
+        self._dropped: list[Dropped] = []  # since the batch before
         self._num_accepted = num_trained
         self._num_sampled_tokens = 0
-        self._waited_s, self._taken_groups = 0.0, list[Group]()
+        self._told_s = time.monotonic()  # when a group was taken, or the user was told that none comes
         self._failure: BaseException | None = None
 
     def open(self, version: int) -> None:
@@ -210,53 +257,44 @@ class RolloutStream:
             self.version = version
             self._admit()
 
-    def take(self, version: int, meanwhile: Callable[[], None] = lambda: None) -> Iterator[Group]:
-        """The groups of the batch that trains policy `version`, each as soon as it may be trained.
-
-        Args:
-            version: of the policy that the batch trains.
-            meanwhile: called about every second that is waited, and before each group.
+    def take(self) -> Group | None:
+        """A group for the batch that trains the current version; None where none comes within a second.
 
         Raises:
             UserError, ServerError: what sampling or scoring raised.
         """
-        for missing in range(self.config.batch_size, 0, -1):
-            asked_s = told_s = time.monotonic()
-            while (group := self._taken(version, missing)) is None:
-                meanwhile()
-                if time.monotonic() > told_s + 60 and self._running:
-                    told_s = time.monotonic()
-                    oldest = min(list(self._running.values()), key=lambda g: g.id)
-                    print(f"waiting for rollouts; the oldest is of dataset row {oldest.prompt.index}", flush=True)
-            assert version - group.oldest_version <= self.config.max_staleness
-            meanwhile()
-            self._waited_s += time.monotonic() - asked_s
-            self._taken_groups.append(group)
-            yield group
-
-    def _taken(self, version: int, missing: int) -> Group | None:
-        """The group to train next, waited for at most a second."""
         with self._changed:
-            found = self._changed.wait_for(lambda: self._next(version, missing) or self._failure, 1)
-            if isinstance(found, BaseException):
-                raise found
-            if found:
-                self._ready.remove(found)
-            return found
+            self._changed.wait_for(lambda: self._failure or self._next() is not None, 1)
+            if self._failure:
+                raise self._failure
+            if (group := self._next()) is not None:
+                assert self.version - group.oldest_version <= self.config.max_staleness
+                self._ready.remove(group)
+                self._taken.append(group)
+                self._told_s = time.monotonic()
+            elif time.monotonic() > self._told_s + 60 and self._running:
+                self._told_s = time.monotonic()
+                oldest = self._running[min(self._running)]
+                print(f"waiting for rollouts; the oldest is of dataset row {oldest.prompt.index}", flush=True)
+            return group
 
-    def report(self) -> tuple[dict[str, float], list[Group], list[tuple[Group, str]]]:
-        """Metrics of the queues and since this was last asked; groups taken since then; groups dropped, and why."""
+    @property
+    def missing(self) -> int:
+        """Groups that the batch still lacks."""
+        return self.config.batch_size - len(self._taken)
+
+    def end_batch(self) -> Batch:
+        """The groups taken and dropped since this was last called, and metrics of the queues."""
         with self._changed:
             values = {
                 "queue/ready": len(self._ready),
                 "queue/running": len(self._running),
-                "time/wait_s": self._waited_s,
                 "num_sampled_tokens": self._num_sampled_tokens,
-                **{f"groups/dropped_{r}": sum(r == reason for _, reason in self.dropped) for r in DROP_REASONS},
+                **{f"groups/dropped_{r}": sum(r == reason for _, reason in self._dropped) for r in DROP_REASONS},
             }
-            taken, dropped = self._taken_groups, self.dropped
-            self._waited_s, self._num_sampled_tokens, self._taken_groups, self.dropped = 0.0, 0, [], []
-            return {name: float(value) for name, value in values.items()}, taken, dropped
+            batch = Batch(self._taken, self._dropped, {name: float(value) for name, value in values.items()})
+            self._num_sampled_tokens, self._taken, self._dropped = 0, [], []
+            return batch
 
     def close(self) -> None:
         """Admit and start nothing more."""
@@ -266,7 +304,7 @@ class RolloutStream:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self) -> None:
-        limit = min(self.config.max_staleness + self.version + 1, self.num_steps) * self.config.batch_size
+        limit = min(self.config.max_staleness + self.version + 1, self._num_steps) * self.config.batch_size
         while self._num_accepted + len(self._running) < limit and not self._failure:
             group = next(self._groups)
             self._running[group.id] = group
@@ -281,7 +319,7 @@ class RolloutStream:
             self._sample(group)
             with self._changed:
                 self._num_sampled_tokens += sum(sum(c.sampled) for c in group.completions)
-            seen = {span[0] for c in group.completions for span in c.weight_versions}
+            seen = {span.version for c in group.completions for span in c.weight_versions}
             published = range(group.started_version, self.version + 2)  # the last one: an update may be under way
             if odd := sorted(seen - set(published)):
                 raise ServerError(
@@ -297,50 +335,364 @@ class RolloutStream:
             del self._running[group.id]
             group.finished_version = self.version
             if self.config.drop_zero_advantage and not group.can_teach:
-                self.dropped.append((group, "zero_advantage"))
-                num = sum(reason == "zero_advantage" for _, reason in self.dropped)
-                if num >= self.config.max_dropped_batches * self.config.batch_size:
-                    self._failure = self._failure or UserError(
-                        f"nothing to learn: {num} groups of this step were dropped, as all rewards within each were "
-                        "equal; look at the rewards, or raise max_dropped_batches"
-                    )
+                self._drop_zero_advantage(group)
             else:
                 self._num_accepted += 1
                 self._ready.append(group)
             self._admit()
             self._changed.notify_all()
 
-    def _next(self, version: int, missing: int) -> Group | None:
+    def _drop_zero_advantage(self, group: Group) -> None:
+        self._dropped.append(Dropped(group, "zero_advantage"))
+        num = sum(reason == "zero_advantage" for _, reason in self._dropped)
+        if num >= self.config.max_dropped_batches * self.config.batch_size:
+            self._failure = self._failure or UserError(
+                f"nothing to learn: {num} groups of this step were dropped, as all rewards within each were "
+                "equal; look at the rewards, or raise max_dropped_batches"
+            )
+
+    def _next(self) -> Group | None:
         """The group to train next, or None where one has to be waited for."""
-        staleness = self.config.max_staleness
-        if staleness == 0:  # in the order of admission, so that a run is the same whatever the servers' latencies
+        if self.config.max_staleness == 0:  # in the order of admission, so that a run does not depend on latencies
             first = min([*self._running, *(group.id for group in self._ready)], default=None)
             return next((group for group in self._ready if group.id == first), None)
         if self.config.stale_policy == "drop":
-            for group in [g for g in self._ready if g.oldest_version + staleness < version]:
-                self._ready.remove(group)
-                self._num_accepted -= 1
-                self.dropped.append((group, "stale"))
-            self._admit()
+            self._drop_stale()
             return self._ready[0] if self._ready else None
-        # A group that began under policy v must be in batch v + staleness at the latest. Take the oldest that leaves
-        # enough room in this batch and the next ones for all that are older than it, ready or still running.
-        starts = [g.started_version for g in [*self._running.values(), *self._ready] if g.started_version >= 0]
-        last_call = version - staleness
-        for group in sorted(self._ready, key=lambda g: g.started_version):  # stable: else as they were completed
-            later = range(group.started_version - last_call)
-            if all(
-                sum(start <= last_call + k for start in starts) <= missing - 1 + k * self.config.batch_size
-                for k in later
-            ):
-                return group
+        by_deadline = sorted(self._ready, key=self._deadline)  # stable: else in the order they were completed
+        return next(filter(self._leaves_room, by_deadline), None)
+
+    def _drop_stale(self) -> None:
+        for group in [g for g in self._ready if self.version - g.oldest_version > self.config.max_staleness]:
+            self._ready.remove(group)
+            self._num_accepted -= 1
+            self._dropped.append(Dropped(group, "stale"))
+        self._admit()
+
+    def _deadline(self, group: Group) -> int:
+        """The last policy version that may train the group."""
+        return group.started_version + self.config.max_staleness
+
+    def _leaves_room(self, group: Group) -> bool:
+        """Whether all groups with earlier deadlines still find a place in time, if this one is taken now."""
+        begun = [g for g in [*self._running.values(), *self._ready] if g.started_version >= 0]
+        for version in range(self.version, self._deadline(group)):
+            num_due = sum(self._deadline(other) <= version for other in begun)
+            if num_due > self.missing - 1 + (version - self.version) * self.config.batch_size:
+                return False
+        return True
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# What the loop sees
+
+
+class Probe(NamedTuple):
+    """A short completion of a server, to compare its log-probs with the trainer's, or why there is none."""
+
+    prompt: Prompt
+    completion: Completion | None = None
+    failure: str = ""
+
+
+class Rollouts:
+    """Where groups come from and the policy goes to. Data and servers live on rank 0; the methods are collective.
+
+    Everything is checked when it is made, before a model is loaded.
+
+    Attributes:
+        num_steps: of the run.
+        example: the shortest prompt with images, processed; None in a run without.
+        processor: the model's, on rank 0.
+        stop: an event that ends `take` and `evaluate`.
+        failure: the error that ended one of them, on rank 0.
+
+    Raises:
+        UserError: bad data, or prompts other than those of the run that this one goes on with.
+        ServerError: no server, or one that serves another model.
+    """
+
+    def __init__(self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None):
+        self.config, self.device = config, device
+        self.stop = threading.Event()
+        self.failure: Exception | None = None
+        self.processor: Any = None
+        self.policy: Any = None  # that was published last, and its version
+        self.version = -1
+        self.waited_s = 0.0  # in `take`, since the clocks were restarted
+        self.reported_s = time.monotonic()
+        self.num_steps: int
+        self.example: Prompt | None
+        self.num_steps, self.example = broadcast_object(self._open(resumed) if is_main() else None)
+
+    def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None]:
+        """Check and load everything that rank 0 needs; returns `num_steps` and `example`."""
+        config = self.config
+        print(describe(config))
+        self.processor = load_processor(config)
+        tokenizer = tokenizer_of(self.processor)
+        self.client = VLLMClient(config, tokenizer, placeholder_ids(load_model_config(config)[0]))
+        max_prompt_len = min(self.client.wait_until_ready(), config.max_tokens_per_gpu) - config.max_completion_len
+        self.prompts = self._load("dataset_id", config.dataset_split, max_prompt_len)
+        self.held_out = self._load("eval_dataset_id", config.eval_dataset_split, max_prompt_len)
+        self.fingerprint = fingerprint(self.prompts)
+        if resumed and resumed["prompts"] != self.fingerprint:
+            raise UserError(
+                "resume_from_checkpoint: that run had other prompts: give this one the same dataset, and the servers "
+                "the same --max-model-len (or a max_tokens_per_gpu that holds as long ones)"
+            )
+        example = self._shortest_with_images()
+        self.client.connect(self.device)
+        self.scorer = Scorer(tokenizer, config, resumes=resumed is not None)
+        before = resumed or {"step": 0, "num_tokens": 0, "ended": ()}
+        num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
+        if before["step"] >= num_steps:
+            print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on", flush=True)
+        self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
+        order = enumerate(epochs(len(self.prompts), config.seed))
+        groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
+        self.num_threads = len(config.vllm_urls) * config.max_concurrent_requests + config.reward_workers
+        sample = partial(self._sample, sampling=sampling_params(config))
+        num_trained = before["step"] * config.batch_size
+        self.stream = GroupStream(groups, sample, self._score, self.num_threads, num_steps, config, num_trained)
+        return num_steps, example
+
+    def _load(self, name: str, split: str, max_prompt_len: int) -> list[Prompt]:
+        """The prompts of a config field, whose name is told where it is not the training data's."""
+        if (source := getattr(self.config, name)) is None:
+            return []
+        try:
+            prompts = load_prompts(source, split, self.processor, max_prompt_len, self.config)
+            check_rewards(prompts, self.config)
+        except UserError as error:
+            raise UserError(f"{name}: {error}" if name != "dataset_id" else str(error)) from error
+        return prompts
+
+    def _shortest_with_images(self) -> Prompt | None:
+        with_sources = [prompt for prompt in self.prompts if prompt.sources]
+        if hasattr(self.processor, "image_processor"):
+            print(f"{len(with_sources)} of {len(self.prompts)} prompts have images", flush=True)
+        if with_sources:
+            shortest = min(with_sources, key=lambda p: len(p.token_ids))
+            return replace(with_images(shortest, self.processor, self.config), sources=[])  # no rank needs the files
+        if self.config.freeze_vision_tower:
+            raise UserError("freeze_vision_tower has no effect: no prompt has an image")
         return None
 
+    def _sample(self, group: Group, sampling: dict[str, Any]) -> None:
+        sample_group(group, self.client, self.processor, sampling, self.config)
 
-def epochs(num_items: int, seed: int) -> Iterator[int]:
-    """Endless item indices: each epoch is a fresh seeded permutation, so every item comes once per epoch."""
-    epoch = 0
-    while True:
-        generator = torch.Generator().manual_seed(seed + epoch)
-        yield from torch.randperm(num_items, generator=generator).tolist()
-        epoch += 1
+    def _score(self, group: Group) -> None:
+        group.texts, group.rewards, group.reward = self.scorer.score(group.prompt, group.completions)
+        group.scored_s = time.monotonic()
+
+    # -- groups
+
+    def take(self, is_enough: Callable[[list[Group]], bool]) -> tuple[list[Group], bool]:
+        """The next groups of the batch, and whether they are its last. Collective.
+
+        Rank 0 waits until the batch is complete or `is_enough` of the groups that came; the other ranks wait for
+        rank 0, and get no groups.
+
+        Raises:
+            Stopped: the run was told to end, or failed: `failure` says how.
+        """
+        groups: list[Group] = []
+
+        def look() -> str | None:
+            if group := self.stream.take():
+                groups.append(group)
+                if self.stream.missing == 0:
+                    return "complete"
+                return "enough" if is_enough(groups) else None
+            return None
+
+        started_s = time.monotonic()
+        word = self._lead(look)
+        self.waited_s += time.monotonic() - started_s
+        if word == "stop":
+            raise Stopped
+        return groups, word == "complete"
+
+    def _lead(self, look: Callable[[], str | None]) -> str:
+        """Every rank gets the first word that `look` says on rank 0, or `stop`. Collective.
+
+        `look` takes at most about a second. Between two looks servers that came back get the policy, as all ranks must
+        take part in sending it.
+        """
+        while (word := broadcast_object(self._next_word(look) if is_main() else None)) == "resync":
+            self._admit(self._send(only_returned=True))
+        return word
+
+    def _next_word(self, look: Callable[[], str | None]) -> str:
+        try:
+            while not self.stop.is_set() and not self.failure:
+                if self.client.returned:
+                    return "resync"
+                if word := look():
+                    return word
+        except (UserError, ServerError) as error:  # all ranks hear of it, and save what there is
+            self.failure = error
+        return "stop"
+
+    def end_batch(self) -> Batch:
+        """What was trained and dropped, with metrics of the queues, waits and rates; empty on ranks other than 0."""
+        if not is_main():
+            return Batch()
+        batch = self.stream.end_batch()
+        if all(math.isnan(reward) for group in batch.groups for reward in group.reward):
+            self.failure = UserError("no reward function gave any completion of this batch a number: nothing to learn")
+        num_tokens = sum(group.num_tokens for group in batch.groups)
+        self.num_tokens += num_tokens
+        self.ended.update([*(group.id for group in batch.groups), *(group.id for group, _ in batch.dropped)])
+        elapsed_s, idle_s, waited_s = self._restart_clocks()
+        batch.metrics |= {
+            "num_tokens": self.num_tokens,
+            "rewards_failed": float(self.scorer.num_failed),
+            "time/wait_s": waited_s,
+            "idle/trainer": waited_s / elapsed_s,
+            "idle/servers": idle_s / elapsed_s,
+            "tokens_per_s/sampled": batch.metrics.pop("num_sampled_tokens") / elapsed_s,
+            "tokens_per_s/trained": num_tokens / elapsed_s,
+        }
+        return batch
+
+    def _restart_clocks(self) -> tuple[float, float, float]:
+        """Seconds since the last call, and those of them that the servers had nothing to do and the trainer waited."""
+        now = time.monotonic()
+        read = (now - self.reported_s, self.client.idle_seconds(), self.waited_s)
+        self.reported_s, self.waited_s = now, 0.0
+        return read
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1.
+
+        Also `eval/rewards/<function>`. Collective. Empty on ranks other than 0, and where the run is told to end.
+        """
+        config = self.config
+        is_due = step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
+        if not (config.eval_dataset_id and is_due):
+            return {}
+        pool = ThreadPoolExecutor(self.num_threads if is_main() else 1)
+        greedy = {**sampling_params(config), "n": 1, "temperature": 0.0}
+
+        def answer(prompt: Prompt) -> Group:
+            group = Group(prompt)
+            self._sample(group, greedy)
+            self._score(group)
+            return group
+
+        answers = [pool.submit(answer, prompt) for prompt in (self.held_out if is_main() else ())]
+
+        def look() -> str | None:
+            ended = wait(answers, 1, FIRST_EXCEPTION)
+            for reply in ended.done:
+                reply.result()
+            return None if ended.not_done else "answered"
+
+        values: dict[str, float] = {}
+        with timed("time/eval_s", values):
+            word = self._lead(look)
+        pool.shutdown(wait=False, cancel_futures=True)
+        if word == "stop" or not is_main():
+            return {}
+        self._restart_clocks()
+        groups = [reply.result() for reply in answers]
+        rewards = torch.tensor([group.reward for group in groups])
+        values["eval/reward"] = rewards.nanmean().item()
+        values |= {f"eval/{name}": value for name, value in reward_means([g.rewards for g in groups], config).items()}
+        if {0.0, 1.0} >= set(rewards[~rewards.isnan()].tolist()) > set():
+            values["eval/accuracy"] = values["eval/reward"]
+        return values
+
+    # -- the policy
+
+    def publish(self, policy: nn.Module, version: int) -> None:
+        """Send the policy to every server as `version`, which lets sampling go on. Collective.
+
+        A server serves once its log-probs on a probe agree with the policy's: from the first sync, before which all of
+        its weights were zero, or from the one after it came back.
+
+        Raises:
+            ServerError: at the first sync, a server that does not agree.
+        """
+        is_first = self.policy is None
+        self.policy, self.version = policy, version
+        with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
+            returned = self._send()
+            if is_main():
+                self.stream.open(version)
+        if not is_first:
+            self._admit(returned)
+            return
+        reasons = self._refusals(self.client.servers if is_main() else [])
+        for url, reason in zip(self.config.vllm_urls, reasons, strict=True):
+            if reason:
+                raise ServerError(f"{url} {reason}")
+        for server in returned:
+            self.client.admit(server)
+        if is_main():
+            self._restart_clocks()
+
+    def _send(self, only_returned: bool = False) -> list[Server]:
+        """Stream the policy to the servers; those that waited for it and have it now, on rank 0. Collective."""
+        weights = published_weights(self.policy)
+        if is_main():
+            return self.client.update_weights(weights, self.version, only_returned)
+        for _ in weights:
+            pass
+        return []
+
+    def _admit(self, servers: list[Server]) -> None:
+        """Let those of rank 0's servers serve that compute what the policy does. Collective."""
+        reasons = self._refusals(servers)
+        for server, reason in zip(servers, reasons if is_main() else (), strict=True):
+            if reason:
+                self.client.keep_out(server, reason)
+            else:
+                self.client.admit(server)
+                print(f"{server.url} is back", flush=True)
+
+    def _refusals(self, servers: list[Server]) -> list[str]:
+        """How each of rank 0's servers and the policy disagree on a probe, empty where they do not. Collective."""
+        probes = broadcast_object([self._probe(server) for server in servers] if is_main() else None)
+        self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
+        reasons = [probe.failure or self._difference(probe) for probe in probes]
+        self.policy.train()
+        return reasons
+
+    def _probe(self, server: Server) -> Probe:
+        """A short completion, with an image if the run has one."""
+        config, prompt = self.config, self.example or self.prompts[0]
+        sampling = {"n": 1, "max_tokens": min(16, config.max_completion_len), "temperature": config.temperature}
+        try:
+            (completion,) = server.generate(
+                prompt.token_ids, sampling, images=prompt.images, timeout_s=CONTROL_TIMEOUT_S
+            )
+        except ServerError as error:
+            return Probe(prompt, failure=str(error))
+        if any(span.version != self.version for span in completion.weight_versions):
+            return Probe(prompt, failure="answers with other weights than it was sent")
+        return Probe(prompt, completion)
+
+    def _difference(self, probe: Probe) -> str:
+        assert probe.completion is not None
+        (row,) = pack([(probe.prompt.token_ids, [probe.completion.token_ids])], share_prefix=False)
+        images = {name: value.to(self.device) for name, value in probe.prompt.inputs.items()}
+        with torch.no_grad():
+            logprobs = forward(self.policy, row.to(self.device), images, self.config)
+        mismatch = (logprobs.cpu() - torch.tensor(probe.completion.sampler_logprobs)).abs().mean().item()
+        return "" if mismatch <= self.config.max_logprob_mismatch else DISAGREES.format(mismatch)
+
+    def state(self) -> dict[str, Any]:
+        """What a later run needs to go on after the last whole step; empty on ranks other than 0."""
+        if not is_main():
+            return {}
+        return {"num_tokens": self.num_tokens, "ended": sorted(self.ended), "prompts": self.fingerprint}
+
+    def close(self) -> None:
+        """Leave the servers."""
+        if is_main():
+            self.stream.close()
+            self.scorer.close()
+            self.client.close()

@@ -30,8 +30,8 @@ from recipes import geometry3k
 from recipes.rewards import math_answer
 from recipes.tiny_vlm import squares
 from rollouts.data import Prompt, joined_images, load_processor, load_prompts, open_image, with_images
-from rollouts.stream import Group, check_rollout, sample_group, sampling_params
-from train import MicroBatch, Rollouts, deal, micro_batches, train_batch
+from rollouts.stream import Group, Rollouts, check_rollout, sample_group, sampling_params
+from train import MicroBatch, deal, micro_batches, train_batch
 from training.model import (
     build_policy,
     build_reference,

@@ -27,8 +27,7 @@ import train
 import utils
 from config import TrainConfig
 from prefix_attention import completion_logprobs, pack
-from rollouts.stream import sampling_params
-from train import Rollouts
+from rollouts.stream import Rollouts, sampling_params
 from training.model import (
     add_lora,
     check_lora_targets,

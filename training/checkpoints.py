@@ -1,12 +1,15 @@
 """Checkpoints: saved in the background, found, and gone on from."""
 
 import copy
+import fcntl
 import json
 import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from utils import broadcast_object, gather_objects, is_main
 # What a run that goes on may do otherwise than the one that wrote its checkpoint: nothing that its mathematics sees,
 # but for how long it goes on.
 MAY_CHANGE = frozenset({
-    "vllm_urls", "server_timeout", "request_timeout", "request_retries", "sync_timeout", "collective_timeout",
+    "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout",
     "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps", "num_epochs", "use_fsdp",
     "gradient_checkpoint", "output_dir", "log_steps", "log_completions_steps", "eval_steps", "eval_dataset_id",
     "eval_dataset_split", "use_wandb", "wandb_project", "save_steps", "keep_last_n", "resume_from_checkpoint",
@@ -143,8 +146,8 @@ class Checkpoints:
             _save_state(state, checkpoint)  # as the newest one: `auto` does not leap to later ones, which were left
         return state["step"]
 
-    def finish(self, step: int, state: dict[str, Any]) -> None:
-        """Save this step unless it is, and wait until it is on the disk.
+    def finish(self, step: int, state: dict[str, Any], is_last: bool) -> None:
+        """Save this step unless it is saved, and wait until it is on the disk; push the run's last one to the hub.
 
         Raises:
             UserError: it could not be written.
@@ -155,6 +158,8 @@ class Checkpoints:
             failure = self._written()
         if failure:
             raise UserError(failure)
+        if is_last and is_main() and self.config.hub_repo_id:
+            _push_to_hub(self.folder / f"checkpoint-{step}", self.config)
 
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copy everything to host memory and start to write it: the model (of LoRA the adapter) in checkpoint form.
@@ -270,12 +275,38 @@ def _remove(path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def push_to_hub(path: Path, repo_id: str, private: bool) -> None:
-    """Upload a checkpoint directory to a model repository of the Hugging Face hub, made where there is none."""
+def _push_to_hub(path: Path, config: TrainConfig) -> None:
+    """Upload a checkpoint to a model repository of the Hugging Face hub, made where there is none."""
     from huggingface_hub import HfApi
 
-    api = HfApi()
-    api.create_repo(repo_id, private=private, exist_ok=True)
-    api.upload_folder(
-        repo_id=repo_id, folder_path=path, commit_message=f"Upload {path.name}", ignore_patterns=[f"{TRAINER}/*"]
-    )
+    api, repo_id = HfApi(), config.hub_repo_id or ""
+    api.create_repo(repo_id, private=config.hub_private, exist_ok=True)
+    ignored = [f"{TRAINER}/*"]
+    api.upload_folder(repo_id=repo_id, folder_path=path, commit_message=f"Upload {path.name}", ignore_patterns=ignored)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make the folder, and keep other runs out of it while the block, or the process, lasts. Rank 0's.
+
+    Raises:
+        UserError: it cannot be written, or another process has it.
+    """
+    if not is_main():
+        yield
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "lock").open("a+")
+    except OSError as error:
+        raise UserError(f"output_dir={folder} cannot be written: {error.strerror}") from None
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise UserError(f"output_dir={folder} has another run in it, process {file.read()}: end it first") from None
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield

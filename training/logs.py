@@ -1,23 +1,125 @@
 """What a run writes, prints and sends, and the metrics of a batch."""
 
-import fcntl
 import json
 import math
-import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from tqdm import tqdm
 
 from config import TrainConfig, UserError, to_json
 from rollouts.scoring import reward_means
-from rollouts.stream import Group
-from utils import is_main
+from rollouts.stream import Batch, Group
+from utils import is_main, over_ranks
+
+MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
+PRINTED = (
+    "reward", "eval/accuracy", "eval/reward", "loss", "grad_norm", "kl", "frac_reward_zero_std",
+    "completions/mean_length", "time/step_s",
+)  # fmt: skip
+
+
+class TokenSums:
+    """Sums over the trained tokens of a batch, kept on the device until `metrics` adds them up over all ranks."""
+
+    def __init__(self, device: torch.device):
+        self.per_token: dict[str, Tensor] = {}  # become means over tokens
+        self.totals = {name: torch.zeros((), device=device) for name in ("loss", "tokens", "weight", "weight_square")}
+        self.max_gap = torch.zeros((), device=device)
+
+    def add(
+        self, sums: dict[str, Tensor], entropy: Tensor, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
+    ) -> None:
+        """Count a micro-batch in: what its loss returned as `sums`, and [N] entropies, log-probs (nats) and mask.
+
+        Of Δ = old_logprobs - sampler_logprobs, trainer against server, it sums |Δ|, k3 of Δ, which estimates
+        KL(server || trainer), and w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
+        """
+        gap = (old_logprobs - sampler_logprobs).where(mask > 0, 0.0)
+        weight = gap.exp() * mask
+        per_token = sums | {
+            "entropy": entropy @ mask.to(entropy.dtype),
+            "sampling/sampling_logp_difference/mean": gap.abs().sum(),
+            "sampling/kl": (gap.expm1() - gap).sum(),
+        }
+        for name, value in per_token.items():
+            self.per_token[name] = self.per_token.get(name, 0.0) + value.detach()
+        self.totals["tokens"] += mask.sum()
+        self.totals["weight"] += weight.sum()
+        self.totals["weight_square"] += weight.square().sum()
+        self.max_gap = torch.maximum(self.max_gap, gap.abs().max())
+
+    def metrics(self) -> dict[str, float]:
+        """Means over the tokens of all ranks. Collective: every rank calls it."""
+        total = over_ranks(self.totals)
+        tokens = max(total["tokens"], 1)
+        means = {name: value / tokens for name, value in over_ranks(self.per_token).items()}
+        return means | {
+            "loss": total["loss"],
+            "sampling/sampling_logp_difference/max": over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)["gap"],
+            "sampling/effective_sample_size": total["weight"] ** 2 / max(tokens * total["weight_square"], 1e-30),
+        }
+
+
+def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
+    """What is known of a batch that trained policy `version`: rewards, lengths, staleness, times."""
+    completions = [c for group in groups for c in group.completions]
+    rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
+    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
+    spread = centred.square().nanmean(dim=1).sqrt().nan_to_num(0.0)
+    versions = [{span.version for span in c.weight_versions} for c in completions]
+    staleness = [version - min(seen, default=version) for seen in versions]
+    num_groups, num_completions = len(groups), len(completions)
+    return {
+        "reward": rewards.nanmean().item(),
+        "reward_std": spread.mean().item(),
+        "frac_reward_zero_std": sum(not group.can_teach for group in groups) / num_groups,
+        **reward_means([group.rewards for group in groups], config),
+        "staleness/mean": sum(staleness) / num_completions,
+        "staleness/max": float(max(staleness)),
+        "staleness/in_flight": sum(g.finished_version - g.started_version for g in groups) / num_groups,
+        "staleness/in_queue": sum(version - g.finished_version for g in groups) / num_groups,
+        "completions/mean_length": sum(len(c.token_ids) for c in completions) / num_completions,
+        "completions/clipped_ratio": sum(c.truncated for c in completions) / num_completions,
+        "completions/weight_versions": sum(map(len, versions)) / num_completions,
+        "time/generate_s": max(g.sampled_s for g in groups) - min(g.started_s for g in groups),
+        "time/reward_s": sum(g.scored_s - g.sampled_s for g in groups),
+    }
+
+
+def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
+    """One JSON object per completion, for `completions.jsonl`; long dataset columns are shortened."""
+    names = [getattr(function, "__name__", "") for function in config.reward_funcs]
+    samples = []
+    for group in groups:
+        columns = {name: _shortened(value) for name, value in group.prompt.columns.items()}
+        for i, completion in enumerate(group.completions):
+            samples.append(
+                {
+                    "group": group.id,
+                    "row": group.prompt.index,
+                    "prompt": group.prompt.content,
+                    "columns": columns,
+                    "completion": group.texts[i],
+                    "reward": group.reward[i],
+                    "rewards": dict(zip(names, group.rewards[i], strict=True)),
+                    "advantage": group.advantages[i],
+                    "finish_reason": completion.finish_reason,
+                    "weight_versions": completion.weight_versions,
+                }
+            )
+    return samples
+
+
+def _shortened(value: Any) -> Any:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " …"
 
 
 class RunLog:
@@ -28,14 +130,8 @@ class RunLog:
     Args:
         config: output_dir, log_steps, log_completions_steps, use_wandb, wandb_project.
         num_steps: for the time that is left.
-        resumed: of the run that this one goes on with: `step`, after which what was written is dropped, `wandb_id`
-            and `run_id`.
+        resumed: state of the run that this one goes on with. What was written after its `step` is dropped.
     """
-
-    PRINTED = (
-        "reward", "eval/accuracy", "eval/reward", "loss", "grad_norm", "kl", "frac_reward_zero_std",
-        "completions/mean_length", "time/step_s",
-    )  # fmt: skip
 
     def __init__(self, config: TrainConfig, num_steps: int, resumed: dict[str, Any] | None = None):
         self.config = config
@@ -55,7 +151,7 @@ class RunLog:
             if resumed:
                 _cut_lines(path, resumed["step"])
             else:
-                path.rename(path.with_name(path.name + ".old"))  # of an earlier run
+                path.rename(path.with_name(path.name + ".old"))
         self._num_steps, self._first_step = num_steps, resumed["step"] if resumed else 0
         self._started_s = time.monotonic()
         self._held_out: float | None = None  # the last evaluation's reward
@@ -69,28 +165,24 @@ class RunLog:
             self.wandb_id = self._wandb.id
             self._files.callback(wandb.finish)
 
-    def step(
-        self,
-        step: int,
-        metrics: dict[str, float],
-        samples: Sequence[dict[str, Any]] = (),
-        dropped: Sequence[dict[str, Any]] = (),
-    ) -> None:
-        """Write one step: metrics everywhere, samples to `completions.jsonl`, groups not trained to `dropped.jsonl`.
+    def step(self, step: int, metrics: dict[str, float], batch: Batch | None = None) -> None:
+        """Write one step: its metrics everywhere, its batch to `completions.jsonl` and `dropped.jsonl`.
 
         Raises:
             UserError: a file cannot be written, as on a full disk.
         """
-        if not is_main() or not metrics:
+        if not is_main() or not (metrics or batch):
             return
-        for name, rows in (("metrics", [metrics]), ("completions", samples), ("dropped", dropped)):
-            for row in rows:
-                line = json.dumps(_finite({"step": step, **row}), ensure_ascii=False, default=str) + "\n"
-                try:
-                    self._lines[name].write(line)
-                except OSError as error:
-                    raise UserError(f"{self._lines[name].name} cannot be written: {error.strerror}") from error
-        if self._wandb:  # which has a section of panels for each word before a slash
+        samples = []
+        if batch:
+            metrics = batch_metrics(batch.groups, step - 1, self.config) | batch.metrics | metrics
+            metrics["time/train_s"] -= metrics["time/wait_s"]
+            samples = batch_samples(batch.groups, self.config)
+        self._write("metrics", step, [metrics])
+        self._write("completions", step, samples)
+        dropped = batch.dropped if batch else []
+        self._write("dropped", step, [{"group": g.id, "row": g.prompt.index, "reason": why} for g, why in dropped])
+        if self._wandb:  # makes a section of panels for each word before a slash
             self._wandb.log({n if "/" in n else f"train/{n}": value for n, value in metrics.items()}, step=step)
         self._held_out = metrics.get("eval/reward", self._held_out)
         pace = self._pace(step, metrics)
@@ -99,15 +191,23 @@ class RunLog:
         self._bar.set_description_str(" · ".join([f"step {step}/{self._num_steps}", *good, *pace]))
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
             parts = [name for name in metrics if name.startswith("rewards/")]
-            names = [self.PRINTED[0], *(parts if len(parts) > 1 else ()), *self.PRINTED[1:]]
+            names = [PRINTED[0], *(parts if len(parts) > 1 else ()), *PRINTED[1:]]
             printed = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
             tqdm.write(" · ".join([f"step {step}/{self._num_steps}", *printed, *pace]))
         every = self.config.log_completions_steps
         if samples and every and step % every == 0:
             self._show(step, samples)
 
+    def _write(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            line = json.dumps(_finite({"step": step, **row}), ensure_ascii=False, default=str) + "\n"
+            try:
+                self._lines[name].write(line)
+            except OSError as error:
+                raise UserError(f"{self._lines[name].name} cannot be written: {error.strerror}") from error
+
     def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """How long yet, how fast, and the share of the time that the trainer and the servers waited."""
+        """How long the run still takes, how fast it is, and the shares of time that trainer and servers waited."""
         pace = []
         if step > self._first_step:
             step_s = (time.monotonic() - self._started_s) / (step - self._first_step)
@@ -117,22 +217,24 @@ class RunLog:
             pace += [f"idle {metrics['idle/trainer']:.0%}/{metrics['idle/servers']:.0%}"]
         return pace
 
-    def _show(self, step: int, samples: Sequence[dict[str, Any]]) -> None:
-        """Some samples on the terminal, and a table of them in wandb."""
+    def _show(self, step: int, samples: list[dict[str, Any]]) -> None:
+        """Print some samples, and send a table of them to wandb."""
         for sample in samples[:8]:
             cells = (f"{str(sample[column])[:2000]!r:<60.60}" for column in ("prompt", "completion"))
             tqdm.write(" │ ".join([f"{sample['reward']!s:>8.8}", *cells]))
         if self._wandb:
             import wandb
 
-            parts = [f"rewards/{name}" for name in samples[0]["rewards"]]
-            columns: list[str | int] = ["group", "prompt", "completion", *parts, "reward", "advantage", "finish_reason"]
-            texts = ([str(s["prompt"])[:10_000], s["completion"][:10_000]] for s in samples)
-            rows: list[Any] = [
-                [s["group"], *text, *s["rewards"].values(), s["reward"], s["advantage"], s["finish_reason"]]
-                for s, text in zip(samples[:256], texts, strict=False)
-            ]
-            self._wandb.log({"completions/table": wandb.Table(columns=columns, data=rows)}, step=step)
+            names = list(samples[0]["rewards"])
+            columns: list[str | int] = ["group", "prompt", "completion", *(f"rewards/{name}" for name in names)]
+            rows: list[Any] = []
+            for s in samples[:256]:
+                texts = (str(s["prompt"])[:10_000], s["completion"][:10_000])
+                rows.append(
+                    [s["group"], *texts, *s["rewards"].values(), s["reward"], s["advantage"], s["finish_reason"]]
+                )
+            table = wandb.Table(columns=[*columns, "reward", "advantage", "finish_reason"], data=rows)
+            self._wandb.log({"completions/table": table}, step=step)
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on with what is written."""
@@ -144,7 +246,7 @@ class RunLog:
 
 
 def _finite(value: Any) -> Any:
-    """A value with None for NaN and infinity, which JSON has not."""
+    """The value with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -161,91 +263,3 @@ def _cut_lines(path: Path, step: int) -> None:
                 break
             kept.write(line)
     part.rename(path)
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Make a folder, and this run's own while the block, or the process, lasts. Rank 0's.
-
-    Raises:
-        UserError: it cannot be written, or another process has it.
-    """
-    if not is_main():
-        yield
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+")
-    except OSError as error:
-        raise UserError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise UserError(f"output_dir={folder} has another run in it, process {file.read()}: end it first") from None
-        except OSError as error:  # a file system without locks
-            print(f"output_dir={folder} cannot be locked ({error.strerror}): keep other runs out of it", flush=True)
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-
-
-MAX_SHOWN = 2000  # characters of a column in completions.jsonl
-
-
-def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
-    """What is known of a batch before it trains policy `version`: rewards, lengths, staleness, times."""
-    completions = [c for group in groups for c in group.completions]
-    rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
-    lengths = torch.tensor([float(len(c.token_ids)) for c in completions])
-    stale = [[version - min((span[0] for span in c.weight_versions), default=version)] for c in completions]
-    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    spread = centred.square().nanmean(dim=1).sqrt().nan_to_num(0.0)
-    return {
-        "reward": rewards.nanmean().item(),
-        "reward_std": spread.mean().item(),
-        "frac_reward_zero_std": sum(not group.can_teach for group in groups) / len(groups),
-        **reward_means(groups, config),
-        "staleness/mean": torch.tensor(stale).double().mean().item(),
-        "staleness/max": float(max(map(max, stale))),
-        "staleness/in_flight": sum(g.finished_version - g.started_version for g in groups) / len(groups),
-        "staleness/in_queue": sum(version - g.finished_version for g in groups) / len(groups),
-        "completions/mean_length": lengths.mean().item(),
-        "completions/clipped_ratio": sum(c.truncated for c in completions) / len(completions),
-        "completions/weight_versions": sum(len({s[0] for s in c.weight_versions}) for c in completions)
-        / len(completions),
-        "time/generate_s": max(g.sampled_s for g in groups) - min(g.started_s for g in groups),
-        "time/reward_s": sum(g.scored_s - g.sampled_s for g in groups),
-    }
-
-
-def _shortened(value: Any) -> Any:
-    """A column's value to look at: the data set has the whole of a long one, which every completion would repeat."""
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " …"
-
-
-def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
-    """One JSON object per completion, for `completions.jsonl`."""
-    names = [function.__name__ for function in config.reward_funcs if callable(function)]
-    return [
-        {
-            "group": group.id,
-            "row": group.prompt.index,
-            "prompt": group.prompt.content,
-            "columns": columns,
-            "completion": text,
-            "reward": None if math.isnan(reward) else reward,
-            "rewards": dict(zip(names, parts, strict=True)),
-            "advantage": advantage,
-            "finish_reason": completion.finish_reason,
-            "weight_versions": completion.weight_versions,
-        }
-        for group in groups
-        for columns in [{name: _shortened(value) for name, value in group.prompt.columns.items()}]
-        for completion, text, parts, reward, advantage in zip(
-            group.completions, group.texts, group.rewards, group.reward, group.advantages, strict=True
-        )
-    ]

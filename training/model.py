@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -30,29 +30,13 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     return model_config, AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
 
 
-def check_positions(model_config: Any, max_model_len: int) -> None:
-    """Refuse servers that rotate short texts of a longrope model by other factors than transformers does.
-
-    vLLM takes the factors of long texts for all, where its `max_model_len` allows a long one.
-
-    Raises:
-        UserError: the servers' `max_model_len` does.
-    """
-    rope = getattr(model_config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope" and max_model_len > (short := rope["original_max_position_embeddings"]):
-        raise UserError(
-            f"this model's position embeddings (longrope) change beyond {short} tokens, and those of servers with "
-            f"longer texts change for all: start the servers with --max-model-len {short}"
-        )
-
-
 def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
     """The model named by the config or of a checkpoint, on CPU, in `dtype`, without dropout and noise before routers.
 
     They would make log-probs differ from the server's and between forwards, and the first KL from 0.
 
     Raises:
-        UserError: as `check_generation_config`, or an attention that is not the model's.
+        UserError: an attention implementation that would leave out the model's softcap.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -70,7 +54,8 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
         attn_implementation=attention,
         trust_remote_code=config.trust_remote_code,
     )
-    check_generation_config(model, config)
+    if (generation := getattr(model, "generation_config", None)) and generation.temperature not in (None, 1.0):
+        generation.do_sample = True  # without it, no checkpoint with such a temperature could be saved
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -78,26 +63,6 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
             if isinstance(value, float) and ("dropout" in name or name in ("jitter_noise", "input_jitter_noise")):
                 setattr(module, name, 0.0)
     return model
-
-
-def check_generation_config(model: Any, config: TrainConfig) -> None:
-    """Mend a `generation_config` with a temperature and no `do_sample`, which loads, but which nothing would save.
-
-    Raises:
-        UserError: it is invalid in another way.
-    """
-    if (generation := getattr(model, "generation_config", None)) is None:
-        return
-    with suppress(ValueError):
-        return generation.validate(strict=True)
-    generation.do_sample = True
-    try:
-        generation.validate(strict=True)
-    except ValueError as error:
-        cause = " ".join(str(error).split())
-        raise UserError(
-            f"{config.model_id}: no checkpoint could be saved with its generation_config: {cause}"
-        ) from None
 
 
 def check_lora_targets(config: TrainConfig) -> None:
@@ -427,22 +392,13 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         seen.add(id(tensor))
         module_name, _, leaf = name.rpartition(".base_layer.")
         if leaf == "weight":
-            yield f"{module_name}.weight", _merged(base.get_submodule(module_name), full_tensor(tensor))
+            layer = base.get_submodule(module_name)
+            (adapter,) = layer.active_adapters
+            with torch.no_grad():
+                merged = full_tensor(tensor) + full_tensor(layer.get_delta_weight(adapter))
+            yield f"{module_name}.weight", merged.to(tensor.dtype)
         else:
             yield name.replace(".base_layer.", "."), full_tensor(tensor)
-
-
-@torch.no_grad()
-def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """W + s·B·A of a LoRA linear or embedding layer with one adapter, as a new tensor."""
-    (adapter,) = layer.active_adapters
-    if adapter in layer.lora_A:
-        delta = full_tensor(layer.lora_B[adapter].weight) @ full_tensor(layer.lora_A[adapter].weight)
-        transpose = layer.fan_in_fan_out
-    else:
-        delta = full_tensor(layer.lora_embedding_B[adapter]) @ full_tensor(layer.lora_embedding_A[adapter])
-        transpose = True
-    return (weight + layer.scaling[adapter] * (delta.T if transpose else delta)).to(weight.dtype)
 
 
 def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
