@@ -1,6 +1,6 @@
 """Rollout server: vLLM's own OpenAI-compatible server with the RL routes, weight transfer and an access guard.
 
-    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct [--port 8000] [--restart] [any option of `vllm serve`]
+    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct [--port 8000] [any option of `vllm serve`]
 
 What this file adds to vLLM:
   * defaults that rollouts need (token ids in and out, log-probs after temperature, RL routes, loopback);
@@ -11,16 +11,11 @@ What this file adds to vLLM:
 import hmac
 import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +37,6 @@ if TYPE_CHECKING:
 BACKEND = "grpo"
 PREFETCH = 3  # buckets received ahead of the one being loaded
 JOIN_TIMEOUT_S = 10
-STOP_TIMEOUT_S = 20  # for a server that was told to end
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 
 OPEN_ROUTES = frozenset({"/health"})
@@ -93,7 +87,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         self.trainer = init_info.trainer
         config = self.parallel_config
         worker = config.data_parallel_index * config.world_size + config.rank
-        # it is there before it is told of: a trainer that is gone meanwhile does not keep the server waiting
+        # The store exists before the server hears of it: a trainer that is gone meanwhile keeps nobody waiting.
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
         store.set_timeout(timedelta(seconds=init_info.timeout_s))
         self.group = TransferGroup(store, 1 + worker, init_info.world_size, self.device, init_info.timeout_s)
@@ -102,19 +96,17 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         """Open vLLM's layerwise reload: layers are rebuilt as soon as all of their weights have arrived."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        if (
-            self.reloading
-        ):  # an update broke off (its trainer died): close its layers, or they could not be opened again
+        if self.reloading:  # an update broke off, as its trainer died: its layers must be closed to be opened again
             finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = True
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive the stream and load it, one bucket while the next ones arrive; the next step runs in that order."""
+        """Receive the stream and load it."""
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Stream) -> None:
-        """Hand every bucket to the model's own `load_weights`.
+        """Hand every bucket to the model's own `load_weights`, while the next ones arrive.
 
         Each bucket has memory of its own: layerwise reload keeps views until a layer is whole.
 
@@ -127,7 +119,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
 
         load_weights: Any = self.model.load_weights
 
-        # the one load_weights copies on, which is vLLM's own: another one would reuse a bucket's memory too soon
+        # vLLM's own stream, which load_weights copies on: another one would reuse a bucket's memory too soon.
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         ended = False
 
@@ -186,10 +178,8 @@ if BACKEND not in WeightTransferEngineFactory._registry:  # the API server impor
 class AccessGuard:
     """ASGI middleware: 404 for every route the trainer does not need, 401 without the token where one is set.
 
-    413 for a body over `MAX_BODY_BYTES`, or of no stated length.
-
-    vLLM's `--api-key` guards `/v1` and `/inference` only; the RL routes, which can replace the model, stay open
-    without this.
+    A body over `MAX_BODY_BYTES`, or of no stated length, gets 413. vLLM's `--api-key` guards `/v1` and `/inference`
+    alone: without this, the RL routes, which can replace the model, would stay open.
     """
 
     def __init__(self, app: "ASGIApp") -> None:
@@ -243,54 +233,16 @@ def server_argv(argv: list[str]) -> list[str]:
     return [*ours, *argv, *required]
 
 
-def supervise(argv: list[str]) -> int:
-    """Run the server in a process of its own, and start it again when it dies; returns its status after a signal.
-
-    One that ends by itself, with an error, three times within a minute of its start cannot serve at all. One that does
-    not end `STOP_TIMEOUT_S` after a signal, or on a second one, is killed.
-    """
-    stopped_by = status = 0
-
-    def stop(number: int, _: object) -> None:
-        nonlocal stopped_by
-        kind = signal.SIGKILL if stopped_by else number
-        stopped_by = number
-        signal.alarm(STOP_TIMEOUT_S)
-        with suppress(ProcessLookupError):  # it is about to be started again
-            os.killpg(server.pid, kind)
-
-    num_early = 0
-    while not stopped_by:
-        started_s = time.monotonic()
-        server = subprocess.Popen(
-            [sys.executable, __file__, *argv], start_new_session=True, preexec_fn=partial(die_with, os.getpid())
-        )
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
-            signal.signal(number, stop)
-        status = server.wait()
-        with suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)  # what it left behind
-        num_early = num_early + 1 if status > 0 and time.monotonic() < started_s + 60 else 0
-        if stopped_by or num_early == 3:
-            break
-        print(f"the server ended with status {status}: starting it again", file=sys.stderr, flush=True)
-        time.sleep(1)
-    return status
-
-
 if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
     die_with(os.getppid())
 
 
 def main(argv: list[str]) -> None:
-    """Start the server and serve until a signal; with `--restart`, start it again when it dies.
+    """Start the server and serve until a signal.
 
     Raises:
-        SystemExit: a host other than loopback without a token, several tokens, or an option vLLM does not know; with
-            `--restart`, at the end.
+        SystemExit: a host other than loopback without a token, several tokens, or an option vLLM does not know.
     """
-    if "--restart" in argv:
-        sys.exit(supervise([word for word in argv if word != "--restart"]))
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))  # for the workers
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the RL routes; AccessGuard closes the rest of dev mode

@@ -1,4 +1,4 @@
-"""From a dataset row to a `Prompt`: chat templates, tokens, images."""
+"""From a dataset row to a `Prompt`: rows, chat templates, tokens; at the end of the file, images."""
 
 import base64
 import hashlib
@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,6 +17,9 @@ from torch import Tensor
 
 from config import TrainConfig, UserError, is_data_file
 from vllm_client import Images
+
+IMAGE_TYPES = ("image", "image_url")  # of a message's part that is an image, or the place of one
+PADDING = {"image_sizes", "pixel_attention_mask"}  # what processors call the measures of images that they padded
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Prompt:
         content: the dataset's `prompt` (string or chat messages), for rewards and people.
         columns: the other columns that the rewards want.
         sources: its images as the dataset has them.
-        images: the same, processed; None before it is sampled, and for text.
+        images: its images, processed; None before it is sampled, and for text.
     """
 
     index: int
@@ -54,13 +56,9 @@ def load_processor(config: TrainConfig) -> Any:
     """
     from transformers import AutoProcessor
 
-    given = config.processor_kwargs or {}
-    folder = Path(config.model_id)
+    given, folder = config.processor_kwargs or {}, Path(config.model_id)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
-        raise UserError(
-            f"model_id={folder} is a LoRA adapter: give it merged (merge_and_unload, save_pretrained), or go on from "
-            "it with resume_from_checkpoint"
-        )
+        raise UserError(f"model_id={folder} is a LoRA adapter: merge it first, or go on with resume_from_checkpoint")
     try:
         processor = AutoProcessor.from_pretrained(
             config.model_id,
@@ -68,17 +66,16 @@ def load_processor(config: TrainConfig) -> Any:
             mistral_format=False,  # its tokenizer, which transformers prefers where vLLM is, has no chat template
             **given,
         )
-        of_images = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
-        known = {*inspect.signature(type(processor)).parameters, *(get_type_hints(of_images) if of_images else ())}
-        if unknown := sorted(set(given) - known):
-            raise UserError(
-                f"processor_kwargs: the model's processor takes no {unknown[0]}, but {', '.join(sorted(known))}"
-            )
-        return processor
     except OSError as error:
+        cause = str(error).splitlines()[0]
+        raise UserError(f"model_id={config.model_id}: no such path, and no such model on the hub ({cause})") from None
+    of_images = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
+    known = {*inspect.signature(type(processor)).parameters, *(get_type_hints(of_images) if of_images else ())}
+    if unknown := sorted(set(given) - known):
         raise UserError(
-            f"model_id={config.model_id}: no such path, and the hub has no such model ({str(error).splitlines()[0]})"
-        ) from None
+            f"processor_kwargs: the model's processor takes no {unknown[0]}, but {', '.join(sorted(known))}"
+        )
+    return processor
 
 
 def tokenizer_of(processor: Any) -> Any:
@@ -95,6 +92,10 @@ def placeholder_ids(owner: Any) -> list[int]:
     return [token for name in names if (token := getattr(owner, name, None)) is not None]
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Rows
+
+
 def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) -> list[dict[str, Any]]:
     """The rows of a function, a local `.jsonl`/`.parquet` file or a `datasets` name.
 
@@ -102,66 +103,55 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
         UserError: no such file or data set, one that cannot be read, or no rows.
     """
     if callable(source):
-        rows = list(source())
+        name, rows = getattr(source, "__name__", "function"), list(source())
     else:
-        path = Path(source)
-        if is_data_file(source) and not path.is_file():
-            raise UserError(f"dataset file {source} does not exist")
-        if path.is_file() and not is_data_file(source):
-            raise UserError(f"dataset file {source} must be .jsonl (one object a line) or .parquet")
+        name, path = source, Path(source)
+        if is_data_file(source) != path.is_file():
+            raise UserError(f"dataset file {source} must exist, as .jsonl (one object a line) or .parquet")
         rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _datasets_rows(source, split, config)
     if config.collate_fn:
-        assert callable(config.collate_fn)
+        collate_fn: Any = config.collate_fn
         try:
-            rows = config.collate_fn(rows)
+            rows = collate_fn(rows)
         except Exception as error:
-            raise UserError(
-                f"collate_fn raised {type(error).__name__}: {error}; it gets the list of all rows, and returns one"
-            ) from error
+            cause = f"{type(error).__name__}: {error}"
+            raise UserError(f"collate_fn raised {cause}; it gets the list of all rows, and returns one") from error
     if not rows:
-        raise UserError(
-            f"dataset {source if isinstance(source, str) else getattr(source, '__name__', source)} has no rows"
-        )
+        raise UserError(f"dataset {name} has no rows")
     return rows
 
 
 def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
-    # as they stand: `datasets` would turn strings that look like dates into dates
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not in UTF-8: {error}") from None
+    """The rows as they stand: `datasets` would turn strings that look like dates into dates."""
     rows = []
-    for number, line in enumerate(text.split("\n"), 1):
+    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not JSON: {error}") from None
+        except ValueError as error:  # neither JSON nor UTF-8
+            raise UserError(f"{path} line {number} is not JSON in UTF-8: {error}") from None
     return rows
 
 
 def _datasets_rows(source: str, split: str, config: TrainConfig) -> list[dict[str, Any]]:
-    from datasets import load_dataset
+    from datasets import Image, List, load_dataset
 
     try:
         if source.endswith(".parquet"):
-            return list(_undecoded(load_dataset("parquet", data_files=source, split="train")))
-        subset = config.dataset_config if source == config.dataset_id else None
-        return list(_undecoded(load_dataset(source, subset, split=split)))
+            dataset = load_dataset("parquet", data_files=source, split="train")
+        else:
+            dataset = load_dataset(source, config.dataset_config if source == config.dataset_id else None, split=split)
     except (OSError, ValueError) as error:  # ConnectionError, DatasetNotFoundError, an unknown split
         raise UserError(f"dataset {source} cannot be loaded: {str(error).splitlines()[0]}") from error
-
-
-def _undecoded(dataset: Any) -> Any:
-    """The data set with its images as bytes and paths: pixels are made when they are needed."""
-    from datasets import Image, List
-
-    for name, feature in dataset.features.items():
+    for name, feature in dataset.features.items():  # images as bytes and paths: pixels are made when they are needed
         if isinstance(feature, Image):
             dataset = dataset.cast_column(name, Image(decode=False))
         elif isinstance(feature, List) and isinstance(feature.feature, Image):
             dataset = dataset.cast_column(name, List(Image(decode=False)))
-    return dataset
+    return list(dataset)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Prompts
 
 
 def load_prompts(
@@ -173,40 +163,22 @@ def load_prompts(
     its tokens are kept.
 
     Raises:
-        UserError: a row without a usable `prompt`, a column that does not exist or is named as a reward's own argument,
-            an image that cannot be read or that the model does not take, or nothing left.
-    """  # ValueError is caught here
-    rows = load_rows(source, split, config)
-    videos = set(placeholder_ids(processor)) - {getattr(processor, "image_token_id", None)}
-    prompts = []
-    for index, row in enumerate(rows):
-        if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
-            raise UserError(
-                f"dataset row {index} has no `prompt` (string or chat messages); its columns are "
-                f"{sorted(row) if isinstance(row, dict) else type(row).__name__}"
-            )
-        ours = ("prompt", "image", "images")
-        wanted = [name for name in row if name not in ours] if config.extra_columns is None else config.extra_columns
-        if missing := [name for name in wanted if name not in row]:
-            raise UserError(
-                f"dataset row {index} has no column {missing[0]}, which extra_columns names; it has {sorted(row)}"
-            )
-        if taken := {"prompts", "completions", "completion_ids"} & set(wanted):
-            raise UserError(f"dataset column {taken.pop()} is the name of a reward's own argument: rename it")
+        UserError: a row that makes no prompt, with its number and the reason; or nothing is left.
+    """
+
+    def load(numbered: tuple[int, dict[str, Any]]) -> Prompt:
+        index, row = numbered
         try:
-            content, images = take_images(row)
-            if images and not hasattr(processor, "image_processor"):
-                raise ValueError(f"has images, and model_id={config.model_id} takes none")
-            text, add_special_tokens = prompt_text(processor, content, len(images), config)
-            token_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
-        except ValueError as error:
-            raise UserError(f"dataset row {index} {' '.join(str(error).split())}") from error
-        if placeholders := set(token_ids) & set(placeholder_ids(processor) if not images else videos):
-            token = tokenizer_of(processor).convert_ids_to_tokens(placeholders.pop())
-            raise UserError(f"dataset row {index}: its prompt has a placeholder ({token}), and nothing for it")
-        prompts.append(Prompt(index, token_ids, content, {name: row[name] for name in wanted}, images))
+            return replace(with_images(make_prompt(index, row, processor, config), processor, config), images=None)
+        except UserError:
+            raise
+        except Exception as error:  # whatever odd data makes of a template, a tokenizer or a processor
+            cause = " ".join(str(error).split())
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            raise UserError(f"dataset row {index}: {kind}{cause}") from error
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        prompts = list(pool.map(lambda p: replace(with_images(p, processor, config), images=None), prompts))
+        prompts = list(pool.map(load, enumerate(load_rows(source, split, config))))
     kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_prompt_len]
     if len(kept) < len(prompts):
         print(f"left out {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {max_prompt_len} tokens")
@@ -218,105 +190,122 @@ def load_prompts(
     return kept
 
 
-def prompt_text(processor: Any, prompt: Any, num_images: int, config: TrainConfig) -> tuple[str, bool]:
-    """What the tokenizer gets for a string or chat messages, and whether special tokens (BOS) are still to be added.
-
-    The chat template writes them where it applies. Images stand where the messages have `{"type": "image"}`, or else
-    before the text of the first user message.
+def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainConfig) -> Prompt:
+    """A row's prompt, tokenized, with its images as the dataset has them.
 
     Raises:
-        ValueError: the template does not take the messages, or there is none.
+        ValueError: what is wrong with the row.
     """
-    owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
-    takes_parts = hasattr(processor, "image_processor")
-    if isinstance(prompt, str) and (config.no_apply_chat_template or not owner.chat_template):
-        return prompt, True
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if takes_parts:  # and so does its template
-        missing = num_images if num_images and not any(map(is_image, chain.from_iterable(map(parts, messages)))) else 0
-        written = []
-        for message in messages:
-            placeholders = [{"type": "image"}] * missing if message["role"] == "user" else []
-            missing -= len(placeholders)
-            written.append({**message, "content": [*placeholders, *parts(message)]})
-        messages = written
-    from jinja2 import TemplateError
-
-    try:
-        is_begun = messages[-1]["role"] == "assistant"  # the completion goes on from there
-        text = owner.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
-        )
-    except (TemplateError, ValueError, TypeError, LookupError) as error:
-        raise ValueError(f"has messages that the model's chat template does not take: {error}") from error
-    bos = tokenizer_of(processor).bos_token  # which LLaVA's template leaves to the tokenizer, as transformers has it
-    return text, takes_parts and not (bos and text.startswith(bos))
+    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
+        raise ValueError(f"it has no `prompt` (string or chat messages), but {sorted(row)}")
+    wanted = config.extra_columns
+    if wanted is None:
+        wanted = [name for name in row if name not in ("prompt", "image", "images")]
+    if missing := [name for name in wanted if name not in row]:
+        raise ValueError(f"it has no column {missing[0]}, which extra_columns names, but {sorted(row)}")
+    if taken := {"prompts", "completions", "completion_ids"} & set(wanted):
+        raise ValueError(f"its column {taken.pop()} has the name of a reward's own argument: rename it")
+    content, images = take_images(row)
+    if images and not hasattr(processor, "image_processor"):
+        raise ValueError(f"it has images, and model_id={config.model_id} takes none")
+    token_ids = tokenize(processor, content, len(images), config)[1]
+    unfilled = set(placeholder_ids(processor))
+    if images:
+        unfilled.discard(processor.image_token_id)
+    if found := unfilled & set(token_ids):
+        token = tokenizer_of(processor).convert_ids_to_tokens(found.pop())
+        raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
+    return Prompt(index, token_ids, content, {name: row[name] for name in wanted}, images)
 
 
-def parts(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A chat message's content as parts."""
-    content = message.get("content")
-    return [{"type": "text", "text": content}] if isinstance(content, str) else list(content or [])
+def tokenize(processor: Any, content: Any, num_images: int, config: TrainConfig) -> tuple[str, list[int], bool]:
+    """A string or chat messages as text and token ids, and whether the tokenizer added special tokens (BOS).
+
+    The chat template writes special tokens where it applies.
+    """
+    tokenizer = tokenizer_of(processor)
+    owner = processor if getattr(processor, "chat_template", None) else tokenizer
+    if isinstance(content, str) and (config.no_apply_chat_template or not owner.chat_template):
+        return content, tokenizer(content)["input_ids"], True
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    takes_parts = hasattr(processor, "image_processor")  # and so does its template
+    if takes_parts:
+        messages = _in_parts(messages, num_images)
+    is_begun = messages[-1]["role"] == "assistant"  # the completion goes on from there
+    text = owner.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
+    )
+    bos = tokenizer.bos_token  # LLaVA's template leaves it to the tokenizer
+    adds_special_tokens = takes_parts and not (bos and text.startswith(bos))
+    return text, tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"], adds_special_tokens
 
 
-def is_image(part: dict[str, Any]) -> bool:
-    """Whether a part of a message is an image, or the place of one."""
-    return part.get("type") in ("image", "image_url")
+# --------------------------------------------------------------------------------------------------------------------
+# Images
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    """A chat message's content as parts, without the keys that `datasets` adds for parts of other rows.
+
+    Raises:
+        ValueError: it is no chat message, or has parts that a template would leave out without a word.
+    """
+    content = message.get("content") if isinstance(message, dict) and "role" in message else 0
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if content is None and ("content" in message or "tool_calls" in message):
+        return []
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        wanted = "{'role': ..., 'content': string or list of typed parts}"
+        raise ValueError(f"it has a message that is not {wanted}: {message!r:.100}")
+    if odd := [part for part in content if part.get("type") not in ("text", *IMAGE_TYPES)]:
+        raise ValueError(f"it has a message with a part that is neither of type text nor image: {odd[0]!r:.100}")
+    return [{key: value for key, value in part.items() if value is not None} for part in content]
+
+
+def _in_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
+    """Messages with their contents as parts; images without a place stand before the first user message's text."""
+    written = [{**message, "content": _parts(message)} for message in messages]
+    places = [part for message in written for part in message["content"] if part["type"] in IMAGE_TYPES]
+    first = next((message for message in written if message["role"] == "user"), None)
+    if first and not places:
+        first["content"] = [{"type": "image"}] * num_images + first["content"]
+    return written
 
 
 def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages.
 
-    Keys without a value, which `datasets` gives every part that has one in another row, are left out.
-
     Raises:
-        ValueError: images in two places, or in another number than the messages have places; or what is no message.
+        ValueError: images in two places, or in another number than the messages have places.
     """
-    prompt = row["prompt"]
     columns = [value for name in ("image", "images") if (value := row.get(name)) is not None]
-    if len(columns) > 1:
-        raise ValueError("has both `image` and `images`: leave one of them out")
     images = [image for value in columns for image in (value if isinstance(value, list | tuple) else [value])]
-    if isinstance(prompt, str):
-        return prompt, images
-    for message in prompt:
-        _check_message(message)
     inside: list[Any] = []
-    messages = []
-    for message in prompt:
-        if not isinstance(message.get("content"), list):
+    messages, num_places = row["prompt"], 0
+    if isinstance(messages, list):
+        messages = []
+        for message in row["prompt"]:
+            parts = _parts(message)
+            places = [part for part in parts if part["type"] in IMAGE_TYPES]
+            num_places += len(places)
+            for place in places:
+                found = place.get("image") or place.get("url") or place.get("path") or place.get("image_url")
+                found = found["url"] if isinstance(found, dict) and "url" in found else found
+                inside += [found] if found else []
+            if isinstance(message["content"], list):
+                parts = [{"type": "image"} if part in places else part for part in parts]
+                message = {**message, "content": parts}
             messages.append(message)
-            continue
-        content = [{key: value for key, value in part.items() if value is not None} for part in message["content"]]
-        for part in filter(is_image, content):
-            found = part.get("image") or part.get("url") or part.get("path") or part.get("image_url")
-            if isinstance(found, dict) and "url" in found:
-                found = found["url"]
-            inside += [found] if found else []
-        bare = [{"type": "image"} if is_image(part) else part for part in content]
-        messages.append({**message, "content": bare})
-    if inside and images:
-        raise ValueError("has images both in its messages and in a column: leave one of them out")
+    if len(columns) + bool(inside) > 1:
+        raise ValueError("it has images in two places of `image`, `images` and its messages: leave one")
     images = inside or images
-    places = sum(is_image(part) for message in messages for part in parts(message))
-    if places not in (0, len(images)):
+    if num_places not in (0, len(images)):
         raise ValueError(
-            f"has {len(images)} images for the {places} places in its messages: give them in a column, or as `image`, "
-            "`url`, `path` or `image_url` of each place"
+            f"it has {len(images)} images for the {num_places} places in its messages: give them in a column, or as "
+            "`image`, `url`, `path` or `image_url` of each place"
         )
     return messages, images
-
-
-def _check_message(message: Any) -> None:
-    # refuses what is no chat message, or has parts that a template would leave out without a word
-    content = message.get("content") if isinstance(message, dict) and "role" in message else 0
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        if odd := [part for part in content if part.get("type") not in ("text", "image", "image_url")]:
-            raise ValueError(f"has a message with a part that is neither of type text nor image: {odd[0]!r:.100}")
-    elif not (isinstance(content, str) or (content is None and ("content" in message or "tool_calls" in message))):
-        raise ValueError(
-            f"has a message that is not {{'role': ..., 'content': string or list of typed parts}}: {message!r:.100}"
-        )
 
 
 def open_image(source: Any) -> Any:
@@ -333,12 +322,8 @@ def open_image(source: Any) -> Any:
     return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)
 
 
-def downloaded(source: Any) -> Any:
-    """The bytes behind a URL, so that it is asked once; any other source as it is.
-
-    Raises:
-        OSError: it does not answer within 30 s, or with an error.
-    """
+def _downloaded(source: Any) -> Any:
+    """The bytes behind a URL, so that it is asked once; any other source as it is."""
     url = source.get("url") if isinstance(source, dict) else source
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         return source
@@ -355,59 +340,40 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     Raises:
         UserError: an image cannot be read or has no place in the prompt, or the processor refuses it; names the row.
     """
-    from huggingface_hub.errors import StrictDataclassError
-
     if not prompt.sources or prompt.images:
         return prompt
-    where = f"dataset row {prompt.index}"
+    where, num = f"dataset row {prompt.index}", len(prompt.sources)
     sources, images = [], []
     for source in prompt.sources:
         try:
-            sources.append(downloaded(source))
+            sources.append(_downloaded(source))
             images.append(open_image(sources[-1]))
         except Exception as error:  # whatever Pillow, requests or a broken file may raise
             name = source if isinstance(source, str) else type(source).__name__
             cause = f"no such file in {Path.cwd()}" if isinstance(error, FileNotFoundError) else error
             raise UserError(f"{where}: the image {name:.100} cannot be read: {cause}") from error
-    text, add_special_tokens = prompt_text(processor, prompt.content, len(images), config)
-    server_ids = tokenizer_of(processor)(text, add_special_tokens=add_special_tokens)["input_ids"]
+    text, server_ids, adds_special_tokens = tokenize(processor, prompt.content, num, config)
     place = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
     num_places = text.count(place) if place else 0
-    if num_places not in (0, len(images)):
-        raise UserError(f"{where}: its text has {num_places} placeholders ({place}) for its {len(images)} images")
+    if num_places not in (0, num):
+        raise UserError(f"{where}: its text has {num_places} placeholders ({place}) for its {num} images")
     try:
-        batch = processor(text=[text], images=[images], add_special_tokens=add_special_tokens, return_tensors="pt")
-    except (ValueError, TypeError, IndexError, RuntimeError, StrictDataclassError) as error:
+        batch = processor(text=[text], images=[images], add_special_tokens=adds_special_tokens, return_tensors="pt")
+    except Exception as error:  # whatever a processor makes of too many or too small images
         cause = " ".join(str(error).split())
-        raise UserError(f"{where}: the model's processor does not take its {len(images)} images: {cause}") from error
+        raise UserError(f"{where}: the model's processor does not take its {num} images: {cause}") from error
     token_ids = batch["input_ids"][0].tolist()
     if num_places == 0 and token_ids == server_ids:
-        raise UserError(f"{where}: its prompt has no place for its {len(images)} images: use chat messages")
-    inputs = {
-        name: value
-        for name, value in batch.items()
-        if isinstance(value, Tensor)
-        and name not in ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
-    }
+        raise UserError(f"{where}: its prompt has no place for its {num} images: use chat messages")
+    of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+    inputs = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name not in of_text}
     urls = []
     for image in images:
         buffer = io.BytesIO()
         image.save(buffer, "png", compress_level=1)
         urls.append(f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}")
-    return replace(
-        prompt, token_ids=token_ids, sources=sources, images=Images(server_ids, len(token_ids), urls, inputs)
-    )
-
-
-def fingerprint(prompts: list[Prompt]) -> str:
-    """A hash of prompts' tokens, in order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps(prompt.token_ids).encode())
-    return digest.hexdigest()
-
-
-PADDING = {"image_sizes", "pixel_attention_mask"}  # what processors call the measures of images that they padded
+    processed = Images(server_ids, len(token_ids), urls, inputs)
+    return replace(prompt, token_ids=token_ids, sources=sources, images=processed)
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
@@ -425,11 +391,17 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
         sizes = [max(of_dim) for of_dim in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
         is_even = all(list(tensor.shape[1:]) == sizes for tensor in tensors)
         if not is_even and inputs[0].keys().isdisjoint(PADDING):
-            raise UserError(
-                f"images with {name} of several sizes cannot be trained in one row: resize them to one size"
-            )
+            raise UserError(f"images with {name} of several sizes cannot be in one row: resize them to one size")
         joined[name] = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
         places = joined[name].split([len(tensor) for tensor in tensors])
         for place, tensor in zip(places, tensors, strict=True):
             place[:, *map(slice, tensor.shape[1:])] = tensor
     return joined
+
+
+def fingerprint(prompts: list[Prompt]) -> str:
+    """A hash of prompts' tokens, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps(prompt.token_ids).encode())
+    return digest.hexdigest()

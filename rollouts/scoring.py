@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from config import TrainConfig, UserError
-from recipes.workers import CallError, CallPool
+from rollouts.workers import CallError, CallPool
 from rollouts.data import Prompt
 from vllm_client import Completion
 
