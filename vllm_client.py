@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import TrainConfig, UserError, is_data_file
-from recipes.workers import CallError, CallPool
+from rollouts.workers import CallError, CallPool
 from utils import TransferGroup, address_towards, api_token, buckets, in_threads
 
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
