@@ -191,9 +191,10 @@ class TrainConfig:
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What a group's centred rewards are divided by: its own standard deviation, the batch's, or nothing."""
     reward_workers: int = 4
-    """Processes (and threads, for functions that no other process can import) that call reward functions."""
+    """Processes that call reward functions."""
     reward_timeout: float = 60.0
-    """Seconds one call, of one function for one group, may take; its process is then killed and replaced."""
+    """Seconds one call, of one function for one group, may take; its process is then killed and replaced. A function's
+    first call in a process may take 60 s longer, for imports."""
     failed_reward: float | None = None
     """What a function gives completions whose call failed or timed out; None leaves it out of their rewards, and
     completions without any reward out of the loss. Failures are counted, and written to `failed_rewards.jsonl`."""

@@ -11,6 +11,8 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import cloudpickle
+
 from config import TrainConfig, UserError
 from rollouts.workers import CallError, CallPool
 from rollouts.data import Prompt
@@ -40,6 +42,12 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
         except TypeError as error:
             where = f" on dataset row {row}" if len(rows) > 1 else ""
             raise UserError(f"reward {function.__name__}{where}: {error}; it gets {', '.join(names)}") from None
+    for function in config.reward_funcs:
+        try:
+            cloudpickle.dumps(function)
+        except Exception as error:  # whatever the objects that it holds raise
+            name = getattr(function, "__name__", "")
+            raise UserError(f"reward {name} cannot be sent to a worker: {error}; open clients inside it") from None
 
 
 def reward_means(rewards: Iterable[list[list[float | None]]], config: TrainConfig) -> dict[str, float]:

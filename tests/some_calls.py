@@ -4,6 +4,9 @@ import asyncio
 import os
 import re
 import subprocess
+import sys
+import threading
+import time
 
 
 def add(a, b):
@@ -32,6 +35,10 @@ def leaves():
     raise SystemExit(3)
 
 
+async def leaves_later():
+    raise SystemExit(4)
+
+
 def dies():
     os._exit(7)
 
@@ -49,3 +56,25 @@ def sandbox(path):
     with subprocess.Popen(["sleep", "60"]) as process:
         path.write_text(str(process.pid))
         process.wait()
+
+
+def naps(seconds):
+    start = time.monotonic()  # the same clock in all processes
+    time.sleep(seconds)
+    return start, time.monotonic()
+
+
+def prints_and_hangs():
+    print("to stdout", end="")
+    print("to stderr", end="", file=sys.stderr)
+    time.sleep(60)
+
+
+class Client:
+    """One made by the trainer, which another process cannot have."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+
+    def ask(self):
+        return 1

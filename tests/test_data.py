@@ -14,6 +14,7 @@ from some_rewards import hangs, infinite, only_first, raises, right, scalar, sho
 
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
+from rollouts import workers
 from rollouts.data import Prompt, load_processor, load_prompts
 from rollouts.scoring import Scorer, check_rewards
 from rollouts.stream import Group, check_rollout, epochs, sampling_params
@@ -304,7 +305,8 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     scorer.close()
 
 
-def test_a_hanging_reward_is_replaced(tmp_path):
+def test_a_hanging_reward_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "IMPORT_GRACE_S", 2.0)
     config = make_config(reward_funcs=[hangs, right], reward_timeout=0.3, reward_workers=1, output_dir=str(tmp_path))
     groups = make_groups()
     assert score(groups, config) == [[1.0, 0.0], [0.0, 0.0]]

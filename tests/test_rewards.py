@@ -17,7 +17,7 @@ from recipes.rewards import (
     math_answer,
     sympy_equal,
 )
-from recipes.workers import CallPool
+from rollouts.workers import CallPool
 
 BOMBS = [
     r"\boxed{10^{10^{10^{10}}}}",
