@@ -302,7 +302,7 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 # What a run that goes on may do otherwise than the one that wrote its checkpoint: nothing that its mathematics sees,
 # but for how long it goes on.
 MAY_CHANGE = frozenset({
-    "vllm_urls", "server_timeout", "request_timeout", "request_retries", "sync_timeout", "collective_timeout",
+    "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout",
     "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps", "num_epochs", "use_fsdp",
     "gradient_checkpoint", "output_dir", "log_steps", "log_completions_steps", "eval_steps", "eval_dataset_id",
     "eval_dataset_split", "use_wandb", "wandb_project", "save_steps", "keep_last_n", "resume_from_checkpoint",

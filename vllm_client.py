@@ -423,7 +423,7 @@ class VLLMClient:
     """All rollout servers of a run. Thread-safe; lives on rank 0.
 
     Args:
-        config: vllm_urls, request_timeout, request_retries, max_concurrent_requests, server_timeout, model_id.
+        config: vllm_urls, request_timeout, max_concurrent_requests, server_timeout, model_id.
         processor: of the model, for images and rollout functions.
         forbidden: tokens that are never sampled.
 
@@ -436,7 +436,7 @@ class VLLMClient:
         self.processor = processor
         if not api_token().isascii():
             raise UserError("VLLM_API_KEY has other characters than ASCII: no header can carry it")
-        limits = (config.request_timeout, config.request_retries)
+        limits = (config.request_timeout, 0)
         self.servers = [Server(url, *limits, tokenizer_of(processor), forbidden) for url in config.vllm_urls]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection for each thread and server
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard if 0 < hard < 65536 else 65536), hard))
