@@ -377,7 +377,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         ):
             for name in fields.split():
                 if name in changed and not has_effect:
-                    default = str(_default(name)).lower()
+                    default = str(_DEFAULTS[name]).lower()
                     raise UserError(f"{name} has no effect {condition}: leave it at its default (--{name} {default})")
 
     @property
@@ -394,16 +394,13 @@ class TrainConfig(metaclass=_OneLineErrors):
 
 _FIELDS = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
 _HINTS = get_type_hints(TrainConfig, include_extras=True)
+_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
 
 
 def changed_fields(config: TrainConfig) -> dict[str, Any]:
     """The fields whose values differ from the defaults, or that have none."""
     values = {name: getattr(config, name) for name in _FIELDS}
-    return {name: value for name, value in values.items() if value != _default(name)}
-
-
-def _default(name: str) -> Any:
-    return _FIELDS[name].get_default(call_default_factory=True)
+    return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
 
 
 def describe(config: TrainConfig) -> str:
@@ -508,11 +505,17 @@ def _parsed(text: str, hint: Any, recipe: ModuleType | None) -> Any:
     return text
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse_args(argv: list[str]) -> TrainConfig:
+    """The configuration that `[recipe.py] --field value ...` means; `--help` says how values are written.
+
+    Raises:
+        UserError: a missing value, or what `load_recipe` or `TrainConfig` refuses.
+        SystemExit: `--help`, once the fields are printed.
+    """
     parser = argparse.ArgumentParser(
         usage="train.py [recipe.py] [--field value ...]",
-        description="Lists are written a,b or as JSON, dictionaries as JSON, functions as dotted paths, or by name where "
-        "they are the recipe's own.",
+        description="Lists are written a,b or as JSON, dictionaries as JSON, functions as dotted paths; "
+        "a function's name without a dot is one of the recipe's.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=6),
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
@@ -523,23 +526,13 @@ def _parser() -> argparse.ArgumentParser:
         if section:
             group = parser.add_argument_group(section)
         elif name in _FIELDS:
-            default = "required" if _FIELDS[name].is_required() else f"default {str(_default(name)).lower()}"
-            words = f"{_type_in_words(_HINTS[name])} ({default})"
-            group.add_argument(f"--{name}", metavar=words, help=_FIELDS[name].description.replace("%", "%%"))
-    return parser
-
-
-def parse_args(argv: list[str]) -> TrainConfig:
-    """The configuration that `[recipe.py] --field value ...` means; `--help` says how values are written.
-
-    Raises:
-        UserError: a missing value, or what `load_recipe` or `TrainConfig` refuses.
-        SystemExit: `--help`, once the fields are printed.
-    """
+            default = "required" if _FIELDS[name].is_required() else f"default {str(_DEFAULTS[name]).lower()}"
+            kind = f"{_type_in_words(_HINTS[name])} ({default})"
+            group.add_argument(f"--{name}", metavar=kind, help=_FIELDS[name].description.replace("%", "%%"))
     words = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
     path = words.pop(0) if words and not words[0].startswith("-") else None
     try:
-        given, rest = _parser().parse_known_args(words)
+        given, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name} needs a value, after = where it begins with a dash") from None
     recipe = load_recipe(path) if path else None

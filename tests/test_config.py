@@ -8,10 +8,12 @@ import pickle
 import re
 import subprocess
 import sys
+from typing import get_args
 
 import cloudpickle
 import pytest
 from helpers import ENV, ROOT
+from pydantic import TypeAdapter
 
 import config as config_module
 from config import TrainConfig, UserError, changed_fields, describe, load_function, load_recipe, parse_args, to_json
@@ -216,6 +218,7 @@ def test_a_recipe_hides_no_other_module(write, name):
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\nimport config\ntry: config.load_recipe({path!r})\n"
     code += "except config.UserError: import decimal, json, math, tqdm; print(json.__file__, tqdm.__file__)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=ENV, check=True)
+    assert "json" in done.stdout, "the recipe was loaded"
     assert os.path.dirname(path) not in done.stdout
 
 
@@ -244,6 +247,33 @@ def test_a_recipe_hides_no_other_module(write, name):
 def test_strict_types(fields, message):
     with pytest.raises(UserError, match=re.escape(message)):
         make(**fields)
+
+
+def bounds_of(hint):
+    if hasattr(hint, "__metadata__"):
+        limits = [limit for item in hint.__metadata__ for limit in getattr(item, "metadata", ())]
+        yield from (pair for limit in limits for pair in dataclasses.asdict(limit).items() if pair[0] != "min_length")
+    for option in get_args(hint):
+        yield from bounds_of(option)
+
+
+@pytest.mark.parametrize("name", [name for name, hint in config_module._HINTS.items() if [*bounds_of(hint)]])
+def test_ranges(name):
+    """A type says its own bounds, and they hold: next to each one side is taken and the other refused."""
+    hint = config_module._HINTS[name]
+    kind, *rest = config_module._type_in_words(hint).removesuffix(", or none").split(", ")
+    step = {"int": 1, "float": 1e-9}[kind]
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    assert rest == [" and ".join(f"{words[key]} {bound:g}" for key, bound in bounds_of(hint))]
+    inward = {"ge": step, "gt": step, "le": -step, "lt": -step}
+    for key, bound in bounds_of(hint):
+        taken, refused = bound + inward[key], bound - inward[key]
+        assert TypeAdapter(hint).validate_python(taken, strict=True) == taken
+        with pytest.raises(UserError, match=f"^{name}={refused}: must be {re.escape(rest[0])}"):
+            make(**{name: refused})
+        if key in ("gt", "lt"):
+            with pytest.raises(UserError, match=f"^{name}="):
+                make(**{name: bound})
 
 
 def make(**fields):
