@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import cloudpickle
 
 from config import TrainConfig, UserError
-from rollouts.workers import CallError, CallPool
 from rollouts.data import Prompt
+from rollouts.workers import CallError, CallPool
 from vllm_client import Completion
 
 

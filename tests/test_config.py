@@ -1,17 +1,22 @@
 """The command line, and refusals in one line before anything expensive."""
 
-import ast
 import dataclasses
-import itertools
 import json
+import math
 import os
+import pickle
 import re
+import subprocess
 import sys
+from typing import get_args
 
+import cloudpickle
 import pytest
-from helpers import ROOT
+from helpers import ENV, ROOT
+from pydantic import TypeAdapter
 
-from config import TrainConfig, changed_fields, load_function, parse_args, to_json
+import config as config_module
+from config import TrainConfig, UserError, changed_fields, describe, load_function, load_recipe, parse_args, to_json
 
 MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
 
@@ -35,6 +40,16 @@ MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exist
         (["--output-dir", "x"], "output_dir", "x"),
         (["--loss_type", "cispo"], "loss_type", "cispo"),
         (["--model_id", "123"], "model_id", "123"),
+        (["--model_id", "none"], "model_id", "none"),
+        (["--scale_rewards", "none"], "scale_rewards", "none"),
+        (["--reward_weights=-.5"], "reward_weights", [-0.5]),
+        (["--failed_reward", "-1"], "failed_reward", -1.0),
+        (["--stop", "3"], "stop", ["3"]),
+        (["--guided-regex=--a-b=c"], "guided_regex", "--a-b=c"),
+        (["--reward-funcs", '["os.path.isfile"]'], "reward_funcs", [os.path.isfile]),
+        (["--collate_fn", "os.path.isfile"], "collate_fn", os.path.isfile),
+        (["--collate_fn", "none"], "collate_fn", None),
+        (["--batch_size", "3", "--batch_size", "4"], "batch_size", 4),
     ],
 )
 def test_overrides(words, field, value):
@@ -45,11 +60,11 @@ def test_overrides(words, field, value):
     ("words", "message"),
     [
         (["--lerning_rate", "1"], "unknown field lerning_rate: did you mean learning_rate?"),
-        (["--bf16", "3"], "bf16='3': must be bool"),
-        (["--batch_size", "2.5"], "batch_size='2.5': must be int"),
+        (["--bf16", "3"], "bf16=3: must be true or false"),
+        (["--batch_size", "2.5"], "batch_size='2.5': must be int, at least 1"),
         (["--loss_type", "ppo"], "loss_type='ppo': must be one of grpo"),
         (["--num_generations", "1"], "num_generations=1: must be at least 2"),
-        (["--sampling_params", "{"], "sampling_params='{': must be dict or None, as JSON"),
+        (["--sampling_params", "{"], "sampling_params='{': must be dict or none"),
         (["--sampling_params", '{"n": 3}'], "sampling_params may not set n"),
         (["--batch_size", "9", "--num_minibatches", "2"], "cannot be divided into num_minibatches=2"),
         (["--epsilon", "nan"], "epsilon=nan: must be a finite number"),
@@ -69,14 +84,13 @@ def test_overrides(words, field, value):
         (["--push_to_hub", "true"], "push_to_hub needs hub_repo_id"),
         (["--eval_steps", "5"], "eval_steps has no effect without eval_dataset_id"),
         (["--vllm_urls", "[]"], "vllm_urls is empty"),
-        (["--vllm_urls", "localhost:8000"], "must start with http://"),
-        (["--vllm_urls", "http://[1"], "http://[1 is no address"),
-        (["--vllm_urls", "http://a:port"], "http://a:port is no address"),
+        (["--vllm_urls", "localhost:8000"], "vllm_urls: localhost:8000 must be http://host:port"),
+        (["--vllm_urls", "http://[1"], "http://[1 must be http://host:port"),
+        (["--vllm_urls", "http://a:port"], "http://a:port must be http://host:port"),
         (["--vllm_urls", "http://user:token@a:1"], "a token belongs into VLLM_API_KEY"),
         (["--lora_target_modules", "[]", "--use_peft", "true"], "lora_target_modules is empty"),
         (["--sync_timeout", "0"], "sync_timeout=0.0: must be above 0"),
         (["--learning_rate", "inf"], "learning_rate=inf: must be a finite number"),
-        (["--request_timeout", "3000"], "collective_timeout must exceed"),
         (["--reward_funcs", "os.path.nothing"], "no function os.path.nothing"),
         (["--reward_funcs", "no_such_module.f"], "no function no_such_module.f"),
         (["--reward_funcs", "..f"], "no function ..f"),
@@ -85,7 +99,23 @@ def test_overrides(words, field, value):
         (["--hub_private", "false"], "hub_private has no effect without push_to_hub"),
         (["--max_steps", "3", "--num_epochs", "2"], "num_epochs has no effect beside max_steps"),
         (["--dataset_id", "x.jsonl", "--dataset_split", "test"], "dataset_split has no effect on a dataset_id that is"),
-        (["stray"], "unexpected 'stray'"),
+        (["stray"], "unknown field stray"),
+        (["--model"], "unknown field model: did you mean model_id?"),
+        (["--reward_weights", "-0.5,1"], "--reward_weights needs a value, after = where it begins with a dash"),
+        (["--top_k", "0"], "top_k=0: must be at least 1, or none"),
+        (["--top_p", "1.5"], "top_p=1.5: must be above 0 and at most 1, or none"),
+        (["--lr_scheduler", "x"], "lr_scheduler='x': must be one of constant, linear, cosine"),
+        (["--batch_size", "0"], "batch_size=0: must be at least 1"),
+        (["--max_completion_len", "512", "--max_tokens_per_gpu", "512"], "max_tokens_per_gpu=512 must exceed"),
+        (["--bf16", "true", "--use_fsdp", "true", "--fsdp_bf16", "true"], "do the same in two ways"),
+        (["--guided_regex", "a", "--guided_json", '{"type": "object"}'], "exclude each other"),
+        (["--off_policy_correction", "mask", "--correction_floor", "3"], "correction_floor must be below"),
+        (["--vllm_urls", "http://a:1,http://a:1"], "vllm_urls names a server twice"),
+        (["--vllm_urls", "http://a:1/v1"], "http://a:1/v1 must be http://host:port"),
+        (["--reward_funcs", "os.path.exists,os.path.exists"], "two have one name"),
+        (["--reward_funcs", "os.path"], "must be list of function"),
+        (["--eval_dataset_id", "x.jsonl", "--eval_dataset_split", "dev"], "eval_dataset_split has no effect on an"),
+        (["--loss_type", "cispo", "--delta", "4"], "delta has no effect with loss_type=cispo"),
     ],
 )
 def test_refusals(words, message):
@@ -103,53 +133,229 @@ config = TrainConfig(model_id="m", dataset_id=rows, reward_funcs=[mine], learnin
 """
 
 
-def test_recipe_and_its_own_functions(tmp_path, monkeypatch):
-    path = tmp_path / "my_recipe.py"
-    path.write_text(RECIPE % "")
-    config = parse_args([str(path), "--reward_funcs", "other,os.path.exists", "--beta", "0.1"])
-    assert config.reward_funcs == [sys.modules["recipe_my_recipe"].other, os.path.exists]
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """Writes a file below an empty working directory, which is not on the path; modules made of it are forgotten."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    yield write
+    for name, module in [*sys.modules.items()]:
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def test_recipe_and_its_own_functions(write):
+    path = write("own_functions.py", RECIPE % "")
+    config = parse_args([path, "--reward_funcs", "other,os.path.exists", "--beta", "0.1"])
+    assert config.reward_funcs == [sys.modules["own_functions"].other, os.path.exists]
     assert (config.learning_rate, config.beta) == (2e-5, 0.1)
     saved = json.loads(json.dumps(to_json(config)))
-    assert saved["reward_funcs"] == ["recipe_my_recipe.other", "genericpath.exists"]
+    assert saved["reward_funcs"] == ["own_functions.other", "genericpath.exists"]
     assert set(saved) == {f.name for f in dataclasses.fields(TrainConfig)}
     assert set(changed_fields(config)) == {"model_id", "dataset_id", "reward_funcs", "learning_rate", "beta"}
 
 
-def test_bad_recipes(tmp_path):
-    path = tmp_path / "bad_recipe.py"
-    path.write_text(RECIPE % ", lerning_rate=1")
-    with pytest.raises(ValueError, match="unknown field lerning_rate: did you mean learning_rate"):
-        parse_args([str(path)])
-    path.write_text("import no_such_module")
-    with pytest.raises(ValueError, match="bad_recipe.py: No module named 'no_such_module'"):
-        parse_args([str(path)])
-    path.write_text("config = 3")
-    with pytest.raises(ValueError, match="defines no `config = TrainConfig"):
-        parse_args([str(path)])
-    with pytest.raises(ValueError, match="no recipe at"):
-        parse_args([str(tmp_path / "nowhere.py")])
-    with pytest.raises(ValueError, match="dataset_id must be given"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (RECIPE % ", lerning_rate=1", "unknown field lerning_rate: did you mean learning_rate"),
+        (RECIPE.replace('model_id="m", ', "") % "", "model_id must be given"),
+        (RECIPE % ", batch_size=0", "batch_size=0: must be at least 1"),
+        (RECIPE % ", batch_size=True", "batch_size=True: must be int, at least 1"),
+        ("import no_such_module", "bad_recipe.py: No module named 'no_such_module'"),
+        ("def f(:", "bad_recipe.py: invalid syntax"),
+        ("config = 3", "defines no `config = TrainConfig"),
+    ],
+)
+def test_bad_recipes(write, text, message):
+    with pytest.raises(UserError, match=message) as caught:
+        parse_args([write("bad_recipe.py", text)])
+    assert "\n" not in str(caught.value)
+
+
+def test_errors_of_the_users_own_code_are_passed_on(write):
+    write("odd_values.py", "int('x')\ndef f(): pass")
+    with pytest.raises(ValueError, match="invalid literal") as caught:
+        TrainConfig(model_id="m", dataset_id="d", reward_funcs=["odd_values.f"])
+    assert type(caught.value) is ValueError
+    with pytest.raises(TypeError, match="unsupported operand"):
+        parse_args([write("odd_types.py", "1 + 'x'")])
+    with pytest.raises(UserError, match="no recipe at"):
+        parse_args(["nowhere.py"])
+    with pytest.raises(UserError, match="dataset_id must be given, by a recipe or as --dataset_id"):
         parse_args(["--model_id", "m"])
 
 
-def test_dotted_path_from_the_working_directory(tmp_path, monkeypatch):
-    (tmp_path / "my_rewards_module.py").write_text("def f(**_): return []")
-    monkeypatch.chdir(tmp_path)
+def test_recipes_are_importable_modules(write):
+    """By a dotted name below this project or the working directory, else by the file's stem."""
+    assert load_recipe(str(ROOT / "recipes" / "math.py")).__name__ == "recipes.math"
+    assert load_recipe(write("runs/first/sums.py", RECIPE % "")).__name__ == "runs.first.sums"
+    write("recipes/mine.py", "from recipes.rewards import exact_match as ours\n" + RECIPE % "")
+    assert load_recipe("recipes/mine.py").__name__ == "recipes.mine"
+    assert load_recipe(write("v1.5/dotted_folder.py", RECIPE % "")).__name__ == "dotted_folder"
+    assert load_recipe(write("sums-2.py", RECIPE % "")).__name__ == "sums-2"
+    functions = load_recipe(write("edited.py", RECIPE % "")).config.reward_funcs
+    code = "import pickle, sys; sys.path = pickle.load(sys.stdin.buffer); print(pickle.load(sys.stdin.buffer))"
+    sent = pickle.dumps(sys.path) + pickle.dumps(functions)
+    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, env=ENV, cwd="/", check=True)
+    assert done.stdout.startswith(b"[<function mine")
+    write("edited.py", RECIPE % ", beta=0.1")
+    assert load_recipe("edited.py").config.beta == 0.1
+
+
+@pytest.mark.parametrize("name", ["json.py", "math.py", "config.py", "v1.5.py", "recipe.txt", "tqdm.py"])
+def test_a_recipe_hides_no_other_module(write, name):
+    path = write(name, RECIPE % "")
+    with pytest.raises(UserError, match="rename it") as caught:
+        load_recipe(path)
+    assert "\n" not in str(caught.value)
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\nimport config\ntry: config.load_recipe({path!r})\n"
+    code += "except config.UserError: import decimal, json, math, tqdm; print(json.__file__, tqdm.__file__)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=ENV, check=True)
+    assert "json" in done.stdout, "the recipe was loaded"
+    assert os.path.dirname(path) not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"batch_size": True}, "batch_size=True: must be int, at least 1"),
+        ({"batch_size": 2.0}, "batch_size=2.0: must be int, at least 1"),
+        ({"batch_size": "2"}, "batch_size='2': must be int, at least 1"),
+        ({"bf16": 1}, "bf16=1: must be true or false"),
+        ({"temperature": True}, "temperature=True: must be float, above 0"),
+        ({"temperature": "1"}, "temperature='1': must be float, above 0"),
+        ({"beta": math.nan}, "beta=nan: must be a finite number"),
+        ({"reward_weights": [math.inf]}, "reward_weights=[inf]: must be a finite number"),
+        ({"stop": "a"}, "stop='a': must be list of str or none"),
+        ({"stop": []}, "stop is empty: give at least one value"),
+        ({"stop": [1]}, "stop=[1]: must be list of str or none"),
+        ({"output_dir": None}, "output_dir=None: must be str"),
+        ({"dataset_id": 3}, "dataset_id=3: must be str or function"),
+        ({"rollout_fn": 3}, "rollout_fn=3: must be function or none"),
+        ({"sampling_params": []}, "sampling_params=[]: must be dict or none"),
+        ({"seeds": 3}, "unknown field seeds: did you mean seed?"),
+        ({"xyz_abc": 3}, "unknown field xyz_abc: see --help for all"),
+    ],
+)
+def test_strict_types(fields, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        make(**fields)
+
+
+def bounds_of(hint):
+    if hasattr(hint, "__metadata__"):
+        limits = [limit for item in hint.__metadata__ for limit in getattr(item, "metadata", ())]
+        yield from (pair for limit in limits for pair in dataclasses.asdict(limit).items() if pair[0] != "min_length")
+    for option in get_args(hint):
+        yield from bounds_of(option)
+
+
+@pytest.mark.parametrize("name", [name for name, hint in config_module._HINTS.items() if [*bounds_of(hint)]])
+def test_ranges(name):
+    """A type says its own bounds, and they hold: next to each one side is taken and the other refused."""
+    hint = config_module._HINTS[name]
+    kind, *rest = config_module._type_in_words(hint).removesuffix(", or none").split(", ")
+    step = {"int": 1, "float": 1e-9}[kind]
+    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    assert rest == [" and ".join(f"{words[key]} {bound:g}" for key, bound in bounds_of(hint))]
+    inward = {"ge": step, "gt": step, "le": -step, "lt": -step}
+    for key, bound in bounds_of(hint):
+        taken, refused = bound + inward[key], bound - inward[key]
+        assert TypeAdapter(hint).validate_python(taken, strict=True) == taken
+        with pytest.raises(UserError, match=f"^{name}={refused}: must be {re.escape(rest[0])}"):
+            make(**{name: refused})
+        if key in ("gt", "lt"):
+            with pytest.raises(UserError, match=f"^{name}="):
+                make(**{name: bound})
+
+
+def make(**fields):
+    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields})
+
+
+def test_a_config_is_a_frozen_dataclass():
+    config = make(stop=("a", "b"), temperature=2, reward_funcs=(os.path.exists, "os.path.isfile"))
+    assert config.stop == ["a", "b"]
+    assert isinstance(config.temperature, float)
+    assert config.reward_funcs == [os.path.exists, os.path.isfile]
+    changed = dataclasses.replace(config, batch_size=4)
+    assert (changed.batch_size, changed.stop) == (4, ["a", "b"])
+    with pytest.raises(UserError, match="batch_size=0"):
+        dataclasses.replace(config, batch_size=0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.batch_size = 3
+    with pytest.raises(TypeError):
+        TrainConfig("m")  # type: ignore[call-arg]
+    assert pickle.loads(pickle.dumps(config)) == config
+    local = make(dataset_id=lambda: [])
+    assert cloudpickle.loads(cloudpickle.dumps(local)).dataset_id() == []
+    assert make().vllm_urls is not make().vllm_urls
+
+
+@pytest.mark.parametrize(
+    ("fields", "warning"),
+    [
+        ({}, None),
+        ({"top_k": 3}, "ratios are then not exact"),
+        ({"epsilon": 0.1, "delta": 4.0}, "delta, epsilon without effect"),
+        ({"epsilon": 0.1, "num_minibatches": 2}, None),
+        ({"dtype": "bfloat16"}, "weights lose updates"),
+        ({"dtype": "bfloat16", "use_peft": True}, None),
+        ({"attn_implementation": "sdpa"}, "attn_implementation=sdpa counts only"),
+        ({"attn_implementation": "sdpa", "share_prefix": False}, None),
+    ],
+)
+def test_describe(fields, warning):
+    _, *lines = describe(make(**fields)).splitlines()
+    warnings = [line for line in lines if line.startswith("warning: ")]
+    assert len(lines) - len(warnings) == len(fields) + 3
+    assert "  reward_funcs = ['genericpath.exists']" in lines
+    assert len(warnings) == (warning is not None)
+    assert not warning or warning in warnings[0]
+
+
+def test_help_shows_every_field(capsys, monkeypatch):
+    """With its type, its default and its docstring, by section, as wide as the terminal."""
+    monkeypatch.setenv("COLUMNS", "70")
+    with pytest.raises(SystemExit) as ended:
+        parse_args(["recipe_that_is_not_read.py", "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    for field in dataclasses.fields(TrainConfig):
+        heading, _, rest = text.partition(f"\n  --{field.name} ")[2].partition("\n")
+        assert "(default " in heading or "(required)" in heading, field.name
+        words = " ".join(rest.partition("\n  --")[0].split())
+        doc = config_module._FIELDS[field.name].description
+        assert doc, f"{field.name} has no docstring"
+        assert words.replace("- ", "-").startswith(" ".join(doc.split()).replace("- ", "-")), field.name
+    for line in (
+        "  --batch_size int, at least 1 (default 32)", "  --model_id str (required)",
+        "  --lr_scheduler one of constant, linear, cosine (default constant)",
+        "  --stop list of str or none (default none)",
+    ):  # fmt: skip
+        assert line in text.splitlines()
+    sections = re.findall(r"^(\w+):$", text, re.MULTILINE)
+    assert sections[1:] == re.findall(r"# -- (\w+)", (ROOT / "config.py").read_text())
+
+
+def test_dotted_path_from_the_working_directory(write):
+    write("my_rewards_module.py", "def f(**_): return []")
     assert load_function("my_rewards_module.f").__name__ == "f"
 
 
 def test_every_field_is_documented_and_read():
+    names = [field.name for field in dataclasses.fields(TrainConfig)]
+    code = "".join((ROOT / name).read_text() for name in ("train.py", "vllm_client.py", "utils.py", "config.py"))
     source = (ROOT / "config.py").read_text()
-    (cls,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "TrainConfig"]
-    fields = []
-    for node, following in itertools.pairwise(cls.body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            fields.append(node.target.id)
-            assert isinstance(following, ast.Expr), f"{fields[-1]} has no docstring"
-    assert fields == list(TrainConfig.__dataclass_fields__)
-    patterns = ("*.py", "rollouts/*.py", "training/*.py")
-    code = "".join(path.read_text() for pattern in patterns for path in ROOT.glob(pattern))
-    for name in fields:
+    for name in names:
         assert re.search(rf'config\.{name}\b|config\["{name}"\]|self\.{name}\b|\("top_k", "top_p"', code), name
         uses = len(re.findall(rf"\b{name}\b", code.replace(source, "")))
         assert uses, f"nothing outside config.py reads {name}"

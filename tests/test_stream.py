@@ -295,7 +295,7 @@ def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
                 raise ConnectionError("out of order")
 
         two.fault = ill
-        main(parse_args([recipe(one, two), "--max_staleness", "1", "--max_steps", "10", "--request_retries", "0"]))
+        main(parse_args([recipe(one, two), "--max_staleness", "1", "--max_steps", "10"]))
     output = capsys.readouterr().out
     assert output.count(f"{two.url} is left out until it answers again") == 1
     assert output.count(f"{two.url} is back") == 1
@@ -321,7 +321,7 @@ def test_a_server_that_comes_back_shorter_stays_out(models, recipe, capsys):
                 raise ConnectionError("out of order")
 
         two.fault = ill
-        main(parse_args([recipe(one, two), "--max_steps", "6", "--request_retries", "0"]))
+        main(parse_args([recipe(one, two), "--max_steps", "6"]))
     output = capsys.readouterr().out
     assert output.count("answers again, but stays left out: its --max-model-len is 9") == 1
     assert "is back" not in output
@@ -337,7 +337,7 @@ def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(models, recipe):
                 raise ConnectionError("out of order")
 
         two.fault = ill
-        flags = ["--max_steps", "3", "--request_retries", "0", "--sync_timeout", "1"]
+        flags = ["--max_steps", "3", "--sync_timeout", "1"]
         main(parse_args([recipe(one, two), *flags]))
     assert "3" in one.versions
     assert "3" not in two.versions
@@ -352,7 +352,7 @@ def test_a_server_lost_in_a_sync_does_not_cost_the_step(models, recipe, tmp_path
                 raise ConnectionError("out of order")
 
         two.fault = ill
-        main(parse_args([recipe(one, two), "--max_steps", "4", "--request_retries", "0"]))
+        main(parse_args([recipe(one, two), "--max_steps", "4"]))
     assert "4" in one.versions
     assert "4" not in two.versions
     assert len(read(tmp_path, "completions")) == 4 * 6 * 4
@@ -404,7 +404,7 @@ def test_a_group_that_no_server_can_take_is_named(models, recipe):
 
         server.fault = ill
         with pytest.raises(ServerError, match=r"dataset row \d+: .*a prompt like that.*though it is healthy"):
-            main(parse_args([recipe(server), "--request_retries", "1"]))
+            main(parse_args([recipe(server)]))
 
 
 def test_the_fewest_in_flight_is_asked(models, recipe):
