@@ -431,38 +431,33 @@ def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer
 
 
 def check_loss(config: TrainConfig) -> None:
-    """Try the config's `loss_fn`, if it has one, on a completion of two tokens.
+    """Try the config's `loss_fn`, if it has one, on two tokens of log-probability -1 and advantage 1.
 
     Raises:
-        UserError: it fails, or returns something else than a scalar with a gradient and a dictionary of sums.
+        UserError: it fails, or does not return a finite scalar with a gradient and a dictionary of sums.
     """
     if config.loss_fn is None:
         return
     loss_fn: Any = config.loss_fn
-    name = f"loss_fn {getattr(loss_fn, '__name__', loss_fn)}"
-    logprobs = torch.full((2,), -1.0, requires_grad=True)
-    old, ones = logprobs.detach(), torch.ones(2)
-    ref = old if config.beta > 0 else None
+    logprobs, ones = torch.full((2,), -1.0, requires_grad=True), torch.ones(2)
+    ref = logprobs.detach() if config.beta > 0 else None
     try:
-        loss, sums = loss_fn(logprobs, old, ref, ones, ones, torch.zeros(2, dtype=torch.long), config)
-        is_sum = loss.ndim == 0 and loss.requires_grad and all(value.ndim == 0 for value in sums.values())
+        loss, sums = loss_fn(logprobs, logprobs.detach(), ref, ones, ones, torch.zeros(2, dtype=torch.long), config)
+        if loss.ndim or not loss.requires_grad or not loss.isfinite():
+            raise ValueError(f"the loss is {loss}, and must be a finite scalar that depends on logprobs")
+        for name, value in sums.items():
+            if value.ndim or not (name in LOSS_SUMS or name.startswith("loss/")):
+                raise ValueError(f"{name} is no 0-d tensor, or neither of {', '.join(LOSS_SUMS)} nor loss/...")
     except Exception as error:
-        raise UserError(f"{name} raised {type(error).__name__}: {error}; it must return (loss, sums)") from error
-    if not is_sum or any(key not in LOSS_SUMS and not key.startswith("loss/") for key in sums):
-        raise UserError(
-            f"{name} must return (loss, sums): a scalar tensor that depends on logprobs, and a dict of 0-d tensors, "
-            f"sums over the tokens, with the names {', '.join(LOSS_SUMS)} or ones that begin with loss/"
-        )
-    if not loss.isfinite():
-        raise UserError(f"{name} is {loss.item()} on two tokens of log-probability -1 and advantage 1")
+        name = getattr(loss_fn, "__name__", loss_fn)
+        cause = f"{type(error).__name__}: {error}"
+        raise UserError(f"loss_fn {name} must return (loss, sums over the tokens): {cause}") from error
 
 
 def main(config: TrainConfig) -> None:
     """Train. Under torchrun every rank calls it; without torchrun the world is this process.
 
-    Raises:
-        UserError: what the user gave is wrong, or it ended the run, which then has saved its last whole step.
-        ServerError: the same, of the rollout servers.
+    What ends a run on the way (UserError, ServerError) is raised once its last whole step is saved.
     """
     check_loss(config)
     checkpoint = find_checkpoint(config)

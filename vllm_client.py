@@ -44,23 +44,6 @@ class ServerLost(ServerError):
     """A server does not answer any more, or answers with errors of its own: another server may do its work."""
 
 
-@dataclass(frozen=True)
-class Images:
-    """A prompt's images, processed once for all its completions.
-
-    Attributes:
-        server_ids: the prompt with one placeholder for each image, which the server expands to `num_tokens`.
-        urls: for the server: PNG, as data URIs.
-        inputs: for the policy: what the model's processor makes of them (`pixel_values`, ...), in its own shapes and
-            dtypes, on the CPU.
-    """
-
-    server_ids: list[int]
-    num_tokens: int
-    urls: list[str]
-    inputs: dict[str, Tensor]
-
-
 class Span(NamedTuple):
     """Tokens `start` to `end` of a completion, sampled under one policy version; -1 for one that was never synced."""
 
@@ -148,29 +131,26 @@ def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completio
 
 
 def _completions(choices: list[dict[str, Any]], num: int) -> list[Completion]:
+    """Choices of /inference/v1/generate, checked; ValueError for half a reply."""
     if len(choices) != num:
         raise ValueError(f"{len(choices)} of {num} completions")
     return [_completion(choice) for choice in choices]
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
-    """A choice of /inference/v1/generate, checked; ValueError for half a reply."""
-    token_ids = choice["token_ids"] or []
+    ids, versions = choice["token_ids"] or [], choice["weight_versions"]
     logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
-    spans = [
-        Span(int(s["version"]) if s["version"].isdecimal() else -1, s["start"], s["end"])
-        for s in choice["weight_versions"]
-    ]
-    are_ids = all(isinstance(token, int) and token >= 0 for token in token_ids)
+    spans = [Span(int(s["version"]) if s["version"].isdecimal() else -1, s["start"], s["end"]) for s in versions]
+    are_ids = all(isinstance(token, int) and token >= 0 for token in ids)
     are_finite = all(isinstance(p, int | float) and NO_LOGPROB < p < math.inf for p in logprobs)
-    if not (are_ids and are_finite) or len(logprobs) != len(token_ids):
-        raise ValueError(f"{len(token_ids)} tokens and {len(logprobs)} log-probs, or ones that are not finite numbers")
-    if not token_ids or choice["finish_reason"] not in ("stop", "length"):
-        raise ServerLost(f"a server ended a completion by {choice['finish_reason']!r} after {len(token_ids)} tokens")
+    if not (are_ids and are_finite) or len(logprobs) != len(ids):
+        raise ValueError(f"{len(ids)} tokens and {len(logprobs)} log-probs, or ones that are not finite numbers")
+    if not ids or choice["finish_reason"] not in ("stop", "length"):
+        raise ServerLost(f"a server ended a completion by {choice['finish_reason']!r} after {len(ids)} tokens")
     ends = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(token_ids):
-        raise ValueError(f"weight_versions {spans} for {len(token_ids)} tokens")
-    return Completion(token_ids, logprobs, choice["finish_reason"], spans)
+    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(ids):
+        raise ValueError(f"weight_versions {spans} for {len(ids)} tokens")
+    return Completion(ids, logprobs, choice["finish_reason"], spans)
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -249,7 +229,7 @@ class Server:
         prompt_ids: list[int],
         sampling: dict[str, Any],
         extra: int = 0,
-        images: Images | None = None,
+        images: Any = None,
         timeout_s: float | None = None,
     ) -> list[Completion]:
         """Sample `sampling["n"]` completions of one prompt.
@@ -258,7 +238,7 @@ class Server:
             prompt_ids: the prompt's tokens, and those of earlier turns.
             sampling: vLLM's sampling parameters, passed through.
             extra: sample so many more, keep the first `n` to finish, and abort the rest.
-            images: the prompt's, whose placeholders stand at the beginning of `prompt_ids`.
+            images: the prompt's (`rollouts.data.Images`), whose placeholders stand at the beginning of `prompt_ids`.
             timeout_s: None takes `request_timeout`.
 
         Raises:
@@ -423,29 +403,25 @@ class VLLMClient:
                 serves another model.
         """
         deadline = time.monotonic() + self.config.server_timeout
-        self._longest = min(self._when_ready(server, deadline) for server in self.servers)
+        for server in self.servers:
+            port = urlsplit(server.url).port or 80
+            hint = f"`python vllm_server.py --model {self.config.model_id} --port {port}`"
+            if not server.answers():
+                print(f"waiting up to {self.config.server_timeout:.0f} s for {server.url} ({hint})", flush=True)
+            while not server.answers():
+                if time.monotonic() > deadline:
+                    raise ServerError(f"no rollout server at {server.url}: start one with {hint}, or set vllm_urls")
+                time.sleep(1)
+        self._longest = min(map(self._max_model_len, self.servers))
         return self._longest
 
-    def _when_ready(self, server: Server, deadline: float) -> int:
-        model_id = self.config.model_id
-        command = f"python vllm_server.py --model {model_id} --port {urlsplit(server.url).port or 80}"
-        is_first = True
-        while not server.answers():
-            if time.monotonic() > deadline:
-                raise ServerError(
-                    f"no rollout server answers at {server.url}: start one with `{command}`, or set vllm_urls"
-                )
-            if is_first:
-                print(f"waiting up to {self.config.server_timeout:.0f} s for {server.url} (`{command}`)", flush=True)
-            is_first = False
-            time.sleep(1)
+    def _max_model_len(self, server: Server) -> int:
+        """The longest sequence that a server takes, if it serves our model."""
         (model, *_) = server.request("GET", "/v1/models")["data"]
-        served = (model["id"], model["root"])
-        same_path = Path(model_id).exists() and any(Path(name).resolve() == Path(model_id).resolve() for name in served)
-        if model_id not in served and not same_path:
-            raise ServerError(
-                f"{server.url} serves {model['root']}, not {model_id}: restart it with --model {model_id}"
-            )
+        ours, served = self.config.model_id, (model["id"], model["root"])
+        is_same_path = Path(ours).exists() and any(Path(name).resolve() == Path(ours).resolve() for name in served)
+        if ours not in served and not is_same_path:
+            raise ServerError(f"{server.url} serves {model['root']}, not {ours}: restart it with --model {ours}")
         return model["max_model_len"]
 
     def connect(self, device: torch.device) -> None:
@@ -543,6 +519,8 @@ class VLLMClient:
         with self._slots:
             server.has_weights = True
             self._slots.notify_all()
+        if self._last_loss:
+            print(f"{server.url} is back", flush=True)
 
     @property
     def returned(self) -> list[Server]:
@@ -562,7 +540,7 @@ class VLLMClient:
         if not server.answers():
             return
         try:
-            if (longest := self._when_ready(server, deadline=0.0)) < self._longest:
+            if (longest := self._max_model_len(server)) < self._longest:
                 raise ServerError(f"its --max-model-len is {longest}, this run's {self._longest}: restart it with that")
             server.connect(self._device, self.config.sync_timeout)
         except RuntimeError as error:  # a ServerError, or not all of its workers came to the transfer group

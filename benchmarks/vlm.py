@@ -22,8 +22,7 @@ from PIL import Image
 
 from benchmarks.common import median, memory_mb, report
 from config import TrainConfig
-from rollouts.data import Prompt, with_images
-from rollouts.stream import Group
+from rollouts.data import Group, Prompt, with_images
 from train import deal, train_batch
 from training.model import build_optimizer, parallelize, run_tower_always, share_prefixes
 from utils import process_group

@@ -1,10 +1,11 @@
-"""From a dataset row to a `Prompt`: rows, chat templates, tokens; at the end of the file, images."""
+"""From a dataset row to a `Prompt` and its `Group`: rows, chat templates, tokens; at the end of the file, images."""
 
 import base64
 import hashlib
 import inspect
 import io
 import json
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,10 +17,27 @@ import requests
 from torch import Tensor
 
 from config import TrainConfig, UserError, is_data_file
-from vllm_client import Images
+from vllm_client import Completion
 
 IMAGE_TYPES = ("image", "image_url")  # of a message's part that is an image, or the place of one
 PADDING = {"image_sizes", "pixel_attention_mask"}  # what processors call the measures of images that they padded
+
+
+@dataclass(frozen=True)
+class Images:
+    """A prompt's images, processed once for all its completions.
+
+    Attributes:
+        server_ids: the prompt with one placeholder for each image, which the server expands to `num_tokens`.
+        urls: for the server: PNG, as data URIs.
+        inputs: for the policy: what the model's processor makes of them (`pixel_values`, ...), in its own shapes and
+            dtypes, on the CPU.
+    """
+
+    server_ids: list[int]
+    num_tokens: int
+    urls: list[str]
+    inputs: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,56 @@ class Prompt:
     def inputs(self) -> dict[str, Tensor]:
         """Its images for the policy: `Images.inputs`, or {} without images, or before they are processed."""
         return self.images.inputs if self.images else {}
+
+
+@dataclass
+class Group:
+    """One prompt and its completions: the unit from the dataset to the gradient, filled in on its way.
+
+    Attributes:
+        completions, texts: as sampled, and decoded for rewards and people.
+        rewards: [num_generations][num_reward_funcs], None where a function does not apply.
+        reward: [num_generations], weighted sums; NaN where no function applies.
+        advantages: [num_generations].
+        id: its place in the order of admission.
+        started_version: the policy version when its request was sent, -1 before.
+        finished_version: the policy version when its rewards were known.
+        started_s, sampled_s, scored_s: when that was, on the monotonic clock.
+    """
+
+    prompt: Prompt
+    completions: list[Completion] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    rewards: list[list[float | None]] = field(default_factory=list)
+    reward: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    id: int = 0
+    started_version: int = -1
+    finished_version: int = 0
+    started_s: float = 0.0
+    sampled_s: float = 0.0
+    scored_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and completion tokens of the group, the prompt counted once per completion."""
+        return sum(len(self.prompt.token_ids) + len(c.token_ids) for c in self.completions)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled one of its tokens."""
+        versions = (span.version for c in self.completions for span in c.weight_versions)
+        return min(versions, default=self.finished_version)
+
+    @property
+    def have_reward(self) -> list[bool]:
+        """For each completion, whether it has a reward; True for all before any is scored."""
+        return [not math.isnan(r) for r in self.reward] or [True] * len(self.completions)
+
+    @property
+    def can_teach(self) -> bool:
+        """Whether its rewards differ, so that its advantages do."""
+        return len({r for r in self.reward if not math.isnan(r)}) > 1
 
 
 def load_processor(config: TrainConfig) -> Any:

@@ -18,7 +18,16 @@ from torch import nn
 
 from config import TrainConfig, UserError, describe
 from prefix_attention import pack
-from rollouts.data import Prompt, fingerprint, load_processor, load_prompts, placeholder_ids, tokenizer_of, with_images
+from rollouts.data import (
+    Group,
+    Prompt,
+    fingerprint,
+    load_processor,
+    load_prompts,
+    placeholder_ids,
+    tokenizer_of,
+    with_images,
+)
 from rollouts.scoring import Scorer, check_rewards, reward_means
 from training.model import forward, load_model_config, published_weights
 from utils import Stopped, broadcast_object, is_main, timed
@@ -30,56 +39,6 @@ DISAGREES = (
     "trainer does, or takes no new weights for a part of it (vLLM: gpt-oss's experts); compare its --dtype (and, for "
     "images, its --mm-processor-kwargs with processor_kwargs), or raise max_logprob_mismatch"
 )
-
-
-@dataclass
-class Group:
-    """One prompt and its completions: the unit from the dataset to the gradient, filled in on its way.
-
-    Attributes:
-        completions, texts: as sampled, and decoded for rewards and people.
-        rewards: [num_generations][num_reward_funcs], None where a function does not apply.
-        reward: [num_generations], weighted sums; NaN where no function applies.
-        advantages: [num_generations].
-        id: its place in the order of admission.
-        started_version: the policy version when its request was sent, -1 before.
-        finished_version: the policy version when its rewards were known.
-        started_s, sampled_s, scored_s: when that was, on the monotonic clock.
-    """
-
-    prompt: Prompt
-    completions: list[Completion] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    rewards: list[list[float | None]] = field(default_factory=list)
-    reward: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    id: int = 0
-    started_version: int = -1
-    finished_version: int = 0
-    started_s: float = 0.0
-    sampled_s: float = 0.0
-    scored_s: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and completion tokens of the group, the prompt counted once per completion."""
-        return sum(len(self.prompt.token_ids) + len(c.token_ids) for c in self.completions)
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest policy version that sampled one of its tokens."""
-        versions = (span.version for c in self.completions for span in c.weight_versions)
-        return min(versions, default=self.finished_version)
-
-    @property
-    def have_reward(self) -> list[bool]:
-        """For each completion, whether it has a reward; True for all before any is scored."""
-        return [not math.isnan(r) for r in self.reward] or [True] * len(self.completions)
-
-    @property
-    def can_teach(self) -> bool:
-        """Whether its rewards differ, so that its advantages do."""
-        return len({r for r in self.reward if not math.isnan(r)}) > 1
 
 
 class Dropped(NamedTuple):
@@ -124,11 +83,8 @@ def sample_group(
 ) -> None:
     """Fill in the group's `completions`, by one request or the recipe's `rollout_fn`, all on one server.
 
-    A group whose server is lost starts anew on another one.
-
-    Raises:
-        ServerError: a server refused the request, no server is left, or healthy servers failed three times.
-        UserError: an image cannot be read, or `rollout_fn` fails or returns what cannot be trained.
+    A group whose server is lost starts anew on another one. ServerError where none is left, one refuses, or healthy
+    ones fail three times; UserError where an image cannot be read or `rollout_fn` fails.
     """
     group.prompt = with_images(group.prompt, processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:  # nothing else depends on time; completions count on
@@ -167,32 +123,31 @@ def _sample(server: Server, prompt: Prompt, sampling: dict[str, Any], config: Tr
         raise
     except Exception as error:
         raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
-    if not isinstance(completions, list) or not all(isinstance(c, Completion) for c in completions):
-        raise UserError(f"{where} must return a list of Completion")
-    if len(completions) != sampling["n"]:
-        raise UserError(f"{where} returned {len(completions)} completions: sampling asks for n={sampling['n']}")
+    is_list = isinstance(completions, list) and all(isinstance(c, Completion) for c in completions)
+    if not is_list or len(completions) != sampling["n"]:
+        raise UserError(f"{where} must return a list of n={sampling['n']} Completions, not {completions!r:.200}")
     for completion in completions:
-        if failure := _untrainable(completion, prompt, server, config):
-            raise UserError(f"{where} returned {failure}")
+        if fault := _fault(completion, prompt, server, config):
+            raise UserError(f"{where} returned {fault}")
     return completions
 
 
-def _untrainable(completion: Completion, prompt: Prompt, server: Server, config: TrainConfig) -> str | None:
-    """Why a completion that a `rollout_fn` returned cannot be trained; None where it can."""
+def _fault(completion: Completion, prompt: Prompt, server: Server, config: TrainConfig) -> str:
+    """Why a completion that a `rollout_fn` returned cannot be trained; empty where it can."""
     ids, sampled = completion.token_ids, completion.sampled
-    length = len(prompt.token_ids) + len(ids)
-    if not ids:
-        return "an empty completion"
-    if not set(server.forbidden).isdisjoint(ids):
-        return "a completion with the placeholder of an image, which no policy takes"
-    if len({len(ids), len(completion.sampler_logprobs), len(sampled)}) > 1:
-        return "ids, log-probs and loss mask of different lengths: join with `then`"
-    covered = [place for span in completion.weight_versions for place in range(span[1], span[2])]
-    if covered != [place for place, was_sampled in enumerate(sampled) if was_sampled]:
-        return "weight_versions that are not those of the sampled tokens: join with `then`"
-    if length > config.max_tokens_per_gpu:
-        return f"{length} tokens with the prompt, over max_tokens_per_gpu: raise it"
-    return None
+    covered = [place for span in completion.weight_versions for place in range(span.start, span.end)]
+    faults = {
+        "an empty completion": not ids,
+        "a placeholder of an image, which no policy takes": not set(server.forbidden).isdisjoint(ids),
+        "ids, log-probs, loss mask or weight_versions that do not fit each other: join with `then`": not (
+            len(ids) == len(completion.sampler_logprobs) == len(sampled)
+            and covered == [place for place, was_sampled in enumerate(sampled) if was_sampled]
+        ),
+        f"{len(ids)} tokens, with the prompt over max_tokens_per_gpu: raise it": (
+            len(prompt.token_ids) + len(ids) > config.max_tokens_per_gpu
+        ),
+    }
+    return next((words for words, applies in faults.items() if applies), "")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -211,19 +166,16 @@ def epochs(num_items: int, seed: int) -> Iterator[int]:
 class GroupStream:
     """Scored groups for the trainer, sampled ahead of it within the bound on staleness. Lives on rank 0.
 
-    A prompt is admitted while groups accepted + running < (max_staleness + version + 1) x batch_size: what is dropped
-    is replaced by itself, and at staleness 0 exactly the batch to be trained is sampled. Every group ends once: taken,
-    or dropped with a reason. No more groups can have begun by version v than the batches up to v + max_staleness hold,
-    so that it always suffices to keep room for them, and to wait.
+    A group is admitted while groups accepted + running < (max_staleness + version + 1) x batch_size: what is dropped
+    makes room for another one, and at staleness 0 exactly the batch to be trained is sampled. Every group ends once:
+    taken, or dropped with a reason. No more groups can have begun by version v than the batches up to
+    v + max_staleness hold, so that it always suffices to keep room for them, and to wait.
 
     Args:
-        groups: endless, fresh ones, in the order of admission.
-        sample: fills in a group's completions.
-        score: fills in its rewards.
-        num_threads: groups that are sampled or scored at a time.
-        num_steps: batches to be taken in all.
+        groups: fresh ones without end, in the order of admission.
+        sample, score: fill in a group's completions, and its rewards; `num_threads` groups at a time.
+        num_steps: batches to be taken in all; an earlier run took `num_trained` groups of them.
         config: batch_size, max_staleness, stale_policy, drop_zero_advantage, max_dropped_batches.
-        num_trained: groups that an earlier run took, of those.
     """
 
     def __init__(
@@ -390,6 +342,7 @@ class GroupStream:
 class Probe(NamedTuple):
     """A short completion of a server, to compare its log-probs with the trainer's, or why there is none."""
 
+    url: str
     prompt: Prompt
     completion: Completion | None = None
     failure: str = ""
@@ -398,7 +351,7 @@ class Probe(NamedTuple):
 class Rollouts:
     """Where groups come from and the policy goes to. Data and servers live on rank 0; the methods are collective.
 
-    Everything is checked when it is made, before a model is loaded.
+    Making one checks data, rewards and servers, before a model is loaded (UserError, ServerError).
 
     Attributes:
         num_steps: of the run.
@@ -406,10 +359,6 @@ class Rollouts:
         processor: the model's, on rank 0.
         stop: an event that ends `take` and `evaluate`.
         failure: the error that ended one of them, on rank 0.
-
-    Raises:
-        UserError: bad data, or prompts other than those of the run that this one goes on with.
-        ServerError: no server, or one that serves another model.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None):
@@ -417,13 +366,10 @@ class Rollouts:
         self.stop = threading.Event()
         self.failure: Exception | None = None
         self.processor: Any = None
-        self.policy: Any = None  # that was published last, and its version
+        self.policy: Any = None  # the one that was published last, as `version`
         self.version = -1
-        self.waited_s = 0.0  # in `take`, since the clocks were restarted
-        self.reported_s = time.monotonic()
-        self.num_steps: int
-        self.example: Prompt | None
         self.num_steps, self.example = broadcast_object(self._open(resumed) if is_main() else None)
+        self._restart_clocks()
 
     def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None]:
         """Check and load everything that rank 0 needs; returns `num_steps` and `example`."""
@@ -451,10 +397,10 @@ class Rollouts:
         self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
         order = enumerate(epochs(len(self.prompts), config.seed))
         groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
-        self.num_threads = len(config.vllm_urls) * config.max_concurrent_requests + config.reward_workers
+        num_threads = len(config.vllm_urls) * config.max_concurrent_requests + config.reward_workers
         sample = partial(self._sample, sampling=sampling_params(config))
         num_trained = before["step"] * config.batch_size
-        self.stream = GroupStream(groups, sample, self._score, self.num_threads, num_steps, config, num_trained)
+        self.stream = GroupStream(groups, sample, self._score, num_threads, num_steps, config, num_trained)
         return num_steps, example
 
     def _load(self, name: str, split: str, max_prompt_len: int) -> list[Prompt]:
@@ -545,24 +491,24 @@ class Rollouts:
         num_tokens = sum(group.num_tokens for group in batch.groups)
         self.num_tokens += num_tokens
         self.ended.update([*(group.id for group in batch.groups), *(group.id for group, _ in batch.dropped)])
-        elapsed_s, idle_s, waited_s = self._restart_clocks()
+        elapsed_s = time.monotonic() - self.clock_s
         batch.metrics |= {
             "num_tokens": self.num_tokens,
             "rewards_failed": float(self.scorer.num_failed),
-            "time/wait_s": waited_s,
-            "idle/trainer": waited_s / elapsed_s,
-            "idle/servers": idle_s / elapsed_s,
+            "time/wait_s": self.waited_s,
+            "idle/trainer": self.waited_s / elapsed_s,
+            "idle/servers": self.client.idle_seconds() / elapsed_s,
             "tokens_per_s/sampled": batch.metrics.pop("num_sampled_tokens") / elapsed_s,
             "tokens_per_s/trained": num_tokens / elapsed_s,
         }
+        self._restart_clocks()
         return batch
 
-    def _restart_clocks(self) -> tuple[float, float, float]:
-        """Seconds since the last call, and those of them that the servers had nothing to do and the trainer waited."""
-        now = time.monotonic()
-        read = (now - self.reported_s, self.client.idle_seconds(), self.waited_s)
-        self.reported_s, self.waited_s = now, 0.0
-        return read
+    def _restart_clocks(self) -> None:
+        """Leave the time until now out of the rates that `end_batch` reports."""
+        self.clock_s, self.waited_s = time.monotonic(), 0.0
+        if is_main():
+            self.client.idle_seconds()
 
     def evaluate(self, step: int) -> dict[str, float]:
         """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1.
@@ -573,30 +519,23 @@ class Rollouts:
         is_due = step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
         if not (config.eval_dataset_id and is_due):
             return {}
-        pool = ThreadPoolExecutor(self.num_threads if is_main() else 1)
-        greedy = {**sampling_params(config), "n": 1, "temperature": 0.0}
-
-        def answer(prompt: Prompt) -> Group:
-            group = Group(prompt)
-            self._sample(group, greedy)
-            self._score(group)
-            return group
-
-        answers = [pool.submit(answer, prompt) for prompt in (self.held_out if is_main() else ())]
-
-        def look() -> str | None:
-            ended = wait(answers, 1, FIRST_EXCEPTION)
-            for reply in ended.done:
-                reply.result()
-            return None if ended.not_done else "answered"
-
+        prompts = self.held_out if is_main() else []
         values: dict[str, float] = {}
         with timed("time/eval_s", values):
+            pool = ThreadPoolExecutor(config.max_concurrent_requests * len(config.vllm_urls))
+            answers = [pool.submit(self._answer, prompt) for prompt in prompts]
+
+            def look() -> str | None:
+                ended = wait(answers, 1, FIRST_EXCEPTION)
+                for reply in ended.done:
+                    reply.result()  # raises what it ended with
+                return None if ended.not_done else "answered"
+
             word = self._lead(look)
-        pool.shutdown(wait=False, cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._restart_clocks()
         if word == "stop" or not is_main():
             return {}
-        self._restart_clocks()
         groups = [reply.result() for reply in answers]
         rewards = torch.tensor([group.reward for group in groups])
         values["eval/reward"] = rewards.nanmean().item()
@@ -605,13 +544,19 @@ class Rollouts:
             values["eval/accuracy"] = values["eval/reward"]
         return values
 
+    def _answer(self, prompt: Prompt) -> Group:
+        group = Group(prompt)
+        self._sample(group, {**sampling_params(self.config), "n": 1, "temperature": 0.0})
+        self._score(group)
+        return group
+
     # -- the policy
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Send the policy to every server as `version`, which lets sampling go on. Collective.
 
-        A server serves once its log-probs on a probe agree with the policy's: from the first sync, before which all of
-        its weights were zero, or from the one after it came back.
+        A server begins to serve, at the start and when it is back, once its log-probs on a probe agree with the
+        policy's; all of its weights were zero before it was sent any.
 
         Raises:
             ServerError: at the first sync, a server that does not agree.
@@ -622,20 +567,14 @@ class Rollouts:
             returned = self._send()
             if is_main():
                 self.stream.open(version)
-        if not is_first:
-            self._admit(returned)
-            return
-        reasons = self._refusals(self.client.servers if is_main() else [])
-        for url, reason in zip(self.config.vllm_urls, reasons, strict=True):
-            if reason:
-                raise ServerError(f"{url} {reason}")
-        for server in returned:
-            self.client.admit(server)
-        if is_main():
+        if is_first:
             self._restart_clocks()
+        refused = self._admit(self.client.servers if is_first and is_main() else returned)
+        if is_first and refused:
+            raise ServerError(refused[0])
 
     def _send(self, only_returned: bool = False) -> list[Server]:
-        """Stream the policy to the servers; those that waited for it and have it now, on rank 0. Collective."""
+        """Stream the policy to the servers; returns those on rank 0 that waited for it and have it now. Collective."""
         weights = published_weights(self.policy)
         if is_main():
             return self.client.update_weights(weights, self.version, only_returned)
@@ -643,37 +582,34 @@ class Rollouts:
             pass
         return []
 
-    def _admit(self, servers: list[Server]) -> None:
-        """Let those of rank 0's servers serve that compute what the policy does. Collective."""
-        reasons = self._refusals(servers)
-        for server, reason in zip(servers, reasons if is_main() else (), strict=True):
-            if reason:
-                self.client.keep_out(server, reason)
-            else:
-                self.client.admit(server)
-                print(f"{server.url} is back", flush=True)
+    def _admit(self, servers: list[Server]) -> list[str]:
+        """Let rank 0's servers serve, except those that do not compute what the policy does. Collective.
 
-    def _refusals(self, servers: list[Server]) -> list[str]:
-        """How each of rank 0's servers and the policy disagree on a probe, empty where they do not. Collective."""
+        Returns:
+            The exceptions' addresses and reasons, on every rank.
+        """
         probes = broadcast_object([self._probe(server) for server in servers] if is_main() else None)
         self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
         reasons = [probe.failure or self._difference(probe) for probe in probes]
         self.policy.train()
-        return reasons
+        for server, reason in zip(servers, reasons, strict=False):  # there are servers on rank 0 alone
+            if reason:
+                self.client.keep_out(server, reason)
+            else:
+                self.client.admit(server)
+        return [f"{probe.url} {reason}" for probe, reason in zip(probes, reasons, strict=True) if reason]
 
     def _probe(self, server: Server) -> Probe:
-        """A short completion, with an image if the run has one."""
+        """A short completion of a server, with an image if the run has one."""
         config, prompt = self.config, self.example or self.prompts[0]
         sampling = {"n": 1, "max_tokens": min(16, config.max_completion_len), "temperature": config.temperature}
         try:
-            (completion,) = server.generate(
-                prompt.token_ids, sampling, images=prompt.images, timeout_s=CONTROL_TIMEOUT_S
-            )
+            (completion,) = server.generate(prompt.token_ids, sampling, 0, prompt.images, CONTROL_TIMEOUT_S)
         except ServerError as error:
-            return Probe(prompt, failure=str(error))
+            return Probe(server.url, prompt, failure=str(error))
         if any(span.version != self.version for span in completion.weight_versions):
-            return Probe(prompt, failure="answers with other weights than it was sent")
-        return Probe(prompt, completion)
+            return Probe(server.url, prompt, failure="answers with other weights than it was sent")
+        return Probe(server.url, prompt, completion)
 
     def _difference(self, probe: Probe) -> str:
         assert probe.completion is not None

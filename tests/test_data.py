@@ -15,9 +15,9 @@ from some_rewards import hangs, infinite, only_first, raises, right, scalar, sho
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
 from rollouts import workers
-from rollouts.data import Prompt, load_processor, load_prompts
+from rollouts.data import Group, Prompt, load_processor, load_prompts
 from rollouts.scoring import Scorer, check_rewards
-from rollouts.stream import Group, check_rollout, epochs, sampling_params
+from rollouts.stream import check_rollout, epochs, sampling_params
 from training.logs import batch_metrics, batch_samples
 from vllm_client import Completion
 

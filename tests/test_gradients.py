@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import prefix_attention
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
-from rollouts.data import Prompt
-from rollouts.stream import Group
+from rollouts.data import Group, Prompt
 from train import MicroBatch, Step, deal, optimizer_step, row_layout, train_batch
 from training.model import (
     add_lora,

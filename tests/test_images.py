@@ -29,8 +29,8 @@ from config import TrainConfig, UserError
 from recipes import geometry3k
 from recipes.rewards import math_answer
 from recipes.tiny_vlm import squares
-from rollouts.data import Prompt, joined_images, load_processor, load_prompts, open_image, with_images
-from rollouts.stream import Group, Rollouts, check_rollout, sample_group, sampling_params
+from rollouts.data import Group, Images, Prompt, joined_images, load_processor, load_prompts, open_image, with_images
+from rollouts.stream import Rollouts, check_rollout, sample_group, sampling_params
 from train import MicroBatch, deal, micro_batches, train_batch
 from training.model import (
     build_policy,
@@ -44,7 +44,7 @@ from training.model import (
     unwrap,
 )
 from utils import broadcast_object, is_main, process_group
-from vllm_client import Completion, Images, ServerError
+from vllm_client import Completion, ServerError
 
 SIZES = [(32, 64), (64, 32), (48, 48)]  # pixels
 IMAGE_TOKENS = 16  # of a 64 x 64 image: 8 x 8 patches, merged by four

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 import vllm_client
 from config import TrainConfig, parse_args
 from prefix_attention import attach, completion_logprobs, pack
-from rollouts.data import Prompt
-from rollouts.stream import Group, RolloutStream, epochs
+from rollouts.data import Group, Prompt
+from rollouts.stream import RolloutStream, epochs
 from train import compute_advantages, grpo_loss, main
 from vllm_client import Completion, ServerError, VLLMClient
 
