@@ -1,6 +1,7 @@
 """What README and docs/ say exists: commands, fields, metrics, files, functions, links; and the translation agrees."""
 
 import ast
+import json
 import re
 import shlex
 import subprocess
@@ -183,7 +184,7 @@ def test_flags(clone, monkeypatch):
 
 
 def test_code_blocks(clone, tmp_path, monkeypatch):
-    """Python runs, with a model of the same vocabulary."""
+    """Python runs, with a model of the same vocabulary; JSON is JSON."""
     monkeypatch.chdir(clone)
     config: dict = {}
     exec("from config import TrainConfig\n" + blocks("python", DOCUMENTS["docs/images.md"])[0], config)
@@ -191,6 +192,8 @@ def test_code_blocks(clone, tmp_path, monkeypatch):
     small = Qwen3Config(vocab_size=10_000, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                         num_attention_heads=2, num_key_value_heads=1, head_dim=16)  # fmt: skip
     Qwen3ForCausalLM(small).save_pretrained(tmp_path)
+    for block in blocks("json", "".join(DOCUMENTS.values())):
+        json.loads(block)
     (sharing,) = blocks("python", DOCUMENTS["docs/prefix-attention.md"])
     ran: dict = {}
     exec(sharing.replace("Qwen/Qwen3-0.6B", str(tmp_path)), ran)
