@@ -501,7 +501,7 @@ def test_checkpoints_do_not_know_of_it(tmp_path):
 
 
 def test_the_readmes_snippet(monkeypatch):
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "prefix-attention.md").read_text(), re.DOTALL)
     (snippet,) = (code for code in snippets if "attach(" in code)
     model = tiny("Qwen3", vocab_size=10000)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: model)
