@@ -4,8 +4,8 @@ On the third node, whose address the trainer's first node reaches:
 
     export VLLM_API_KEY=...                                                            # the same for the trainer
     for pair in 0,1 2,3 4,5 6,7; do
-        CUDA_VISIBLE_DEVICES=$pair python vllm_server.py --restart --host 0.0.0.0 --port 800${pair%,*} \
-            --model Qwen/Qwen2.5-14B-Instruct --tensor-parallel-size 2 --max-model-len 10240 &
+        (until CUDA_VISIBLE_DEVICES=$pair python vllm_server.py --host 0.0.0.0 --port 800${pair%,*} \
+            --model Qwen/Qwen2.5-14B-Instruct --tensor-parallel-size 2 --max-model-len 10240; do sleep 1; done) &
     done
 
 On both nodes of the trainer, with `output_dir` on a disk that they share:

@@ -1,8 +1,8 @@
 r"""DeepSeek-R1-Distill-Qwen-1.5B on competition mathematics with long completions, as DeepScaleR did.
 
     for gpu in 0 1 2 3; do                                                             # four servers
-        CUDA_VISIBLE_DEVICES=$gpu python vllm_server.py --restart --port 800$gpu --max-model-len 18432 \
-            --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B &
+        (until CUDA_VISIBLE_DEVICES=$gpu python vllm_server.py --port 800$gpu --max-model-len 18432 \
+            --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B; do sleep 1; done) &
     done
     CUDA_VISIBLE_DEVICES=4,5,6,7 torchrun --nproc_per_node=4 train.py recipes/math.py  # and four trainers
 

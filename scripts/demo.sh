@@ -20,7 +20,7 @@ folder=outputs/tiny
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 echo "starting the rollout server on port $port (log: $folder/server.log)"
 start "$folder/server.log" "$python" vllm_server.py --model "$folder/model" --port "$port" \
-    --dtype float32 --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
+    --dtype float32 --enforce-eager --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
 server=${groups[-1]} limit=$((SECONDS + 300))
 until "$python" -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$port/health', timeout=2)" 2>/dev/null; do
     kill -0 "$server" 2>/dev/null && [ $SECONDS -lt $limit ] || { tail -n 20 "$folder/server.log"; die "the server did not start"; }

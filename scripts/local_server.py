@@ -11,9 +11,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from utils import die_with
 
 
 def free_port() -> int:
@@ -50,7 +54,7 @@ class LocalServer:
 
 @contextlib.contextmanager
 def local_server(model: str, log: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[LocalServer]:
-    """Start `vllm_server.py` for `model` in a process group of its own, which ends with the block.
+    """Start `vllm_server.py` for `model` in a process group of its own, which ends with the block, or this process.
 
     Args:
         model: path or name.
@@ -59,7 +63,7 @@ def local_server(model: str, log: Path, *options: str, env: Mapping[str, str] | 
         env: variables to add to the environment.
     """
     port = free_port()
-    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
+    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port), "--enforce-eager"]
     defaults = {
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -71,6 +75,7 @@ def local_server(model: str, log: Path, *options: str, env: Mapping[str, str] | 
             stdout=out,
             stderr=out,
             start_new_session=True,
+            preexec_fn=partial(die_with, os.getpid()),  # also where this process is killed, and the block never ends
             env={**defaults, **os.environ, **(env or {})},
         )
     try:

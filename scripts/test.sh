@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Run the tests. Arguments go to pytest, for example: bash scripts/test.sh -m slow
+# Run the tests: all of them, or with --quick those that start no servers. Other arguments go to pytest: -m slow
 set -euo pipefail
+if [ "${1:-}" = --quick ]; then set -- -m "not server and not slow" "${@:2}"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 make_environment
 install dev -r requirements-dev.txt

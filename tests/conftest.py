@@ -10,6 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from helpers import RECIPE, make_model, server
 
 torch.set_num_threads(1)  # with more some kernels sum in another order, and equal is not equal to the bit
+SERVERS = {"servers", "vlm_server", "url", "place"}  # fixtures that start processes
 LONGEST = ("test_images", "test_server", "test_scripts", "test_train", "test_resume", "test_readme", "test_faults")
 
 
@@ -17,6 +18,8 @@ def pytest_collection_modifyitems(items):
     """The longest files first, so that both workers of scripts/test.sh end at about the same time."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
+        if SERVERS & set(item.fixturenames) or item.path.stem in LONGEST:
+            item.add_marker("server")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 

@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from local_server import free_port, local_server  # noqa: E402
+
+from utils import die_with  # noqa: E402
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 VOCAB = ["<pad>", "<bos>", "<eos>", "\n", *(chr(code) for code in range(32, 127))]
@@ -80,8 +83,9 @@ def torchrun(num_ranks, *arguments, timeout_s=300, env=(), cwd=ROOT):
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}"]
     command += ["--master_port", str(free_port()), *map(str, arguments)]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout_s, env={**ENV, **dict(env)}, cwd=cwd, check=False
-    )
+        command, capture_output=True, text=True, timeout=timeout_s, env={**ENV, **dict(env)}, cwd=cwd, check=False,
+        preexec_fn=partial(die_with, os.getpid()),  # the ranks end with torchrun, and torchrun with a killed test
+    )  # fmt: skip
 
 
 RECIPE = """
