@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import requests
+import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError, is_data_file
@@ -308,6 +309,23 @@ def tokenize(processor: Any, content: Any, num_images: int, config: TrainConfig)
     return text, tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"], adds_special_tokens
 
 
+def fingerprint(prompts: list[Prompt]) -> str:
+    """A hash of prompts' tokens, in order."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps(prompt.token_ids).encode())
+    return digest.hexdigest()
+
+
+def epochs(num_items: int, seed: int) -> Iterator[int]:
+    """Endless item indices: each epoch is a fresh seeded permutation, so every item comes once per epoch."""
+    epoch = 0
+    while True:
+        generator = torch.Generator().manual_seed(seed + epoch)
+        yield from torch.randperm(num_items, generator=generator).tolist()
+        epoch += 1
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Images
 
@@ -444,6 +462,23 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     return replace(prompt, token_ids=token_ids, sources=sources, images=processed)
 
 
+def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) -> Prompt | None:
+    """The shortest of the prompts with images, processed; None where no prompt has any.
+
+    Raises:
+        UserError: `freeze_vision_tower` in a run without images.
+    """
+    with_sources = [prompt for prompt in prompts if prompt.sources]
+    if hasattr(processor, "image_processor"):
+        print(f"{len(with_sources)} of {len(prompts)} prompts have images", flush=True)
+    if with_sources:
+        shortest = min(with_sources, key=lambda prompt: len(prompt.token_ids))
+        return replace(with_images(shortest, processor, config), sources=[])  # no rank needs the files
+    if config.freeze_vision_tower:
+        raise UserError("freeze_vision_tower has no effect: no prompt has an image")
+    return None
+
+
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
     """The images of several prompts: each tensor of `Prompt.inputs`, joined along its first dimension; {} without.
 
@@ -465,11 +500,3 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
         for place, tensor in zip(places, tensors, strict=True):
             place[:, *map(slice, tensor.shape[1:])] = tensor
     return joined
-
-
-def fingerprint(prompts: list[Prompt]) -> str:
-    """A hash of prompts' tokens, in order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps(prompt.token_ids).encode())
-    return digest.hexdigest()

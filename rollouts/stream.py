@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +21,9 @@ from prefix_attention import pack
 from rollouts.data import (
     Group,
     Prompt,
+    epochs,
     fingerprint,
+    image_example,
     load_processor,
     load_prompts,
     placeholder_ids,
@@ -152,15 +154,6 @@ def _fault(completion: Completion, prompt: Prompt, server: Server, config: Train
 
 # --------------------------------------------------------------------------------------------------------------------
 # Ahead of the trainer
-
-
-def epochs(num_items: int, seed: int) -> Iterator[int]:
-    """Endless item indices: each epoch is a fresh seeded permutation, so every item comes once per epoch."""
-    epoch = 0
-    while True:
-        generator = torch.Generator().manual_seed(seed + epoch)
-        yield from torch.randperm(num_items, generator=generator).tolist()
-        epoch += 1
 
 
 class GroupStream:
@@ -387,7 +380,7 @@ class Rollouts:
                 "resume_from_checkpoint: that run had other prompts: give this one the same dataset, and the servers "
                 "the same --max-model-len (or a max_tokens_per_gpu that holds as long ones)"
             )
-        example = self._shortest_with_images()
+        example = image_example(self.prompts, self.processor, config)
         self.client.connect(self.device)
         self.scorer = Scorer(tokenizer, config, resumes=resumed is not None)
         before = resumed or {"step": 0, "num_tokens": 0, "ended": ()}
@@ -413,17 +406,6 @@ class Rollouts:
         except UserError as error:
             raise UserError(f"{name}: {error}" if name != "dataset_id" else str(error)) from error
         return prompts
-
-    def _shortest_with_images(self) -> Prompt | None:
-        with_sources = [prompt for prompt in self.prompts if prompt.sources]
-        if hasattr(self.processor, "image_processor"):
-            print(f"{len(with_sources)} of {len(self.prompts)} prompts have images", flush=True)
-        if with_sources:
-            shortest = min(with_sources, key=lambda p: len(p.token_ids))
-            return replace(with_images(shortest, self.processor, self.config), sources=[])  # no rank needs the files
-        if self.config.freeze_vision_tower:
-            raise UserError("freeze_vision_tower has no effect: no prompt has an image")
-        return None
 
     def _sample(self, group: Group, sampling: dict[str, Any]) -> None:
         sample_group(group, self.client, self.processor, sampling, self.config)
