@@ -13,7 +13,16 @@ import torch
 import torch._dynamo.testing
 import transformers
 from helpers import ROOT
-from test_prefix_models import SIZES, gradients, make_groups, make_model, plain_rows, shared_rows, stock
+from test_prefix_models import (
+    SIZES,
+    assert_equal_gradients,
+    gradients,
+    make_groups,
+    make_model,
+    plain_rows,
+    shared_rows,
+    stock,
+)
 from transformers import AutoModelForCausalLM
 
 import prefix_attention
@@ -156,7 +165,7 @@ def test_a_tree_of_any_depth():
     leaf_paths = ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 8], [0, 1, 2, 9, 10, 11, 12])
     row = torch.zeros(13, dtype=torch.long)
     everything = PackedBatch(
-        ids[None], positions, None, segments, row, torch.arange(13), ids.roll(-1), row, row, torch.arange(13)
+        ids[None], positions, None, segments, row, torch.arange(13), ids.roll(-1), row, row, torch.arange(13), [0]
     )
     got = completion_logprobs(model, everything)
     for path in leaf_paths:
@@ -177,8 +186,9 @@ def test_chunks_equal_the_whole_head(chunk, softcap, monkeypatch):
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
     x, w, low, up, bias = tensors
     targets = torch.randint(97, (23,), generator=generator)
-    rule = prefix_attention._Logits(0.5, softcap, 0.7)
-    logprobs, entropies = prefix_attention._TokenLogprobs.apply(targets, rule, True, bias, x, w, low, up)
+    rule = prefix_attention._Logits(0.5 / 0.7, None if softcap is None else softcap / 0.7)
+    factors = (x, low, torch.ones(23, 1, dtype=torch.float64), w, up, bias[:, None])
+    logprobs, entropies = prefix_attention._TokenLogprobs.apply(targets, rule, True, *factors)
     z = 0.5 * (x @ w.T + low @ up.T + bias)
     logits = (z if softcap is None else softcap * torch.tanh(z / softcap)) / 0.7
     expected = logits.log_softmax(-1)[range(23), targets]
@@ -191,13 +201,22 @@ def test_chunks_equal_the_whole_head(chunk, softcap, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
+def test_a_head_with_a_bias():
+    model = make_model("Qwen3")
+    model.lm_head = torch.nn.Linear(32, 97)
+    (row,) = pack(make_groups(), share_prefix=False)
+    got, expected = completion_logprobs(model, row), plain_rows(model, make_groups())
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert_equal_gradients(gradients(model, got), gradients(model, expected), 1e-5)
+
+
 def test_entropies_are_fp32_under_autocast():
     """1e-5 nats, as of sums in fp32; a product in bf16 would be off by 2⁻⁹ of the logits."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((23, 64), (4001, 64)))
-    targets, rule = torch.zeros(23, dtype=torch.long), prefix_attention._Logits(1.0, None, 4.0)
+    targets, rule = torch.zeros(23, dtype=torch.long), prefix_attention._Logits(1 / 4)
     with torch.autocast("cpu", torch.bfloat16):
-        _, entropies = prefix_attention._TokenLogprobs.apply(targets, rule, True, None, x, w)
+        _, entropies = prefix_attention._TokenLogprobs.apply(targets, rule, True, x, w)
     expected = torch.distributions.Categorical(logits=(x @ w.T).double() / 4).entropy()
     torch.testing.assert_close(entropies.double(), expected, rtol=0, atol=1e-5)
 
@@ -524,24 +543,26 @@ def test_gradients_that_are_nan_are_refused(monkeypatch):
 
 MUTATIONS = [
     ("the merge", "Llama", "merged = torch.logaddexp(lse[queries], part_lse)", "merged = lse[queries]"),
+    ("the weight of a part", "Llama", "part * (part_lse - merged).exp()", "part * (part_lse - lse[queries]).exp()"),
     ("the gradient's lse", "Llama", "out[queries], lse[queries])\n", "out[queries], lse[queries] + 0.1)\n"),
     ("the gradient's sum", "Llama", "else total[where] + part", "else total[where]"),
-    ("causality", "Llama",
-     "block.is_causal, scale=scale)\n    return _tokens_first", "False, scale=scale)\n    return _tokens_first"),
-    ("the pieces of a call", "Llama", "block.keys.append(keys)", "block.keys.insert(0, keys)"),
-    ("positions", "Llama", "self.positions += range(len(prompt) + depth, len(prompt) + depth + length)",
-     "self.positions += range(start, start + length)"),
-    ("the ancestor rule", "Llama", "ends[parent] = max(ends[parent], ends[number])",
-     "ends[parent] = max(ends[parent], min(ends[number], ends[parent] + 3))"),
+    ("causality", "Llama", "kernel(*heads_first, 0.0, block.is_causal", "kernel(*heads_first, 0.0, False"),
+    ("the pieces of a call", "Llama", "same.keys.append(keys)", "same.keys.insert(0, keys)"),
+    ("positions", "Llama", "range(len(prompt) + depth, len(prompt) + depth + len(tokens))",
+     "range(start, start + len(tokens))"),
+    ("the ancestor rule", "Llama", "[slice(segment.tokens.stop, stops[segment])]",
+     "[slice(segment.tokens.stop, min(stops[segment], segment.tokens.stop + 3))]"),
+    ("the parent's number", "Llama", "s.parent if s.parent < 0 else above + s.parent", "s.parent"),
     ("the source of first tokens", "Llama", "[len(prompt) - 1] for leaf", "[len(prompt) - 2] for leaf"),
     ("the window", "Mistral", "(distance < (window or math.inf))", "(distance <= (window or math.inf))"),
+    ("the loop's mask", "Gemma2", "((distance >= 0) |", "((distance >= -1) |"),
     ("softcap", "Gemma2", "scores = softcap * torch.tanh(scores / softcap)", "scores = torch.tanh(scores / softcap)"),
-    ("logit softcap", "Gemma3", "else 1 - (logits", "else 1 + 0 * (logits"),
+    ("logit softcap", "Gemma3", "1 - (logits / cap).square_()", "1 + 0 * (logits / cap).square_()"),
     ("sinks", "GptOss", "out *= (lse - merged).exp()[..., None]\n        lse", "lse"),
     ("the gradient of sinks", "GptOss", "dsinks = -(", "dsinks = ("),
     ("the logit scale", "Cohere2", "_Logits(scale / divisor", "_Logits(1.0"),
-    ("the handed state", "Qwen3Next", "= [conv], [recurrent]", "= [conv], [0 * recurrent]"),
-    ("the handed inputs", "Qwen3_5", "= [conv], [recurrent]", "= [0 * conv], [recurrent]"),
+    ("the handed state", "Qwen3Next", "state.recurrent_states[0] for", "0 * state.recurrent_states[0] for"),
+    ("the handed inputs", "Qwen3_5", "torch.cat([state.inputs for", "torch.cat([0 * state.inputs for"),
 ]  # fmt: skip
 
 

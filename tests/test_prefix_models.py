@@ -48,6 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3Next": {**DELTA, **MOE, "decoder_sparse_step": 1, "shared_expert_intermediate_size": 24},
     "Qwen3_5": {**DELTA},
 }  # fmt: skip
+WITH_EXPERTS = ("Qwen3Moe", "GptOss", "DeepseekV3", "Qwen3Next")
 CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 
 
@@ -191,14 +192,19 @@ def test_checkpointing_and_lora(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_completions_do_not_see_each_other(family):
-    """Another token in one completion leaves every other value, and the earlier ones of its own, bit-identical."""
+    """Another token in one completion leaves every other value, and the earlier ones of its own, as they were.
+
+    They are bit-identical, as the shapes are the same, except where another token goes to other experts: each of these
+    multiplies another number of tokens, for which a processor may take a kernel that rounds in another order.
+    """
     model = attach(make_model(family))
     groups = make_groups()
     with torch.no_grad():
         before = shared_rows(model, groups)
         groups[0][1][2][4] = groups[0][1][2][4] % 90 + 4  # the fifth of the third completion, tokens 6 to 13 in order
         after = shared_rows(model, groups)
-    same = before == after
+    rounding = 1e-5 if family in WITH_EXPERTS else 0
+    same = torch.isclose(before, after, rtol=rounding, atol=rounding)
     assert same[:10].all()
     assert same[14:].all()
     assert not same[10:14].any()

@@ -4,6 +4,7 @@ Of torch 2.11 to 2.13, `mha_varlen_fwd` and `mha_varlen_bwd` in aten/src/ATen/na
 flash_api.cpp: [T, H, D], int32 lengths, causal from the bottom right, natural log-sum-exp [H, T] in one piece.
 """
 
+import contextlib
 from itertools import pairwise
 
 import pytest
@@ -20,7 +21,7 @@ from test_prefix_models import (
     stock,
 )
 
-from prefix_attention import attach
+from prefix_attention import _cascade, attach
 
 __all__ = ["exact"]
 
@@ -72,9 +73,45 @@ def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_caus
     return dq, dk, dv
 
 
+@contextlib.contextmanager
+def written_out(forward=forward):
+    """Tensors on the CPU take the CUDA branch, with the kernels above."""
+    with pytest.MonkeyPatch.context() as patched, torch.library._scoped_library("aten", "IMPL") as library:
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        yield
+
+
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_segments_that_see_all_of_themselves(is_cuda):
+    """Images in two prompts, one of them first in its row, with text before, behind and below: against a dense mask."""
+    plan = [[0, 3, -1, 0], [3, 4, 0, 1], [7, 2, 1, 0], [9, 5, 2, 0], [14, 1, 2, 0], [15, 4, -1, 1], [19, 6, 5, 0]]
+    mask = torch.zeros(25, 25, dtype=torch.bool)
+    for start, length, parent, sees_all in plan:
+        own = torch.ones(length, length, dtype=torch.bool)
+        mask[start : start + length, start : start + length] = own if sees_all else own.tril()
+        while parent >= 0:
+            above, size, parent, _ = plan[parent]
+            mask[start : start + length, above : above + size] = True
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(25, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    q, k, v = (tensor.requires_grad_() for tensor in tensors)
+    keys, values = (tensor.repeat_interleave(2, 1) for tensor in (k, v))
+    scores = torch.einsum("lhd,khd->hlk", q, keys).masked_fill(~mask, -torch.inf) * 0.3
+    expected = torch.einsum("hlk,khd->lhd", scores.softmax(-1), values)
+    weights = torch.randn(25, 4, 8, generator=generator, dtype=torch.float64)
+    with written_out() if is_cuda else contextlib.nullcontext():
+        got, _ = _cascade(q, k, v, None, torch.tensor(plan), 0.3)
+        of_cascade = torch.autograd.grad((got * weights).sum(), (q, k, v))
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(of_cascade, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("options", [{}, {"max_tokens": 24}, {"share_completions": True}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_to_the_last_digit(family, options, exact, monkeypatch):
+def test_to_the_last_digit(family, options, exact):
     """fp64 against plain rows; among the groups: of one, an empty completion, prompts above a single token."""
     plain, shared = make_model(family, stock(family), torch.float64), attach(make_model(family, dtype=torch.float64))
     groups = [*make_groups(), ([5], [[6, 7]]), ([8, 9, 10], [[11, 12]])]
@@ -87,10 +124,7 @@ def test_to_the_last_digit(family, options, exact, monkeypatch):
         calls.append(arguments)
         return forward(*arguments, **options)
 
-    with monkeypatch.context() as patched, torch.library._scoped_library("aten", "IMPL") as library:
-        patched.setattr(torch.Tensor, "is_cuda", True)
-        library.impl("_flash_attention_forward", counted, "CPU")
-        library.impl("_flash_attention_backward", backward, "CPU")
+    with written_out(counted):
         got = shared_rows(shared, groups, temperature=0.7, **options)
         of_shared = gradients(shared, got)
     assert bool(calls) == (family not in ("Mistral", "Gemma2"))  # windows that bind in every layer, softcap
