@@ -204,7 +204,7 @@ def address_towards(host: str) -> str:
 
 
 def api_token() -> str:
-    """What servers and trainer share, of `VLLM_API_KEY`; a line's end is none of it. Empty where there is none."""
+    """The secret that servers and trainer share: `VLLM_API_KEY`, without a line's end; empty where it is not set."""
     return os.environ.get("VLLM_API_KEY", "").strip()
 
 
@@ -228,8 +228,8 @@ class Stopped(Exception):
 def stop_signals(stop: threading.Event) -> Iterator[None]:
     """SIGINT and SIGTERM set the event; a second one ends the process at once.
 
-    torchrun passes on what it gets to its ranks, to which a terminal sent it as well: within half a second it is the
-    same one. It kills ranks that have not ended after 30 s.
+    A terminal signals torchrun and its ranks, and torchrun passes its own signal on: a second one within half a second
+    is the same. torchrun kills ranks that have not ended after 30 s.
     """
     first_s = math.inf
 
@@ -263,35 +263,32 @@ def die_with(parent: int) -> None:
 
 
 class Terminal(io.TextIOWrapper):
-    """An output that shows each line as it comes, and whose end a run survives: Ctrl-C ends a `| tee`, too."""
-
-    def __init__(self, stream: Any):
-        super().__init__(stream.buffer, stream.encoding, stream.errors, line_buffering=True)
+    """An output whose reader may go away: Ctrl-C ends a `| tee`, too, and the last step is still to be saved."""
 
     def write(self, text: str) -> int:
-        """As any, but for a reader that is gone."""
+        """Write, where anybody reads."""
         with suppress(BrokenPipeError):
             super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        """As any, but for a reader that is gone."""
+        """Flush, where anybody reads."""
         with suppress(BrokenPipeError):
             super().flush()
 
 
 @contextmanager
 def exits(*kinds: type[Exception]) -> Iterator[None]:
-    """End the process with the block: errors of `kinds` in one line, as they are the user's to mend, others in full.
+    """End the process with the block: errors of `kinds`, which the user can mend, in one line, others in full.
 
     `os._exit`, because threads with requests in flight, and gloo's own, would keep the process waiting or abort it.
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    sys.stdout, sys.stderr = Terminal(sys.stdout), Terminal(sys.stderr)
+    sys.stdout, sys.stderr = (Terminal(s.buffer, "utf-8", line_buffering=True) for s in (sys.stdout, sys.stderr))
     rank = os.environ.get("RANK", "0")
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # torchrun: without it ranks would train on, beside those of the next run
+        die_with(os.getppid())  # torchrun: without it, ranks would train on beside those of the next run
     status = 1
     report = get_error_handler()  # torchrun's, which ends its own report with the first error
     report.initialize()
@@ -307,7 +304,7 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
         lost_peer = isinstance(error, RuntimeError) and re.search(r"onnection (closed|reset) by peer", str(error))
         if lost_peer and "RANK" in os.environ:
             print(f"rank {rank} stopped, as another rank ended first: {str(error).splitlines()[0]}", file=sys.stderr)
-            time.sleep(3)  # for torchrun to see that one, which is the cause, and to end this one
+            time.sleep(3)  # torchrun sees that rank first, whose error is the cause, and ends this one
         else:
             report.record_exception(error)
             traceback.print_exc()
