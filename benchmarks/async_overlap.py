@@ -89,7 +89,7 @@ def num_sevens(completions: list[str], **_: Any) -> list[float]:
 
 def generate_seconds(url: str) -> float:
     """A batch's generation by a server that is kept busy: the time of four, with 32 groups in flight, over four."""
-    server = Server(url, 60, 0)
+    server = Server(url, 60)
     sampling = {"n": GROUP, "max_tokens": 8, "temperature": 1.0}
     tokenizer = build_tokenizer()
     prompts = [tokenizer(row["prompt"])["input_ids"] for row in long_prompts()[: 5 * BATCH]]

@@ -2,8 +2,8 @@
 
 python benchmarks/chaos.py [--json PATH] [--quick] [--seed N]
 
-The tiny recipe, undisturbed and disturbed, against the real vLLM under `vllm_server.py --restart`. A killed trainer is
-started again with `--resume_from_checkpoint auto`.
+The tiny recipe, undisturbed and disturbed, against the real vLLM in a shell loop that starts it again. A killed trainer
+is started again with `--resume_from_checkpoint auto`.
 """
 
 import argparse
@@ -45,9 +45,9 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def child_of(supervisor: int) -> int:
-    """The server's own process, below the one that restarts it."""
-    (child,) = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+def child_of(shell: int) -> int:
+    """The server's own process, below the shell that restarts it."""
+    (child,) = Path(f"/proc/{shell}/task/{shell}/children").read_text().split()
     return int(child)
 
 
@@ -162,11 +162,11 @@ def main() -> None:
         folder = Path(name)
         build(folder, seed=0)
         model = str(folder / "model")
-        options = ("--max-model-len", "64", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.3", "--restart")
+        options = ("--max-model-len", "64", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.3")
         kills = {"server": 1, "trainer": 1} if args.quick else {"server": 5, "trainer": 3}
         for kind, num in (("undisturbed", {"server": 0, "trainer": 0}), ("disturbed", kills)):
             output = folder / kind
-            with local_server(model, folder / f"{kind}.server.log", *options) as server:
+            with local_server(model, folder / f"{kind}.server.log", *options, restarts=True) as server:
                 command = [
                     sys.executable, "train.py", "recipes/tiny.py", "--model_id", model, "--vllm_urls", server.wait(),
                     "--dataset_id", folder / "train.jsonl", "--eval_dataset_id", folder / "heldout.jsonl",

@@ -3,8 +3,8 @@
     python benchmarks/same_weights.py --against ../other-checkout [--json PATH]
 
 Every run is synchronous, and what the stand-in server says depends on the prompt alone, so that two checkouts whose
-mathematics and order of computation are the same end with the same bits. Sums over two ranks may be made in another
-order, so DDP on two ranks is compared to 1e-6 of the largest weight.
+mathematics and order of computation are the same end with the same bits. DDP on two ranks may sum in another order, and
+is compared to 1e-6. The exit status is 0 where all is as it should be.
 """
 
 import argparse
@@ -16,7 +16,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # at the end: with --train another checkout comes first
+
+from benchmarks.common import report
+
+DDP = "DDP, 2 ranks"
+LIMITS = {DDP: 1e-6}  # the largest difference of a weight, where it is not 0: an all-reduce may sum in another order
 CASES: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),
     "LoRA, beta": (1, ["--use_peft", "true", "--lora_target_modules", "q_proj,down_proj", "--beta", "0.1"]),
@@ -25,7 +31,7 @@ CASES: dict[str, tuple[int, list[str]]] = {
     "FSDP2, LoRA, 2 ranks": (2, ["--use_fsdp", "true", "--use_peft", "true"]),
     "evaluation, drop_zero_advantage": (1, ["--reward_funcs", "is_long", "--drop_zero_advantage", "true",
                                             "--eval_dataset_id", "HELD_OUT", "--eval_steps", "1"]),
-    "DDP, 2 ranks": (2, []),
+    DDP: (2, []),
 }  # fmt: skip
 RECIPE = """
 from config import TrainConfig
@@ -47,10 +53,10 @@ def answer(prompt_ids: list[int], number: int) -> tuple[list[int], float]:
 
 
 def train(checkout: Path, folder: Path) -> None:
-    """Run every case with the code of `checkout`; checkpoints go to a folder for each case below `folder`.
+    """Run every case with the code of `checkout`; the case's name is its `output_dir` in `folder`.
 
     Raises:
-        RuntimeError: a run failed.
+        RuntimeError: a run failed, with the end of what it printed.
     """
     sys.path[:0] = [str(checkout), str(checkout / "scripts"), str(checkout / "tests")]
     from fake_server import fake_server
@@ -58,67 +64,63 @@ def train(checkout: Path, folder: Path) -> None:
 
     folder.mkdir(parents=True)
     model = make_model(folder / "model", tied=False)
-    (folder / "held_out.jsonl").write_text("".join(json.dumps({"prompt": f"{i}-1="}) + "\n" for i in range(7)))
-    for name, (num_ranks, options) in CASES.items():
+    held_out = folder / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"prompt": f"{i}-1="}) + "\n" for i in range(7)))
+    recipe = folder / "same_weights_recipe.py"
+    for case, (num_ranks, options) in CASES.items():
+        command = [sys.executable]
+        if num_ranks > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+        command += ["train.py", str(recipe), *options, "--output_dir", str(folder / case)]
+        command = [str(held_out) if word == "HELD_OUT" else word for word in command]
         with fake_server(model, answer) as server:
-            recipe = folder / "same_weights_recipe.py"
             recipe.write_text(RECIPE.format(model=model, url=server.url))
-            ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-            given = [str(folder / "held_out.jsonl") if word == "HELD_OUT" else word for word in options]
-            command = [sys.executable, *(ranks if num_ranks > 1 else ()), "train.py", str(recipe), *given]
-            done = subprocess.run(
-                [*command, "--output_dir", str(folder / name)],
-                cwd=checkout,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
-            if done.returncode:
-                raise RuntimeError(f"{name}: {(done.stdout + done.stderr)[-3000:]}")
+            done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{case}: {(done.stdout + done.stderr)[-3000:]}")
 
 
 def compare(ours: Path, theirs: Path) -> dict[str, Any]:
-    """One case: whether all tensors are equal, and the largest difference beside the largest weight."""
+    """One case: whether all weights are equal, their largest difference, and how far training moved any of ours."""
     from safetensors.torch import load_file
 
     (file,) = (ours / "checkpoint-3").glob("*model.safetensors")
     mine, other = load_file(file), load_file(theirs / "checkpoint-3" / file.name)
-    assert mine.keys() == other.keys()
-    start = load_file(ours.parent / "model" / "model.safetensors")
-    moved = (
-        max((mine[name] - start[name]).abs().max().item() for name in mine.keys() & start.keys() or [])
-        if not (file.name.startswith("adapter"))
-        else max(tensor.abs().max().item() for name, tensor in mine.items() if "lora_B" in name)
-    )
-    gap = max((mine[name] - other[name]).abs().max().item() for name in mine)
-    return {"equal": all(mine[n].equal(other[n]) for n in mine), "largest_difference": gap, "trained_by": moved}
+    if mine.keys() != other.keys():
+        raise RuntimeError(f"{ours.name}: the checkpoints have different weights: {mine.keys() ^ other.keys()}")
+    if file.name.startswith("adapter"):
+        moved = [weight for name, weight in mine.items() if "lora_B" in name]  # which starts at 0
+    else:
+        start = load_file(ours.parent / "model" / "model.safetensors")
+        moved = [weight - start[name] for name, weight in mine.items()]
+    return {
+        "case": ours.name,
+        "equal": all(weight.equal(other[name]) for name, weight in mine.items()),
+        "largest_difference": max((weight - other[name]).abs().max().item() for name, weight in mine.items()),
+        "trained_by": max(difference.abs().max().item() for difference in moved),
+    }
 
 
 def main() -> None:
-    """Train both, compare, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--against", type=Path)
-    parser.add_argument("--train", nargs=2, type=Path, help=argparse.SUPPRESS)  # a checkout, a folder
-    parser.add_argument("--json", type=Path)
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", type=Path, help="the root of the other checkout")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--train", nargs=2, type=Path, help=argparse.SUPPRESS)  # a checkout, and a folder for its runs
     given = parser.parse_args()
     if given.train:
-        return train(*(path.resolve() for path in given.train))
-    with tempfile.TemporaryDirectory() as folder:
-        trees = {"ours": HERE, "theirs": given.against}
-        for name, checkout in trees.items():
-            subprocess.run([sys.executable, __file__, "--train", checkout, f"{folder}/{name}"], check=True)
-        rows = [
-            {"case": case, **compare(Path(folder) / "ours" / case, Path(folder) / "theirs" / case)} for case in CASES
-        ]
-    for row in rows:
-        print(
-            f"{row['case']:35} equal {row['equal']!s:5}  difference {row['largest_difference']:.1e}  "
-            f"trained by {row['trained_by']:.1e}"
-        )
-    if given.json:
-        given.json.write_text(json.dumps(rows, indent=2) + "\n")
-    limits = {case: 1e-6 if case.startswith("DDP") else 0.0 for case in CASES}
-    sys.exit(any(row["largest_difference"] > limits[row["case"]] for row in rows))
+        checkout, folder = (path.resolve() for path in given.train)
+        train(checkout, folder)
+        return
+    if not given.against:
+        parser.error("--against is missing")
+    with tempfile.TemporaryDirectory() as name:
+        ours, theirs = Path(name) / "ours", Path(name) / "theirs"
+        for checkout, folder in ((ROOT, ours), (given.against, theirs)):
+            subprocess.run([sys.executable, __file__, "--train", checkout, folder], check=True)
+        rows = [compare(ours / case, theirs / case) for case in CASES]
+    report(rows, given.json)
+    sys.exit(any(row["largest_difference"] > LIMITS.get(row["case"], 0.0) for row in rows))
 
 
 if __name__ == "__main__":

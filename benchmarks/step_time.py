@@ -31,7 +31,8 @@ from benchmarks.common import median, report
 from config import TrainConfig
 from recipes.rewards import exact_match
 from rollouts.stream import Rollouts
-from train import train_batch
+from train import arriving_shares, train_batch
+from training.logs import batch_metrics
 from training.model import build_optimizer, build_policy, published_weights, share_prefixes
 from utils import process_group, timed
 
@@ -110,16 +111,19 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
     config = rollouts.config = share_prefixes(policy, config)
     optimizer, scheduler = build_optimizer(policy, steps, config)
     sizes = [tensor.nbytes for _, tensor in published_weights(policy)]
-    rollouts.publish_first(policy)
+    rollouts.publish(policy, 0)
     times: dict[str, list[float]] = {}
     for version in range(steps):
         parts: dict[str, float] = {}
         with timed("time/step_s", parts):
             with timed("time/train_s", parts):
-                train_batch(policy, None, optimizer, scheduler, rollouts.batch(parts), config, device)
-            parts["time/train_s"] -= parts["time/wait_s"]
+                shares = arriving_shares(rollouts, config)
+                train_batch(policy, None, optimizer, scheduler, shares, config, device)
+            batch = rollouts.end_batch()
             with timed("time/sync_s", parts):
                 rollouts.publish(policy, version + 1)
+        parts |= batch_metrics(batch.groups, version, config) | batch.metrics
+        parts["time/train_s"] -= parts["time/wait_s"]
         for part, seconds in parts.items():
             if part.startswith("time/"):
                 times.setdefault(part.removeprefix("time/"), []).append(seconds)

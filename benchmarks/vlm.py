@@ -23,10 +23,10 @@ from PIL import Image
 from benchmarks.common import median, memory_mb, report
 from config import TrainConfig
 from rollouts.data import Group, Prompt, with_images
-from train import deal, train_batch
+from train import Dealer, train_batch
 from training.model import build_optimizer, parallelize, run_tower_always, share_prefixes
 from utils import process_group
-from vllm_client import Completion
+from vllm_client import Completion, Span
 
 EDGE = 256  # pixels: 32 x 32 patches of 8, merged by four into 256 tokens
 REPEATS = 5
@@ -41,7 +41,7 @@ def make_groups(num_prompts: int, num_generations: int, length: int, config: Tra
         noise = torch.randint(256, (EDGE, EDGE, 3), generator=generator, dtype=torch.uint8)
         prompt = with_images(Prompt(index, [], "Colour?", {}, [Image.fromarray(noise.numpy())]), processor, config)
         completions = [
-            Completion(ids, [-4.0] * length, "stop", [(0, 0, length)])
+            Completion(ids, [-4.0] * length, "stop", [Span(0, 0, length)])
             for ids in torch.randint(5, 90, (num_generations, length), generator=generator).tolist()
         ]
         groups.append(Group(prompt, completions, advantages=torch.randn(num_generations, generator=generator).tolist()))
@@ -74,8 +74,8 @@ def measure(share_prefix: bool, num_prompts: int, length: int) -> dict[str, Any]
         before, times = memory_mb(device, "VmRSS"), []
         for _ in range(1 + REPEATS):
             images, started = 0, time.perf_counter()
-            batch = (items[0] for items in deal(groups, 1, config))
-            metrics = train_batch(policy, None, optimizer, scheduler, batch, config, device)
+            (shares,) = Dealer(1, config).deal(groups, is_complete=True)
+            metrics = train_batch(policy, None, optimizer, scheduler, shares, config, device)
             times.append(time.perf_counter() - started)
         peak = memory_mb(device, "VmHWM") - before
     return {"seconds": median(times[1:]), "memory_mb": peak, "images_forwarded": images, "loss": metrics["loss"]}

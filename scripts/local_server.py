@@ -53,7 +53,9 @@ class LocalServer:
 
 
 @contextlib.contextmanager
-def local_server(model: str, log: Path, *options: str, env: Mapping[str, str] | None = None) -> Iterator[LocalServer]:
+def local_server(
+    model: str, log: Path, *options: str, env: Mapping[str, str] | None = None, restarts: bool = False
+) -> Iterator[LocalServer]:
     """Start `vllm_server.py` for `model` in a process group of its own, which ends with the block, or this process.
 
     Args:
@@ -61,9 +63,13 @@ def local_server(model: str, log: Path, *options: str, env: Mapping[str, str] | 
         log: file for its output.
         options: further options of the server.
         env: variables to add to the environment.
+        restarts: start it again when it dies; the process is then a shell, and the server its only child.
     """
     port = free_port()
-    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port), "--enforce-eager"]
+    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
+    command += ["--dtype", "float32", "--enforce-eager", *options]
+    if restarts:
+        command = ["bash", "-c", 'until "$@"; do sleep 1; done', "restarts", *command]
     defaults = {
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -71,7 +77,7 @@ def local_server(model: str, log: Path, *options: str, env: Mapping[str, str] | 
     }
     with log.open("w") as out:
         process = subprocess.Popen(
-            [*command, "--dtype", "float32", *options],
+            command,
             stdout=out,
             stderr=out,
             start_new_session=True,

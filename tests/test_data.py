@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,11 @@ from some_rewards import hangs, infinite, only_first, raises, right, scalar, sho
 
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
-from rollouts import workers
-from rollouts.data import Group, Prompt, load_processor, load_prompts
+from rollouts.data import Group, Prompt, epochs, load_processor, load_prompts
 from rollouts.scoring import Scorer, check_rewards
-from rollouts.stream import check_rollout, epochs, sampling_params
+from rollouts.stream import sample_group, sampling_params
 from training.logs import batch_metrics, batch_samples
-from vllm_client import Completion
+from vllm_client import Completion, Server, Span
 
 ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "12+30=", "answer": "42", "level": 2}]
 
@@ -130,15 +130,15 @@ def test_sampling_parameters():
 
 def make_groups():
     ids = [make_tokenizer().convert_tokens_to_ids([*text, "<eos>"]) for text in ("2", "3")]
-    completions = [Completion(token_ids, [0.0] * len(token_ids), "stop", [(0, 0, 2)]) for token_ids in ids]
+    completions = [Completion(token_ids, [0.0] * len(token_ids), "stop", [Span(0, 0, 2)]) for token_ids in ids]
     return [Group(Prompt(7, [5], row["prompt"], {"answer": row["answer"]}), completions) for row in ROWS]
 
 
 def test_batch_metrics():
     """Two groups of two; the second one's completions come from versions 3 and 4, one of them was cut off."""
     groups = make_groups()
-    last = Completion([1, 2, 3, 4], [0.0] * 4, "length", [(3, 0, 1), (5, 1, 4)])
-    groups[1].completions = [Completion([1, 2], [0.0] * 2, "stop", [(4, 0, 2)]), last]
+    last = Completion([1, 2, 3, 4], [0.0] * 4, "length", [Span(3, 0, 1), Span(5, 1, 4)])
+    groups[1].completions = [Completion([1, 2], [0.0] * 2, "stop", [Span(4, 0, 2)]), last]
     groups[0].rewards, groups[0].reward = [[1.0], [None]], [1.0, math.nan]
     groups[1].rewards, groups[1].reward = [[2.0], [0.0]], [2.0, 0.0]
     groups[0].started_version, groups[0].finished_version = 0, 1
@@ -229,28 +229,66 @@ def test_a_subset_is_of_its_own_dataset(monkeypatch):
 
 
 ROLLOUTS = [
-    ([(0, 0, 2)], None, None),
-    ([(0, 0, 1), (1, 1, 2)], None, None),
-    ([(0, 0, 1)], [True, False], None),
+    ([Span(0, 0, 2)], None, None),
+    ([Span(0, 0, 1), Span(1, 1, 2)], None, None),
+    ([Span(0, 0, 1)], [True, False], None),
     ([], None, "weight_versions that are not those of the sampled tokens"),
-    ([(0, 0, 1)], None, "weight_versions that are not those of the sampled tokens"),  # an environment without a mask
-    ([(0, 0, 2)], [True, False], "weight_versions that are not those of the sampled tokens"),
+    ([Span(0, 0, 1)], None, "weight_versions that are not those of the sampled tokens"),  # an environment without mask
+    ([Span(0, 0, 2)], [True, False], "weight_versions that are not those of the sampled tokens"),
 ]
+
+
+class OneServer:
+    """A client that leases a server which nobody asks anything."""
+
+    @contextlib.contextmanager
+    def lease(self):
+        yield Server("http://x", 1.0)
+
+
+def rolled_out(rollout_fn):
+    """The group that the recipe's function fills in."""
+    client: Any = OneServer()
+    group, config = Group(Prompt(0, [5], "", {})), make_config(rollout_fn=rollout_fn)
+    sample_group(group, client, None, {"n": 1}, config)
+    return group
 
 
 @pytest.mark.parametrize(("spans", "loss_mask", "message"), ROLLOUTS, ids=str)
 def test_spans_of_a_rollout_are_its_sampled_tokens(spans, loss_mask, message):
     completion = Completion([5, 6], [-1.0, -1.0], "stop", spans, loss_mask)
-    refused = pytest.raises(ValueError, match=message) if message else contextlib.nullcontext()
-    with refused:
-        check_rollout([completion], Prompt(0, [5], "", {}), 1, "rollout_fn", make_config())
+    refused = pytest.raises(ValueError, match=f"rollout_fn on dataset row 0 returned {message}")
+    with refused if message else contextlib.nullcontext():
+        assert rolled_out(lambda *_: [completion]).completions == [completion]
+
+
+WHOLE = Completion([5, 6], [-1.0, -1.0], "stop", [Span(0, 0, 2)])
+NO_ROLLOUTS = [
+    (lambda *_: [5, 6], "must return a list of Completion"),
+    (lambda *_: (WHOLE,), "must return a list of Completion"),
+    (lambda *_: [WHOLE, WHOLE], "returned 2 completions: sampling asks for n=1"),
+    (lambda *_: [][0], "raised IndexError"),
+    (lambda *_: [Completion([], [], "stop", [])], "returned an empty completion"),
+    (lambda *_: [dataclasses.replace(WHOLE, sampler_logprobs=[-1.0])], "returned ids, log-probs and loss mask of"),
+    (lambda *_: [dataclasses.replace(WHOLE, loss_mask=[True])], "returned ids, log-probs and loss mask of"),
+    (
+        lambda *_: [Completion([5] * 20_000, [-1.0] * 20_000, "stop", [Span(0, 0, 20_000)])],
+        "returned 20001 tokens with",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rollout_fn", "message"), NO_ROLLOUTS, ids=[message for _, message in NO_ROLLOUTS])
+def test_what_is_no_rollout_is_refused(rollout_fn, message):
+    with pytest.raises(UserError, match=f"rollout_fn on dataset row 0 {message}"):
+        rolled_out(rollout_fn)
 
 
 def score(groups, config):
     scorer = Scorer(make_tokenizer(), config)
     try:
         for group in groups:
-            scorer.score(group)
+            group.texts, group.rewards, group.reward = scorer.score(group.prompt, group.completions)
     finally:
         scorer.close()
     return [group.reward for group in groups]
@@ -293,9 +331,9 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     )
     scorer = Scorer(make_tokenizer(), config)
     (group, _) = make_groups()
-    scorer.score(group)
-    assert group.reward == [1.0 + (value or 0), 0.0 + (value or 0)]
-    assert group.rewards == [[1.0, value], [0.0, value]]
+    scores = scorer.score(group.prompt, group.completions)
+    assert scores.reward == [1.0 + (value or 0), 0.0 + (value or 0)]
+    assert scores.rewards == [[1.0, value], [0.0, value]]
     assert scorer.num_failed == 1
     (line,) = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
     assert json.loads(line) == {
@@ -305,8 +343,7 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     scorer.close()
 
 
-def test_a_hanging_reward_is_replaced(tmp_path, monkeypatch):
-    monkeypatch.setattr(workers, "IMPORT_GRACE_S", 2.0)
+def test_a_hanging_reward_is_replaced(tmp_path):
     config = make_config(reward_funcs=[hangs, right], reward_timeout=0.3, reward_workers=1, output_dir=str(tmp_path))
     groups = make_groups()
     assert score(groups, config) == [[1.0, 0.0], [0.0, 0.0]]

@@ -59,7 +59,7 @@ def test_a_slow_reward_keeps_no_rank_waiting(models, tmp_path):
                 "def mean_id(completion_ids, **_):\n    import time; time.sleep(12)\n   ",
             )
         )
-        options = ["--request_timeout", 2, "--server_timeout", 3, "--collective_timeout", 6]
+        options = ["--request_timeout", 2, "--server_timeout", 1, "--collective_timeout", 10]
         options += ["--max_steps", 1, "--reward_workers", 6]
         done = torchrun(2, ROOT / "train.py", recipe, *options)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -68,13 +68,13 @@ def test_a_slow_reward_keeps_no_rank_waiting(models, tmp_path):
 def test_a_server_lost_while_weights_are_sent():
     """A rollout found it restarted: its end of the group is gone, which the sync takes for a lost server."""
     with pytest.raises(ServerLost, match="127.0.0.1:9 was lost in this update"):
-        Server("http://127.0.0.1:9", 1.0, 0).send({})
+        Server("http://127.0.0.1:9", 1.0).send({})
 
 
 def test_a_server_that_takes_the_invitation_and_does_not_come(monkeypatch):
     monkeypatch.setattr(Server, "request", lambda *_, **__: {"world_size": 1})
     with pytest.raises(ServerError, match="its workers did not come"):
-        Server("http://127.0.0.1:9", 1.0, 0).connect(torch.device("cpu"), 60.0)
+        Server("http://127.0.0.1:9", 1.0).connect(torch.device("cpu"), 60.0)
 
 
 @pytest.mark.parametrize("more", [[], ["--max_staleness", "1", "--inflight_updates", "false"]], ids=["", "drained"])

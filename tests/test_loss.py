@@ -9,7 +9,18 @@ from fake_server import fake_server
 from helpers import read, said
 
 from config import TrainConfig, parse_args
-from train import check_loss, compute_advantages, grpo_loss, loss_normalizer, main, off_policy_weights, sampling_sums
+from rollouts.data import Group, Prompt
+from train import (
+    check_loss,
+    compute_advantages,
+    grpo_loss,
+    loss_normalizer,
+    main,
+    off_policy_weights,
+    set_advantages,
+)
+from training.logs import TokenSums
+from utils import process_group
 
 NAN = math.nan
 
@@ -50,6 +61,21 @@ def test_missing_rewards():
     torch.testing.assert_close(got, rows([0, 0, 0], [-x, 0, x], [0, 0, 0]), rtol=1e-12, atol=1e-12)
     assert compute_advantages(rows([NAN, NAN]), "batch").tolist() == [[0, 0]]
     assert compute_advantages(rows([NAN, NAN]), "none").tolist() == [[0, 0]]
+
+
+def test_advantages_of_groups_and_of_a_batch():
+    """The same numbers as above, filled in; with `batch` all groups at once, and none where none came."""
+    for scale, wanted in (("group", (0.75 / 0.5001, 0.0)), ("batch", (0.75 / (math.sqrt(2 / 7) + 1e-4),) * 2)):
+        groups = [
+            Group(Prompt(0, [5], "", {}), reward=reward) for reward in ([1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0])
+        ]
+        set_advantages(groups, make_config(scale_rewards=scale))
+        assert groups[0].advantages[0] == pytest.approx(wanted[0])
+        set_advantages([], make_config(scale_rewards=scale))
+    assert groups[1].advantages == pytest.approx([-wanted[1], *[wanted[1] / 3] * 3])
+    equal = Group(Prompt(0, [5], "", {}), reward=[2.0] * 4)
+    set_advantages([*groups, equal], make_config())
+    assert equal.advantages == [0.0] * 4
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
@@ -216,13 +242,20 @@ def test_on_policy_all_corrections_are_the_same(loss_type, fields):
 
 
 def test_mismatch_of_trainer_and_server():
-    # gaps 0, ln 3, -ln 4, ln .8; k3(x) = e^x - x - 1; ESS = (Σw)² / 4Σw² is taken from the sums
-    sums, largest = sampling_sums(rows(*OLD), rows(*SAMPLER), rows(*MASK))
+    # gaps 0, ln 3, -ln 4, ln .8; k3(x) = e^x - x - 1; ESS = (Σw)² / 4Σw²; 4 tokens train, in two micro-batches
     gaps = [math.log(w) for w in W]
-    assert largest.item() == pytest.approx(math.log(4))
-    assert sums["gap"].item() == pytest.approx(sum(map(abs, gaps)))
-    assert sums["sampling_kl"].item() == pytest.approx(sum(w - g - 1 for w, g in zip(W, gaps, strict=True)))
-    assert (sums["weight"].item(), sums["square"].item()) == pytest.approx((sum(W), sum(w * w for w in W)))
+    with process_group(60) as device:
+        sums = TokenSums(device)
+        for part in (slice(0, 3), slice(3, 5)):
+            entropy = torch.full_like(rows(*OLD[part]), 0.5)
+            of_loss = {"kl": rows(*MASK[part]).sum()}
+            sums.add(of_loss, entropy, rows(*OLD[part]), rows(*SAMPLER[part]), rows(*MASK[part]))
+        metrics = sums.metrics()
+    assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(math.log(4))
+    assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(sum(map(abs, gaps)) / 4)
+    assert metrics["sampling/kl"] == pytest.approx(sum(w - g - 1 for w, g in zip(W, gaps, strict=True)) / 4)
+    assert metrics["sampling/effective_sample_size"] == pytest.approx(sum(W) ** 2 / (4 * sum(w * w for w in W)))
+    assert (metrics["entropy"], metrics["kl"]) == pytest.approx((0.5, 1.0))
 
 
 def test_a_masked_infinity_stays_out():
@@ -267,11 +300,11 @@ def test_a_loss_of_ones_own(models, recipe, tmp_path):
 @pytest.mark.parametrize(
     ("loss_fn", "reason"),
     [
-        (lambda *_: 1.0, "must return"),
-        (lambda logprobs, *_: logprobs.sum(), "must return"),
+        (lambda *_: 1.0, "raised TypeError: .*; it must return"),
+        (lambda logprobs, *_: logprobs.sum(), "raised TypeError: .*; it must return"),
         (lambda logprobs, *_: (logprobs, {}), "must return"),
         (lambda logprobs, *_: (logprobs.detach().sum(), {}), "must return"),
-        (lambda logprobs, *_: (logprobs.sum(), {"kl": 0.5}), "must return"),
+        (lambda logprobs, *_: (logprobs.sum(), {"kl": 0.5}), "raised AttributeError: .*; it must return"),
         (lambda logprobs, *_: (logprobs.sum(), {"kl": logprobs}), "must return"),
         (lambda logprobs, *_: (logprobs.sum(), {"reward": logprobs.sum()}), "must return"),
         (lambda logprobs, old, ref, *_: ((logprobs - ref).sum(), {}), "raised TypeError"),

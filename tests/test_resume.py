@@ -23,6 +23,7 @@ import training.model
 import vllm_client
 from config import parse_args
 from prefix_attention import _bare_logits
+from rollouts import stream
 from train import main
 from training.checkpoints import _detached, _remove, find_checkpoint, read_state, saved_in
 from training.logs import _cut_lines
@@ -340,7 +341,7 @@ def test_saving_changes_nothing_before_the_first_step(start, tmp_path, monkeypat
 
 def test_a_weight_that_no_gradient_reached_goes_on(start, tmp_path, monkeypatch):
     """Its part of AdamW's state is in the checkpoint, as the run that goes on wants it."""
-    build, publish = train.build_policy, train.published_weights
+    build, publish = train.build_policy, stream.published_weights
 
     def with_one_more(*arguments):
         policy = build(*arguments)
@@ -348,7 +349,7 @@ def test_a_weight_that_no_gradient_reached_goes_on(start, tmp_path, monkeypatch)
         return policy
 
     monkeypatch.setattr(train, "build_policy", with_one_more)
-    monkeypatch.setattr(train, "published_weights", lambda p: (item for item in publish(p) if item[0] != "unused"))
+    monkeypatch.setattr(stream, "published_weights", lambda p: (item for item in publish(p) if item[0] != "unused"))
     main(parse_args(start("--max_steps", 2)))
     main(parse_args(start("--resume_from_checkpoint", "auto")))
     assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4]

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -23,10 +22,10 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import train
 import utils
 from config import TrainConfig
 from prefix_attention import completion_logprobs, pack
+from rollouts import stream
 from rollouts.stream import Rollouts, sampling_params
 from training.model import (
     add_lora,
@@ -58,10 +57,9 @@ def make_config(model, url, **fields):
 
 
 @pytest.fixture
-def client(models, servers):
-    client = VLLMClient(make_config(models["tied"], servers["tied"]))
-    yield client
-    client.close()
+def client(servers):
+    """What a recipe's `rollout_fn` gets."""
+    return Server(servers["tied"], 60.0)
 
 
 # -- weight sync -----------------------------------------------------------------------------------------------------
@@ -96,7 +94,7 @@ def mismatch(policy, rollouts, config, device):
     """Mean |trainer - server| over fresh completions, nats; collective. Under LoRA single tokens may be 3e-4 apart."""
     replies = None
     if dist.get_rank() == 0:
-        replies = rollouts.client.generate(PROMPT, {**sampling_params(config), "n": 4})
+        replies = rollouts.client.servers[0].generate(PROMPT, {**sampling_params(config), "n": 4})
     replies = utils.broadcast_object(replies)
     pairs = [(PROMPT, [c.token_ids for c in replies])]
     with torch.no_grad():
@@ -114,7 +112,7 @@ def sync_main(model, url, folder):
             config = make_config(model, url, temperature=0.8, **kind)
             rollouts = Rollouts(config, device)
             policy = make_policy(config, device)
-            rollouts.publish_first(policy)
+            rollouts.publish(policy, 0)
             for version in (1, 2):
                 disturb(policy, 10 * number + version)
                 before = bits(policy)
@@ -162,7 +160,7 @@ def assert_agreement(config):
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         policy = make_policy(config, device)
-        rollouts.publish_first(policy)
+        rollouts.publish(policy, 0)
         disturb(policy, 5)
         rollouts.publish(policy, 1)
         apart, versions = mismatch(policy, rollouts, config, device)
@@ -182,15 +180,15 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
     """Law 6: one layer's norm left out of the first sync is enough to stop the run."""
     complete = published_weights
     monkeypatch.setattr(
-        train, "published_weights", lambda p: ((n, t) for n, t in complete(p) if n != "model.norm.weight")
+        stream, "published_weights", lambda p: ((n, t) for n, t in complete(p) if n != "model.norm.weight")
     )
     config = make_config(models["untied"], servers["untied"])
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         with pytest.raises(ServerError, match="and the trainer differ by .* after the weight sync"):
-            rollouts.publish_first(make_policy(config, device))
-        monkeypatch.setattr(train, "published_weights", complete)
-        rollouts.publish_first(make_policy(config, device))  # and the server is whole again
+            rollouts.publish(make_policy(config, device), 0)
+        monkeypatch.setattr(stream, "published_weights", complete)
+        rollouts.publish(make_policy(config, device), 0)  # and the server is whole again
         rollouts.close()
 
 
@@ -209,15 +207,15 @@ def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monke
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         policy = make_policy(config, device)
-        rollouts.publish_first(policy)
-        monkeypatch.setattr(train, "published_weights", half)
+        rollouts.publish(policy, 0)
+        monkeypatch.setattr(stream, "published_weights", half)
         with pytest.raises(InterruptedError):
             rollouts.publish(policy, 1)
         rollouts.close()
-        monkeypatch.setattr(train, "published_weights", complete)
+        monkeypatch.setattr(stream, "published_weights", complete)
         rollouts = Rollouts(config, device)
         disturb(policy, 3)
-        rollouts.publish_first(policy)
+        rollouts.publish(policy, 0)
         apart, versions = mismatch(policy, rollouts, config, device)
         rollouts.close()
     assert apart <= 2e-5
@@ -231,12 +229,12 @@ def test_updates_in_flight_keep_both_versions(models, servers):
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         old = make_policy(config, device)
-        rollouts.publish_first(old)
+        rollouts.publish(old, 0)
         for attempt in range(1, 20):  # until the update hits a request in mid-generation
             new = make_policy(config, device)
             disturb(new, attempt)
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reply = pool.submit(rollouts.client.generate, PROMPT, sampling)
+                reply = pool.submit(rollouts.client.servers[0].generate, PROMPT, sampling)
                 rollouts.publish(new, attempt)
                 completions = reply.result()
             if any(len(c.weight_versions) == 2 for c in completions):
@@ -292,11 +290,10 @@ def test_stop_strings(client):
 def test_the_first_to_finish_of_a_stream(client, models):
     """Ids, log-probs and versions of a streamed group are those of a whole reply; the rest is aborted."""
     sampling = {"n": 3, "max_tokens": 60, "temperature": 1.0}
-    (server,) = client.servers
-    completions = server.generate(PROMPT, sampling, extra=5)
+    completions = client.generate(PROMPT, sampling, extra=5)
     assert len(completions) == 3
     model = AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32)
-    version = server.generate(PROMPT, {"n": 1, "max_tokens": 1})[0].weight_versions[0][0]
+    version = client.generate(PROMPT, {"n": 1, "max_tokens": 1})[0].weight_versions[0][0]
     for c in completions:
         assert len(c.token_ids) == len(c.sampler_logprobs)
         assert c.weight_versions == [(version, 0, len(c.token_ids))]
@@ -305,7 +302,7 @@ def test_the_first_to_finish_of_a_stream(client, models):
             logprobs = logits.log_softmax(-1)[range(len(c.token_ids)), c.token_ids]
             assert (logprobs - torch.tensor(c.sampler_logprobs)).abs().max() < 1e-4
     with pytest.raises(ServerError, match="answered 400"):
-        server.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0}, extra=1)
+        client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0}, extra=1)
 
 
 def test_a_refused_request_is_not_repeated(client):
@@ -436,41 +433,13 @@ def test_strangers_are_refused(models, tmp_path, monkeypatch):
         monkeypatch.setenv("VLLM_API_KEY", "secret")
         client = VLLMClient(make_config(models["tied"], url))
         assert client.wait_until_ready() == 128
-        assert len(client.generate(PROMPT, {"n": 2, "max_tokens": 3})) == 2
+        assert len(client.servers[0].generate(PROMPT, {"n": 2, "max_tokens": 3})) == 2
         client.close()
         workers = processes_of(started.process.pid)
         started.process.kill()  # the last thing, as it ends the server
         assert len(workers) > 1
         assert not survivors(workers)
     assert "secret" not in (tmp_path / "log").read_text()
-
-
-@pytest.mark.slow
-def test_restart_and_orphans(models, tmp_path):
-    """About two minutes: killed, the server is started again; its workers end with it, and it with its supervisor."""
-    with server(models["tied"], tmp_path / "log", "--restart") as started:
-        url = started.wait()
-        supervisor = started.process.pid
-        first = processes_of(supervisor)
-        (child,) = [pid for pid in first if Path(f"/proc/{pid}/stat").read_text().split()[3] == str(supervisor)]
-        os.kill(child, signal.SIGKILL)
-        assert not survivors(first - {supervisor})
-        assert started.wait() == url
-        second = processes_of(supervisor)
-        os.kill(supervisor, signal.SIGKILL)
-        assert not survivors(second)
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_end_is_killed(models, tmp_path):
-    """About a minute: stopped (SIGSTOP), it hears no other signal."""
-    with server(models["tied"], tmp_path / "log", "--restart") as started:
-        started.wait()
-        for process in processes_of(started.process.pid) - {started.process.pid}:
-            os.kill(process, signal.SIGSTOP)
-        started.process.terminate()
-        started.process.wait(40)
-        assert not survivors(processes_of(started.process.pid))
 
 
 @pytest.mark.parametrize("token", [None, " \n"])
@@ -485,7 +454,7 @@ def test_a_reachable_host_needs_a_token(models, token):
 def test_server_not_reachable(models):
     client = VLLMClient(make_config(models["tied"], "http://127.0.0.1:9", server_timeout=0.0))
     with pytest.raises(
-        ServerError, match=r"no rollout server at .*start one with `python vllm_server.py --model .* --port 9`"
+        ServerError, match=r"no rollout server answers at .*start one with `python vllm_server.py --model .* --port 9`"
     ):
         client.wait_until_ready()
     client.close()
@@ -578,7 +547,7 @@ def test_moe_experts_are_published_under_checkpoint_names(tmp_path):
 
 def test_seeded_prompts_beyond_a_steps_budget(servers):
     """Staleness 0 seeds its requests, and vLLM's CPU engine ends where it prefills a seeded one in parts."""
-    client = Server(servers["untied"], 60.0, 0)
+    client = Server(servers["untied"], 60.0)
     sampling = {"n": 4, "max_tokens": 8, "temperature": 1.0}
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         asked = [pool.submit(client.generate, [n % 9 + 1] * 40, {**sampling, "seed": n}) for n in range(32)]

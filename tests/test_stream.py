@@ -5,6 +5,8 @@ import math
 import random
 import threading
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,10 @@ from transformers import AutoModelForCausalLM
 import vllm_client
 from config import TrainConfig, parse_args
 from prefix_attention import attach, completion_logprobs, pack
-from rollouts.data import Group, Prompt
-from rollouts.stream import RolloutStream, epochs
+from rollouts.data import Group, Prompt, epochs
+from rollouts.stream import GroupStream, Rollouts
 from train import compute_advantages, grpo_loss, main
-from vllm_client import Completion, ServerError, VLLMClient
+from vllm_client import Completion, ServerError, Span, VLLMClient
 
 BATCH, STEPS = 4, 8
 
@@ -41,24 +43,35 @@ class Trainer:
         self.dropped: list[tuple[int, str]] = []
         groups = (Group(Prompt(i, [5], "", {}), id=i) for i in itertools.count())
         num_threads = (self.config.max_staleness + 1) * BATCH  # all that is admitted can be under way
-        self.stream = RolloutStream(groups, self.sample, self.score, num_threads, STEPS, self.config)
+        self.stream = GroupStream(groups, self.sample, self.score, num_threads, STEPS, self.config)
 
     def sample(self, group):
         start = self.stream.version
         self.most_outstanding = max(self.most_outstanding, len(self.stream._running) + len(self.stream._ready))
         time.sleep(self.random.choice([0, 0.001, 0.002, 0.03]))
         end = self.stream.version
-        spans = [(start, 0, 1), (end, 1, 2)] if end > start else [(start, 0, 2)]
+        spans = [Span(start, 0, 1), Span(end, 1, 2)] if end > start else [Span(start, 0, 2)]
         group.completions = [Completion([5, 6], [-1.0, -1.0], "stop", spans)] * 2
 
     def score(self, group):
         group.reward = [1.0, 0.0] if self.teaches(group) else [1.0, 1.0]
 
+    def step(self, version):
+        """Take the batch of one step; returns the ids of its groups."""
+        self.stream.open(version)
+        taken = []
+        while self.stream.missing:
+            if group := self.stream.take():
+                taken.append(group)
+        batch = self.stream.end_batch()
+        assert batch.groups == taken
+        self.trained += [(version, group) for group in taken]
+        self.dropped += [(group.id, reason) for group, reason in batch.dropped]
+        return [group.id for group in taken]
+
     def run(self):
         for version in range(STEPS):
-            self.stream.open(version)
-            self.trained += [(version, group) for group in self.stream.take(version)]
-            self.dropped += [(group.id, reason) for group, reason in self.stream.report()[2]]
+            self.step(version)
             time.sleep(self.random.choice([0, 0.004]))
         self.stream.open(STEPS)
         self.stream.close()
@@ -98,7 +111,7 @@ def test_fast_new_groups_leave_room_for_slow_old_ones(staleness):
     def sample(group):
         version = trainer.stream.version
         time.sleep(0.05 if version == 0 and group.id >= BATCH else 0)
-        group.completions = [Completion([5], [-1.0], "stop", [(version, 0, 1)])] * 2
+        group.completions = [Completion([5], [-1.0], "stop", [Span(version, 0, 1)])] * 2
 
     trainer.stream._sample = sample
     for version, group in trainer.run().trained:
@@ -116,27 +129,24 @@ def test_a_straggler_is_waited_for_or_dropped():
             if group.id == 0:
                 version = slow.stream.version
                 release.wait(20)
-                group.completions = [Completion([5], [-1.0], "stop", [(version, 0, 1)])] * 2
+                group.completions = [Completion([5], [-1.0], "stop", [Span(version, 0, 1)])] * 2
             else:
                 sample(group)
 
         slow.stream._sample = slowly
-        slow.stream.open(0)
-        assert 0 not in [group.id for group in slow.stream.take(0)]
-        slow.stream.open(1)
+        assert 0 not in slow.step(0)
         if policy == "wait":
             threading.Timer(0.2, release.set).start()
-            assert 0 in [group.id for group in slow.stream.take(1)]
+            assert 0 in slow.step(1)
         else:
-            list(slow.stream.take(1))
+            slow.step(1)
             slow.stream.open(2)
             release.set()
             while 0 in slow.stream._running:
                 time.sleep(0.01)
-            assert 0 not in [group.id for group in slow.stream.take(2)]
-            dropped = [(group.id, reason) for group, reason in slow.stream.report()[2]]
-            assert (0, "stale") in dropped  # on a busy machine others may have been as slow
-            assert {reason for _, reason in dropped} == {"stale"}
+            assert 0 not in slow.step(2)
+            assert (0, "stale") in slow.dropped  # on a busy machine others may have been as slow
+            assert {reason for _, reason in slow.dropped} == {"stale"}
         slow.stream.close()
 
 
@@ -152,20 +162,29 @@ def test_errors_of_sampling_and_scoring_reach_the_trainer():
         broken.run()
     other = Trainer(0)
     other.stream._sample = lambda group: setattr(
-        group, "completions", [Completion([5], [-1.0], "stop", [(7, 0, 1)])] * 2
+        group, "completions", [Completion([5], [-1.0], "stop", [Span(7, 0, 1)])] * 2
     )
     with pytest.raises(ServerError, match="asked for policy version 0, got 7: does another trainer use the server"):
         other.run()
 
 
 def test_between_ready_groups_there_is_time_for_other_things():
-    """A signal is noticed before each group, also where none is waited for."""
-    trainer, calls = Trainer(0, max_staleness=0), []
+    """A signal, and a server that is back, are noticed before each group, also where none is waited for."""
+    trainer = Trainer(0, max_staleness=0)
     trainer.stream.open(0)
-    while trainer.stream.report()[0]["queue/ready"] < BATCH:
+    while len(trainer.stream._ready) < BATCH:
         time.sleep(0.01)
-    list(trainer.stream.take(0, lambda: calls.append(0)))
-    assert len(calls) >= BATCH
+    rollouts: Any = SimpleNamespace(stop=threading.Event(), failure=None, client=SimpleNamespace(returned=[]))
+    rollouts.client.returned = ["a server"]
+    assert Rollouts._next_word(rollouts, lambda: pytest.fail("a group was asked for")) == "resync"
+    rollouts.client.returned = []
+
+    def look():
+        assert trainer.stream.take()
+        rollouts.stop.set()
+
+    assert Rollouts._next_word(rollouts, look) == "stop"
+    assert trainer.stream.missing == BATCH - 1
     trainer.stream.close()
 
 
@@ -173,6 +192,7 @@ def test_draining_waits_and_holds():
     """The block begins when what is sampled has ended, and nothing begins before its end."""
     config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_concurrent_requests=2)
     client, stop, release = VLLMClient(config), threading.Event(), threading.Event()
+    client.admit(client.servers[0])
     begun, under_way = [], threading.Event()
 
     def sample(number):
@@ -403,7 +423,7 @@ def test_a_group_that_no_server_can_take_is_named(models, recipe):
                 raise ValueError("a prompt like that")
 
         server.fault = ill
-        with pytest.raises(ServerError, match=r"dataset row \d+: .*a prompt like that.*though it is healthy"):
+        with pytest.raises(ServerError, match=r"dataset row \d+: .*a prompt like that.*though the server is healthy"):
             main(parse_args([recipe(server)]))
 
 

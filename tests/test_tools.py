@@ -25,7 +25,8 @@ LOGGED = """
 import sys
 sys.path[:0] = [{root!r}]
 from config import TrainConfig
-from utils import RunLog, process_group
+from training.logs import RunLog
+from utils import process_group
 config = TrainConfig(model_id="m", dataset_id="d.jsonl", reward_funcs=[len], output_dir={folder!r})
 with process_group(60):
     log = RunLog(config, 4)
@@ -208,11 +209,24 @@ def test_show_refuses(tmp_path):
         show.main([str(tmp_path)])
 
 
+ODD = """
+    from rollouts.data import Prompt
+    from rollouts.stream import Batch, Group
+    from vllm_client import Completion, Span
+    nan, completion = float("nan"), Completion([6], [-1.0], "stop", [Span(1, 0, 1)])
+    group = Group(Prompt(0, [5], "a", {"x": [nan]}), [completion], ["b"], [[None]], [nan], [0.0])
+    log.step(2, {"grad_norm": 1e400, "time/train_s": 3.0, "time/wait_s": 1.0}, Batch([group]))
+"""
+
+
 def test_numbers_that_json_has_not(tmp_path):
-    """A step without a finite gradient, and a data set with a gap."""
-    code = LOGGED.format(root=str(ROOT), folder=str(tmp_path))
-    odd = 'log.step(2, {"grad_norm": 1e400}, [{"columns": {"x": [float("nan")]}}])'
-    code = code.replace("log.close()", f"{odd}; log.close()")
+    """A step without a finite gradient or a reward, and a data set with a gap."""
+    code = LOGGED.format(root=str(ROOT), folder=str(tmp_path)).replace("\n    log.close()", f"{ODD}    log.close()")
     subprocess.run([sys.executable, "-c", code], check=True, env=ENV)
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines()[-1] == '{"step": 2, "grad_norm": null}'
-    assert (tmp_path / "completions.jsonl").read_text() == '{"step": 2, "columns": {"x": [null]}}\n'
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
+    assert [row[name] for name in ("step", "grad_norm", "reward", "rewards/len")] == [2, None, None, None]
+    assert row["time/train_s"] == 2.0  # without the wait
+    assert json.loads((tmp_path / "completions.jsonl").read_text(), parse_constant=pytest.fail) == {
+        "step": 2, "group": 0, "row": 0, "prompt": "a", "columns": {"x": [None]}, "completion": "b", "reward": None,
+        "rewards": {"len": None}, "advantage": 0.0, "finish_reason": "stop", "weight_versions": [[1, 0, 1]],
+    }  # fmt: skip

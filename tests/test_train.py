@@ -125,7 +125,7 @@ def test_checkpoint_has_the_servers_log_probs(recipe, tmp_path, servers, models,
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(checkpoint).eos_token == "<eos>"
     client = VLLMClient(config)
-    completions = client.generate([5, 6, 7], {"n": 4, "max_tokens": 12, "temperature": 1.0})
+    completions = client.servers[0].generate([5, 6, 7], {"n": 4, "max_tokens": 12, "temperature": 1.0})
     client.close()
     (row,) = pack([([5, 6, 7], [c.token_ids for c in completions])], share_prefix=False)
     sampled = torch.tensor([x for c in completions for x in c.sampler_logprobs])
@@ -282,7 +282,7 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
         (["--model_id", "/nowhere"], "error: model_id=/nowhere: no such path"),
         (
             ["--vllm_urls", "http://127.0.0.1:9", "--server_timeout", "0"],
-            "error: no rollout server at http://127.0.0.1:9",
+            "error: no rollout server answers at http://127.0.0.1:9",
         ),
         (
             ["--max_completion_len", "127", "--max_tokens_per_gpu", "128"],

@@ -54,8 +54,10 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
         attn_implementation=attention,
         trust_remote_code=config.trust_remote_code,
     )
-    if (generation := getattr(model, "generation_config", None)) and generation.temperature not in (None, 1.0):
-        generation.do_sample = True  # without it, no checkpoint with such a temperature could be saved
+    generation: Any = getattr(model, "generation_config", None)
+    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    if any(getattr(generation, name, None) not in (None, value) for name, value in defaults.items()):
+        generation.do_sample = True  # without it, no checkpoint with such values could be saved
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

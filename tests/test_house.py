@@ -1,0 +1,101 @@
+"""The house: which rooms there are, who may import whom, and how large anything may grow."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "utils"}
+ROOMS = {
+    "rollouts": {"data", "stream", "scoring", "workers"},
+    "training": {"model", "checkpoints", "logs"},
+}
+FLOORS = {
+    "train": 4, "rollouts": 3, "training": 3, "vllm_client": 2, "vllm_server": 2, "prefix_attention": 2, "utils": 1,
+    "config": 0,
+}  # fmt: skip
+ALL_LINES, FILE_LINES, FUNCTION_LINES, COLUMNS = 4900, 560, 60, 120
+FILE_LIMITS = {"prefix_attention": 1000, "train": 480, "config": 420}  # where it is not FILE_LINES
+
+
+def files():
+    """The trainer's own files by their module's name: those at the top, and those in the rooms."""
+    paths = [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).rglob("*.py"))]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+
+
+def imports_of(path):
+    """Names of modules of ours that a file imports, at its top or in a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: a relative import"
+            found |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found & set(files())
+
+
+IMPORTS = {name: imports_of(path) for name, path in files().items()}
+PAIRS = sorted((name, other) for name, others in IMPORTS.items() for other in others)
+
+
+def place(name):
+    """The room of a file; a file at the top is its own."""
+    return name.partition(".")[0]
+
+
+def test_the_rooms():
+    assert {path.stem for path in ROOT.glob("*.py")} == TOP
+    for room, names in ROOMS.items():
+        assert {path.stem for path in (ROOT / room).rglob("*.py")} - {"__init__"} == names
+
+
+@pytest.mark.parametrize(("name", "other"), PAIRS)
+def test_imports_go_down(name, other):
+    """Within a room, and between the two rooms, they may go either way, but never in a circle (see below)."""
+    above, below = FLOORS[place(name)], FLOORS[place(other)]
+    assert above > below or (above == below and place(name) in ROOMS and place(other) in ROOMS)
+    assert place(other) != "train"
+    assert place(name) != "prefix_attention"
+
+
+def test_nothing_imports_in_a_circle():
+    left = {name: set(others) for name, others in IMPORTS.items()}
+    while free := {name for name, others in left.items() if not others & left.keys()}:
+        left = {name: others for name, others in left.items() if name not in free}
+    assert not left
+
+
+def test_nothing_beside_the_trainer_is_in_it():
+    """Recipes, tests, scripts and benchmarks use it; of them it uses nothing."""
+    outside = {path.name for path in ROOT.iterdir() if path.is_dir()} - ROOMS.keys()
+    for name, path in files().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            modules += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            assert not {place(module) for module in modules} & outside, name
+
+
+def num_lines(path):
+    return len(path.read_text().splitlines())
+
+
+def test_all_of_it_can_be_read_in_an_evening():
+    assert sum(map(num_lines, files().values())) <= ALL_LINES
+
+
+@pytest.mark.parametrize("name", files())
+def test_sizes_of_files_and_lines(name):
+    path: Path = files()[name]
+    assert num_lines(path) <= FILE_LIMITS.get(name, FILE_LINES)
+    assert max(map(len, path.read_text().splitlines()), default=0) <= COLUMNS
+
+
+@pytest.mark.parametrize("name", files())
+def test_sizes_of_functions(name):
+    for node in ast.walk(ast.parse(files()[name].read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno is not None
+            assert node.end_lineno - node.lineno + 1 <= FUNCTION_LINES, f"{name}.{node.name}"
