@@ -141,7 +141,7 @@ def pack(
             number += 1
             place += len(tokens)
         alone = (_Tree(prompt, [leaf]) for leaf in leaves)
-        for tree in _trees(prompt, leaves, budget, share_completions) if share_prefix else alone:
+        for tree in _trees(prompt, leaves, budget, share_completions) if share_prefix and leaves else alone:
             candidates = batches if share_prefix else batches[-1:]
             batch = next((trees for trees in candidates if _size([*trees, tree], share_prefix) <= budget), None)
             if batch is None:
@@ -173,7 +173,8 @@ class _Tree:
         branches = [(-1, -len(prompt), leaves)]
         while branches:
             parent, depth, branch = branches.pop()
-            rest = [leaf.tokens[depth:-1] for leaf in branch]
+            stop = min(len(leaf.tokens) for leaf in branch) - 1  # one that ends is a branching
+            rest = [leaf.tokens[depth:stop] for leaf in branch]
             first, last = min(rest), max(rest)  # in lexicographic order: what these two share, all share
             num_shared = [*map(ne, first, last), True].index(True)
             tokens = prompt if parent < 0 else first[:num_shared]
@@ -194,8 +195,6 @@ class _Tree:
 
 def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
     """A group as one tree; or, where it exceeds the budget, as several that each repeat the prompt."""
-    if not leaves:
-        return []
     whole = _Tree(prompt, leaves, share_completions)
     if len(whole.tokens) <= budget:
         return [whole]

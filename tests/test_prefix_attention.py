@@ -121,7 +121,8 @@ def contexts(groups):
 @pytest.mark.parametrize("share_completions", [False, True])
 @pytest.mark.parametrize("max_tokens", [None, 40, 15])
 def test_every_token_stands_below_its_own_context(max_tokens, share_completions):
-    groups = [*GROUPS, ([5, 6], [[7, 8, 9], [7, 8, 9, 10], [7, 8, 11], [7], [12, 7], [7, 8, 9]])]
+    branching = [[7, 8, 9], [7, 8, 9, 10], [7, 8, 11], [7], [12, 7], [7, 8, 9], [20, 3, 4, 5], [20, 3, 9, 9]]
+    groups = [*GROUPS, ([5, 6], branching)]
     rows = pack(groups, max_tokens, share_completions=share_completions)
     expected = contexts(groups)
     flat = [(g, token) for g, (_, completions) in enumerate(groups) for ids in completions for token in ids]
