@@ -56,10 +56,10 @@ def test_a_slow_reward_keeps_no_rank_waiting(models, tmp_path):
         recipe.write_text(
             text.replace(
                 "def mean_id(completion_ids, **_):",
-                "def mean_id(completion_ids, **_):\n    import time; time.sleep(18)\n   ",
+                "def mean_id(completion_ids, **_):\n    import time; time.sleep(25)\n   ",
             )
         )
-        options = ["--request_timeout", 2, "--server_timeout", 3, "--collective_timeout", 12]
+        options = ["--request_timeout", 2, "--server_timeout", 3, "--collective_timeout", 20]
         options += ["--max_steps", 1, "--reward_workers", 6]
         done = torchrun(2, ROOT / "train.py", recipe, *options)
     assert done.returncode == 0, done.stdout + done.stderr
