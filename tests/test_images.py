@@ -673,6 +673,7 @@ def test_what_the_server_refuses_names_the_row(vlm, url):
     config = make_config(vlm, url, dataset_id=lambda: [{"prompt": "three", "images": [picture(0)] * 3}])
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
+        rollouts.client.admit(rollouts.client.servers[0])
         with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
             sample_group(
                 Group(rollouts.prompts[0]), rollouts.client, rollouts.processor, sampling_params(config), config

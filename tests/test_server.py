@@ -188,7 +188,8 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
         with pytest.raises(ServerError, match="and the trainer differ by .* after the weight sync"):
             rollouts.publish(make_policy(config, device), 0)
         monkeypatch.setattr(stream, "published_weights", complete)
-        rollouts.publish(make_policy(config, device), 0)  # and the server is whole again
+        rollouts.publish(make_policy(config, device), 0)
+        assert rollouts.client.servers[0].has_weights  # and the server is whole again
         rollouts.close()
 
 
