@@ -19,10 +19,8 @@ from rollouts.stream import Batch, Group
 from utils import is_main, over_ranks
 
 MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
-PRINTED = (
-    "reward", "eval/accuracy", "eval/reward", "loss", "grad_norm", "kl", "frac_reward_zero_std",
-    "completions/mean_length", "time/step_s",
-)  # fmt: skip
+PRINTED = ["eval/accuracy", "eval/reward", "loss", "grad_norm", "kl", "frac_reward_zero_std"]
+PRINTED += ["completions/mean_length", "time/step_s"]
 
 
 class TokenSums:
@@ -50,9 +48,8 @@ class TokenSums:
         }
         for name, value in per_token.items():
             self.per_token[name] = self.per_token.get(name, 0.0) + value.detach()
-        self.totals["tokens"] += mask.sum()
-        self.totals["weight"] += weight.sum()
-        self.totals["weight_square"] += weight.square().sum()
+        for name, value in (("tokens", mask), ("weight", weight), ("weight_square", weight.square())):
+            self.totals[name] += value.sum()
         self.max_gap = torch.maximum(self.max_gap, gap.abs().max())
 
     def metrics(self) -> dict[str, float]:
@@ -99,21 +96,12 @@ def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, An
     samples = []
     for group in groups:
         columns = {name: _shortened(value) for name, value in group.prompt.columns.items()}
-        for i, completion in enumerate(group.completions):
-            samples.append(
-                {
-                    "group": group.id,
-                    "row": group.prompt.index,
-                    "prompt": group.prompt.content,
-                    "columns": columns,
-                    "completion": group.texts[i],
-                    "reward": group.reward[i],
-                    "rewards": dict(zip(names, group.rewards[i], strict=True)),
-                    "advantage": group.advantages[i],
-                    "finish_reason": completion.finish_reason,
-                    "weight_versions": completion.weight_versions,
-                }
-            )
+        of_group = {"group": group.id, "row": group.prompt.index, "prompt": group.prompt.content, "columns": columns}
+        for i, c in enumerate(group.completions):
+            rewards = dict(zip(names, group.rewards[i], strict=True))
+            scores = {"reward": group.reward[i], "rewards": rewards, "advantage": group.advantages[i]}
+            sampling = {"finish_reason": c.finish_reason, "weight_versions": c.weight_versions}
+            samples.append({**of_group, "completion": group.texts[i], **scores, **sampling})
     return samples
 
 
@@ -123,22 +111,17 @@ def _shortened(value: Any) -> Any:
 
 
 class RunLog:
-    """What a run writes: `config.json`, the `.jsonl` files, the terminal, wandb when asked.
+    """What a run writes: `run_id`, `config.json`, the `.jsonl` files, the terminal, and wandb if asked.
 
-    Exists on every rank; only rank 0's writes.
-
-    Args:
-        config: output_dir, log_steps, log_completions_steps, use_wandb, wandb_project.
-        num_steps: for the time that is left.
-        resumed: state of the run that this one goes on with. What was written after its `step` is dropped.
+    Every rank has one, and only rank 0's writes. `num_steps` is for the time that is left. `resumed` is the state of
+    the checkpoint that the run goes on from: lines after its step are dropped.
     """
 
     def __init__(self, config: TrainConfig, num_steps: int, resumed: dict[str, Any] | None = None):
-        self.config = config
-        self.wandb_id: str | None = None
-        self.run_id = resumed["run_id"] if resumed else uuid.uuid4().hex
-        self._files = ExitStack()
-        self._wandb: Any = None
+        start = resumed or {"step": 0, "run_id": uuid.uuid4().hex, "wandb_id": None}
+        self.config, self.run_id, self.wandb_id = config, start["run_id"], start["wandb_id"]
+        files = ExitStack()
+        self.close = files.close
         if not is_main():
             return
         folder = Path(config.output_dir)
@@ -151,98 +134,77 @@ class RunLog:
             if resumed:
                 _cut_lines(path, resumed["step"])
             else:
-                path.rename(path.with_name(path.name + ".old"))
-        self._num_steps, self._first_step = num_steps, resumed["step"] if resumed else 0
-        self._started_s = time.monotonic()
-        self._held_out: float | None = None  # the last evaluation's reward
-        self._lines = {n: self._files.enter_context(path.open("a", 1, "utf-8")) for n, path in paths.items()}
-        self._bar = self._files.enter_context(tqdm(disable=None, bar_format="{desc}"))
+                path.rename(f"{path}.old")
+        self._files = {name: files.enter_context(path.open("a", 1, "utf-8")) for name, path in paths.items()}
+        self._bar = files.enter_context(tqdm(disable=None, bar_format="{desc}"))
+        self._started_s, self._first_step, self._num_steps = time.monotonic(), start["step"], num_steps
+        self._held_out: list[str] = []  # the last evaluation's reward, for the live line
+        self._wandb: Any = None
         if config.use_wandb:
             import wandb
 
-            known = {"id": resumed["wandb_id"], "resume": "allow"} if resumed and resumed["wandb_id"] else {}
-            self._wandb = wandb.init(project=config.wandb_project, dir=folder, config=to_json(config), **known)
-            self.wandb_id = self._wandb.id
-            self._files.callback(wandb.finish)
+            known: Any = {"id": self.wandb_id, "resume": "allow"}
+            self.wandb_id = wandb.init(project=config.wandb_project, dir=folder, config=to_json(config), **known).id
+            self._wandb = wandb
+            files.callback(wandb.finish)
 
     def step(self, step: int, metrics: dict[str, float], batch: Batch | None = None) -> None:
-        """Write one step: its metrics everywhere, its batch to `completions.jsonl` and `dropped.jsonl`.
-
-        Raises:
-            UserError: a file cannot be written, as on a full disk.
-        """
+        """Write one step: its metrics everywhere, its batch to `completions.jsonl` and `dropped.jsonl`."""
         if not is_main() or not (metrics or batch):
             return
-        samples = []
+        samples, dropped = [], []
         if batch:
             metrics = batch_metrics(batch.groups, step - 1, self.config) | batch.metrics | metrics
             metrics["time/train_s"] -= metrics["time/wait_s"]
             samples = batch_samples(batch.groups, self.config)
-        self._write("metrics", step, [metrics])
-        self._write("completions", step, samples)
-        dropped = batch.dropped if batch else []
-        self._write("dropped", step, [{"group": g.id, "row": g.prompt.index, "reason": why} for g, why in dropped])
-        if self._wandb:  # makes a section of panels for each word before a slash
-            self._wandb.log({n if "/" in n else f"train/{n}": value for n, value in metrics.items()}, step=step)
-        self._held_out = metrics.get("eval/reward", self._held_out)
-        pace = self._pace(step, metrics)
-        known = (("reward", metrics.get("reward")), ("eval", self._held_out))
-        good = [f"{name} {value:.3g}" for name, value in known if value is not None]
-        self._bar.set_description_str(" · ".join([f"step {step}/{self._num_steps}", *good, *pace]))
+            dropped = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in batch.dropped]
+        for name, rows in {"metrics": [metrics], "completions": samples, "dropped": dropped}.items():
+            lines = [json.dumps(_finite({"step": step, **row}), ensure_ascii=False, default=str) for row in rows]
+            try:
+                self._files[name].writelines(line + "\n" for line in lines)
+            except OSError as error:
+                raise UserError(f"{self._files[name].name} cannot be written: {error.strerror}") from error
+        every = self.config.log_completions_steps
+        shown = samples[:256] if every and step % every == 0 else []
+        self._print(step, metrics, shown[:8])
+        if self._wandb:
+            # wandb makes a section of panels for each word before a slash.
+            sent: dict[str, Any] = {n if "/" in n else f"train/{n}": value for n, value in metrics.items()}
+            if shown:
+                cells = [[v if isinstance(v, float | int) else str(v)[:10_000] for v in s.values()] for s in shown]
+                sent["completions/table"] = self._wandb.Table(columns=list(shown[0]), data=cells)
+            self._wandb.log(sent, step=step)
+
+    def _print(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        """Renew the live line, print one every `log_steps` and after an evaluation, and print some samples."""
+        head, pace = f"step {step}/{self._num_steps}", self._pace(step, metrics)
+        if "eval/reward" in metrics:
+            self._held_out = [f"eval {metrics['eval/reward']:.4g}"]
+        live = [f"reward {metrics['reward']:.4g}"] if "reward" in metrics else []
+        self._bar.set_description_str(" · ".join([head, *live, *self._held_out, *pace]))
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
             parts = [name for name in metrics if name.startswith("rewards/")]
-            names = [PRINTED[0], *(parts if len(parts) > 1 else ()), *PRINTED[1:]]
+            names = ["reward", *(parts if len(parts) > 1 else ()), *PRINTED]
             printed = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
-            tqdm.write(" · ".join([f"step {step}/{self._num_steps}", *printed, *pace]))
-        every = self.config.log_completions_steps
-        if samples and every and step % every == 0:
-            self._show(step, samples)
-
-    def _write(self, name: str, step: int, rows: list[dict[str, Any]]) -> None:
-        for row in rows:
-            line = json.dumps(_finite({"step": step, **row}), ensure_ascii=False, default=str) + "\n"
-            try:
-                self._lines[name].write(line)
-            except OSError as error:
-                raise UserError(f"{self._lines[name].name} cannot be written: {error.strerror}") from error
+            tqdm.write(" · ".join([head, *printed, *pace]))
+        for sample in samples:
+            cells = (f"{str(sample[column])[:2000]!r:<60.60}" for column in ("prompt", "completion"))
+            tqdm.write(" │ ".join([f"{sample['reward']!s:>8.8}", *cells]))
 
     def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
         """How long the run still takes, how fast it is, and the shares of time that trainer and servers waited."""
         pace = []
-        if step > self._first_step:
-            step_s = (time.monotonic() - self._started_s) / (step - self._first_step)
-            pace += [f"{tqdm.format_interval(step_s * (self._num_steps - step))} left"]
+        if num_done := step - self._first_step:
+            left_s = (time.monotonic() - self._started_s) / num_done * (self._num_steps - step)
+            pace += [f"{tqdm.format_interval(left_s)} left"]
         if "tokens_per_s/trained" in metrics:
             pace += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tok/s"]
             pace += [f"idle {metrics['idle/trainer']:.0%}/{metrics['idle/servers']:.0%}"]
         return pace
 
-    def _show(self, step: int, samples: list[dict[str, Any]]) -> None:
-        """Print some samples, and send a table of them to wandb."""
-        for sample in samples[:8]:
-            cells = (f"{str(sample[column])[:2000]!r:<60.60}" for column in ("prompt", "completion"))
-            tqdm.write(" │ ".join([f"{sample['reward']!s:>8.8}", *cells]))
-        if self._wandb:
-            import wandb
-
-            names = list(samples[0]["rewards"])
-            columns: list[str | int] = ["group", "prompt", "completion", *(f"rewards/{name}" for name in names)]
-            rows: list[Any] = []
-            for s in samples[:256]:
-                texts = (str(s["prompt"])[:10_000], s["completion"][:10_000])
-                rows.append(
-                    [s["group"], *texts, *s["rewards"].values(), s["reward"], s["advantage"], s["finish_reason"]]
-                )
-            table = wandb.Table(columns=[*columns, "reward", "advantage", "finish_reason"], data=rows)
-            self._wandb.log({"completions/table": table}, step=step)
-
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on with what is written."""
         return {"wandb_id": self.wandb_id, "run_id": self.run_id}
-
-    def close(self) -> None:
-        """Flush and close everything."""
-        self._files.close()
 
 
 def _finite(value: Any) -> Any:
@@ -255,11 +217,11 @@ def _finite(value: Any) -> Any:
 
 
 def _cut_lines(path: Path, step: int) -> None:
-    """Drop the lines after `step`, which come again, and one that a crash cut off."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w", encoding="utf-8") as kept, path.open(encoding="utf-8") as lines:
-        for line in lines:  # not splitlines(), which takes more than \n for an end
-            if not line.endswith("\n") or json.loads(line)["step"] > step:
+    """Cut off the lines after `step`, which come again, and one that a crash left without its end."""
+    with path.open("rb+") as lines:  # in bytes, a line ends with \n alone
+        num_kept = 0
+        for line in lines:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
                 break
-            kept.write(line)
-    part.rename(path)
+            num_kept += len(line)
+        lines.truncate(num_kept)

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -31,12 +31,9 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
 
 
 def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
-    """The model named by the config or of a checkpoint, on CPU, in `dtype`, without dropout and noise before routers.
+    """The model named by the config or of a checkpoint, on the CPU, in `dtype`, without dropout and router noise.
 
-    They would make log-probs differ from the server's and between forwards, and the first KL from 0.
-
-    Raises:
-        UserError: an attention implementation that would leave out the model's softcap.
+    These would make log-probs differ from the server's and between forwards, and the first KL from 0.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -44,9 +41,9 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
     shape, loads = load_model_config(config)
     attention = config.attn_implementation
     if getattr(shape.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        attention = attention or "eager"  # transformers would take sdpa
         if attention == "sdpa":
             raise UserError(f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: leave it at none")
-        attention = attention or "eager"  # transformers would take sdpa
     local = Path(config.model_id)
     model = loads.from_pretrained(
         checkpoint or (local.resolve() if local.exists() else config.model_id),  # absolute: an adapter names its model
@@ -68,11 +65,7 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
 
 
 def check_lora_targets(config: TrainConfig) -> None:
-    """Refuse LoRA targets that do not exist, on a skeleton without weights.
-
-    Raises:
-        UserError: a target that matches no linear or embedding layer, with those that exist, or is tied to another one.
-    """
+    """Refuse LoRA targets that no layer has, or that are tied, on a skeleton without weights."""
     from transformers.pytorch_utils import Conv1D
 
     shape, loads = load_model_config(config)
@@ -91,10 +84,9 @@ def check_lora_targets(config: TrainConfig) -> None:
 
 
 def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
-    """Names of the modules that do not train.
+    """Names of the modules that do not train: without images, everything but the language model.
 
-    The vision tower, if so configured, but not the projector after it, which Qwen's towers call merger and have inside;
-    in a run without images everything but the language model.
+    With images it is the vision tower, if so configured, without the projector, which is Qwen's `merger` in the tower.
     """
     tower = model.get_encoder(modality="image")
     if tower is model:  # it has none
@@ -107,17 +99,12 @@ def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[st
 
 
 def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkpoint: Path | None = None) -> Any:
-    """Wrap a model in LoRA adapters, fresh or of a checkpoint, but for its frozen modules.
-
-    Raises:
-        UserError: without the frozen modules nothing is left of the targets, or they are experts in one tensor.
-    """
+    """Wrap a model in LoRA adapters, fresh or of a checkpoint, except for its frozen modules."""
     from peft import LoraConfig, PeftModel, get_peft_model
     from peft.tuners.lora.layer import ParamWrapper
 
     if checkpoint:
         return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
-
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -131,30 +118,26 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
     except ValueError as error:  # nothing is left of the targets without the frozen ones
         raise UserError(f"lora_target_modules: {error}") from None
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
-        raise UserError(
-            "lora_target_modules: this model has its experts in one tensor, whose adapters cannot be sent to servers: "
-            "name layers of its attention, such as q_proj,k_proj,v_proj,o_proj"
-        )
+        raise UserError("lora_target_modules: adapters of experts in one tensor cannot be sent: name attention layers")
     return model
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
-    """FSDP2 or DDP over all ranks, with gradients *summed* over them: the loss is normalized once, by us (law 3)."""
+    """FSDP2 or DDP over all ranks, with gradients *summed* over them, as `optimizer_step` normalizes them once."""
     world_size = dist.get_world_size()
     if config.use_fsdp:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         mesh = init_device_mesh(device.type, (world_size,))
-        compute = torch.bfloat16 if config.fsdp_bf16 else None
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute, reduce_dtype=getattr(torch, config.dtype) if compute else None
-        )
-        layers = [m for m in model.modules() if type(m).__name__ in (base_model(model)._no_split_modules or ())]
-        for module in [*layers, model]:
+        bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": getattr(torch, config.dtype)}
+        policy = MixedPrecisionPolicy(**bf16 if config.fsdp_bf16 else {})
+        kinds = base_model(model)._no_split_modules or ()
+        sharded = [*(module for module in model.modules() if type(module).__name__ in kinds), model]
+        for module in sharded:
             fully_shard(module, mesh=mesh, mp_policy=policy)
         model.to(device)
-        for module in [*layers, model]:
+        for module in sharded:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         return model
@@ -175,7 +158,7 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     """What a vision-language model's decoder gets of images: tensors in the number and shapes of the model's own.
 
-    `inputs` are of its processor, as `Prompt.inputs` or `joined_images`, on the model's device.
+    `inputs` come from its processor, as `Prompt.inputs` or `joined_images`, and are on the model's device.
     """
     output = base_model(model).get_image_features(**inputs)
     named = (getattr(output, name, None) for name in ("pooler_output", "deepstack_features"))
@@ -183,7 +166,7 @@ def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 def freeze_unused(model: nn.Module, example: Prompt) -> None:
-    """Do not train weights of the tower that no feature depends on: LLaVA takes its features before the last layer.
+    """Freeze weights of the tower that no feature depends on: LLaVA takes its features before the last layer.
 
     Ranks would wait for their gradients. The model is whole, and on the CPU.
     """
@@ -198,12 +181,8 @@ def freeze_unused(model: nn.Module, example: Prompt) -> None:
 def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
     """Let every forward run the vision tower, with no effect on a row without images.
 
-    Otherwise ranks with and without images in their row would not meet in FSDP2's and DDP's collectives.
-
-    Args:
-        model: a vision-language model, wrapped or not.
-        example: any prompt with images.
-        device: where the model will be.
+    Otherwise ranks with and without images in their row would not meet in FSDP2's and DDP's collectives. `example` is
+    any prompt with images, `device` where the model will be.
     """
     base = base_model(model)
     image = {name: value.to(device) for name, value in example.inputs.items()}
@@ -226,13 +205,9 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
 def build_policy(
     config: TrainConfig, device: torch.device, example: Prompt | None = None, checkpoint: Path | None = None
 ) -> Any:
-    """The model that trains: checkpointing, frozen parts, LoRA and parallelism as configured.
+    """The model that trains, on this rank's device, with frozen parts, LoRA and parallelism as configured.
 
-    Args:
-        config: its fields of the model and of parallelism.
-        device: this rank's.
-        example: a prompt of the run with images; None in a run without.
-        checkpoint: to go on from; None starts from `model_id`.
+    `example` is a prompt with images, None in a run without. It starts from `checkpoint`, or else from `model_id`.
     """
     if config.lora_target_modules:
         check_lora_targets(config)
@@ -252,15 +227,10 @@ def build_policy(
 
 
 def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
-    """Swap shared-prefix attention into the policy and prove it there; a model it refuses goes on without. Collective.
+    """Swap shared-prefix attention into the policy and prove it there, if `share_prefix` is on. Collective.
 
-    Args:
-        policy: from `build_policy`.
-        config: share_prefix; off, nothing is done.
-        example: a prompt of the run with images; None in a run without.
-
-    Returns:
-        The configuration, with `share_prefix` off where the model was refused.
+    Returns the configuration, with `share_prefix` off if the model was refused. `example` is a prompt with images, None
+    in a run without.
     """
     if not config.share_prefix:
         return config
@@ -285,20 +255,20 @@ def build_reference(
     """
     if config.beta == 0:
         return None
-    if config.use_peft:
+    model = unwrap(policy)
+    if not config.use_peft:
+        model = load_model(config).requires_grad_(False).eval()
+        if example:
+            run_tower_always(model, example, device)
+        model = parallelize(model, config, device)
+        if config.share_prefix:  # `share_prefixes` has proved it on the policy
+            attach(model, example=(example.token_ids, example.inputs) if example else None)
 
-        def without_adapter(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
-            with torch.no_grad(), unwrap(policy).disable_adapter():
-                return forward(unwrap(policy), row, images, config)
+    def reference(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad(), model.disable_adapter() if config.use_peft else nullcontext():
+            return forward(model, row, images, config)
 
-        return without_adapter
-    frozen = load_model(config).requires_grad_(False).eval()
-    if example:
-        run_tower_always(frozen, example, device)
-    frozen = parallelize(frozen, config, device)
-    if config.share_prefix:  # the policy was compared
-        attach(frozen, example=(example.token_ids, example.inputs) if example else None)
-    return lambda row, images: torch.no_grad()(forward)(frozen, row, images, config)
+    return reference
 
 
 def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
@@ -336,11 +306,7 @@ def forward(
 
 @contextmanager
 def fits_in_memory(row: PackedBatch, config: TrainConfig) -> Iterator[None]:
-    """Say what to do where a row does not.
-
-    Raises:
-        UserError: out of memory in this block.
-    """
+    """Turn running out of memory in the block into a UserError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -363,16 +329,13 @@ def base_model(model: nn.Module) -> Any:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, detached: an all-gather for an FSDP2 shard (collective), the tensor itself otherwise.
-
-    Of the shape and dtype that `tensor` has; an FSDP2 shard has the shape of the whole.
-    """
+    """The whole tensor, detached, in its shape and dtype. Of an FSDP2 shard it is an all-gather: collective."""
     gather = getattr(tensor, "full_tensor", None)
     return (gather() if gather else tensor).detach()
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward sums gradients over ranks: DDP can wait for the last one, FSDP2 always scatters."""
+    """Set whether the next backward sums gradients over ranks: DDP can wait for the last, FSDP2 always sums."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = enabled
 
@@ -412,14 +375,9 @@ def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     from transformers.core_model_loading import revert_weight_conversion
 
     base = base_model(model)
-    for _, layer in groupby(full_weights(model), key=lambda item: _layer_of(item[0])):
+    # Weights of a layer have the same name up to its number: `model.layers.3.`
+    for _, layer in groupby(full_weights(model), key=lambda item: re.findall(r"^.*?\.\d+\.", item[0])):
         yield from revert_weight_conversion(base, dict(layer)).items()
-
-
-def _layer_of(name: str) -> str:
-    """A weight's name up to its layer's number (`model.layers.3.`), empty outside of layers."""
-    match = re.match(r".*?\.\d+\.", name)
-    return match[0] if match else ""
 
 
 def host_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -427,9 +385,10 @@ def host_weights(model: nn.Module) -> dict[str, Tensor]:
 
     Whole tensors in the model's own shapes and dtypes; empty on ranks other than 0.
     """
-    inner = unwrap(model)
-    adapter = ((n, t) for n, t in inner.state_dict(keep_vars=True).items() if ".lora_" in n)
-    weights = ((n, full_tensor(t)) for n, t in adapter) if hasattr(inner, "peft_config") else full_weights(model)
+    weights = full_weights(model)
+    if hasattr(unwrap(model), "peft_config"):
+        adapted = unwrap(model).state_dict(keep_vars=True)
+        weights = ((name, full_tensor(tensor)) for name, tensor in adapted.items() if ".lora_" in name)
     state = {}
     for name, tensor in weights:  # every rank takes part in the gathers
         if is_main():
