@@ -18,12 +18,8 @@ from pathlib import Path
 from types import ModuleType, NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import ConfigDict, Field, ImportString, ValidationError
 from pydantic.dataclasses import dataclass
-
-_PROJECT = Path(__file__).resolve().parent
-_EXACT_PARAMS = {"seed", "ignore_eos", "stop_token_ids", "include_stop_str_in_output", "skip_special_tokens"}
-_FIELD_PARAMS = {"n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "structured_outputs"}
 
 
 class UserError(ValueError):
@@ -35,75 +31,36 @@ def is_data_file(source: str) -> bool:
     return source.endswith((".jsonl", ".parquet"))
 
 
-def load_function(path: str) -> Callable[..., Any]:
-    """The function at a dotted path (`my_module.my_reward`), imported from the working directory too.
-
-    Raises:
-        UserError: no such module or function.
-    """
-    module, _, name = path.rpartition(".")
-    if not module or path.startswith("."):
-        raise UserError(f"no function {path}: give its dotted path, package.module.function")
-    _add_to_path(Path.cwd())
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, SyntaxError) as error:
-        raise UserError(f"no function {path}: {error}") from None
-
-
-def _add_to_path(*folders: Path) -> None:
-    """Let modules of these folders be imported, but hide no library."""
-    sys.path.extend(str(folder) for folder in folders if str(folder) not in sys.path)
-
-
-def _address(url: str) -> str:
-    if not re.fullmatch(r"https?://([\w.-]+|\[[\da-fA-F:]+\])(:[1-9]\d{0,4})?/?", url):
-        shown = url.rpartition("@")[2]  # a token before it is not for the terminal
-        raise UserError(f"vllm_urls: {shown} must be http://host:port; a token belongs into VLLM_API_KEY")
-    return url
-
-
 class _OneLineErrors(type):
     """Lets `TrainConfig(...)` raise a `UserError` of one line where pydantic raises a `ValidationError` of many."""
 
     def __call__(cls, **values: Any) -> Any:
+        for name in (name for name in values if name not in _FIELDS):
+            nearest = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.0)[0]
+            raise UserError(f"unknown field {name}: did you mean {nearest}?")
         try:
             return super().__call__(**values)
         except ValidationError as error:
-            # An unknown field is often the misspelt name of one that is missing, and is said first.
-            first = max(error.errors(), key=lambda detail: detail["type"] == "unexpected_keyword_argument")
-        if cause := first.get("ctx", {}).get("error"):
-            raise cause  # a check of ours raised it, or a module that a dotted path names
-        kind, name = first["type"], str(first["loc"][0])
-        if kind == "unexpected_keyword_argument":
-            near = difflib.get_close_matches(name, _FIELDS, n=1)
-            raise UserError(f"unknown field {name}: " + (f"did you mean {near[0]}?" if near else "see --help for all"))
-        if kind == "missing":
-            raise UserError(f"{name} must be given, by a recipe or as --{name}")
-        if kind == "too_short":
-            raise UserError(f"{name} is empty: give at least one value, or leave it at its default")
-        wanted = "a finite number" if kind == "finite_number" else _type_in_words(_HINTS[name])
-        if kind.startswith(("greater_than", "less_than")):
-            wanted = wanted.partition(", ")[2]
-        raise UserError(f"{name}={values[name]!r}: must be {wanted}")
+            first = error.errors()[0]
+        if first["type"] == "value_error":  # of `__post_init__`, or of a module that a dotted path names
+            raise first["ctx"]["error"]
+        name = str(first["loc"][0])
+        raise UserError(f"{name}={values.get(name)!r}: {first['msg']} ({_type_in_words(_HINTS[name])})")
 
 
 # The types of the fields. Messages and `--help` call a type by its title.
 T = TypeVar("T")
-Values = Annotated[list[T], Field(min_length=1), BeforeValidator(lambda v: list(v) if isinstance(v, tuple) else v)]
-Address = Annotated[str, Field(title="http://host:port"), AfterValidator(_address)]
-Function = Annotated[
-    Callable[..., Any] | str,
-    Field(title="function"),
-    BeforeValidator(lambda f: load_function(f) if isinstance(f, str) else f),
-]
-OneOrMore = Annotated[int, Field(title="int, at least 1", ge=1)]
-ZeroOrMore = Annotated[int, Field(title="int, at least 0", ge=0)]
-Positive = Annotated[float, Field(title="float, above 0", gt=0)]
-NotNegative = Annotated[float, Field(title="float, at least 0", ge=0)]
-Share = Annotated[float, Field(title="float, at least 0 and at most 1", ge=0, le=1)]
-BelowOne = Annotated[float, Field(title="float, at least 0 and below 1", ge=0, lt=1)]
+Values = Annotated[list[T], Field(min_length=1)]
+Address = Annotated[str, Field(title="http://host:port", pattern=r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$")]
+Function = Annotated[Callable[..., Any] | str, ImportString, Field(title="function")]  # a str is imported
+OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
+ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
+Positive = Annotated[float, Field(title="float > 0", gt=0)]
+NotNegative = Annotated[float, Field(title="float >= 0", ge=0)]
+Share = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
+BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+_RESERVED = {"n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "structured_outputs"}
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -114,20 +71,17 @@ class TrainConfig(metaclass=_OneLineErrors):
     model_id: str
     """Hub name or path of a causal language model, or of a vision-language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trained weights and of the optimizer state. Keep float32 and set `bf16` for speed: bfloat16 weights
-    lose updates smaller than 1/256 of a weight."""
+    """Type of the trained weights and the optimizer state; bfloat16 weights lose updates below 1/256 of a weight."""
     bf16: bool = False
-    """Run the forward under bfloat16 autocast; weights stay in `dtype`."""
+    """Run the forward under bfloat16 autocast, for speed; weights stay in `dtype`."""
     attn_implementation: str | None = None
-    """transformers' attention (`sdpa`, `flash_attention_2`, ...) without `share_prefix`; None takes its own default."""
+    """transformers' attention (`sdpa`, `flash_attention_2`, ...) where no prefix is shared; None takes its default."""
     share_prefix: bool = True
-    """Forward each prompt once for all its completions, exactly (`prefix_attention.py`). Where a model makes that
-    inexact, or a batch has next to nothing to share, one padded row per completion is trained instead."""
+    """Forward a prompt once for all its completions, where that is exact and saves work; else pad a row for each."""
     gradient_checkpoint: bool = False
     """Recompute activations in the backward pass: about a third more time for much less memory."""
     processor_kwargs: dict[str, Any] | None = None
-    """Arguments of the model's processor, as `{"max_pixels": 401408}`. The server needs them, too
-    (`--mm-processor-kwargs`)."""
+    """Arguments of the processor, as `{"max_pixels": 401408}`; the server needs them too (`--mm-processor-kwargs`)."""
     freeze_vision_tower: bool = False
     """Train the language model and the projector of a vision-language model, but not its vision tower."""
     trust_remote_code: bool = False
@@ -145,8 +99,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     # -- data ----------------------------------------------------------------------------------------------------
     dataset_id: str | Callable[[], Any]
-    """A `datasets` name, a local `.jsonl` or `.parquet` file, or a function that returns rows. A row has a `prompt`,
-    and for a vision-language model an `image` or `images`."""
+    """A `datasets` name, a `.jsonl` or `.parquet` file, or a function that returns rows: `prompt`, perhaps `images`."""
     dataset_config: str | None = None
     """Configuration (subset) of a `datasets` name. Where `eval_dataset_id` is the same name, it has this one, too."""
     dataset_split: str = "train"
@@ -160,13 +113,12 @@ class TrainConfig(metaclass=_OneLineErrors):
     extra_columns: Values[str] | None = None
     """Columns handed to the rewards beside the prompt; None hands over all but the images."""
     no_apply_chat_template: bool = False
-    """Tokenize a string prompt as it is. Otherwise it becomes one user message where the tokenizer has a chat
-    template. Chat messages always go through the template."""
+    """Tokenize a string prompt as it is, even where there is a chat template; chat messages always go by it."""
 
     # -- rollouts ------------------------------------------------------------------------------------------------
     vllm_urls: Values[Address] = dataclasses.field(default_factory=lambda: ["http://127.0.0.1:8000"])
-    """Addresses of the rollout servers."""
-    num_generations: Annotated[int, Field(title="int, at least 2", ge=2)] = 8
+    """Addresses of the rollout servers; a token for them belongs into the environment variable `VLLM_API_KEY`."""
+    num_generations: Annotated[int, Field(title="int >= 2", ge=2)] = 8
     """Completions per prompt: the group whose mean is the baseline."""
     max_completion_len: OneOrMore = 512
     """Tokens a completion may have."""
@@ -174,7 +126,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     top_k: OneOrMore | None = None
     """Sample among the k likeliest tokens only. Anything but None makes the server's log-probs inexact."""
-    top_p: Annotated[float, Field(title="float, above 0 and at most 1", gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(title="float > 0 and <= 1", gt=0, le=1)] | None = None
     """Sample from the smallest set of tokens with this mass. See `top_k`."""
     min_p: Share | None = None
     """Leave out tokens below this fraction of the likeliest. See `top_k`."""
@@ -185,20 +137,17 @@ class TrainConfig(metaclass=_OneLineErrors):
     guided_json: dict[str, Any] | None = None
     """Completions must be JSON of this schema. See `top_k`."""
     sampling_params: dict[str, Any] | None = None
-    """Any further vLLM sampling parameters, passed through as they are."""
+    """Further vLLM sampling parameters, passed through as they are; penalties act on log-probs as `top_k` does."""
     rollout_fn: Function | None = None
-    """`f(client, prompt, sampling) -> completions` in place of one `client.generate`: several turns, tools,
-    environments. See `recipes/tool_calculator.py`."""
+    """`f(client, prompt, sampling) -> completions` in place of `client.generate`: see `recipes/tool_calculator.py`."""
     extra_generations: ZeroOrMore = 0
     """Completions sampled beyond `num_generations`; the last to finish are aborted. Saves time, favours short ones."""
     max_staleness: ZeroOrMore = 1
-    """How many policy versions a trained completion's oldest token may lie behind the policy that it trains. 0 is
-    synchronous: generation and training take turns."""
+    """Policy versions that a completion's oldest token may lie behind the policy that it trains; 0 is synchronous."""
     stale_policy: Literal["wait", "drop"] = "wait"
     """Before a group becomes too stale: wait for it and train it in time, or drop it and sample another prompt."""
     inflight_updates: bool = True
-    """Update the servers' weights in the middle of completions, which go on under the new ones; False waits for their
-    end first."""
+    """Update weights in the middle of completions, which go on under the new ones; False waits for their end."""
     drop_zero_advantage: bool = False
     """Drop groups whose rewards are all equal, and sample other prompts in their place (DAPO's dynamic sampling)."""
     max_dropped_batches: OneOrMore = 10
@@ -216,28 +165,22 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     # -- loss ----------------------------------------------------------------------------------------------------
     reward_funcs: Values[Function]
-    """Functions `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, or their dotted paths.
-    On the command line, a name without a dot is a function of the recipe."""
+    """Functions `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, or their dotted paths."""
     reward_weights: Values[float] | None = None
     """One weight per reward function; None weighs all 1."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """What a group's centred rewards are divided by: its own standard deviation, the batch's, or nothing."""
     reward_workers: OneOrMore = 4
-    """Processes (and threads, for functions that no other process can import) that call reward functions."""
+    """Processes that call reward functions."""
     reward_timeout: Positive = 60.0
-    """Seconds one call, of one function for one group, may take; its process is then killed and replaced."""
+    """Seconds a function may take for one group, and 60 more for imports at its first call in a process."""
     failed_reward: float | None = None
-    """What a function gives completions whose call failed or timed out. None leaves it out of their rewards, and
-    completions without any reward out of the loss. Failures are counted, and written to `failed_rewards.jsonl`."""
+    """Reward that a function gives where its call failed or timed out; None leaves the function out there."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "dapo"
-    """grpo: mean over completions of token means. bnpo: token mean of the mini-batch. dr_grpo: token sum over
-    completions x max_completion_len. dapo: token mean of the whole batch. cispo: dapo's with clipped, detached
-    ratios times the log-probability."""
+    """grpo: mean over completions of token means. dr_grpo: token sum over completions x max_completion_len. bnpo: token
+    mean of the mini-batch. dapo: of the whole batch. cispo: dapo's, of clipped, detached ratios times log-probs."""
     loss_fn: Function | None = None
-    """`f(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config) -> (loss, sums)` in place of
-    `train.grpo_loss`, whose docstring says what the arguments are. `loss_type` still chooses the normalizer, and
-    `sums`, divided by the number of tokens, become metrics. Your function decides what `beta`, `epsilon`,
-    `epsilon_high`, `delta` and `importance_level` mean. See `recipes/own_loss.py`."""
+    """Function in place of `train.grpo_loss`, with its arguments and results. See `recipes/own_loss.py`."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or the geometric mean of a completion's (GSPO)."""
     epsilon: BelowOne = 0.2
@@ -247,8 +190,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     delta: Positive | None = None
     """Dual clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4); None sets no bound."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """What the clipped ratio is taken against: the policy before the batch's first update (the decoupled objective,
-    arXiv:2505.24298), or the server's log-probs, which then need no correction."""
+    """Ratios are against the policy before the batch's first update (arXiv:2505.24298), or the server's log-probs."""
     off_policy_correction: Literal["truncate", "mask", "none"] = "truncate"
     """Weight of each token at `old_logprobs=trainer`, with w = p(trainer) / p(server). truncate: min(w, correction_cap)
     (TIS). mask: w between correction_floor and correction_cap, else 0 (IcePop, arXiv:2510.18855). none: 1."""
@@ -299,7 +241,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     collective_timeout: Positive = 3600.0
     """Seconds after which a collective that some rank never entered ends the run."""
 
-    # -- logging -------------------------------------------------------------------------------------------------
+    # -- logs and checkpoints ------------------------------------------------------------------------------------
     output_dir: str = "outputs"
     """Where metrics, completions and checkpoints go."""
     log_steps: OneOrMore = 1
@@ -312,15 +254,12 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Log to Weights & Biases too."""
     wandb_project: str = "grpo"
     """Project of the run in Weights & Biases."""
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
     save_steps: ZeroOrMore = 0
     """Steps between checkpoints, beside the last; 0 saves only the last."""
     keep_last_n: OneOrMore | None = None
     """Keep this many of the run's last checkpoints; None keeps all."""
     resume_from_checkpoint: str | None = None
-    """A `checkpoint-<step>` to go on from, or `auto`: the newest one in `output_dir`, if there is one. A synchronous
-    run goes on bit for bit, and in any run every group is trained or dropped once."""
+    """A `checkpoint-<step>` to go on from, or `auto`: the newest one in `output_dir`, if there is one."""
     max_skipped_steps: OneOrMore = 10
     """A step whose loss or gradient is not finite is skipped; after so many in a row the run ends."""
     push_to_hub: bool = False
@@ -333,23 +272,16 @@ class TrainConfig(metaclass=_OneLineErrors):
     def __post_init__(self) -> None:
         # First refuse settings that contradict each other, then settings that have no effect beside the others.
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
-        num_weights = len(names if self.reward_weights is None else self.reward_weights)
-        batch, parts = self.batch_size, self.num_minibatches
-        tokens, longest = self.max_tokens_per_gpu, self.max_completion_len
-        taken = ", ".join(sorted(_FIELD_PARAMS & set(self.sampling_params or {})))
-        corrects = self.old_logprobs == "trainer" and self.off_policy_correction != "none"
-        masks = corrects and self.off_policy_correction == "mask"
+        taken = ", ".join(sorted(_RESERVED & set(self.sampling_params or {})))
+        masks = self.off_policy_correction == "mask"
         for is_wrong, message in (
-            ("" in names, "reward_funcs: each needs a __name__, which names its metric: use def"),
-            (len(set(names)) < len(names), f"reward_funcs: {', '.join(names)}: two have one name, and so one metric"),
-            (num_weights != len(names), f"reward_weights has {num_weights} values for {len(names)} reward_funcs"),
+            (len(set(names) - {""}) < len(names), "reward_funcs: each needs a __name__ of its own, for its metric"),
+            (len(self.reward_weights or names) != len(names), "reward_weights must be as many as reward_funcs"),
             (len(set(self.vllm_urls)) < len(self.vllm_urls), "vllm_urls names a server twice"),
-            (batch % parts, f"batch_size={batch} cannot be divided into num_minibatches={parts} equal parts"),
-            (tokens <= longest, f"max_tokens_per_gpu={tokens} must exceed max_completion_len={longest}"),
+            (self.batch_size % self.num_minibatches, "batch_size must be a multiple of num_minibatches"),
+            (self.max_tokens_per_gpu <= self.max_completion_len, "max_tokens_per_gpu must exceed max_completion_len"),
             (masks and self.correction_floor >= self.correction_cap, "correction_floor must be below correction_cap"),
-            (self.delta and self.delta <= 1 + self.clip_high, f"delta={self.delta}: must exceed 1 + epsilon_high"),
-            (self.bf16 and self.fsdp_bf16, "bf16 and fsdp_bf16 do the same in two ways: set one of them"),
-            (self.guided_regex and self.guided_json, "guided_regex and guided_json exclude each other: set one"),
+            (self.delta and self.delta <= 1 + self.clip_high, "delta must exceed 1 + epsilon_high"),
             (self.push_to_hub and not self.hub_repo_id, "push_to_hub needs hub_repo_id (user/name)"),
             (taken, f"sampling_params may not set {taken}: use the fields of TrainConfig"),
         ):
@@ -362,13 +294,13 @@ class TrainConfig(metaclass=_OneLineErrors):
             ("lora_rank lora_alpha lora_dropout lora_target_modules", self.use_peft, "without use_peft"),
             ("wandb_project", self.use_wandb, "without use_wandb"),
             ("hub_repo_id hub_private", self.push_to_hub, "without push_to_hub"),
-            ("eval_steps eval_dataset_split", self.eval_dataset_id, "without eval_dataset_id"),
-            ("eval_dataset_split", eval_is_name, "on an eval_dataset_id that is a file or a function"),
-            ("dataset_config dataset_split", is_name, "on a dataset_id that is a file or a function"),
+            ("eval_steps", self.eval_dataset_id, "without eval_dataset_id"),
+            ("eval_dataset_split", eval_is_name, "unless eval_dataset_id is the name of a data set"),
+            ("dataset_config dataset_split", is_name, "unless dataset_id is the name of a data set"),
             ("stale_policy inflight_updates", self.max_staleness, "without max_staleness"),
             ("max_dropped_batches", self.drop_zero_advantage, "without drop_zero_advantage"),
-            ("off_policy_correction", self.old_logprobs == "trainer", "without old_logprobs=trainer"),
-            ("correction_cap", corrects, "without an off_policy_correction"),
+            ("off_policy_correction correction_cap", self.old_logprobs == "trainer", "without old_logprobs=trainer"),
+            ("correction_cap", self.off_policy_correction != "none", "with off_policy_correction=none"),
             ("correction_floor", masks, "without off_policy_correction=mask"),
             ("extra_generations", not self.rollout_fn, "with a rollout_fn, which samples itself"),
             ("fsdp_bf16", self.use_fsdp, "without use_fsdp (bf16 has)"),
@@ -377,8 +309,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         ):
             for name in fields.split():
                 if name in changed and not has_effect:
-                    default = str(_DEFAULTS[name]).lower()
-                    raise UserError(f"{name} has no effect {condition}: leave it at its default (--{name} {default})")
+                    raise UserError(f"{name} has no effect {condition}: leave it at its default, {_DEFAULTS[name]}")
 
     @property
     def clip_high(self) -> float:
@@ -386,10 +317,9 @@ class TrainConfig(metaclass=_OneLineErrors):
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
-    def exact_sampling(self) -> bool:
-        """True where tokens are drawn from the policy itself, so that server and trainer log-probs must agree."""
-        truncated = self.top_k or self.guided_regex or self.guided_json or self.min_p or self.top_p not in (None, 1.0)
-        return not truncated and set(self.sampling_params or {}) <= _EXACT_PARAMS
+    def updates_per_batch(self) -> int:
+        """Optimizer updates on one batch of completions."""
+        return self.num_iterations * self.num_minibatches
 
 
 _FIELDS = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
@@ -399,52 +329,44 @@ _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field 
 
 def changed_fields(config: TrainConfig) -> dict[str, Any]:
     """The fields whose values differ from the defaults, or that have none."""
-    values = {name: getattr(config, name) for name in _FIELDS}
-    return {name: value for name, value in values.items() if value != _DEFAULTS[name]}
+    return {name: getattr(config, name) for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
 
 
 def describe(config: TrainConfig) -> str:
     """What differs from the defaults, one line per field, and warnings."""
     changed = changed_fields(config)
-    idle = sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & set(changed))
-    is_ratio_1 = config.old_logprobs == "trainer" and config.num_iterations * config.num_minibatches == 1
-    warnings = {
-        "top_k, top_p, min_p, guided decoding and penalties change the distribution sampled from, while the loss takes "
-        "log-probs over the whole vocabulary: ratios are then not exact": not config.exact_sampling,
-        f"{', '.join(idle)} without effect: with one update per batch the ratio to the trainer's own log-probs is 1; "
-        "set old_logprobs to sampler, or num_iterations or num_minibatches above 1": idle and is_ratio_1,
-        "dtype=bfloat16: weights lose updates smaller than 1/256 of them, which is most of them; keep float32 with "
-        "bf16 or fsdp_bf16": config.dtype == "bfloat16" and not config.use_peft,
-        f"attn_implementation={config.attn_implementation} counts only for a model that cannot share prefixes, or with "
-        "--share_prefix false: prefix_attention.py has its own": config.attn_implementation and config.share_prefix,
-    }
-    lines = [f"  {name} = {_jsonable(value)}" for name, value in changed.items()]
-    lines += [f"warning: {text}" for text, applies in warnings.items() if applies]
+    lines = [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
+    restricting = ", ".join(sorted({"top_k", "top_p", "min_p", "guided_regex", "guided_json"} & changed.keys()))
+    if restricting:
+        lines.append(f"warning: {restricting}: tokens are not drawn from the policy itself; ratios are then inexact")
+    idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed.keys()))
+    if idle and config.old_logprobs == "trainer" and config.updates_per_batch == 1:
+        lines.append(f"warning: {idle} without effect: all ratios are 1 with one update per batch")
+    if config.dtype == "bfloat16" and not config.use_peft:
+        lines.append("warning: dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16")
     return "\n".join(["configuration, where it differs from the defaults:", *lines])
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
     """The resolved configuration as JSON values; functions become their dotted paths."""
-    return {name: _jsonable(getattr(config, name)) for name in _FIELDS}
+    return json.loads(json.dumps(vars(config), default=_dotted_path))
 
 
-def _jsonable(value: Any) -> Any:
-    if callable(value):
-        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return [_jsonable(item) for item in value] if isinstance(value, list) else value
+def _dotted_path(function: Any) -> str:
+    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
 
 
 def load_recipe(path: str) -> ModuleType:
-    """Import a recipe and return its module, with `config` in it; other processes can import it by the same name.
-
-    Raises:
-        UserError: no such file, code that cannot be imported, no `config` in it, or what `TrainConfig` refuses.
-    """
-    if not Path(path).is_file():
-        raise UserError(f"no recipe at {path}")
+    """A recipe's module, which any process can import by its name and which hides no other module; or `UserError`."""
+    file, folder = Path(path).resolve(), Path(__file__).resolve().parent
+    if not file.is_relative_to(folder):
+        folder = file.parent
+        sys.path.append(str(folder))  # the last place, as it must hide no library
+    name = ".".join(file.relative_to(folder).with_suffix("").parts)
     try:
-        name = _module_name(Path(path).resolve())
-        sys.modules.pop(name, None)  # it may have been edited since
+        spec = importlib.util.find_spec(name)
+        if not spec or Path(spec.origin or "").resolve() != file:
+            raise ImportError("no such file, or another module has its name: rename it")
         module = importlib.import_module(name)
     except (ImportError, SyntaxError) as error:
         raise UserError(f"recipe {path}: {error}") from error
@@ -453,34 +375,16 @@ def load_recipe(path: str) -> ModuleType:
     return module
 
 
-def _module_name(file: Path) -> str:
-    # Dotted below this project or the working directory, else the file's stem. No name of another module is returned.
-    importlib.invalidate_caches()
-    folders = (_PROJECT, Path.cwd(), file.parent)
-    _add_to_path(*folders)
-    for folder in filter(file.is_relative_to, folders):
-        name = ".".join(file.relative_to(folder).with_suffix("").parts)
-        with suppress(ImportError, ValueError):
-            spec = importlib.util.find_spec(name)
-            if spec and spec.origin and Path(spec.origin).resolve() == file:
-                return name
-    raise ImportError("its name does not end in .py, has another dot, or belongs to another module: rename it")
-
-
 def _type_in_words(hint: Any) -> str:
-    """A field's type as messages and `--help` write it: `one of a, b`, `int, at least 1, or none`."""
+    """A field's type as messages and `--help` write it: `a | b`, `int >= 1 | none`."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return args[1].title or _type_in_words(args[0])
-    if origin is Literal:
-        return "one of " + ", ".join(args)
-    if origin in (Union, UnionType):
-        words = [_type_in_words(option) for option in args]
-        return (", or " if "," in words[0] else " or ").join(words)
+        return args[-1].title or _type_in_words(args[0])
+    if origin in (Literal, Union, UnionType):
+        return " | ".join(option if isinstance(option, str) else _type_in_words(option) for option in args)
     if origin is list:
         return f"list of {_type_in_words(args[0])}"
-    names = {bool: "true or false", NoneType: "none", dict: "dict", Callable: "function"}
-    return names.get(origin or hint, getattr(hint, "__name__", ""))
+    return {bool: "true | false", NoneType: "none"}.get(hint, hint.__name__)
 
 
 def _parsed(text: str, hint: Any, recipe: ModuleType | None) -> Any:
@@ -489,53 +393,37 @@ def _parsed(text: str, hint: Any, recipe: ModuleType | None) -> Any:
     if NoneType in args and text.lower() in ("none", "null"):
         return None
     if hint == Function:
+        text = text.lstrip(".")  # there is no relative import
         return text if "." in text or not recipe else f"{recipe.__name__}.{text}"
     if origin in (Annotated, Union, UnionType):
         return _parsed(text, args[0], recipe)  # str, or the only type beside None
+    parsers: dict[Any, Any] = {int: int, float: float, bool: lambda word: json.loads(word.lower()), dict: json.loads}
     with suppress(ValueError):
-        if hint is bool:
-            return json.loads(text.lower())
-        if origin is dict:
-            return json.loads(text)
-        if hint in (int, float):
-            return hint(text)
         if origin is list:
             items = json.loads(text) if text.startswith("[") else text.split(",")
             return [_parsed(item, args[0], recipe) if isinstance(item, str) else item for item in items]
+        return parsers.get(origin or hint, str)(text)
     return text
 
 
 def parse_args(argv: list[str]) -> TrainConfig:
-    """The configuration that `[recipe.py] --field value ...` means; `--help` says how values are written.
-
-    Raises:
-        UserError: a missing value, or what `load_recipe` or `TrainConfig` refuses.
-        SystemExit: `--help`, once the fields are printed.
-    """
+    """The configuration that `[recipe.py] --field value ...` means; raises `UserError`, or argparse's `SystemExit`."""
     parser = argparse.ArgumentParser(
         usage="train.py [recipe.py] [--field value ...]",
-        description="Lists are written a,b or as JSON, dictionaries as JSON, functions as dotted paths; "
-        "a function's name without a dot is one of the recipe's.",
+        description="Lists are written a,b or as JSON, dictionaries as JSON, functions as dotted paths, those of the "
+        "recipe by name. A value that begins with a dash follows after =.",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=6),
-        argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
-        exit_on_error=False,
     )
-    group: Any = parser
-    for section, name in re.findall(r"^    (?:# -- (\w+)|(\w+):) ", Path(__file__).read_text("utf-8"), re.MULTILINE):
-        if section:
-            group = parser.add_argument_group(section)
-        elif name in _FIELDS:
-            default = "required" if _FIELDS[name].is_required() else f"default {str(_DEFAULTS[name]).lower()}"
-            kind = f"{_type_in_words(_HINTS[name])} ({default})"
-            group.add_argument(f"--{name}", metavar=kind, help=_FIELDS[name].description.replace("%", "%%"))
+    for name, field in _FIELDS.items():
+        default = "required" if field.is_required() else f"default {str(_DEFAULTS[name]).lower()}"
+        kind = f"{_type_in_words(_HINTS[name])} ({default})"
+        parser.add_argument(f"--{name}", metavar=kind, help=field.description.replace("%", "%%"))
     words = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
     path = words.pop(0) if words and not words[0].startswith("-") else None
-    try:
-        given, rest = parser.parse_known_args(words)
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error.argument_name} needs a value, after = where it begins with a dash") from None
+    given, rest = parser.parse_known_args(words)
+    sys.path.append(str(Path.cwd()))  # for dotted paths
     recipe = load_recipe(path) if path else None
-    values = {name: _parsed(text, _HINTS[name], recipe) for name, text in vars(given).items()}
+    values = {name: _parsed(text, _HINTS[name], recipe) for name, text in vars(given).items() if text is not None}
     values |= {word.lstrip("-").partition("=")[0]: word for word in rest[:1]}  # TrainConfig refuses an unknown field
     return dataclasses.replace(recipe.config, **values) if recipe else TrainConfig(**values)

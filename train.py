@@ -277,7 +277,7 @@ class Dealer:
 
     def fills_a_round(self, groups: list[Group]) -> bool:
         """Whether training can go on with these groups, or has to wait for the whole batch."""
-        needs_all = updates_per_batch(self.config) > 1 or self.config.scale_rewards == "batch"
+        needs_all = self.config.updates_per_batch > 1 or self.config.scale_rewards == "batch"
         budget = len(self.loads) * self.config.max_tokens_per_gpu
         return not needs_all and row_layout([*self.waiting, *groups], self.config).num_tokens >= budget
 
@@ -345,11 +345,6 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
 # The step
 
 
-def updates_per_batch(config: TrainConfig) -> int:
-    """Optimizer updates on one batch of completions."""
-    return config.num_iterations * config.num_minibatches
-
-
 def with_old_logprobs(share: Share, policy: nn.Module, config: TrainConfig, device: torch.device) -> Share:
     """The share with the policy's log-probs of now, which the ratios of later updates are taken against."""
     if config.old_logprobs == "sampler":
@@ -379,7 +374,7 @@ def train_batch(
     loss_fn: Any = config.loss_fn or grpo_loss
     learning_rate = optimizer.param_groups[0]["lr"]
     sums, norms = TokenSums(device), []
-    if updates_per_batch(config) > 1:
+    if config.updates_per_batch > 1:
         shares = [with_old_logprobs(share, policy, config, device) for share in shares]
     for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
@@ -401,7 +396,7 @@ def train_batch(
                 sums.add(of_loss, entropy, before, micro.sampler_logprobs, micro.mask)
             if share.normalizer > 0:
                 norms.append(optimizer_step(policy, optimizer, scheduler, share.normalizer, config))
-                sums.totals["loss"] += loss_sum / share.normalizer / updates_per_batch(config)
+                sums.totals["loss"] += loss_sum / share.normalizer / config.updates_per_batch
                 loss_sum = torch.zeros((), device=device)
     return {
         "grad_norm": sum(norms) / len(norms),
@@ -472,7 +467,7 @@ def main(config: TrainConfig) -> None:
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = rollouts.config = share_prefixes(policy, config, rollouts.example)
         reference = build_reference(policy, config, device, rollouts.example)
-        optimizer, scheduler = build_optimizer(policy, rollouts.num_steps * updates_per_batch(config), config)
+        optimizer, scheduler = build_optimizer(policy, rollouts.num_steps * config.updates_per_batch, config)
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
         step, num_skipped = checkpoints.resume(checkpoint), 0
         log = RunLog(config, rollouts.num_steps, resumed)
@@ -492,7 +487,7 @@ def main(config: TrainConfig) -> None:
                     step += 1
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, step)
-                num_skipped = num_skipped + 1 if metrics["skipped_steps"] == updates_per_batch(config) else 0
+                num_skipped = num_skipped + 1 if metrics["skipped_steps"] == config.updates_per_batch else 0
                 log.step(step, metrics | rollouts.evaluate(step), batch)
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())

@@ -38,7 +38,6 @@ config = TrainConfig(
     max_completion_len=8192,
     temperature=0.6,
     request_timeout=2400,
-    collective_timeout=12000,
     batch_size=128,
     max_steps=1000,
     learning_rate=1e-6,

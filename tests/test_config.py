@@ -16,7 +16,7 @@ from helpers import ENV, ROOT
 from pydantic import TypeAdapter
 
 import config as config_module
-from config import TrainConfig, UserError, changed_fields, describe, load_function, load_recipe, parse_args, to_json
+from config import TrainConfig, UserError, changed_fields, describe, load_recipe, parse_args, to_json
 
 MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
 
@@ -60,61 +60,66 @@ def test_overrides(words, field, value):
     ("words", "message"),
     [
         (["--lerning_rate", "1"], "unknown field lerning_rate: did you mean learning_rate?"),
-        (["--bf16", "3"], "bf16=3: must be true or false"),
-        (["--batch_size", "2.5"], "batch_size='2.5': must be int, at least 1"),
-        (["--loss_type", "ppo"], "loss_type='ppo': must be one of grpo"),
-        (["--num_generations", "1"], "num_generations=1: must be at least 2"),
-        (["--sampling_params", "{"], "sampling_params='{': must be dict or none"),
+        (["--bf16", "3"], "bf16=3: Input should be a valid boolean (true | false)"),
+        (["--batch_size", "2.5"], "batch_size='2.5': Input should be a valid integer (int >= 1)"),
+        (["--loss_type", "ppo"], "loss_type='ppo': Input should be 'grpo', "),
+        (["--num_generations", "1"], "num_generations=1: Input should be greater than or equal to 2 (int >= 2)"),
+        (["--sampling_params", "{"], "sampling_params='{': Input should be a valid dictionary (dict | none)"),
         (["--sampling_params", '{"n": 3}'], "sampling_params may not set n"),
-        (["--batch_size", "9", "--num_minibatches", "2"], "cannot be divided into num_minibatches=2"),
-        (["--epsilon", "nan"], "epsilon=nan: must be a finite number"),
-        (["--temperature", "0"], "temperature=0.0: must be above 0"),
-        (["--delta", "1.1"], "delta=1.1: must exceed"),
+        (["--batch_size", "9", "--num_minibatches", "2"], "batch_size must be a multiple of num_minibatches"),
+        (["--epsilon", "nan"], "epsilon=nan: Input should be a finite number"),
+        (["--temperature", "0"], "temperature=0.0: Input should be greater than 0 (float > 0)"),
+        (["--delta", "1.1"], "delta must exceed 1 + epsilon_high"),
         (["--fsdp_bf16", "true"], "fsdp_bf16 has no effect without use_fsdp"),
         (["--lora_rank", "8"], "no effect without use_peft"),
-        (["--reward_weights", "1,2"], "2 values for 1 reward_funcs"),
-        (["--max_staleness", "-1"], "max_staleness=-1: must be at least 0"),
+        (["--reward_weights", "1,2"], "reward_weights must be as many as reward_funcs"),
+        (["--max_staleness", "-1"], "max_staleness=-1: Input should be greater than or equal to 0"),
         (["--max_staleness", "0", "--stale_policy", "drop"], "stale_policy has no effect without max_staleness"),
         (["--max_staleness", "0", "--inflight_updates", "false"], "inflight_updates has no effect without"),
         (["--max_dropped_batches", "3"], "max_dropped_batches has no effect without drop_zero_advantage"),
         (["--old_logprobs", "sampler", "--off_policy_correction", "mask"], "no effect without old_logprobs=trainer"),
-        (["--off_policy_correction", "none", "--correction_cap", "3"], "correction_cap has no effect without an"),
+        (
+            ["--off_policy_correction", "none", "--correction_cap", "3"],
+            "correction_cap has no effect with off_policy_correction=none",
+        ),
         (["--correction_floor", "0.1"], "correction_floor has no effect without off_policy_correction=mask"),
         (["--rollout_fn", "os.path.exists", "--extra_generations", "2"], "extra_generations has no effect with a"),
         (["--push_to_hub", "true"], "push_to_hub needs hub_repo_id"),
         (["--eval_steps", "5"], "eval_steps has no effect without eval_dataset_id"),
-        (["--vllm_urls", "[]"], "vllm_urls is empty"),
-        (["--vllm_urls", "localhost:8000"], "vllm_urls: localhost:8000 must be http://host:port"),
-        (["--vllm_urls", "http://[1"], "http://[1 must be http://host:port"),
-        (["--vllm_urls", "http://a:port"], "http://a:port must be http://host:port"),
-        (["--vllm_urls", "http://user:token@a:1"], "a token belongs into VLLM_API_KEY"),
-        (["--lora_target_modules", "[]", "--use_peft", "true"], "lora_target_modules is empty"),
-        (["--sync_timeout", "0"], "sync_timeout=0.0: must be above 0"),
-        (["--learning_rate", "inf"], "learning_rate=inf: must be a finite number"),
-        (["--reward_funcs", "os.path.nothing"], "no function os.path.nothing"),
-        (["--reward_funcs", "no_such_module.f"], "no function no_such_module.f"),
-        (["--reward_funcs", "..f"], "no function ..f"),
-        (["--stop"], "--stop needs a value"),
+        (["--vllm_urls", "[]"], "vllm_urls=[]: List should have at least 1 item"),
+        (["--vllm_urls", "localhost:8000"], "(list of http://host:port)"),
+        (["--vllm_urls", "http://[1"], "(list of http://host:port)"),
+        (["--vllm_urls", "http://a:port"], "(list of http://host:port)"),
+        (["--vllm_urls", "http://user:token@a:1"], "(list of http://host:port)"),
+        (["--vllm_urls", "http://a:1/v1"], "(list of http://host:port)"),
+        (
+            ["--lora_target_modules", "[]", "--use_peft", "true"],
+            "lora_target_modules=[]: List should have at least 1 item",
+        ),
+        (["--sync_timeout", "0"], "sync_timeout=0.0: Input should be greater than 0"),
+        (["--learning_rate", "inf"], "learning_rate=inf: Input should be a finite number"),
+        (["--reward_funcs", "os.path.nothing"], "Invalid python path: No module named 'os.path.nothing'"),
+        (["--reward_funcs", "no_such_module.f"], "Invalid python path: No module named 'no_such_module'"),
+        (["--reward_funcs", "..f"], "Invalid python path: No module named 'f'"),
         (["--wandb_project", "x"], "wandb_project has no effect without use_wandb"),
         (["--hub_private", "false"], "hub_private has no effect without push_to_hub"),
         (["--max_steps", "3", "--num_epochs", "2"], "num_epochs has no effect beside max_steps"),
-        (["--dataset_id", "x.jsonl", "--dataset_split", "test"], "dataset_split has no effect on a dataset_id that is"),
+        (["--dataset_id", "x.jsonl", "--dataset_split", "test"], "dataset_split has no effect unless dataset_id is"),
         (["stray"], "unknown field stray"),
         (["--model"], "unknown field model: did you mean model_id?"),
-        (["--reward_weights", "-0.5,1"], "--reward_weights needs a value, after = where it begins with a dash"),
-        (["--top_k", "0"], "top_k=0: must be at least 1, or none"),
-        (["--top_p", "1.5"], "top_p=1.5: must be above 0 and at most 1, or none"),
-        (["--lr_scheduler", "x"], "lr_scheduler='x': must be one of constant, linear, cosine"),
-        (["--batch_size", "0"], "batch_size=0: must be at least 1"),
-        (["--max_completion_len", "512", "--max_tokens_per_gpu", "512"], "max_tokens_per_gpu=512 must exceed"),
-        (["--bf16", "true", "--use_fsdp", "true", "--fsdp_bf16", "true"], "do the same in two ways"),
-        (["--guided_regex", "a", "--guided_json", '{"type": "object"}'], "exclude each other"),
+        (["--top_k", "0"], "top_k=0: Input should be greater than or equal to 1 (int >= 1 | none)"),
+        (["--top_p", "1.5"], "top_p=1.5: Input should be less than or equal to 1 (float > 0 and <= 1 | none)"),
+        (["--lr_scheduler", "x"], "Input should be 'constant', 'linear' or 'cosine' (constant | linear | cosine)"),
+        (["--batch_size", "0"], "batch_size=0: Input should be greater than or equal to 1"),
+        (
+            ["--max_completion_len", "512", "--max_tokens_per_gpu", "512"],
+            "max_tokens_per_gpu must exceed max_completion_len",
+        ),
         (["--off_policy_correction", "mask", "--correction_floor", "3"], "correction_floor must be below"),
         (["--vllm_urls", "http://a:1,http://a:1"], "vllm_urls names a server twice"),
-        (["--vllm_urls", "http://a:1/v1"], "http://a:1/v1 must be http://host:port"),
-        (["--reward_funcs", "os.path.exists,os.path.exists"], "two have one name"),
-        (["--reward_funcs", "os.path"], "must be list of function"),
-        (["--eval_dataset_id", "x.jsonl", "--eval_dataset_split", "dev"], "eval_dataset_split has no effect on an"),
+        (["--reward_funcs", "os.path.exists,os.path.exists"], "each needs a __name__ of its own"),
+        (["--reward_funcs", "os.path"], "Input should be callable (list of function)"),
+        (["--eval_dataset_id", "x.jsonl", "--eval_dataset_split", "dev"], "eval_dataset_split has no effect unless"),
         (["--loss_type", "cispo", "--delta", "4"], "delta has no effect with loss_type=cispo"),
     ],
 )
@@ -165,9 +170,9 @@ def test_recipe_and_its_own_functions(write):
     ("text", "message"),
     [
         (RECIPE % ", lerning_rate=1", "unknown field lerning_rate: did you mean learning_rate"),
-        (RECIPE.replace('model_id="m", ', "") % "", "model_id must be given"),
-        (RECIPE % ", batch_size=0", "batch_size=0: must be at least 1"),
-        (RECIPE % ", batch_size=True", "batch_size=True: must be int, at least 1"),
+        (RECIPE.replace('model_id="m", ', "") % "", r"model_id=None: Field required \(str\)"),
+        (RECIPE % ", batch_size=0", "batch_size=0: Input should be greater"),
+        (RECIPE % ", batch_size=True", "batch_size=True: Input should be a valid integer"),
         ("import no_such_module", "bad_recipe.py: No module named 'no_such_module'"),
         ("def f(:", "bad_recipe.py: invalid syntax"),
         ("config = 3", "defines no `config = TrainConfig"),
@@ -182,37 +187,36 @@ def test_bad_recipes(write, text, message):
 def test_errors_of_the_users_own_code_are_passed_on(write):
     write("odd_values.py", "int('x')\ndef f(): pass")
     with pytest.raises(ValueError, match="invalid literal") as caught:
-        TrainConfig(model_id="m", dataset_id="d", reward_funcs=["odd_values.f"])
+        parse_args([*MUST, "--collate_fn", "odd_values.f"])
     assert type(caught.value) is ValueError
     with pytest.raises(TypeError, match="unsupported operand"):
         parse_args([write("odd_types.py", "1 + 'x'")])
-    with pytest.raises(UserError, match="no recipe at"):
+    with pytest.raises(UserError, match="recipe nowhere.py: no such file"):
         parse_args(["nowhere.py"])
-    with pytest.raises(UserError, match="dataset_id must be given, by a recipe or as --dataset_id"):
+    with pytest.raises(UserError, match="dataset_id=None: Field required"):
         parse_args(["--model_id", "m"])
 
 
 def test_recipes_are_importable_modules(write):
-    """By a dotted name below this project or the working directory, else by the file's stem."""
+    """By a dotted name below this project, else by the file's stem."""
     assert load_recipe(str(ROOT / "recipes" / "math.py")).__name__ == "recipes.math"
-    assert load_recipe(write("runs/first/sums.py", RECIPE % "")).__name__ == "runs.first.sums"
-    write("recipes/mine.py", "from recipes.rewards import exact_match as ours\n" + RECIPE % "")
-    assert load_recipe("recipes/mine.py").__name__ == "recipes.mine"
+    assert load_recipe(write("runs/first/sums.py", RECIPE % "")).__name__ == "sums"
+    write("recipes/beside.py", "")
+    write("recipes/mine.py", "from recipes.rewards import exact_match as ours\nimport beside\n" + RECIPE % "")
+    assert load_recipe("recipes/mine.py").__name__ == "mine"
     assert load_recipe(write("v1.5/dotted_folder.py", RECIPE % "")).__name__ == "dotted_folder"
     assert load_recipe(write("sums-2.py", RECIPE % "")).__name__ == "sums-2"
-    functions = load_recipe(write("edited.py", RECIPE % "")).config.reward_funcs
+    functions = load_recipe(write("elsewhere.py", RECIPE % "")).config.reward_funcs
     code = "import pickle, sys; sys.path = pickle.load(sys.stdin.buffer); print(pickle.load(sys.stdin.buffer))"
     sent = pickle.dumps(sys.path) + pickle.dumps(functions)
     done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, env=ENV, cwd="/", check=True)
     assert done.stdout.startswith(b"[<function mine")
-    write("edited.py", RECIPE % ", beta=0.1")
-    assert load_recipe("edited.py").config.beta == 0.1
 
 
 @pytest.mark.parametrize("name", ["json.py", "math.py", "config.py", "v1.5.py", "recipe.txt", "tqdm.py"])
 def test_a_recipe_hides_no_other_module(write, name):
     path = write(name, RECIPE % "")
-    with pytest.raises(UserError, match="rename it") as caught:
+    with pytest.raises(UserError, match="rename it|No module named 'v1'") as caught:
         load_recipe(path)
     assert "\n" not in str(caught.value)
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\nimport config\ntry: config.load_recipe({path!r})\n"
@@ -225,23 +229,27 @@ def test_a_recipe_hides_no_other_module(write, name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch_size": True}, "batch_size=True: must be int, at least 1"),
-        ({"batch_size": 2.0}, "batch_size=2.0: must be int, at least 1"),
-        ({"batch_size": "2"}, "batch_size='2': must be int, at least 1"),
-        ({"bf16": 1}, "bf16=1: must be true or false"),
-        ({"temperature": True}, "temperature=True: must be float, above 0"),
-        ({"temperature": "1"}, "temperature='1': must be float, above 0"),
-        ({"beta": math.nan}, "beta=nan: must be a finite number"),
-        ({"reward_weights": [math.inf]}, "reward_weights=[inf]: must be a finite number"),
-        ({"stop": "a"}, "stop='a': must be list of str or none"),
-        ({"stop": []}, "stop is empty: give at least one value"),
-        ({"stop": [1]}, "stop=[1]: must be list of str or none"),
-        ({"output_dir": None}, "output_dir=None: must be str"),
-        ({"dataset_id": 3}, "dataset_id=3: must be str or function"),
-        ({"rollout_fn": 3}, "rollout_fn=3: must be function or none"),
-        ({"sampling_params": []}, "sampling_params=[]: must be dict or none"),
+        ({"batch_size": True}, "batch_size=True: Input should be a valid integer (int >= 1)"),
+        ({"batch_size": 2.0}, "batch_size=2.0: Input should be a valid integer"),
+        ({"batch_size": "2"}, "batch_size='2': Input should be a valid integer"),
+        ({"bf16": 1}, "bf16=1: Input should be a valid boolean"),
+        ({"temperature": True}, "temperature=True: Input should be a valid number (float > 0)"),
+        ({"temperature": "1"}, "temperature='1': Input should be a valid number"),
+        ({"beta": math.nan}, "beta=nan: Input should be a finite number"),
+        (
+            {"reward_weights": [math.inf]},
+            "reward_weights=[inf]: Input should be a finite number (list of float | none)",
+        ),
+        ({"stop": "a"}, "stop='a': Input should be a valid list"),
+        ({"stop": []}, "stop=[]: List should have at least 1 item"),
+        ({"stop": [1]}, "stop=[1]: Input should be a valid string (list of str | none)"),
+        ({"stop": ("a",)}, "stop=('a',): Input should be a valid list"),
+        ({"output_dir": None}, "output_dir=None: Input should be a valid string (str)"),
+        ({"dataset_id": 3}, "dataset_id=3: Input should be a valid string (str | Callable)"),
+        ({"rollout_fn": 3}, "rollout_fn=3: Input should be callable"),
+        ({"sampling_params": []}, "sampling_params=[]: Input should be a valid dictionary"),
         ({"seeds": 3}, "unknown field seeds: did you mean seed?"),
-        ({"xyz_abc": 3}, "unknown field xyz_abc: see --help for all"),
+        ({"xyz_abc": 3}, "unknown field xyz_abc: did you mean "),
     ],
 )
 def test_strict_types(fields, message):
@@ -252,7 +260,8 @@ def test_strict_types(fields, message):
 def bounds_of(hint):
     if hasattr(hint, "__metadata__"):
         limits = [limit for item in hint.__metadata__ for limit in getattr(item, "metadata", ())]
-        yield from (pair for limit in limits for pair in dataclasses.asdict(limit).items() if pair[0] != "min_length")
+        keys = ("ge", "gt", "le", "lt")
+        yield from ((key, getattr(limit, key)) for limit in limits for key in keys if hasattr(limit, key))
     for option in get_args(hint):
         yield from bounds_of(option)
 
@@ -261,15 +270,15 @@ def bounds_of(hint):
 def test_ranges(name):
     """A type says its own bounds, and they hold: next to each one side is taken and the other refused."""
     hint = config_module._HINTS[name]
-    kind, *rest = config_module._type_in_words(hint).removesuffix(", or none").split(", ")
+    kind, _, rest = config_module._type_in_words(hint).removesuffix(" | none").partition(" ")
     step = {"int": 1, "float": 1e-9}[kind]
-    words = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-    assert rest == [" and ".join(f"{words[key]} {bound:g}" for key, bound in bounds_of(hint))]
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    assert rest == " and ".join(f"{signs[key]} {bound:g}" for key, bound in bounds_of(hint))
     inward = {"ge": step, "gt": step, "le": -step, "lt": -step}
     for key, bound in bounds_of(hint):
         taken, refused = bound + inward[key], bound - inward[key]
         assert TypeAdapter(hint).validate_python(taken, strict=True) == taken
-        with pytest.raises(UserError, match=f"^{name}={refused}: must be {re.escape(rest[0])}"):
+        with pytest.raises(UserError, match=f"^{name}={refused}: Input should be .* {re.escape(rest)}"):
             make(**{name: refused})
         if key in ("gt", "lt"):
             with pytest.raises(UserError, match=f"^{name}="):
@@ -281,7 +290,7 @@ def make(**fields):
 
 
 def test_a_config_is_a_frozen_dataclass():
-    config = make(stop=("a", "b"), temperature=2, reward_funcs=(os.path.exists, "os.path.isfile"))
+    config = make(stop=["a", "b"], temperature=2, reward_funcs=[os.path.exists, "os.path.isfile"])
     assert config.stop == ["a", "b"]
     assert isinstance(config.temperature, float)
     assert config.reward_funcs == [os.path.exists, os.path.isfile]
@@ -303,13 +312,11 @@ def test_a_config_is_a_frozen_dataclass():
     ("fields", "warning"),
     [
         ({}, None),
-        ({"top_k": 3}, "ratios are then not exact"),
-        ({"epsilon": 0.1, "delta": 4.0}, "delta, epsilon without effect"),
+        ({"top_k": 3}, "top_k: tokens are not drawn from the policy itself"),
+        ({"epsilon": 0.1, "delta": 4.0}, "delta, epsilon without effect: all ratios are 1"),
         ({"epsilon": 0.1, "num_minibatches": 2}, None),
-        ({"dtype": "bfloat16"}, "weights lose updates"),
+        ({"dtype": "bfloat16"}, "weights lose most updates"),
         ({"dtype": "bfloat16", "use_peft": True}, None),
-        ({"attn_implementation": "sdpa"}, "attn_implementation=sdpa counts only"),
-        ({"attn_implementation": "sdpa", "share_prefix": False}, None),
     ],
 )
 def test_describe(fields, warning):
@@ -322,7 +329,7 @@ def test_describe(fields, warning):
 
 
 def test_help_shows_every_field(capsys, monkeypatch):
-    """With its type, its default and its docstring, by section, as wide as the terminal."""
+    """With its type, its default and its docstring, as wide as the terminal."""
     monkeypatch.setenv("COLUMNS", "70")
     with pytest.raises(SystemExit) as ended:
         parse_args(["recipe_that_is_not_read.py", "--help"])
@@ -337,23 +344,31 @@ def test_help_shows_every_field(capsys, monkeypatch):
         assert doc, f"{field.name} has no docstring"
         assert words.replace("- ", "-").startswith(" ".join(doc.split()).replace("- ", "-")), field.name
     for line in (
-        "  --batch_size int, at least 1 (default 32)", "  --model_id str (required)",
-        "  --lr_scheduler one of constant, linear, cosine (default constant)",
-        "  --stop list of str or none (default none)",
+        "  --batch_size int >= 1 (default 32)", "  --model_id str (required)",
+        "  --lr_scheduler constant | linear | cosine (default constant)",
+        "  --stop list of str | none (default none)",
     ):  # fmt: skip
         assert line in text.splitlines()
-    sections = re.findall(r"^(\w+):$", text, re.MULTILINE)
-    assert sections[1:] == re.findall(r"# -- (\w+)", (ROOT / "config.py").read_text())
 
 
 def test_dotted_path_from_the_working_directory(write):
     write("my_rewards_module.py", "def f(**_): return []")
-    assert load_function("my_rewards_module.f").__name__ == "f"
+    (function,) = parse_args([*MUST, "--reward_funcs", "my_rewards_module.f"]).reward_funcs
+    assert function is sys.modules["my_rewards_module"].f
+
+
+@pytest.mark.parametrize("words", [["--stop"], ["--reward_weights", "-0.5,1"]])
+def test_a_missing_value_is_argparses_error(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse_args(MUST + words)
+    assert ended.value.code == 2
+    assert f"argument {words[0]}: expected one argument" in " ".join(capsys.readouterr().err.split())
 
 
 def test_every_field_is_documented_and_read():
     names = [field.name for field in dataclasses.fields(TrainConfig)]
-    code = "".join((ROOT / name).read_text() for name in ("train.py", "vllm_client.py", "utils.py", "config.py"))
+    files = [*ROOT.glob("*.py"), *ROOT.glob("rollouts/*.py"), *ROOT.glob("training/*.py")]
+    code = "".join(file.read_text() for file in files)
     source = (ROOT / "config.py").read_text()
     for name in names:
         assert re.search(rf'config\.{name}\b|config\["{name}"\]|self\.{name}\b|\("top_k", "top_p"', code), name
