@@ -54,7 +54,7 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
         attn_implementation=attention,
         trust_remote_code=config.trust_remote_code,
     )
-    generation = getattr(model, "generation_config", None)
+    generation: Any = getattr(model, "generation_config", None)
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
     if any(getattr(generation, name, None) not in (None, value) for name, value in defaults.items()):
         generation.do_sample = True  # without it, no checkpoint with such values could be saved
