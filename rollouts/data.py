@@ -79,11 +79,7 @@ class Group:
 
 
 def load_processor(config: TrainConfig) -> Any:
-    """The processor of `model_id`, which takes text and images; its tokenizer where it has no other.
-
-    Raises:
-        UserError: no such model, an adapter alone, or `processor_kwargs` that it does not take.
-    """
+    """The processor of `model_id`, which takes text and images; its tokenizer where it has no other."""
     from transformers import AutoProcessor
 
     given, folder = config.processor_kwargs or {}, Path(config.model_id)
@@ -122,11 +118,7 @@ def placeholder_ids(owner: Any) -> list[int]:
 
 
 def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) -> list[dict[str, Any]]:
-    """The rows of a function, a local `.jsonl`/`.parquet` file or a `datasets` name, through the config's `collate_fn`.
-
-    Raises:
-        UserError: they cannot be read, or there are none.
-    """
+    """The rows of a function, a local `.jsonl`/`.parquet` file or a `datasets` name, through `collate_fn`."""
     collate_fn: Any = config.collate_fn
     name = getattr(source, "__name__", source)
     try:
@@ -282,7 +274,6 @@ def epochs(num_items: int, seed: int) -> Iterator[int]:
 # --------------------------------------------------------------------------------------------------------------------
 # Images
 
-
 IMAGE_TYPES = ("image", "image_url")  # of a message's part that is an image, or the place of one
 PADDING = {"image_sizes", "pixel_attention_mask"}  # what processors call the measures of images that they padded
 
@@ -307,7 +298,10 @@ def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     content = message.get("content")
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    parts = [{key: value for key, value in part.items() if value is not None} for part in content or []]
+    parts = [
+        {key: value for key, value in part.items() if value is not None}
+        for part in ([] if content is None else content)
+    ]
     if odd := [part for part in parts if part.get("type") not in ("text", *IMAGE_TYPES)]:
         raise ValueError(f"it has a message with a part that is neither of type text nor image: {odd[0]!r:.100}")
     return parts

@@ -88,9 +88,7 @@ class Scorer:
         given = [[w * r for w, r in zip(weights, row, strict=True) if r is not None] for row in rewards]
         return Scores(texts, rewards, [sum(row) if row else math.nan for row in given])
 
-    def _call(
-        self, function: Any, prompt: Prompt, completions: list[Completion], texts: list[str]
-    ) -> list[float | None]:
+    def _call(self, function: Any, prompt: Prompt, completions: list[Completion], texts: list[str]) -> list[Any]:
         num = len(completions)
         where = f"reward {function.__name__} on dataset row {prompt.index}"
         arguments = {
