@@ -69,10 +69,9 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     """Fill in the advantages of groups that have rewards; with `scale_rewards=batch` they must be the whole batch."""
-    parts = [groups] if config.scale_rewards == "batch" and groups else [[group] for group in groups]
-    for part in parts:
-        rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
-        for group, advantages in zip(part, compute_advantages(rewards, config.scale_rewards).tolist(), strict=True):
+    if groups:
+        rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
+        for group, advantages in zip(groups, compute_advantages(rewards, config.scale_rewards).tolist(), strict=True):
             group.advantages = advantages
 
 
@@ -177,31 +176,20 @@ def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
 # The rows of a batch
 
 
-@dataclass(frozen=True)
+@dataclass
 class MicroBatch:
-    """One forward and what its completion tokens need for the loss.
-
-    Attributes:
-        row: the tokens, N of them of completions.
-        advantages: [N] float32.
-        mask: [N] float32, 1 on tokens that train, 0 elsewhere.
-        sampler_logprobs: [N] float32, the server's, nats.
-        images: those of the row's prompts, from `joined_images`.
-        old_logprobs: [N] float32, nats, of the policy before the batch's first update; None where a batch has only
-            one update, whose own forward gives them.
-    """
+    """One forward and what the loss needs for each of its N completion tokens; tensors are [N] float32."""
 
     row: PackedBatch
     advantages: Tensor
-    mask: Tensor
-    sampler_logprobs: Tensor
-    images: dict[str, Tensor] = field(default_factory=dict)
-    old_logprobs: Tensor | None = None
+    mask: Tensor  # 1 on tokens that train, 0 elsewhere
+    sampler_logprobs: Tensor  # nats, the server's
+    images: dict[str, Tensor] = field(default_factory=dict)  # those of the row's prompts, from `joined_images`
+    old_logprobs: Tensor | None = None  # nats, the policy's before the first of several updates, on its device
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        names = ("row", "advantages", "mask", "sampler_logprobs", "old_logprobs")
-        moved = {name: value.to(device) for name in names if (value := getattr(self, name)) is not None}
+        moved = {name: getattr(self, name).to(device) for name in ("row", "advantages", "mask", "sampler_logprobs")}
         return replace(self, **moved, images={name: value.to(device) for name, value in self.images.items()})
 
 
@@ -214,10 +202,11 @@ class Layout(NamedTuple):
 
 def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
     """The better layout of a row of these groups: attention in smaller calls must save `MIN_SHARED` to be worth it."""
-    prompts = [len(group.prompt.token_ids) for group in groups]
-    lengths = [[len(c.token_ids) for c in group.completions] for group in groups]
-    shared = sum(prompt + sum(of_group) for prompt, of_group in zip(prompts, lengths, strict=True))
-    padded = sum(len(of_group) * (prompt + max(of_group)) for prompt, of_group in zip(prompts, lengths, strict=True))
+    shared = padded = 0
+    for group in groups:
+        prompt, lengths = len(group.prompt.token_ids), [len(c.token_ids) for c in group.completions]
+        shared += prompt + sum(lengths)
+        padded += len(lengths) * (prompt + max(lengths))
     if config.share_prefix and shared <= (1 - MIN_SHARED) * padded:
         return Layout(True, shared)
     return Layout(False, padded)
@@ -241,16 +230,11 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     mask = torch.tensor([float(trains) for tokens in trained_tokens(groups, config) for trains in tokens])
     sampler_logprobs = torch.tensor([x for c in completions for x in c.sampler_logprobs])
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
-    return [
-        MicroBatch(
-            row,
-            advantages[row.index],
-            mask[row.index],
-            sampler_logprobs[row.index],
-            joined_images([groups[number].prompt for number in row.prompts]),
-        )
-        for row in pack(pairs, max_tokens, share_prefix=row_layout(groups, config).shares_prompts)
-    ]
+    batches = []
+    for row in pack(pairs, max_tokens, share_prefix=row_layout(groups, config).shares_prompts):
+        images = joined_images([groups[number].prompt for number in row.prompts])
+        batches.append(MicroBatch(row, advantages[row.index], mask[row.index], sampler_logprobs[row.index], images))
+    return batches
 
 
 class Share(NamedTuple):
@@ -263,9 +247,9 @@ class Share(NamedTuple):
 class Dealer:
     """Packs the groups of a batch into rows, and deals the rows to the ranks. Lives on rank 0.
 
-    Rows are dealt in rounds of one for each rank, as every rank must run as many backward passes as the others under
-    FSDP2 and DDP. In a round the largest row goes to the rank that has had the fewest tokens; where rows are missing at
-    the end of a mini-batch, a rank gets a masked copy of the smallest one.
+    Every rank gets equally many rows, as FSDP2 and DDP need equally many backward passes of all. In each round of one
+    row a rank, the largest goes to the rank that has had the fewest tokens. A mini-batch ends with a whole round, for
+    which a masked copy of its smallest row stands in where rows are missing.
     """
 
     def __init__(self, num_ranks: int, config: TrainConfig):
@@ -283,13 +267,12 @@ class Dealer:
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
         """Each rank's shares of the groups that came, one share per mini-batch; `is_complete` with the batch's last."""
-        if self.config.num_minibatches == 1:
-            return [[share] for share in self._shares(groups, is_complete)]
-        size = self.config.batch_size // self.config.num_minibatches
-        parts = [self._shares(groups[start : start + size], True) for start in range(0, len(groups), size)]
-        if self.config.loss_type in ("dapo", "cispo"):  # every token of the batch weighs the same
-            lengths = [sum(tokens) for tokens in trained_tokens(groups, self.config)]
-            whole = loss_normalizer(lengths, self.config) / self.config.num_minibatches
+        config = self.config
+        size = config.batch_size // config.num_minibatches
+        parts = [self._shares(groups[start : start + size], is_complete) for start in range(0, len(groups), size)]
+        if config.num_minibatches > 1 and config.loss_type in ("dapo", "cispo"):  # all tokens of the batch weigh alike
+            lengths = [sum(tokens) for tokens in trained_tokens(groups, config)]
+            whole = loss_normalizer(lengths, config) / config.num_minibatches
             parts = [[share._replace(normalizer=whole) for share in part] for part in parts]
         return [list(of_rank) for of_rank in zip(*parts, strict=True)]
 
@@ -302,33 +285,27 @@ class Dealer:
                 self.rows += micro_batches(self.waiting, config.max_tokens_per_gpu, config)
                 self.waiting = []
             self.waiting.append(group)
+        normalizer = 0.0
         if is_last:
-            num_free = num_ranks - len(self.rows) % num_ranks
-            self.rows += micro_batches(self.waiting, self._tail_tokens(num_free), config)
-            self.waiting = []
+            # The groups that wait fill one row on every rank that has none of this round yet.
+            even = row_layout(self.waiting, config).num_tokens / (num_ranks - len(self.rows) % num_ranks)
+            longest = max(len(g.prompt.token_ids) + len(c.token_ids) for g in self.waiting for c in g.completions)
+            budget = min(max(math.ceil(even), longest), config.max_tokens_per_gpu)
+            self.rows += micro_batches(self.waiting, budget, config)
+            smallest = min(self.rows, key=lambda micro: micro.row.num_tokens)
+            filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
+            self.rows += [filler] * (-len(self.rows) % num_ranks)
+            normalizer = loss_normalizer(self.lengths, config)
+            self.waiting, self.lengths = [], []
         dealt: list[list[MicroBatch]] = [[] for _ in self.loads]
-        while len(self.rows) >= num_ranks or (is_last and self.rows):
-            self._deal_round(self.rows[:num_ranks], dealt)
+        while len(self.rows) >= num_ranks:
+            by_size = sorted(self.rows[:num_ranks], key=lambda micro: -micro.row.num_tokens)
+            by_load = sorted(range(num_ranks), key=lambda rank: self.loads[rank])
+            for rank, micro in zip(by_load, by_size, strict=True):
+                dealt[rank].append(micro)
+                self.loads[rank] += micro.row.num_tokens
             self.rows = self.rows[num_ranks:]
-        normalizer = loss_normalizer(self.lengths, config) if is_last else 0.0
-        self.lengths = [] if is_last else self.lengths
         return [Share(of_rank, normalizer) for of_rank in dealt]
-
-    def _deal_round(self, rows: list[MicroBatch], dealt: list[list[MicroBatch]]) -> None:
-        smallest = min(rows, key=lambda micro: micro.row.num_tokens)
-        filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
-        rows = [*rows, *[filler] * (len(self.loads) - len(rows))]
-        by_load = sorted(range(len(self.loads)), key=lambda rank: self.loads[rank])
-        by_size = sorted(rows, key=lambda micro: -micro.row.num_tokens)
-        for rank, micro in zip(by_load, by_size, strict=True):
-            dealt[rank].append(micro)
-            self.loads[rank] += micro.row.num_tokens
-
-    def _tail_tokens(self, num_rows: int) -> int:
-        """A budget at which the groups that wait fill `num_rows` rows, one on every rank that has none yet."""
-        longest = max(len(g.prompt.token_ids) + len(c.token_ids) for g in self.waiting for c in g.completions)
-        even = math.ceil(row_layout(self.waiting, self.config).num_tokens / num_rows)
-        return min(max(even, longest), self.config.max_tokens_per_gpu)
 
 
 def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
@@ -345,16 +322,12 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
 # The step
 
 
-def with_old_logprobs(share: Share, policy: nn.Module, config: TrainConfig, device: torch.device) -> Share:
-    """The share with the policy's log-probs of now, which the ratios of later updates are taken against."""
-    if config.old_logprobs == "sampler":
-        return share
-    rows = []
-    for item in share.micro_batches:
+def set_old_logprobs(shares: list[Share], policy: nn.Module, config: TrainConfig, device: torch.device) -> None:
+    """Keep the policy's log-probs of now in every micro-batch; later updates take their ratios against them."""
+    for item in (item for share in shares for item in share.micro_batches):
         micro = item.to(device)
         with torch.no_grad(), fits_in_memory(micro.row, config):
-            rows.append(replace(item, old_logprobs=forward(policy, micro.row, micro.images, config)))
-    return share._replace(micro_batches=rows)
+            item.old_logprobs = forward(policy, micro.row, micro.images, config)
 
 
 def train_batch(
@@ -375,7 +348,9 @@ def train_batch(
     learning_rate = optimizer.param_groups[0]["lr"]
     sums, norms = TokenSums(device), []
     if config.updates_per_batch > 1:
-        shares = [with_old_logprobs(share, policy, config, device) for share in shares]
+        shares = list(shares)
+        if config.old_logprobs == "trainer":
+            set_old_logprobs(shares, policy, config, device)
     for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for share in shares:
@@ -438,15 +413,14 @@ def check_loss(config: TrainConfig) -> None:
     ref = logprobs.detach() if config.beta > 0 else None
     try:
         loss, sums = loss_fn(logprobs, logprobs.detach(), ref, ones, ones, torch.zeros(2, dtype=torch.long), config)
-        if loss.ndim or not loss.requires_grad or not loss.isfinite():
-            raise ValueError(f"the loss is {loss}, and must be a finite scalar that depends on logprobs")
-        for name, value in sums.items():
-            if value.ndim or not (name in LOSS_SUMS or name.startswith("loss/")):
-                raise ValueError(f"{name} is no 0-d tensor, or neither of {', '.join(LOSS_SUMS)} nor loss/...")
+        loss.backward()
+        is_known = [value.ndim == 0 and (name in LOSS_SUMS or name.startswith("loss/")) for name, value in sums.items()]
+        if not loss.isfinite() or not all(is_known):
+            raise ValueError(f"it returned {loss.item()} and {sums}")
     except Exception as error:
-        name = getattr(loss_fn, "__name__", loss_fn)
+        name, wanted = getattr(loss_fn, "__name__", loss_fn), f"0-d sums named {', '.join(LOSS_SUMS)} or loss/..."
         cause = f"{type(error).__name__}: {error}"
-        raise UserError(f"loss_fn {name} must return (loss, sums over the tokens): {cause}") from error
+        raise UserError(f"loss_fn {name} must return (a finite scalar of logprobs, {wanted}): {cause}") from error
 
 
 def main(config: TrainConfig) -> None:
@@ -470,8 +444,7 @@ def main(config: TrainConfig) -> None:
         optimizer, scheduler = build_optimizer(policy, rollouts.num_steps * config.updates_per_batch, config)
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
         step, num_skipped = checkpoints.resume(checkpoint), 0
-        log = RunLog(config, rollouts.num_steps, resumed)
-        with closing(log), suppress(Stopped):
+        with closing(RunLog(config, rollouts.num_steps, resumed)) as log, suppress(Stopped):
             rollouts.publish(policy, step)
             if step == 0:
                 log.step(0, rollouts.evaluate(0))

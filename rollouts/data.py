@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -17,49 +18,20 @@ import requests
 import torch
 from torch import Tensor
 
-from config import TrainConfig, UserError, is_data_file
+from config import TrainConfig, UserError
 from vllm_client import Completion
-
-IMAGE_TYPES = ("image", "image_url")  # of a message's part that is an image, or the place of one
-PADDING = {"image_sizes", "pixel_attention_mask"}  # what processors call the measures of images that they padded
-
-
-@dataclass(frozen=True)
-class Images:
-    """A prompt's images, processed once for all its completions.
-
-    Attributes:
-        server_ids: the prompt with one placeholder for each image, which the server expands to `num_tokens`.
-        urls: for the server: PNG, as data URIs.
-        inputs: for the policy: what the model's processor makes of them (`pixel_values`, ...), in its own shapes and
-            dtypes, on the CPU.
-    """
-
-    server_ids: list[int]
-    num_tokens: int
-    urls: list[str]
-    inputs: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One problem: what the server gets, and what the rewards see.
+    """One problem: what the server gets, and what the rewards see."""
 
-    Attributes:
-        index: row in the dataset.
-        token_ids: the prompt, tokenized once, every placeholder of an image expanded to the tokens it stands for.
-        content: the dataset's `prompt` (string or chat messages), for rewards and people.
-        columns: the other columns that the rewards want.
-        sources: its images as the dataset has them.
-        images: its images, processed; None before it is sampled, and for text.
-    """
-
-    index: int
-    token_ids: list[int]
-    content: Any
-    columns: dict[str, Any]
-    sources: list[Any] = field(default_factory=list)
-    images: Images | None = None
+    index: int  # row in the dataset
+    token_ids: list[int]  # tokenized once; an image's placeholder is expanded to the tokens that it stands for
+    content: Any  # the dataset's `prompt` (string or chat messages), for rewards and people
+    columns: dict[str, Any]  # the other columns that the rewards want
+    sources: list[Any] = field(default_factory=list)  # its images as the dataset has them
+    images: "Images | None" = None  # its images, processed; None before it is sampled, and for text
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -69,29 +41,18 @@ class Prompt:
 
 @dataclass
 class Group:
-    """One prompt and its completions: the unit from the dataset to the gradient, filled in on its way.
-
-    Attributes:
-        completions, texts: as sampled, and decoded for rewards and people.
-        rewards: [num_generations][num_reward_funcs], None where a function does not apply.
-        reward: [num_generations], weighted sums; NaN where no function applies.
-        advantages: [num_generations].
-        id: its place in the order of admission.
-        started_version: the policy version when its request was sent, -1 before.
-        finished_version: the policy version when its rewards were known.
-        started_s, sampled_s, scored_s: when that was, on the monotonic clock.
-    """
+    """One prompt and its completions: the unit from the dataset to the gradient, filled in on its way."""
 
     prompt: Prompt
     completions: list[Completion] = field(default_factory=list)
-    texts: list[str] = field(default_factory=list)
-    rewards: list[list[float | None]] = field(default_factory=list)
-    reward: list[float] = field(default_factory=list)
-    advantages: list[float] = field(default_factory=list)
-    id: int = 0
-    started_version: int = -1
-    finished_version: int = 0
-    started_s: float = 0.0
+    texts: list[str] = field(default_factory=list)  # the completions, decoded for rewards and people
+    rewards: list[list[float | None]] = field(default_factory=list)  # [completion][function]; None: does not apply
+    reward: list[float] = field(default_factory=list)  # [completion], weighted sums; NaN where no function applies
+    advantages: list[float] = field(default_factory=list)  # [completion]
+    id: int = 0  # its place in the order of admission
+    started_version: int = -1  # the policy version when its request was sent, -1 before
+    finished_version: int = 0  # the policy version when its rewards were known
+    started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0
 
@@ -118,32 +79,23 @@ class Group:
 
 
 def load_processor(config: TrainConfig) -> Any:
-    """The processor of `model_id`, which takes text and images; its tokenizer where it has no other.
-
-    Raises:
-        UserError: no such model, an adapter alone, or `processor_kwargs` that it does not take.
-    """
+    """The processor of `model_id`, which takes text and images; its tokenizer where it has no other."""
     from transformers import AutoProcessor
 
     given, folder = config.processor_kwargs or {}, Path(config.model_id)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise UserError(f"model_id={folder} is a LoRA adapter: merge it first, or go on with resume_from_checkpoint")
+    # Where vLLM is installed, transformers prefers Mistral's own tokenizer, which has no chat template.
+    ours = {"trust_remote_code": config.trust_remote_code, "mistral_format": False}
     try:
-        processor = AutoProcessor.from_pretrained(
-            config.model_id,
-            trust_remote_code=config.trust_remote_code,
-            mistral_format=False,  # its tokenizer, which transformers prefers where vLLM is, has no chat template
-            **given,
-        )
+        processor = AutoProcessor.from_pretrained(config.model_id, **ours, **given)
     except OSError as error:
         cause = str(error).splitlines()[0]
         raise UserError(f"model_id={config.model_id}: no such path, and no such model on the hub ({cause})") from None
     of_images = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
     known = {*inspect.signature(type(processor)).parameters, *(get_type_hints(of_images) if of_images else ())}
     if unknown := sorted(set(given) - known):
-        raise UserError(
-            f"processor_kwargs: the model's processor takes no {unknown[0]}, but {', '.join(sorted(known))}"
-        )
+        raise UserError(f"processor_kwargs: the processor takes no {unknown[0]}, but {', '.join(sorted(known))}")
     return processor
 
 
@@ -166,51 +118,48 @@ def placeholder_ids(owner: Any) -> list[int]:
 
 
 def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) -> list[dict[str, Any]]:
-    """The rows of a function, a local `.jsonl`/`.parquet` file or a `datasets` name.
-
-    Raises:
-        UserError: no such file or data set, one that cannot be read, or no rows.
-    """
-    if callable(source):
-        name, rows = getattr(source, "__name__", "function"), list(source())
-    else:
-        name, path = source, Path(source)
-        if is_data_file(source) != path.is_file():
-            raise UserError(f"dataset file {source} must exist, as .jsonl (one object a line) or .parquet")
-        rows = _jsonl_rows(path) if path.suffix == ".jsonl" else _datasets_rows(source, split, config)
-    if config.collate_fn:
-        collate_fn: Any = config.collate_fn
-        try:
-            rows = collate_fn(rows)
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise UserError(f"collate_fn raised {cause}; it gets the list of all rows, and returns one") from error
+    """The rows of a function, a local `.jsonl`/`.parquet` file or a `datasets` name, through `collate_fn`."""
+    collate_fn: Any = config.collate_fn
+    name = getattr(source, "__name__", source)
+    try:
+        if callable(source):
+            rows = list(source())
+        elif source.endswith(".jsonl"):
+            rows = _jsonl_rows(Path(source))
+        else:
+            rows = _datasets_rows(source, split, config)
+        rows = collate_fn(rows) if collate_fn else rows
+    except Exception as error:  # whatever `datasets` or a function of the user's raises
+        how = " through collate_fn, which gets the list of all rows" if collate_fn else ""
+        raise UserError(f"dataset {name} cannot be loaded{how}: {_one_line(error)}") from error
     if not rows:
         raise UserError(f"dataset {name} has no rows")
     return rows
 
 
+def _one_line(error: Exception) -> str:
+    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())
+
+
 def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
     """The rows as they stand: `datasets` would turn strings that look like dates into dates."""
     rows = []
-    for number, line in enumerate(path.read_bytes().removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
+    for number, line in enumerate(path.read_text("utf-8-sig").split("\n"), 1):
         try:
             rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:  # neither JSON nor UTF-8
-            raise UserError(f"{path} line {number} is not JSON in UTF-8: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"line {number} is not JSON: {error}") from None
     return rows
 
 
 def _datasets_rows(source: str, split: str, config: TrainConfig) -> list[dict[str, Any]]:
     from datasets import Image, List, load_dataset
 
-    try:
-        if source.endswith(".parquet"):
-            dataset = load_dataset("parquet", data_files=source, split="train")
-        else:
-            dataset = load_dataset(source, config.dataset_config if source == config.dataset_id else None, split=split)
-    except (OSError, ValueError) as error:  # ConnectionError, DatasetNotFoundError, an unknown split
-        raise UserError(f"dataset {source} cannot be loaded: {str(error).splitlines()[0]}") from error
+    if source.endswith(".parquet"):
+        dataset = load_dataset("parquet", data_files=source, split="train")
+    else:
+        dataset = load_dataset(source, config.dataset_config if source == config.dataset_id else None, split=split)
     for name, feature in dataset.features.items():  # images as bytes and paths: pixels are made when they are needed
         if isinstance(feature, Image):
             dataset = dataset.cast_column(name, Image(decode=False))
@@ -221,6 +170,17 @@ def _datasets_rows(source: str, split: str, config: TrainConfig) -> list[dict[st
 
 # --------------------------------------------------------------------------------------------------------------------
 # Prompts
+
+
+@contextmanager
+def naming_row(index: int) -> Iterator[None]:
+    """Whatever fails inside, in a template, a tokenizer, a processor or an image, is a UserError that names the row."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"dataset row {index}: {_one_line(error)}") from error
 
 
 def load_prompts(
@@ -237,14 +197,8 @@ def load_prompts(
 
     def load(numbered: tuple[int, dict[str, Any]]) -> Prompt:
         index, row = numbered
-        try:
+        with naming_row(index):
             return replace(with_images(make_prompt(index, row, processor, config), processor, config), images=None)
-        except UserError:
-            raise
-        except Exception as error:  # whatever odd data makes of a template, a tokenizer or a processor
-            cause = " ".join(str(error).split())
-            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-            raise UserError(f"dataset row {index}: {kind}{cause}") from error
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         prompts = list(pool.map(load, enumerate(load_rows(source, split, config))))
@@ -252,20 +206,17 @@ def load_prompts(
     if len(kept) < len(prompts):
         print(f"left out {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {max_prompt_len} tokens")
     if not kept:
-        raise UserError(
-            f"no prompt has at most {max_prompt_len} tokens, the room that max_completion_len="
-            f"{config.max_completion_len} leaves in the server's --max-model-len and in max_tokens_per_gpu"
-        )
+        room = f"max_completion_len={config.max_completion_len} leaves in --max-model-len and in max_tokens_per_gpu"
+        raise UserError(f"no prompt has at most {max_prompt_len} tokens, the room that {room}")
     return kept
 
 
 def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainConfig) -> Prompt:
     """A row's prompt, tokenized, with its images as the dataset has them.
 
-    Raises:
-        ValueError: what is wrong with the row.
+    A ValueError says what is wrong with the row, where that would go wrong silently.
     """
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str | list) or not row["prompt"]:
+    if not isinstance(row.get("prompt"), str | list):
         raise ValueError(f"it has no `prompt` (string or chat messages), but {sorted(row)}")
     wanted = config.extra_columns
     if wanted is None:
@@ -277,36 +228,30 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     content, images = take_images(row)
     if images and not hasattr(processor, "image_processor"):
         raise ValueError(f"it has images, and model_id={config.model_id} takes none")
-    token_ids = tokenize(processor, content, len(images), config)[1]
-    unfilled = set(placeholder_ids(processor))
-    if images:
-        unfilled.discard(processor.image_token_id)
-    if found := unfilled & set(token_ids):
-        token = tokenizer_of(processor).convert_ids_to_tokens(found.pop())
+    text, adds_special_tokens = as_text(processor, content, len(images), config)
+    token_ids = tokenizer_of(processor)(text, add_special_tokens=adds_special_tokens)["input_ids"]
+    filled = {processor.image_token_id} if images else set()
+    if unfilled := (set(placeholder_ids(processor)) - filled) & set(token_ids):
+        token = tokenizer_of(processor).convert_ids_to_tokens(unfilled.pop())
         raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
     return Prompt(index, token_ids, content, {name: row[name] for name in wanted}, images)
 
 
-def tokenize(processor: Any, content: Any, num_images: int, config: TrainConfig) -> tuple[str, list[int], bool]:
-    """A string or chat messages as text and token ids, and whether the tokenizer added special tokens (BOS).
-
-    The chat template writes special tokens where it applies.
-    """
-    tokenizer = tokenizer_of(processor)
-    owner = processor if getattr(processor, "chat_template", None) else tokenizer
+def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) -> tuple[str, bool]:
+    """A string or chat messages as text, and whether the tokenizer adds special tokens (BOS) that no template wrote."""
+    owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
     if isinstance(content, str) and (config.no_apply_chat_template or not owner.chat_template):
-        return content, tokenizer(content)["input_ids"], True
+        return content, True
     messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    takes_parts = hasattr(processor, "image_processor")  # and so does its template
-    if takes_parts:
-        messages = _in_parts(messages, num_images)
+    takes_images = hasattr(processor, "image_processor")
+    if takes_images:
+        messages = in_parts(messages, num_images)
     is_begun = messages[-1]["role"] == "assistant"  # the completion goes on from there
     text = owner.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
     )
-    bos = tokenizer.bos_token  # LLaVA's template leaves it to the tokenizer
-    adds_special_tokens = takes_parts and not (bos and text.startswith(bos))
-    return text, tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"], adds_special_tokens
+    bos = tokenizer_of(processor).bos_token  # LLaVA's template leaves it to the tokenizer
+    return text, takes_images and not (bos and text.startswith(bos))
 
 
 def fingerprint(prompts: list[Prompt]) -> str:
@@ -329,91 +274,92 @@ def epochs(num_items: int, seed: int) -> Iterator[int]:
 # --------------------------------------------------------------------------------------------------------------------
 # Images
 
+IMAGE_TYPES = ("image", "image_url")  # of a message's part that is an image, or the place of one
+PADDING = {"image_sizes", "pixel_attention_mask"}  # what processors call the measures of images that they padded
 
-def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+
+@dataclass(frozen=True)
+class Images:
+    """A prompt's images, processed once for all its completions."""
+
+    server_ids: list[int]  # the prompt with one placeholder for each image, which the server expands to `num_tokens`
+    num_tokens: int
+    urls: list[str]  # for the server: PNG, as data URIs
+    inputs: dict[str, Tensor]  # for the policy: what the processor makes of them (`pixel_values`, ...), on the CPU
+
+
+def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
     """A chat message's content as parts, without the keys that `datasets` adds for parts of other rows.
 
-    Raises:
-        ValueError: it is no chat message, or has parts that a template would leave out without a word.
+    A ValueError refuses what a template would leave out without a word.
     """
-    content = message.get("content") if isinstance(message, dict) and "role" in message else 0
+    if "role" not in message or not {"content", "tool_calls"} & message.keys():
+        raise ValueError(f"it has a message without role or content: {message!r:.100}")
+    content = message.get("content")
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    if content is None and ("content" in message or "tool_calls" in message):
-        return []
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        wanted = "{'role': ..., 'content': string or list of typed parts}"
-        raise ValueError(f"it has a message that is not {wanted}: {message!r:.100}")
-    if odd := [part for part in content if part.get("type") not in ("text", *IMAGE_TYPES)]:
+    parts = [
+        {key: value for key, value in part.items() if value is not None}
+        for part in ([] if content is None else content)
+    ]
+    if odd := [part for part in parts if part.get("type") not in ("text", *IMAGE_TYPES)]:
         raise ValueError(f"it has a message with a part that is neither of type text nor image: {odd[0]!r:.100}")
-    return [{key: value for key, value in part.items() if value is not None} for part in content]
+    return parts
 
 
-def _in_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
+def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages."""
+    columns = [value for name in ("image", "images") if (value := row.get(name)) is not None]
+    images = [image for value in columns for image in (value if isinstance(value, list | tuple) else [value])]
+    content, places = row["prompt"], []
+    if isinstance(content, list):
+        content = []
+        for message in row["prompt"]:
+            parts = parts_of(message)
+            places += [part for part in parts if part["type"] in IMAGE_TYPES]
+            if isinstance(message.get("content"), list):
+                parts = [{"type": "image"} if part["type"] in IMAGE_TYPES else part for part in parts]
+                message = {**message, "content": parts}
+            content.append(message)
+    given = [place.get("image") or place.get("url") or place.get("path") or place.get("image_url") for place in places]
+    inside = [image["url"] if isinstance(image, dict) and "url" in image else image for image in given if image]
+    if len(columns) + bool(inside) > 1:
+        raise ValueError("it has images in two places of `image`, `images` and its messages: leave one")
+    images = inside or images
+    if len(places) not in (0, len(images)):
+        raise ValueError(f"it has {len(images)} images for the {len(places)} places in its messages")
+    return content, images
+
+
+def in_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
     """Messages with their contents as parts; images without a place stand before the first user message's text."""
-    written = [{**message, "content": _parts(message)} for message in messages]
-    places = [part for message in written for part in message["content"] if part["type"] in IMAGE_TYPES]
+    written = [{**message, "content": parts_of(message)} for message in messages]
+    has_places = any(part["type"] in IMAGE_TYPES for message in written for part in message["content"])
     first = next((message for message in written if message["role"] == "user"), None)
-    if first and not places:
+    if first and not has_places:
         first["content"] = [{"type": "image"}] * num_images + first["content"]
     return written
 
 
-def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages.
-
-    Raises:
-        ValueError: images in two places, or in another number than the messages have places.
-    """
-    columns = [value for name in ("image", "images") if (value := row.get(name)) is not None]
-    images = [image for value in columns for image in (value if isinstance(value, list | tuple) else [value])]
-    inside: list[Any] = []
-    messages, num_places = row["prompt"], 0
-    if isinstance(messages, list):
-        messages = []
-        for message in row["prompt"]:
-            parts = _parts(message)
-            places = [part for part in parts if part["type"] in IMAGE_TYPES]
-            num_places += len(places)
-            for place in places:
-                found = place.get("image") or place.get("url") or place.get("path") or place.get("image_url")
-                found = found["url"] if isinstance(found, dict) and "url" in found else found
-                inside += [found] if found else []
-            if isinstance(message["content"], list):
-                parts = [{"type": "image"} if part in places else part for part in parts]
-                message = {**message, "content": parts}
-            messages.append(message)
-    if len(columns) + bool(inside) > 1:
-        raise ValueError("it has images in two places of `image`, `images` and its messages: leave one")
-    images = inside or images
-    if num_places not in (0, len(images)):
-        raise ValueError(
-            f"it has {len(images)} images for the {num_places} places in its messages: give them in a column, or as "
-            "`image`, `url`, `path` or `image_url` of each place"
-        )
-    return messages, images
-
-
 def open_image(source: Any) -> Any:
-    """A PIL image, upright and in RGB, from one, a path, URL, data URI, bytes, or `datasets`' `bytes` and `path`."""
+    """A PIL image, upright and in RGB, from one, a path, data URI, bytes, or `datasets`' `bytes` and `path`."""
     from PIL import Image
     from transformers.image_utils import load_image
 
     if isinstance(source, dict):
-        source = next((found for key in ("bytes", "path", "url") if (found := source.get(key))), source)
-    if isinstance(source, os.PathLike):
-        source = os.fspath(source)
-    if isinstance(source, str) and not source.startswith(("http://", "https://", "data:")):
-        source = Image.open(source.removeprefix("file://"))
-    return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)
+        source = source.get("bytes") or source.get("path") or source
+    if isinstance(source, bytes):
+        source = Image.open(io.BytesIO(source))
+    elif isinstance(source, str | os.PathLike) and not str(source).startswith("data:"):
+        source = Image.open(str(source).removeprefix("file://"))
+    return load_image(source)
 
 
 def _downloaded(source: Any) -> Any:
     """The bytes behind a URL, so that it is asked once; any other source as it is."""
-    url = source.get("url") if isinstance(source, dict) else source
-    if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+    if not isinstance(source, str) or not source.startswith(("http://", "https://")):
         return source
-    reply = requests.get(url, timeout=30)
+    reply = requests.get(source, timeout=30)
     reply.raise_for_status()
     return reply.content
 
@@ -421,53 +367,39 @@ def _downloaded(source: Any) -> Any:
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     """The prompt with its images processed and its tokens expanded; one of text, or processed before, as it is.
 
-    A URL among its sources is replaced by what it answered.
-
-    Raises:
-        UserError: an image cannot be read or has no place in the prompt, or the processor refuses it; names the row.
+    A URL among its sources is replaced by what it answered. A UserError names the row of an image that cannot be read,
+    has no place in the prompt, or is refused by the processor.
     """
     if not prompt.sources or prompt.images:
         return prompt
-    where, num = f"dataset row {prompt.index}", len(prompt.sources)
-    sources, images = [], []
-    for source in prompt.sources:
-        try:
-            sources.append(_downloaded(source))
-            images.append(open_image(sources[-1]))
-        except Exception as error:  # whatever Pillow, requests or a broken file may raise
-            name = source if isinstance(source, str) else type(source).__name__
-            cause = f"no such file in {Path.cwd()}" if isinstance(error, FileNotFoundError) else error
-            raise UserError(f"{where}: the image {name:.100} cannot be read: {cause}") from error
-    text, server_ids, adds_special_tokens = tokenize(processor, prompt.content, num, config)
-    place = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
-    num_places = text.count(place) if place else 0
-    if num_places not in (0, num):
-        raise UserError(f"{where}: its text has {num_places} placeholders ({place}) for its {num} images")
-    try:
+    num = len(prompt.sources)
+    with naming_row(prompt.index):
+        sources = [_downloaded(source) for source in prompt.sources]
+        images = [open_image(source) for source in sources]
+        text, adds_special_tokens = as_text(processor, prompt.content, num, config)
+        place = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+        num_places = text.count(place) if place else 0
+        if num_places not in (0, num):
+            raise ValueError(f"its text has {num_places} placeholders ({place}) for its {num} images")
         batch = processor(text=[text], images=[images], add_special_tokens=adds_special_tokens, return_tensors="pt")
-    except Exception as error:  # whatever a processor makes of too many or too small images
-        cause = " ".join(str(error).split())
-        raise UserError(f"{where}: the model's processor does not take its {num} images: {cause}") from error
-    token_ids = batch["input_ids"][0].tolist()
-    if num_places == 0 and token_ids == server_ids:
-        raise UserError(f"{where}: its prompt has no place for its {num} images: use chat messages")
+        server_ids = tokenizer_of(processor)(text, add_special_tokens=adds_special_tokens)["input_ids"]
+        token_ids = batch["input_ids"][0].tolist()
+        if num_places == 0 and token_ids == server_ids:
+            raise ValueError(f"its prompt has no place for its {num} images: use chat messages")
     of_text = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
     inputs = {name: value for name, value in batch.items() if isinstance(value, Tensor) and name not in of_text}
-    urls = []
-    for image in images:
-        buffer = io.BytesIO()
-        image.save(buffer, "png", compress_level=1)
-        urls.append(f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}")
-    processed = Images(server_ids, len(token_ids), urls, inputs)
+    processed = Images(server_ids, len(token_ids), [_data_uri(image) for image in images], inputs)
     return replace(prompt, token_ids=token_ids, sources=sources, images=processed)
 
 
-def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) -> Prompt | None:
-    """The shortest of the prompts with images, processed; None where no prompt has any.
+def _data_uri(image: Any) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "png", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
-    Raises:
-        UserError: `freeze_vision_tower` in a run without images.
-    """
+
+def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) -> Prompt | None:
+    """The shortest of the prompts with images, processed; None where no prompt has any."""
     with_sources = [prompt for prompt in prompts if prompt.sources]
     if hasattr(processor, "image_processor"):
         print(f"{len(with_sources)} of {len(prompts)} prompts have images", flush=True)
@@ -482,10 +414,8 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
     """The images of several prompts: each tensor of `Prompt.inputs`, joined along its first dimension; {} without.
 
-    Images are padded to the largest, with zeros as their processors do, where these say what is padding.
-
-    Raises:
-        UserError: images of several sizes, and nothing would say what is padding.
+    Images are padded to the largest, with zeros as their processors do. A UserError says that images have several sizes
+    where nothing tells the model what is padding.
     """
     inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
     joined = {}

@@ -28,25 +28,21 @@ class Scores(NamedTuple):
 
 
 def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
-    """Refuse reward functions that cannot be called with the columns of the data.
-
-    Raises:
-        UserError: one wants a column that is not there, or does not take one that is; names the row.
-    """
+    """Raise a UserError for a reward function that no worker, or no row of the data, can call; it names the row."""
     rows = {tuple(prompt.columns): prompt.index for prompt in reversed(prompts)}  # the first with each set of columns
-    functions: Any = chain.from_iterable(getattr(f, "functions", [f]) for f in config.reward_funcs)
-    for function, (columns, row) in product(functions, rows.items()):
-        names = ["prompts", "completions", "completion_ids", *columns]
+    for outer in config.reward_funcs:
+        inner: Any = getattr(outer, "functions", [outer])  # those that `best_of` calls
+        for function, (columns, row) in product(inner, rows.items()):
+            names = ["prompts", "completions", "completion_ids", *columns]
+            try:
+                inspect.signature(function).bind(**dict.fromkeys(names))
+            except TypeError as error:
+                where = f"reward {function.__name__} on dataset row {row}"
+                raise UserError(f"{where}: {error}; it gets {', '.join(names)}") from None
         try:
-            inspect.signature(function).bind(**dict.fromkeys(names))
-        except TypeError as error:
-            where = f" on dataset row {row}" if len(rows) > 1 else ""
-            raise UserError(f"reward {function.__name__}{where}: {error}; it gets {', '.join(names)}") from None
-    for function in config.reward_funcs:
-        try:
-            cloudpickle.dumps(function)
+            cloudpickle.dumps(outer)
         except Exception as error:  # whatever the objects that it holds raise
-            name = getattr(function, "__name__", "")
+            name = getattr(outer, "__name__", "")
             raise UserError(f"reward {name} cannot be sent to a worker: {error}; open clients inside it") from None
 
 
@@ -63,10 +59,7 @@ def reward_means(rewards: Iterable[list[list[float | None]]], config: TrainConfi
 class Scorer:
     """Calls the reward functions, in worker processes, and keeps account of what fails.
 
-    Args:
-        tokenizer: decodes completions.
-        config: reward_funcs, reward_weights, reward_workers, reward_timeout, failed_reward, batch_size, output_dir.
-        resumes: whether `failed_rewards.jsonl` goes on.
+    `failed_rewards.jsonl` in the `output_dir` starts anew unless the run `resumes`.
     """
 
     def __init__(self, tokenizer: Any, config: TrainConfig, resumes: bool = False):
@@ -78,7 +71,6 @@ class Scorer:
             self.failed_path.unlink(missing_ok=True)
         self._is_closed = False
         self._in_a_row: Counter[str] = Counter()  # failures of each function since its last success
-        self._told: set[str] = set()  # functions whose first failure was printed
         self._calls = CallPool(config.reward_workers)
         self._lock = threading.Lock()
 
@@ -86,8 +78,7 @@ class Scorer:
         """The rewards of a prompt's completions. Thread-safe.
 
         Raises:
-            UserError: a function returns something else than one finite number or None per completion, or fails time
-                after time; the message names it and the dataset row.
+            UserError: a function returns no finite numbers, or fails time after time; names it and the dataset row.
             CallError: the scorer was closed meanwhile.
         """
         texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in completions]
@@ -97,9 +88,7 @@ class Scorer:
         given = [[w * r for w, r in zip(weights, row, strict=True) if r is not None] for row in rewards]
         return Scores(texts, rewards, [sum(row) if row else math.nan for row in given])
 
-    def _call(
-        self, function: Any, prompt: Prompt, completions: list[Completion], texts: list[str]
-    ) -> list[float | None]:
+    def _call(self, function: Any, prompt: Prompt, completions: list[Completion], texts: list[str]) -> list[Any]:
         num = len(completions)
         where = f"reward {function.__name__} on dataset row {prompt.index}"
         arguments = {
@@ -118,24 +107,20 @@ class Scorer:
         with self._lock:
             self._in_a_row[function.__name__] = 0
         if not isinstance(values, list | tuple) or len(values) != num:
-            got = f"{len(values)} values" if isinstance(values, list | tuple) else type(values).__name__
-            raise UserError(f"{where} returned {got}: it must return a list of {num} numbers, one per completion")
-        for value in values:
-            if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
-                raise UserError(f"{where} returned {value!r}: rewards are finite numbers or None")
+            raise UserError(f"{where} must return a list of {num} numbers, one per completion, not {values!r:.100}")
+        if odd := [v for v in values if v is not None and not (isinstance(v, Real) and math.isfinite(v))]:
+            raise UserError(f"{where} returned {odd[0]!r}: rewards are finite numbers or None")
         return [None if value is None else float(value) for value in values]
 
     def _note_failure(self, name: str, message: str, prompt: Prompt, texts: list[str]) -> None:
         """Write the failed call down; a function that fails `batch_size` times in a row, and 4 times, ends the run."""
         sample = {"error": message, "prompt": prompt.content, "completions": texts, "columns": prompt.columns}
-        line = json.dumps(sample, ensure_ascii=False, default=repr) + "\n"
         with self._lock:
             with self.failed_path.open("a", encoding="utf-8") as file:
-                file.write(line)
+                file.write(json.dumps(sample, ensure_ascii=False, default=repr) + "\n")
             self.num_failed += 1
             self._in_a_row[name] += 1
-            if name not in self._told:
-                self._told.add(name)
+            if self.num_failed == 1:
                 print(f"{message} (later ones are counted in rewards_failed, and in {self.failed_path})", flush=True)
             if self._in_a_row[name] >= max(self.config.batch_size, 4):
                 raise UserError(f"{message}; so did its last {self._in_a_row[name]} calls, see failed_rewards.jsonl")

@@ -88,12 +88,16 @@ def test_long_prompts_are_counted_and_left_out(capsys):
     ("source", "fields", "message"),
     [
         (lambda: [], {}, "has no rows"),
-        (lambda: [{"question": "x"}], {}, "row 0 has no `prompt`.*question"),
-        (lambda: [{"prompt": "x"}, {"prompt": 3}], {}, "row 1 has no `prompt`"),
-        (rows, {"extra_columns": ["label"]}, "row 0 has no column label"),
-        (lambda: [{"prompt": "x", "completions": []}], {}, "column completions is the name of a reward's own"),
-        ("nowhere.jsonl", {}, "nowhere.jsonl does not exist"),
-        (__file__, {}, "must be .jsonl"),
+        (lambda: [{"question": "x"}], {}, "row 0: it has no `prompt`.*question"),
+        (lambda: [{"prompt": "x"}, {"prompt": 3}], {}, "row 1: it has no `prompt`"),
+        (rows, {"extra_columns": ["label"]}, "row 0: it has no column label"),
+        (
+            lambda: [{"prompt": "x", "completions": []}],
+            {},
+            "row 0: .*column completions has the name of a reward's own",
+        ),
+        ("nowhere.jsonl", {}, "dataset nowhere.jsonl cannot be loaded: FileNotFoundError"),
+        (__file__, {}, "dataset .*test_data.py cannot be loaded: "),
     ],
 )
 def test_bad_data(source, fields, message):
@@ -103,7 +107,13 @@ def test_bad_data(source, fields, message):
 
 def test_what_is_not_utf_8(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"prompt": "é"}', "latin-1")
-    with pytest.raises(ValueError, match=r"a\.jsonl is not in UTF-8"):
+    with pytest.raises(ValueError, match=r"a\.jsonl cannot be loaded: UnicodeDecodeError: 'utf-8'"):
+        prompts_of(str(tmp_path / "a.jsonl"))
+
+
+def test_a_line_that_is_not_json(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x"}\n{"prompt"\n')
+    with pytest.raises(UserError, match=r"a\.jsonl cannot be loaded: line 2 is not JSON"):
         prompts_of(str(tmp_path / "a.jsonl"))
 
 
@@ -174,9 +184,13 @@ def takes_no_columns(prompts, completions, completion_ids):
 def test_rewards_that_do_not_fit_the_data():
     prompts = prompts_of(lambda: ROWS, extra_columns=["answer"])
     check_rewards(prompts, make_config(reward_funcs=[right, best_of(right, only_first)]))
-    with pytest.raises(ValueError, match="reward wants_anser: missing a required argument: 'anser'; it gets .*answer"):
+    with pytest.raises(
+        ValueError, match="reward wants_anser on dataset row 0: missing a required argument: 'anser'; it gets .*answer"
+    ):
         check_rewards(prompts, make_config(reward_funcs=[wants_anser]))
-    with pytest.raises(ValueError, match="reward takes_no_columns: got an unexpected keyword argument"):
+    with pytest.raises(
+        ValueError, match="reward takes_no_columns on dataset row 0: got an unexpected keyword argument"
+    ):
         check_rewards(prompts, make_config(reward_funcs=[takes_no_columns]))
 
 
@@ -187,13 +201,13 @@ def test_a_later_row_that_does_not_fit_the_rewards():
 
 
 def test_a_collate_fn_for_single_rows_is_told():
-    with pytest.raises(UserError, match="collate_fn raised TypeError: .*; it gets the list of all rows"):
+    with pytest.raises(UserError, match="through collate_fn, which gets the list of all rows: TypeError"):
         prompts_of(rows, collate_fn=lambda row: {"prompt": row["question"]})
 
 
 def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="is a LoRA adapter: give it merged"):
+    with pytest.raises(UserError, match="is a LoRA adapter: merge it first"):
         load_processor(make_config(model_id=str(tmp_path)))
 
 
@@ -312,10 +326,10 @@ def test_weighted_rewards_and_none():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (short, "reward short on dataset row 7 returned 1 values: it must return a list of 2 numbers"),
+        (short, "reward short on dataset row 7 must return a list of 2 numbers, one per completion, not \\["),
         (words, "reward words on dataset row 7 returned 'good'"),
         (infinite, "returned inf"),
-        (scalar, "returned float: it must return a list of 2"),
+        (scalar, "must return a list of 2 numbers, one per completion, not [0-9]"),
     ],
 )
 def test_bad_rewards(function, message):

@@ -197,31 +197,32 @@ def test_a_dataset_of_images(tmp_path):
 
 
 BROKEN = [
-    ({"prompt": "a", "image": "nowhere.png"}, "dataset row 1: the image nowhere.png cannot be read: no such file in /"),
-    ({"prompt": "a", "image": {"foo": 1}}, "dataset row 1: the image dict cannot be read: "),
-    ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "row 1 has both `image` and `images`"),
-    ({"prompt": [{"content": "a"}]}, r"row 1 has a message that is not .*: {'content': 'a'}"),
-    ({"prompt": [{"role": "user"}]}, r"row 1 has a message that is not .*: {'role': 'user'}"),
-    ({"prompt": [{"role": "user", "content": ["a"]}]}, "row 1 has a message that is not "),
-    ({"prompt": ["a"]}, "row 1 has a message that is not "),
+    ({"prompt": "a", "image": "nowhere.png"}, "dataset row 1: FileNotFoundError: .*'nowhere.png'"),
+    ({"prompt": "a", "image": {"foo": 1}}, "dataset row 1: TypeError: .*image"),
+    ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "row 1: .*has images in two places"),
+    ({"prompt": [{"content": "a"}]}, r"row 1: .*message without role or content: {'content': 'a'}"),
+    ({"prompt": [{"role": "user"}]}, r"row 1: .*message without role or content: {'role': 'user'}"),
+    ({"prompt": [{"role": "user", "content": ["a"]}]}, "row 1: AttributeError: 'str' object"),
+    ({"prompt": [{"role": "user", "content": 3}]}, "row 1: TypeError: 'int' object"),
+    ({"prompt": ["a"]}, "row 1: .*message without role or content: 'a'"),
     (
         {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
-        "row 1 has a message with a part that is neither of type text nor image: {'type': 'video'}",
+        "row 1: .*message with a part that is neither of type text nor image: {'type': 'video'}",
     ),
-    (["prompt"], "row 1 has no `prompt`.*; its columns are list"),
+    (["prompt"], "row 1: AttributeError: 'list' object"),
     (
         {"prompt": [{"role": "user", "content": "<|image_pad|>"}], "image": picture(0)},
         "row 1: its text has 2 placeholders .*for its 1 images",
     ),
-    ({"prompt": "a", "image": "/nowhere/a.png"}, "dataset row 1: the image /nowhere/a.png cannot be read"),
-    ({"prompt": "a", "image": b"no image"}, "dataset row 1: the image bytes cannot be read"),
+    ({"prompt": "a", "image": "/nowhere/a.png"}, "dataset row 1: FileNotFoundError: .*'/nowhere/a.png'"),
+    ({"prompt": "a", "image": b"no image"}, "dataset row 1: UnidentifiedImageError: "),
     (
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
-        "row 1 has 0 images for the 1 places in its messages",
+        "row 1: .*has 0 images for the 1 places in its messages",
     ),
     (
         {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "image": "b.png"},
-        "row 1 has images both in its messages and in a column",
+        "row 1: .*has images in two places",
     ),
 ]
 
@@ -236,12 +237,12 @@ def test_a_truncated_file_is_found_before_training(tmp_path):
     path = tmp_path / "cut.png"
     picture(0).save(path)
     path.write_bytes(path.read_bytes()[:-2000])
-    with pytest.raises(ValueError, match="row 0: the image .*cut.png cannot be read"):
+    with pytest.raises(ValueError, match="row 0: OSError: .*truncated"):
         load(lambda: [{"prompt": "a", "image": str(path)}])
 
 
 def test_images_without_a_vision_model_are_refused():
-    with pytest.raises(ValueError, match="dataset row 0 has images, and model_id=m takes none"):
+    with pytest.raises(ValueError, match="dataset row 0: it has images, and model_id=m takes none"):
         load(rows, processor=make_tokenizer())
 
 
@@ -263,7 +264,7 @@ def test_odd_processor_arguments_are_refused(vlm):
     with pytest.raises(ValueError, match=r"takes no max_pixel, but .*max_pixels"):
         load_processor(make_config(vlm, processor_kwargs={"max_pixel": 9}))
     config = make_config(vlm, processor_kwargs={"image_mean": [0, 0, 0]})
-    with pytest.raises(ValueError, match=r"row 0: the model's processor does not take its 1 images: .*image_mean"):
+    with pytest.raises(ValueError, match=r"row 0: .*mean"):
         load(rows, processor=load_processor(config))
 
 
@@ -283,7 +284,7 @@ def test_a_url_is_asked_once(tmp_path):
     assert asked == ["/a.png"]
     assert ready.images
     assert len(ready.token_ids) == 2 + IMAGE_TOKENS + len("Colour?")
-    with pytest.raises(ValueError, match=r"row 0: the image http.*/b.png cannot be read: 404"):
+    with pytest.raises(ValueError, match=r"row 0: HTTPError: 404 .*/b.png"):
         load(lambda: [{"prompt": "a", "image": f"{address}/b.png"}])
     web.shutdown()
     web.server_close()
