@@ -1,6 +1,6 @@
-"""The HTTP side of rollouts: one server, all servers, completions from them and weights out to them.
+"""The HTTP side of rollouts: completions from the servers, and weights out to them.
 
-`Server` speaks to one `vllm_server.py`; `VLLMClient` chooses among those that have the current weights, leaves out the
+`Server` speaks to one `vllm_server.py`. `VLLMClient` chooses among those that have the current weights, leaves out the
 ones that are lost and takes them back. Nothing here imports vLLM.
 """
 
@@ -97,18 +97,16 @@ class Completion:
 # Replies
 
 
-def _json(reply: requests.Response) -> Any:
-    return reply.json() if reply.content else None
-
-
 def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
-    """The completions of a reply, and the prompt's tokens as the server expanded them."""
+    """The `num` completions of a reply, and the prompt's tokens as the server expanded them; ValueError for less."""
     body = reply.json()
-    return _completions(body["choices"], num), body.get("prompt_token_ids") or []
+    if len(body["choices"]) != num:
+        raise ValueError(f"{len(body['choices'])} of {num} completions")
+    return [_completion(choice) for choice in body["choices"]], body.get("prompt_token_ids") or []
 
 
 def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
-    """The same of a stream: the `num` completions that end first."""
+    """The same from a stream: the `num` completions that end first."""
     found: dict[int, dict[str, Any]] = {}
     finished: list[dict[str, Any]] = []
     prompt_ids: list[int] = []
@@ -126,18 +124,12 @@ def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completio
             if part["finish_reason"]:
                 finished.append({**part, **choice})
         if len(finished) >= num:
-            return _completions(finished[:num], num), prompt_ids
+            return [_completion(choice) for choice in finished[:num]], prompt_ids
     raise ValueError(f"the stream ended after {len(finished)} of {num} completions")
 
 
-def _completions(choices: list[dict[str, Any]], num: int) -> list[Completion]:
-    """Choices of /inference/v1/generate, checked; ValueError for half a reply."""
-    if len(choices) != num:
-        raise ValueError(f"{len(choices)} of {num} completions")
-    return [_completion(choice) for choice in choices]
-
-
 def _completion(choice: dict[str, Any]) -> Completion:
+    """One choice of /inference/v1/generate, checked: ValueError where a part of it is missing or makes no sense."""
     ids, versions = choice["token_ids"] or [], choice["weight_versions"]
     logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
     spans = [Span(int(s["version"]) if s["version"].isdecimal() else -1, s["start"], s["end"]) for s in versions]
@@ -158,10 +150,9 @@ def _completion(choice: dict[str, Any]) -> Completion:
 
 
 class Server:
-    """One rollout server: its address, its transfer group, and how many groups it is sampling for us.
+    """One rollout server. A recipe's `rollout_fn` gets it, and uses `generate` and the model's `tokenizer`.
 
-    This is the `client` of a recipe's `rollout_fn`, which uses `generate` and the model's `tokenizer`. A server is in
-    one of three states:
+    It is in one of three states:
 
         is_connected  has_weights
         True          True         it serves
@@ -184,41 +175,37 @@ class Server:
         self.loading: Future[Any]  # the server's reply to the update under way
 
     def request(
-        self,
-        method: str,
-        path: str,
-        timeout_s: float | tuple[float, None] | None = None,
-        read: Callable[[requests.Response], Any] = _json,
-        **kwargs: Any,
+        self, method: str, path: str, timeout_s: Any = None, read: Callable[..., Any] | None = None, **kwargs: Any
     ) -> Any:
-        """What `read` makes of the reply; `timeout_s` is in seconds, or (to connect, None for no limit to answer).
+        """What `read` makes of the reply, or its JSON.
+
+        `timeout_s` is in seconds, or (to connect, None for no limit to answer); None takes `request_timeout`.
 
         Raises:
             ServerError: a 4xx reply.
-            ServerLost: no connection, a time-out, a 5xx reply, half a reply; or `read` raised it.
+            ServerLost: no connection, a time-out, a 5xx reply, or a reply that `read` cannot read.
         """
-        failure: type[ServerError] = ServerLost
+        where = f"{method} {self.url}{path}"
         try:
             with requests.Session() as session:
                 session.trust_env = False  # no proxy between trainer and server
                 session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-                headers = {"Authorization": f"Bearer {token}"} if (token := api_token()) else None
-                timeout = timeout_s or self.timeout_s
+                if token := api_token():
+                    session.headers["Authorization"] = f"Bearer {token}"
                 # Leaving the block closes the connection: the server aborts what is left of a stream.
-                with session.request(method, self.url + path, timeout=timeout, headers=headers, **kwargs) as reply:
-                    if reply.status_code < 400:
+                with session.request(method, self.url + path, timeout=timeout_s or self.timeout_s, **kwargs) as reply:
+                    if reply.status_code >= 400:
+                        kind = ServerError if reply.status_code < 500 else ServerLost
+                        hint = ": set VLLM_API_KEY to the server's token" if reply.status_code == 401 else ""
+                        raise kind(f"{where} answered {reply.status_code}: {reply.text[:500]}{hint}")
+                    if read:
                         return read(reply)
-                    cause = f"answered {reply.status_code}: {reply.text[:500]}"
-                    cause += ": set VLLM_API_KEY to the server's token" if reply.status_code == 401 else ""
-                    failure = ServerError if reply.status_code < 500 else ServerLost
-        except requests.ConnectionError as error:
-            root: BaseException = error
-            while root.__context__:  # the cause is within three layers of "max retries exceeded"
-                root = root.__context__
-            cause = f"failed: {type(root).__name__}: {root}"
+                    return reply.json() if reply.content else None
         except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError) as error:
-            cause = f"failed: {type(error).__name__}: {error}"  # half a reply
-        raise failure(f"{method} {self.url}{path} {cause}")
+            cause: BaseException = error
+            while isinstance(error, requests.ConnectionError) and cause.__context__:  # below "max retries exceeded"
+                cause = cause.__context__
+            raise ServerLost(f"{where} failed: {type(cause).__name__}: {cause}") from error
 
     def post(self, path: str, body: dict[str, Any] | None = None, timeout_s: Any = CONTROL_TIMEOUT_S) -> Any:
         """`request` by POST, with a JSON body."""
@@ -246,21 +233,20 @@ class Server:
             UserError: a prompt has placeholders of images, and `images` are not given.
         """
         num = sampling.get("n", 1)
-        body: dict[str, Any] = {"token_ids": prompt_ids}
-        body["sampling_params"] = {**sampling, "n": num + extra, "logprobs": 0}
+        params = {**sampling, "n": num + extra, "logprobs": 0}
         if self.forbidden:  # -100 is the most that the server takes, and as good as -inf
-            bias = dict.fromkeys(self.forbidden, -100.0)
-            body["sampling_params"]["logit_bias"] = {**(sampling.get("logit_bias") or {}), **bias}
-        if not set(self.forbidden).isdisjoint(prompt_ids[images.num_tokens if images else 0 :]):
+            params["logit_bias"] = (sampling.get("logit_bias") or {}) | dict.fromkeys(self.forbidden, -100.0)
+        body: dict[str, Any] = {"token_ids": prompt_ids, "sampling_params": params, "stream": extra > 0}
+        text_ids = prompt_ids[images.num_tokens :] if images else prompt_ids
+        if not set(self.forbidden).isdisjoint(text_ids):
             raise UserError("a prompt with placeholders of images was sent without them: pass images=prompt.images")
         if images:
-            body["token_ids"] = [*images.server_ids, *prompt_ids[images.num_tokens :]]
+            body["token_ids"] = [*images.server_ids, *text_ids]
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
             body["return_token_ids"] = True
-        streamed = {"stream": True} if extra else {}
         read = partial(_first_to_finish if extra else _all_choices, num)
         path = "/inference/v1/generate"
-        completions, expanded = self.request("POST", path, timeout_s, read, json={**body, **streamed}, **streamed)
+        completions, expanded = self.request("POST", path, timeout_s, read, json=body, stream=extra > 0)
         if images and expanded != prompt_ids:
             raise ServerError(
                 f"{self.url} expands the images of a prompt to {len(expanded)} tokens in all, the trainer to "
@@ -277,11 +263,6 @@ class Server:
             return False
         return True
 
-    def abort(self) -> None:
-        """End what is in flight, if the server still listens."""
-        with suppress(ServerError):
-            self.post("/pause?mode=abort", timeout_s=5)
-
     def connect(self, device: torch.device, timeout_s: float) -> None:
         """Open a transfer group with the server's workers, and zero its weights.
 
@@ -295,19 +276,18 @@ class Server:
         self.receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
         world_size = 1 + self.request("GET", "/get_world_size", CONTROL_TIMEOUT_S)["world_size"]
-        timeout = timedelta(seconds=timeout_s)
-        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
         info = {"host": address, "port": store.port, "world_size": world_size, "timeout_s": timeout_s}
         body = {"init_info": {**info, "trainer": TRAINER}}
-        with ThreadPoolExecutor(1) as pool:  # both sides must enter the rendezvous
-            reply = pool.submit(self.post, "/init_weight_transfer_engine", body, timeout_s + CONTROL_TIMEOUT_S)
-            while not store.check(["device/1"]):  # a server that refuses never comes
-                if reply.done():
-                    reply.result()
-                    raise ServerError(f"{self.url} took the invitation, and its workers did not come")
-                time.sleep(0.01)
-            self.transfer = TransferGroup(store, 0, world_size, device, timeout_s)
-            reply.result()
+        # Both sides must enter the rendezvous, and a server that refuses never comes.
+        reply = self.receiver.submit(self.post, "/init_weight_transfer_engine", body, timeout_s + CONTROL_TIMEOUT_S)
+        while not store.check(["device/1"]):
+            if reply.done():
+                reply.result()
+                raise ServerError(f"{self.url} took the invitation, and its workers did not come")
+            time.sleep(0.01)
+        self.transfer = TransferGroup(store, 0, world_size, device, timeout_s)
+        reply.result()
         self.post("/weight_checker", {"action": "reset"})
         self.is_connected = True
 
@@ -320,6 +300,12 @@ class Server:
             leaving.start()
             leaving.join(1.0)
 
+    def break_off(self) -> None:
+        """Leave the transfer group, and then end what is in flight, if the server still listens."""
+        self.disconnect()  # first: a server that waits for the rest of a stream would not hear the next request
+        with suppress(ServerError):
+            self.post("/pause?mode=abort", timeout_s=5)
+
     def pause(self) -> None:
         """Stop sampling, and make ready for new weights."""
         self.post("/pause?mode=keep&clear_cache=true")
@@ -328,15 +314,11 @@ class Server:
     def begin_update(self) -> None:
         """Start to receive a stream of weights. Each broadcast has a time-out, so the request itself needs none."""
         self.loading = self.receiver.submit(self.post, "/update_weights", {"update_info": {}}, (5, None))
-        self.sending = []
 
     def send(self, bucket: dict[str, Tensor]) -> None:
         """Start to send a bucket, once the one before has arrived; an empty one ends the stream.
 
         Its tensors, of any shapes, must not change until the next call.
-
-        Raises:
-            ServerLost: the server was lost in this update.
         """
         self.wait_for_sent()
         if (transfer := self.transfer) is None:
@@ -344,11 +326,7 @@ class Server:
         self.sending = transfer.send(bucket)
 
     def wait_for_sent(self) -> None:
-        """Wait until the last bucket has arrived.
-
-        Raises:
-            ServerLost: the server failed, and will never receive it.
-        """
+        """Wait until the last bucket has arrived; raises what the server's reply to the update failed with."""
         for handle in self.sending:
             while not handle.is_completed():
                 if self.loading.done():
@@ -358,11 +336,7 @@ class Server:
         self.sending = []
 
     def end_update(self, version: int) -> None:
-        """End the stream, wait until everything is loaded, and let the server sample on as `version`.
-
-        Raises:
-            ServerLost: it takes longer than `sync_timeout` to load what it was sent last.
-        """
+        """End the stream, wait until everything is loaded, and let the server sample on as `version`."""
         self.send({})
         self.wait_for_sent()
         try:
@@ -399,13 +373,11 @@ class VLLMClient:
         """Wait until every server answers; returns the longest sequence that all of them take, in tokens.
 
         Raises:
-            ServerError: a server does not answer within `server_timeout` (the message says how to start one), or
-                serves another model.
+            ServerError: a server does not answer within `server_timeout`, or serves another model.
         """
         deadline = time.monotonic() + self.config.server_timeout
         for server in self.servers:
-            port = urlsplit(server.url).port or 80
-            hint = f"`python vllm_server.py --model {self.config.model_id} --port {port}`"
+            hint = f"`python vllm_server.py --model {self.config.model_id} --port {urlsplit(server.url).port or 80}`"
             if not server.answers():
                 print(f"waiting up to {self.config.server_timeout:.0f} s for {server.url} ({hint})", flush=True)
             while not server.answers():
@@ -425,11 +397,7 @@ class VLLMClient:
         return model["max_model_len"]
 
     def connect(self, device: torch.device) -> None:
-        """Connect every server, and watch from now on for servers that are lost.
-
-        Raises:
-            ServerError: a server refuses, or its workers do not come.
-        """
+        """`Server.connect` each, which may raise, and watch from now on for servers that are lost."""
         self._device = device
         for server in self.servers:
             server.connect(device, self.config.sync_timeout)
@@ -437,22 +405,12 @@ class VLLMClient:
 
     @contextmanager
     def lease(self) -> Iterator[Server]:
-        """The server with the fewest groups in flight, for one group: its turns find their prefixes cached there.
+        """The server with the fewest groups in flight, for one group; waits for a free one.
 
-        Raises:
-            ServerError: no server is left.
+        All turns of a group go to one server, which has their prefixes in its cache. ServerError where none is left.
         """
-        limit = self.config.max_concurrent_requests
         with self._slots:
-            while not (
-                free := [s for s in self.servers if s.has_weights and s.in_flight < limit and not self._is_held]
-            ):
-                none_left = not any(server.has_weights for server in self.servers)
-                if none_left and time.monotonic() > self._alone_s + self.config.server_timeout:
-                    raise ServerError(
-                        f"no rollout server is left: {self._last_loss}; start one, and go on with "
-                        "--resume_from_checkpoint auto"
-                    )
+            while not (free := self._free_servers()):
                 self._slots.wait(1)
             server = min(free, key=lambda server: server.in_flight)
             self._count_idle()
@@ -463,7 +421,16 @@ class VLLMClient:
             with self._slots:
                 self._count_idle()
                 server.in_flight -= 1
-                (self._slots.notify_all if self._is_held else self._slots.notify)()  # one waiting group gets the place
+                self._slots.notify_all()
+
+    def _free_servers(self) -> list[Server]:
+        """Servers that can take another group; none while `drained` holds them."""
+        serving = [server for server in self.servers if server.has_weights]
+        if not serving and time.monotonic() > self._alone_s + self.config.server_timeout:
+            cure = "start one, and go on with --resume_from_checkpoint auto"
+            raise ServerError(f"no rollout server is left: {self._last_loss}; {cure}")
+        limit = 0 if self._is_held else self.config.max_concurrent_requests
+        return [server for server in serving if server.in_flight < limit]
 
     @contextmanager
     def drained(self, stop: threading.Event) -> Iterator[None]:
@@ -487,7 +454,7 @@ class VLLMClient:
             return idle_s
 
     def _count_idle(self) -> None:
-        """Add up the time since the last call; the caller holds the lock, and then changes what is in flight."""
+        """Add up the idle time since the last call. The caller holds the lock, and then changes what is in flight."""
         now = time.monotonic()
         num_idle = sum(server.in_flight == 0 for server in self.servers)
         self._idle_s += (now - self._counted_s) * num_idle / len(self.servers)
@@ -504,7 +471,6 @@ class VLLMClient:
             if not any(server.has_weights for server in self.servers):
                 self._alone_s = time.monotonic()
                 print(f"no rollout server is left: waiting {self.config.server_timeout:.0f} s for one", flush=True)
-            self._slots.notify_all()
 
     def keep_out(self, server: Server, reason: object) -> None:
         """Try a server that answers, and cannot be used, again in a while. The reason is printed once."""
@@ -532,13 +498,11 @@ class VLLMClient:
         while not self._is_closed.wait(PROBE_S):
             for server in self.servers:
                 if not server.is_connected and time.monotonic() >= server.retry_s:
-                    self._reconnect(server)
+                    server.break_off()  # what it had in flight has gone to other servers
+                    if server.answers():
+                        self._reconnect(server)
 
     def _reconnect(self, server: Server) -> None:
-        server.disconnect()  # first: a server that waits for the rest of a stream would not hear the next request
-        server.abort()  # what it had in flight has gone to other servers
-        if not server.answers():
-            return
         try:
             if (longest := self._max_model_len(server)) < self._longest:
                 raise ServerError(f"its --max-model-len is {longest}, this run's {self._longest}: restart it with that")
@@ -553,10 +517,8 @@ class VLLMClient:
 
         Requests in flight go on under the new weights; their K/V is recomputed on resume, and the prefix cache is
         emptied, so that no old K/V serves a new request. `weights` are `(checkpoint name, tensor in its checkpoint's
-        shape)`, consumed to the end; with `only_returned` they go to servers that wait for weights alone.
-
-        Returns:
-            The servers that waited, and have the weights now: they serve once they are passed to `admit`.
+        shape)`, consumed to the end; with `only_returned` they go to servers that wait for weights alone. Returns
+        those that waited and have the weights now: they serve once they are passed to `admit`.
         """
         returned = self.returned
         servers = returned if only_returned else [s for s in self.servers if s.has_weights] + returned
@@ -570,9 +532,7 @@ class VLLMClient:
             return [server for server in servers if server in returned]
         except BaseException:
             for server in servers:
-                server.disconnect()  # a server that waits for the rest of the stream would not hear the next request
-            for server in servers:
-                server.abort()  # to go on with half of the weights would end its engine; the next sync resumes it
+                server.break_off()  # to go on with half of the weights would end its engine; the next sync resumes it
             raise
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
