@@ -69,9 +69,11 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     """Fill in the advantages of groups that have rewards; with `scale_rewards=batch` they must be the whole batch."""
-    if groups:
-        rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
-        for group, advantages in zip(groups, compute_advantages(rewards, config.scale_rewards).tolist(), strict=True):
+    # One by one, so that they do not depend on how many groups came together.
+    parts = [groups] if config.scale_rewards == "batch" and groups else [[group] for group in groups]
+    for part in parts:
+        rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
+        for group, advantages in zip(part, compute_advantages(rewards, config.scale_rewards).tolist(), strict=True):
             group.advantages = advantages
 
 

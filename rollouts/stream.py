@@ -168,6 +168,7 @@ class GroupStream:
         self._ready: list[Group] = []  # accepted and not yet taken, in the order they were completed
         self._batch = Batch()  # the one under way
         self._num_accepted = 0  # of the whole run: those that were taken, and those that are ready
+        self._told_s = time.monotonic()  # when a group was last taken, or the user told that none comes
         self._failure: BaseException | None = None
 
     def open(self, version: int) -> None:
@@ -188,6 +189,11 @@ class GroupStream:
                 assert self.version - group.oldest_version <= self.config.max_staleness
                 self._ready.remove(group)
                 self._batch.groups.append(group)
+                self._told_s = time.monotonic()
+            elif self._running and time.monotonic() > self._told_s + 60:
+                self._told_s = time.monotonic()
+                oldest = self._running[min(self._running)]
+                print(f"waiting for rollouts; the oldest is of dataset row {oldest.prompt.index}", flush=True)
             return group
 
     @property
