@@ -1,4 +1,4 @@
-"""From a dataset row to a `Prompt` and its `Group`: rows, chat templates, tokens; at the end of the file, images."""
+"""From a dataset row to a `Prompt`: rows, templates, tokens, images; and what prompts become, `Group` and `Batch`."""
 
 import base64
 import hashlib
@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 import requests
 import torch
@@ -76,6 +76,22 @@ class Group:
     def can_teach(self) -> bool:
         """Whether its rewards differ, so that its advantages do."""
         return len({r for r in self.reward if not math.isnan(r)}) > 1
+
+
+class Dropped(NamedTuple):
+    """A group that is not trained; `reason` is one of `DROP_REASONS`."""
+
+    group: Group
+    reason: str
+
+
+@dataclass
+class Batch:
+    """The groups of a step: those that it trained, and those that were dropped since the step before it."""
+
+    groups: list[Group] = field(default_factory=list)
+    dropped: list[Dropped] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def load_processor(config: TrainConfig) -> Any:

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch import nn
 from config import TrainConfig, UserError, describe
 from prefix_attention import pack
 from rollouts import data
-from rollouts.data import Group, Prompt
+from rollouts.data import Batch, Dropped, Group, Prompt
 from rollouts.scoring import Scorer, check_rewards, reward_means
 from training.model import forward, load_model_config, published_weights
 from utils import Stopped, broadcast_object, is_main, timed
@@ -26,22 +25,6 @@ from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, Serv
 
 DROP_REASONS = ("stale", "zero_advantage")
 Fill = Callable[[Group], None]  # fills in a part of a group
-
-
-class Dropped(NamedTuple):
-    """A group that is not trained; `reason` is one of `DROP_REASONS`."""
-
-    group: Group
-    reason: str
-
-
-@dataclass
-class Batch:
-    """The groups of a step: those that it trained, and those that were dropped since the step before it."""
-
-    groups: list[Group] = field(default_factory=list)
-    dropped: list[Dropped] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 # --------------------------------------------------------------------------------------------------------------------

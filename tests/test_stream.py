@@ -327,7 +327,7 @@ def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
     assert min(asked) < back < max(asked)
     for name, weight in one.versions["10"].items():
         assert torch.equal(weight, two.versions["10"][name])
-    assert {"1", "2"} & set(two.versions) == set()
+    assert "1" not in two.versions  # it was ill then, and may be back as soon as the other one has version 2
 
 
 def test_a_server_that_comes_back_shorter_stays_out(models, recipe, capsys):

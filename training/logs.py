@@ -14,8 +14,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import TrainConfig, UserError, to_json
+from rollouts.data import Batch, Group
 from rollouts.scoring import reward_means
-from rollouts.stream import Batch, Group
 from utils import is_main, over_ranks
 
 MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
