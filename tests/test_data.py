@@ -15,6 +15,7 @@ from some_rewards import hangs, infinite, only_first, raises, right, scalar, sho
 
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
+from rollouts import workers
 from rollouts.data import Group, Prompt, epochs, load_processor, load_prompts
 from rollouts.scoring import Scorer, check_rewards
 from rollouts.stream import sample_group, sampling_params
@@ -246,9 +247,9 @@ ROLLOUTS = [
     ([Span(0, 0, 2)], None, None),
     ([Span(0, 0, 1), Span(1, 1, 2)], None, None),
     ([Span(0, 0, 1)], [True, False], None),
-    ([], None, "weight_versions that are not those of the sampled tokens"),
-    ([Span(0, 0, 1)], None, "weight_versions that are not those of the sampled tokens"),  # an environment without mask
-    ([Span(0, 0, 2)], [True, False], "weight_versions that are not those of the sampled tokens"),
+    ([], None, ".*weight_versions that do not fit each other"),
+    ([Span(0, 0, 1)], None, ".*weight_versions that do not fit each other"),  # an environment without mask
+    ([Span(0, 0, 2)], [True, False], ".*weight_versions that do not fit each other"),
 ]
 
 
@@ -278,16 +279,16 @@ def test_spans_of_a_rollout_are_its_sampled_tokens(spans, loss_mask, message):
 
 WHOLE = Completion([5, 6], [-1.0, -1.0], "stop", [Span(0, 0, 2)])
 NO_ROLLOUTS = [
-    (lambda *_: [5, 6], "must return a list of Completion"),
-    (lambda *_: (WHOLE,), "must return a list of Completion"),
-    (lambda *_: [WHOLE, WHOLE], "returned 2 completions: sampling asks for n=1"),
+    (lambda *_: [5, 6], "must return a list of n=1 Completions, not "),
+    (lambda *_: (WHOLE,), "must return a list of n=1 Completions, not "),
+    (lambda *_: [WHOLE, WHOLE], "must return a list of n=1 Completions, not "),
     (lambda *_: [][0], "raised IndexError"),
     (lambda *_: [Completion([], [], "stop", [])], "returned an empty completion"),
-    (lambda *_: [dataclasses.replace(WHOLE, sampler_logprobs=[-1.0])], "returned ids, log-probs and loss mask of"),
-    (lambda *_: [dataclasses.replace(WHOLE, loss_mask=[True])], "returned ids, log-probs and loss mask of"),
+    (lambda *_: [dataclasses.replace(WHOLE, sampler_logprobs=[-1.0])], "returned ids, log-probs, loss mask or "),
+    (lambda *_: [dataclasses.replace(WHOLE, loss_mask=[True])], "returned ids, log-probs, loss mask or "),
     (
         lambda *_: [Completion([5] * 20_000, [-1.0] * 20_000, "stop", [Span(0, 0, 20_000)])],
-        "returned 20001 tokens with",
+        "returned 20000 tokens, with the prompt over max_tokens_per_gpu",
     ),
 ]
 
@@ -357,7 +358,8 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     scorer.close()
 
 
-def test_a_hanging_reward_is_replaced(tmp_path):
+def test_a_hanging_reward_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "IMPORT_GRACE_S", 2.0)
     config = make_config(reward_funcs=[hangs, right], reward_timeout=0.3, reward_workers=1, output_dir=str(tmp_path))
     groups = make_groups()
     assert score(groups, config) == [[1.0, 0.0], [0.0, 0.0]]

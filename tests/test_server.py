@@ -455,7 +455,7 @@ def test_a_reachable_host_needs_a_token(models, token):
 def test_server_not_reachable(models):
     client = VLLMClient(make_config(models["tied"], "http://127.0.0.1:9", server_timeout=0.0))
     with pytest.raises(
-        ServerError, match=r"no rollout server answers at .*start one with `python vllm_server.py --model .* --port 9`"
+        ServerError, match=r"no rollout server at .*start one with `python vllm_server.py --model .* --port 9`"
     ):
         client.wait_until_ready()
     client.close()

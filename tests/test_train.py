@@ -282,13 +282,13 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
         (["--model_id", "/nowhere"], "error: model_id=/nowhere: no such path"),
         (
             ["--vllm_urls", "http://127.0.0.1:9", "--server_timeout", "0"],
-            "error: no rollout server answers at http://127.0.0.1:9",
+            "error: no rollout server at http://127.0.0.1:9",
         ),
         (
             ["--max_completion_len", "127", "--max_tokens_per_gpu", "128"],
             "error: no prompt has at most 1 tokens, the room",
         ),
-        (["--max_completion_len", "127"], "error: max_tokens_per_gpu=96 holds no completion"),
+        (["--max_completion_len", "127"], "error: max_tokens_per_gpu must exceed max_completion_len"),
         (["--use_peft", "true", "--lora_target_modules", "qkv"], "error: lora_target_modules: qkv matches no module"),
         (["--lerning_rate", "1"], "error: unknown field lerning_rate: did you mean learning_rate?"),
     ],
