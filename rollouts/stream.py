@@ -481,11 +481,7 @@ class Rollouts:
                 self.stream.open(version)
         if is_first:
             self._restart_clocks()
-        reasons = self._admit(self.client.servers if is_first and is_main() else returned)
-        if is_first:
-            for url, reason in zip(self.config.vllm_urls, reasons, strict=True):
-                if reason:
-                    raise ServerError(f"{url} {reason}")
+        self._admit(self.client.servers if is_first and is_main() else returned, is_first)
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers; returns those on rank 0 that waited for it and have it now. Collective."""
@@ -496,18 +492,20 @@ class Rollouts:
             pass
         return []
 
-    def _admit(self, servers: list[Server]) -> list[str]:
-        """Let rank 0's servers serve, except for a reason that is returned on every rank, or empty. Collective."""
+    def _admit(self, servers: list[Server], is_first: bool = False) -> None:
+        """Let rank 0's servers serve, except for those that do not agree. Collective."""
         probes = broadcast_object([self._probe(server) for server in servers] if is_main() else None)
         self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
         reasons = [probe.failure or self._difference(probe.completion) for probe in probes]
         self.policy.train()
+        for url, reason in zip(self.config.vllm_urls, reasons, strict=True) if is_first else ():
+            if reason:
+                raise ServerError(f"{url} {reason}")
         for server, reason in zip(servers, reasons, strict=False):  # there are servers on rank 0 alone
             if reason:
                 self.client.keep_out(server, reason)
             else:
                 self.client.admit(server)
-        return reasons
 
     def _probe(self, server: Server) -> Probe:
         prompt, max_tokens = self.probe_prompt, min(16, self.config.max_completion_len)
