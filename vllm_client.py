@@ -212,12 +212,7 @@ class Server:
         return self.request("POST", path, timeout_s, json=body)
 
     def generate(
-        self,
-        prompt_ids: list[int],
-        sampling: dict[str, Any],
-        extra: int = 0,
-        images: Any = None,
-        timeout_s: float | None = None,
+        self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0, images: Any = None, timeout_s: Any = None
     ) -> list[Completion]:
         """Sample `sampling["n"]` completions of one prompt.
 
@@ -397,10 +392,16 @@ class VLLMClient:
         return model["max_model_len"]
 
     def connect(self, device: torch.device) -> None:
-        """`Server.connect` each, which may raise, and watch from now on for servers that are lost."""
+        """`Server.connect` each, or raise a ServerError, and watch from now on for servers that are lost."""
         self._device = device
         for server in self.servers:
-            server.connect(device, self.config.sync_timeout)
+            try:
+                server.connect(device, self.config.sync_timeout)
+            except RuntimeError as error:
+                cause = str(error).splitlines()[0]
+                raise ServerError(
+                    f"{server.url} and the trainer cannot open a weight-transfer group: {cause}"
+                ) from error
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager
@@ -497,17 +498,18 @@ class VLLMClient:
         """Connect lost servers that answer again, until the run ends."""
         while not self._is_closed.wait(PROBE_S):
             for server in self.servers:
-                if not server.is_connected and time.monotonic() >= server.retry_s:
-                    server.break_off()  # what it had in flight has gone to other servers
-                    if server.answers():
-                        self._reconnect(server)
+                if server.is_connected or time.monotonic() < server.retry_s:
+                    continue
+                server.break_off()  # what it had in flight has gone to other servers
+                if server.answers():
+                    self._reconnect(server)
 
     def _reconnect(self, server: Server) -> None:
         try:
             if (longest := self._max_model_len(server)) < self._longest:
                 raise ServerError(f"its --max-model-len is {longest}, this run's {self._longest}: restart it with that")
             server.connect(self._device, self.config.sync_timeout)
-        except RuntimeError as error:  # a ServerError, or not all of its workers came to the transfer group
+        except Exception as error:  # whatever it is, the watcher goes on for the other servers
             self.keep_out(server, error)
 
     def update_weights(

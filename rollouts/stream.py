@@ -477,11 +477,11 @@ class Rollouts:
         self.policy, self.version = policy, version
         with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
             returned = self._send()
+            self._admit(self.client.servers if is_first and is_main() else returned, is_first)
             if is_main():
                 self.stream.open(version)
         if is_first:
             self._restart_clocks()
-        self._admit(self.client.servers if is_first and is_main() else returned, is_first)
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers; returns those on rank 0 that waited for it and have it now. Collective."""
