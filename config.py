@@ -26,11 +26,6 @@ class UserError(ValueError):
     """Something the user gave is wrong; the message is one line that says what, and what to do."""
 
 
-def is_data_file(source: str) -> bool:
-    """True for a local data file, by its name; any other string names a data set of the hub."""
-    return source.endswith((".jsonl", ".parquet"))
-
-
 class _OneLineErrors(type):
     """Lets `TrainConfig(...)` raise a `UserError` of one line where pydantic raises a `ValidationError` of many."""
 
@@ -57,7 +52,6 @@ OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
 ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
 Positive = Annotated[float, Field(title="float > 0", gt=0)]
 NotNegative = Annotated[float, Field(title="float >= 0", ge=0)]
-Share = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
 BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 _RESERVED = {"n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "structured_outputs"}
@@ -128,7 +122,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Sample among the k likeliest tokens only. Anything but None makes the server's log-probs inexact."""
     top_p: Annotated[float, Field(title="float > 0 and <= 1", gt=0, le=1)] | None = None
     """Sample from the smallest set of tokens with this mass. See `top_k`."""
-    min_p: Share | None = None
+    min_p: BelowOne | None = None
     """Leave out tokens below this fraction of the likeliest. See `top_k`."""
     stop: Values[str] | None = None
     """Strings that end a completion."""
@@ -220,7 +214,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up: constant, or falling to 0 at the last step."""
-    warmup_ratio: Share = 0.0
+    warmup_ratio: BelowOne = 0.0
     """Share of all steps over which the learning rate rises linearly."""
     weight_decay: NotNegative = 0.0
     """AdamW's decoupled weight decay, on matrices only."""
@@ -232,8 +226,6 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Gradients are clipped to this global norm; 0 clips nothing."""
     seed: int = 42
     """Seeds the order of prompts, LoRA's start and dropout."""
-
-    # -- parallelism ---------------------------------------------------------------------------------------------
     use_fsdp: bool = False
     """Shard weights, gradients and optimizer state over the ranks (FSDP2) instead of replicating them (DDP)."""
     fsdp_bf16: bool = False
@@ -270,7 +262,6 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Create the repository as a private one."""
 
     def __post_init__(self) -> None:
-        # First refuse settings that contradict each other, then settings that have no effect beside the others.
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
         taken = ", ".join(sorted(_RESERVED & set(self.sampling_params or {})))
         masks = self.off_policy_correction == "mask"
@@ -287,8 +278,8 @@ class TrainConfig(metaclass=_OneLineErrors):
         ):
             if is_wrong:
                 raise UserError(message)
-        sources = (self.dataset_id, self.eval_dataset_id)
-        is_name, eval_is_name = (isinstance(source, str) and not is_data_file(source) for source in sources)
+        sources, files = (self.dataset_id, self.eval_dataset_id), (".jsonl", ".parquet")
+        is_name, eval_is_name = (isinstance(source, str) and not source.endswith(files) for source in sources)
         changed = changed_fields(self)
         for fields, has_effect, condition in (
             ("lora_rank lora_alpha lora_dropout lora_target_modules", self.use_peft, "without use_peft"),
@@ -304,6 +295,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             ("correction_floor", masks, "without off_policy_correction=mask"),
             ("extra_generations", not self.rollout_fn, "with a rollout_fn, which samples itself"),
             ("fsdp_bf16", self.use_fsdp, "without use_fsdp (bf16 has)"),
+            ("bf16", not self.fsdp_bf16, "beside fsdp_bf16"),
             ("num_epochs", self.max_steps is None, "beside max_steps, which --max_steps none unsets"),
             ("delta", self.loss_type != "cispo", "with loss_type=cispo"),
         ):
@@ -336,8 +328,7 @@ def describe(config: TrainConfig) -> str:
     """What differs from the defaults, one line per field, and warnings."""
     changed = changed_fields(config)
     lines = [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
-    restricting = ", ".join(sorted({"top_k", "top_p", "min_p", "guided_regex", "guided_json"} & changed.keys()))
-    if restricting:
+    if restricting := ", ".join(sorted({"top_k", "top_p", "min_p", "guided_regex", "guided_json"} & changed.keys())):
         lines.append(f"warning: {restricting}: tokens are not drawn from the policy itself; ratios are then inexact")
     idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed.keys()))
     if idle and config.old_logprobs == "trainer" and config.updates_per_batch == 1:

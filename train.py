@@ -40,8 +40,7 @@ from vllm_client import ServerError
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # what a loss_fn may sum over tokens, beside loss/...
 MIN_SHARED = 0.05  # share of a row's tokens that sharing prompts must save; below it completions are padded rows
 
-# --------------------------------------------------------------------------------------------------------------------
-# Advantages
+# -- Advantages --------------------------------------------------------------------------------------------------------
 
 
 def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
@@ -77,8 +76,7 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
             group.advantages = advantages
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The loss and its corrections
+# -- The loss and its corrections --------------------------------------------------------------------------------------
 
 
 def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
@@ -174,8 +172,7 @@ def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
     return weights.where((weights >= config.correction_floor) & (weights <= config.correction_cap), 0.0)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The rows of a batch
+# -- The rows of a batch -----------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -216,9 +213,9 @@ def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
 
 def trained_tokens(groups: list[Group], config: TrainConfig) -> list[list[bool]]:
     """Which tokens of each completion train: those sampled; none without a reward, or where truncation masks it."""
-    is_masked = config.mask_truncated_completions
+    masked = "length" if config.mask_truncated_completions else None
     return [
-        c.sampled if has_reward and not (is_masked and c.truncated) else [False] * len(c.token_ids)
+        c.sampled if has_reward and c.finish_reason != masked else [False] * len(c.token_ids)
         for group in groups
         for c, has_reward in zip(group.completions, group.have_reward, strict=True)
     ]
@@ -320,8 +317,7 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
         yield from scatter_objects(dealer.deal(groups, is_complete) if is_main() else None)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The step
+# -- The step ----------------------------------------------------------------------------------------------------------
 
 
 def set_old_logprobs(shares: list[Share], policy: nn.Module, config: TrainConfig, device: torch.device) -> None:
@@ -398,15 +394,13 @@ def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer
     return norm
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# The loop
+# -- The loop ----------------------------------------------------------------------------------------------------------
 
 
 def check_loss(config: TrainConfig) -> None:
     """Try the config's `loss_fn`, if it has one, on two tokens of log-probability -1 and advantage 1.
 
-    Raises:
-        UserError: it fails, or does not return a finite scalar with a gradient and a dictionary of sums.
+    UserError where it fails, or does not return a finite scalar with a gradient and a dictionary of sums.
     """
     if config.loss_fn is None:
         return

@@ -24,8 +24,7 @@ from torch import Tensor
 BUCKET_BYTES = 32 << 20  # per broadcast; two are alive at a time: one is loaded while the next is gathered
 FOR_EVER = timedelta(days=30)  # ranks wait for rank 0 as long as it waits for the servers, which has a limit of its own
 
-# --------------------------------------------------------------------------------------------------------------------
-# Ranks and collectives
+# -- Ranks and collectives ---------------------------------------------------------------------------------------------
 
 _from_main: Any = None  # the gloo group that carries objects from rank 0 to the other ranks
 
@@ -43,11 +42,8 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **{} if "RANK" in os.environ else alone)
     _from_main = dist.new_group(backend="gloo", timeout=FOR_EVER)
     try:
         yield device
@@ -94,8 +90,7 @@ def over_ranks(values: dict[str, Tensor], op: Any = dist.ReduceOp.SUM) -> dict[s
     return dict(zip(values, stacked.tolist(), strict=True))
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Weights on the wire
+# -- Weights on the wire -----------------------------------------------------------------------------------------------
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
@@ -119,23 +114,19 @@ class TransferGroup:
     """
 
     def __init__(self, store: dist.TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float):
-        timeout = timedelta(seconds=timeout_s)
-        store.set(f"device/{rank}", _device_identity(device))
+        is_cuda = device.type == "cuda"
+        store.set(f"device/{rank}", str(torch.cuda.get_device_properties(device).uuid) if is_cuda else "cpu")
         devices = [store.get(f"device/{member}").decode() for member in range(world_size)]
         use_nccl = "cpu" not in devices and len(set(devices)) == world_size
         self.backend = "nccl" if use_nccl else "gloo"
         self.device = device if use_nccl else torch.device("cpu")
         prefix = dist.PrefixStore(f"weights/{self.backend}", store)
-        if use_nccl:
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            self._group: Any = dist.ProcessGroupNCCL(prefix, rank, world_size, options)
-        else:
-            gloo: Any = dist.ProcessGroupGloo  # whose options torch's stubs lack
-            options = gloo._Options()
-            options._devices = [gloo.create_device(hostname=address_towards(store.host))]
-            options._timeout = timeout
-            self._group = gloo(prefix, rank, world_size, options)
+        kind: Any = dist.ProcessGroupNCCL if use_nccl else dist.ProcessGroupGloo
+        options = kind.Options() if use_nccl else kind._Options()
+        options._timeout = timedelta(seconds=timeout_s)
+        if not use_nccl:
+            options._devices = [kind.create_device(hostname=address_towards(store.host))]
+        self._group = kind(prefix, rank, world_size, options)
         self._store = store  # the group lives as long as its store
 
     def send(self, bucket: dict[str, Tensor]) -> list[Any]:
@@ -191,10 +182,6 @@ class TransferGroup:
         self._group = None
 
 
-def _device_identity(device: torch.device) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else "cpu"
-
-
 def address_towards(host: str) -> str:
     """The address of this machine on the route to `host` (no packet is sent)."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
@@ -208,8 +195,7 @@ def api_token() -> str:
     return os.environ.get("VLLM_API_KEY", "").strip()
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Clocks, signals, the end of a process
+# -- Clocks, signals, the end of a process -----------------------------------------------------------------------------
 
 
 @contextmanager
@@ -245,8 +231,7 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
                 os.write(1, line.encode())  # print() may be what the signal interrupted
         stop.set()
 
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-    before = {number: signal.signal(number, note) for number in numbers}
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
@@ -262,17 +247,15 @@ def die_with(parent: int) -> None:
             os._exit(1)
 
 
-class Terminal(io.TextIOWrapper):
+class _Terminal(io.TextIOWrapper):
     """An output whose reader may go away: Ctrl-C ends a `| tee`, too, and the last step is still to be saved."""
 
     def write(self, text: str) -> int:
-        """Write, where anybody reads."""
         with suppress(BrokenPipeError):
             super().write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Flush, where anybody reads."""
         with suppress(BrokenPipeError):
             super().flush()
 
@@ -285,7 +268,8 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
     """
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-    sys.stdout, sys.stderr = (Terminal(s.buffer, "utf-8", line_buffering=True) for s in (sys.stdout, sys.stderr))
+    both = (sys.stdout, sys.stderr)
+    sys.stdout, sys.stderr = (_Terminal(s.buffer, "utf-8", "backslashreplace", line_buffering=True) for s in both)
     rank = os.environ.get("RANK", "0")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun: without it, ranks would train on beside those of the next run

@@ -54,26 +54,19 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """What was sampled for a prompt.
+    """What was sampled for a prompt."""
 
-    Attributes:
-        token_ids: the sampled ids, including the end-of-sequence token where one was sampled.
-        sampler_logprobs: the server's log-probability of each token, nats, after temperature (and top-k/p).
-        finish_reason: `stop` (the completion ended by itself) or `length` (it was cut off).
-        weight_versions: the spans of tokens that were sampled under one policy version each.
-        loss_mask: False on tokens that an environment wrote, which do not train; None where all were sampled.
-    """
+    token_ids: list[int]  # with the end-of-sequence token, where one was sampled
+    sampler_logprobs: list[float]  # nats, of each token, by the server: after temperature (and top-k/p)
+    finish_reason: str  # `stop` (the completion ended by itself) or `length` (it was cut off)
+    weight_versions: list[Span]  # the tokens that were sampled, by policy version
+    loss_mask: list[bool] | None = None  # False on tokens that an environment wrote; None where all were sampled
 
-    token_ids: list[int]
-    sampler_logprobs: list[float]
-    finish_reason: str
-    weight_versions: list[Span]
-    loss_mask: list[bool] | None = None
-
-    @property
-    def truncated(self) -> bool:
-        """True where the completion ran into its length limit."""
-        return self.finish_reason == "length"
+    def __post_init__(self) -> None:
+        places = [place for place, was_sampled in enumerate(self.sampled) if was_sampled]
+        covered = [place for span in self.weight_versions for place in range(span.start, span.end)]
+        if not len(self.token_ids) == len(self.sampler_logprobs) == len(self.sampled) > 0 or covered != places:
+            raise ValueError("a Completion needs a log-prob, mask and version for each of one or more tokens: `then`")
 
     @property
     def sampled(self) -> list[bool]:
@@ -93,8 +86,7 @@ class Completion:
         )
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Replies
+# -- Replies -----------------------------------------------------------------------------------------------------------
 
 
 def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
@@ -133,20 +125,15 @@ def _completion(choice: dict[str, Any]) -> Completion:
     ids, versions = choice["token_ids"] or [], choice["weight_versions"]
     logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
     spans = [Span(int(s["version"]) if s["version"].isdecimal() else -1, s["start"], s["end"]) for s in versions]
-    are_ids = all(isinstance(token, int) and token >= 0 for token in ids)
-    are_finite = all(isinstance(p, int | float) and NO_LOGPROB < p < math.inf for p in logprobs)
-    if not (are_ids and are_finite) or len(logprobs) != len(ids):
-        raise ValueError(f"{len(ids)} tokens and {len(logprobs)} log-probs, or ones that are not finite numbers")
     if not ids or choice["finish_reason"] not in ("stop", "length"):
         raise ServerLost(f"a server ended a completion by {choice['finish_reason']!r} after {len(ids)} tokens")
-    ends = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != ends[:-1] or ends[-1] != len(ids):
-        raise ValueError(f"weight_versions {spans} for {len(ids)} tokens")
+    are_ids = all(isinstance(token, int) and token >= 0 for token in ids)
+    if not are_ids or not all(isinstance(p, int | float) and NO_LOGPROB < p < math.inf for p in logprobs):
+        raise ValueError(f"of {len(ids)} tokens some ids or log-probs are no finite numbers")
     return Completion(ids, logprobs, choice["finish_reason"], spans)
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# One server
+# -- One server --------------------------------------------------------------------------------------------------------
 
 
 class Server:
@@ -179,11 +166,8 @@ class Server:
     ) -> Any:
         """What `read` makes of the reply, or its JSON.
 
-        `timeout_s` is in seconds, or (to connect, None for no limit to answer); None takes `request_timeout`.
-
-        Raises:
-            ServerError: a 4xx reply.
-            ServerLost: no connection, a time-out, a 5xx reply, or a reply that `read` cannot read.
+        `timeout_s` is in seconds, or (to connect, None for no limit to answer); None takes `request_timeout`. A 4xx
+        reply is a ServerError; no connection, a time-out, a 5xx or one that cannot be read is a ServerLost.
         """
         where = f"{method} {self.url}{path}"
         try:
@@ -223,9 +207,7 @@ class Server:
             images: the prompt's (`rollouts.data.Images`), whose placeholders stand at the beginning of `prompt_ids`.
             timeout_s: None takes `request_timeout`.
 
-        Raises:
-            ServerError, ServerLost: as `request`; or the server expands the images to other tokens than the trainer.
-            UserError: a prompt has placeholders of images, and `images` are not given.
+        Raises a ServerError as `request` does, or where the server expands the images to other tokens than the trainer.
         """
         num = sampling.get("n", 1)
         params = {**sampling, "n": num + extra, "logprobs": 0}
@@ -243,11 +225,8 @@ class Server:
         path = "/inference/v1/generate"
         completions, expanded = self.request("POST", path, timeout_s, read, json=body, stream=extra > 0)
         if images and expanded != prompt_ids:
-            raise ServerError(
-                f"{self.url} expands the images of a prompt to {len(expanded)} tokens in all, the trainer to "
-                f"{len(prompt_ids)}, or to others of the same number: do both process images alike "
-                "(--mm-processor-kwargs)?"
-            )
+            sizes = f"{len(expanded)} tokens on {self.url} and {len(prompt_ids)} here, or others of the same number"
+            raise ServerError(f"a prompt has {sizes}: do both process images alike (--mm-processor-kwargs)?")
         return completions
 
     def answers(self) -> bool:
@@ -262,18 +241,16 @@ class Server:
         """Open a transfer group with the server's workers, and zero its weights.
 
         With zeroed weights a comparison of log-probs after the first sync can only hold if every weight arrived. The
-        group replaces one that an earlier trainer left; each of its broadcasts may take `timeout_s` seconds.
-
-        Raises:
-            RuntimeError: the server refuses (ServerError), or its workers do not come.
+        group replaces one that an earlier trainer left; each of its broadcasts may take `timeout_s` seconds. Raises a
+        RuntimeError where the server refuses (ServerError), or its workers do not come.
         """
         self.sync_timeout_s = timeout_s
         self.receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
         world_size = 1 + self.request("GET", "/get_world_size", CONTROL_TIMEOUT_S)["world_size"]
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        info = {"host": address, "port": store.port, "world_size": world_size, "timeout_s": timeout_s}
-        body = {"init_info": {**info, "trainer": TRAINER}}
+        init_info = {"host": address, "port": store.port, "world_size": world_size, "timeout_s": timeout_s}
+        body = {"init_info": init_info | {"trainer": TRAINER}}
         # Both sides must enter the rendezvous, and a server that refuses never comes.
         reply = self.receiver.submit(self.post, "/init_weight_transfer_engine", body, timeout_s + CONTROL_TIMEOUT_S)
         while not store.check(["device/1"]):
@@ -342,16 +319,13 @@ class Server:
         self.post("/resume")
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# All servers
+# -- All servers -------------------------------------------------------------------------------------------------------
 
 
 class VLLMClient:
     """All rollout servers of a run. Thread-safe; lives on rank 0. `tokenizer` and `forbidden` as of `Server`."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = ()):
-        if not api_token().isascii():
-            raise UserError("VLLM_API_KEY has other characters than ASCII: no header can carry it")
         self.config = config
         self.servers = [Server(url, config.request_timeout, tokenizer, forbidden) for url in config.vllm_urls]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
@@ -367,8 +341,7 @@ class VLLMClient:
     def wait_until_ready(self) -> int:
         """Wait until every server answers; returns the longest sequence that all of them take, in tokens.
 
-        Raises:
-            ServerError: a server does not answer within `server_timeout`, or serves another model.
+        ServerError where one does not answer within `server_timeout`, or serves another model.
         """
         deadline = time.monotonic() + self.config.server_timeout
         for server in self.servers:
@@ -398,10 +371,7 @@ class VLLMClient:
             try:
                 server.connect(device, self.config.sync_timeout)
             except RuntimeError as error:
-                cause = str(error).splitlines()[0]
-                raise ServerError(
-                    f"{server.url} and the trainer cannot open a weight-transfer group: {cause}"
-                ) from error
+                raise ServerError(f"{server.url}: no weight-transfer group: {str(error).splitlines()[0]}") from error
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager
@@ -533,8 +503,7 @@ class VLLMClient:
             servers = self._on(servers, partial(Server.end_update, version=version))
             return [server for server in servers if server in returned]
         except BaseException:
-            for server in servers:
-                server.break_off()  # to go on with half of the weights would end its engine; the next sync resumes it
+            self._on(servers, Server.break_off)  # half of the weights would end an engine; the next sync resumes it
             raise
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:

@@ -76,11 +76,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
     reloading = False
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Join the trainer's transfer group; a group left by an earlier trainer is dropped.
-
-        Raises:
-            RuntimeError: the earlier trainer is still there.
-        """
+        """Join the trainer's transfer group, in place of one that an earlier trainer left."""
         if self.group is not None and self.trainer != init_info.trainer and self.group.trainer_lives():
             raise RuntimeError("another trainer uses this server: one at a time")
         self.shutdown()
@@ -109,9 +105,6 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         """Hand every bucket to the model's own `load_weights`, while the next ones arrive.
 
         Each bucket has memory of its own: layerwise reload keeps views until a layer is whole.
-
-        Raises:
-            RuntimeError: no trainer is connected, or its broadcasts break off.
         """
         group = self.group
         if group is None:
@@ -238,11 +231,7 @@ if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a 
 
 
 def main(argv: list[str]) -> None:
-    """Start the server and serve until a signal.
-
-    Raises:
-        SystemExit: a host other than loopback without a token, several tokens, or an option vLLM does not know.
-    """
+    """Start the server and serve until a signal; SystemExit for options that it refuses."""
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))  # for the workers
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the RL routes; AccessGuard closes the rest of dev mode
@@ -262,9 +251,7 @@ def main(argv: list[str]) -> None:
         os.environ["VLLM_API_KEY"] = args.api_key[0]
         args.api_key = None  # the log would show it
     if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
-        sys.exit(
-            f"--host {args.host} is reachable from outside: set VLLM_API_KEY (or --api-key) here and at the trainer"
-        )
+        sys.exit(f"--host {args.host} is reachable from outside: set VLLM_API_KEY, here and at the trainer")
     if current_platform.is_cpu() and args.enable_chunked_prefill is None:
         args.enable_chunked_prefill = False  # a seeded request that is prefilled in parts ends vLLM's CPU engine
     args.model = args.model_tag or args.model  # the word without an option, as `vllm serve` takes it

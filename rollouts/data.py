@@ -1,9 +1,9 @@
 """From a dataset row to a `Prompt`: rows, templates, tokens, images; and what prompts become, `Group` and `Batch`."""
 
 import base64
-import hashlib
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -55,11 +55,6 @@ class Group:
     started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        """Prompt and completion tokens of the group, the prompt counted once per completion."""
-        return sum(len(self.prompt.token_ids) + len(c.token_ids) for c in self.completions)
 
     @property
     def oldest_version(self) -> int:
@@ -121,82 +116,54 @@ def tokenizer_of(processor: Any) -> Any:
 
 
 def placeholder_ids(owner: Any) -> list[int]:
-    """Tokens that stand for images and the like, by a model's configuration or processor.
-
-    A policy's forward could not take one that was sampled.
-    """
+    """Tokens that stand for images and the like, by a model's configuration or processor; none may be sampled."""
     names = ("image_token_id", "video_token_id", "audio_token_id")
     return [token for name in names if (token := getattr(owner, name, None)) is not None]
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Rows
+# -- Rows --------------------------------------------------------------------------------------------------------------
 
 
 def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) -> list[dict[str, Any]]:
     """The rows of a function, a local `.jsonl`/`.parquet` file or a `datasets` name, through `collate_fn`."""
-    collate_fn: Any = config.collate_fn
+    collate_fn: Any = config.collate_fn or list
     name = getattr(source, "__name__", source)
-    try:
-        if callable(source):
-            rows = list(source())
-        elif source.endswith(".jsonl"):
-            rows = _jsonl_rows(Path(source))
-        else:
-            rows = _datasets_rows(source, split, config)
-        rows = collate_fn(rows) if collate_fn else rows
-    except Exception as error:  # whatever `datasets` or a function of the user's raises
-        how = " through collate_fn, which gets the list of all rows" if collate_fn else ""
-        raise UserError(f"dataset {name} cannot be loaded{how}: {_one_line(error)}") from error
+    with naming(f"dataset {name}"):
+        rows = list(source()) if callable(source) else _stored_rows(source, split, config)
+    with naming(f"dataset {name}, whose rows collate_fn gets in one list"):
+        rows = collate_fn(rows)
     if not rows:
         raise UserError(f"dataset {name} has no rows")
     return rows
 
 
-def _one_line(error: Exception) -> str:
-    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{error}".split())
+def _stored_rows(source: str, split: str, config: TrainConfig) -> list[dict[str, Any]]:
+    from datasets import load_dataset
 
-
-def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows as they stand: `datasets` would turn strings that look like dates into dates."""
-    rows = []
-    for number, line in enumerate(path.read_text("utf-8-sig").split("\n"), 1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            raise ValueError(f"line {number} is not JSON: {error}") from None
-    return rows
-
-
-def _datasets_rows(source: str, split: str, config: TrainConfig) -> list[dict[str, Any]]:
-    from datasets import Image, List, load_dataset
-
+    if source.endswith(".jsonl"):  # as they stand: `datasets` would turn strings that look like dates into dates
+        rows: list[dict[str, Any]] = []
+        for number, line in enumerate(Path(source).read_text("utf-8-sig").split("\n"), 1):
+            with naming(f"line {number}"):
+                rows += [json.loads(line)] if line.strip() else []
+        return rows
     if source.endswith(".parquet"):
         dataset = load_dataset("parquet", data_files=source, split="train")
     else:
         dataset = load_dataset(source, config.dataset_config if source == config.dataset_id else None, split=split)
-    for name, feature in dataset.features.items():  # images as bytes and paths: pixels are made when they are needed
-        if isinstance(feature, Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            dataset = dataset.cast_column(name, List(Image(decode=False)))
-    return list(dataset)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Prompts
+    return list(dataset.to_iterable_dataset().decode(False))  # images as bytes and paths, until they are needed
 
 
 @contextmanager
-def naming_row(index: int) -> Iterator[None]:
-    """Whatever fails inside, in a template, a tokenizer, a processor or an image, is a UserError that names the row."""
+def naming(where: str) -> Iterator[None]:
+    """Whatever fails inside, in data, a template, a processor or a user's function, is a UserError that says where."""
     try:
         yield
-    except UserError:
-        raise
     except Exception as error:
-        raise UserError(f"dataset row {index}: {_one_line(error)}") from error
+        kind = "" if type(error) in (ValueError, UserError) else f"{type(error).__name__}: "
+        raise UserError(" ".join(f"{where}: {kind}{error}".split())) from error
+
+
+# -- Prompts -----------------------------------------------------------------------------------------------------------
 
 
 def load_prompts(
@@ -205,16 +172,14 @@ def load_prompts(
     """Prompts with their token ids and reward columns; those over `max_prompt_len` tokens are counted and left out.
 
     Every image is read and processed once here, so that a broken one shows at once, and again when it is sampled: only
-    its tokens are kept.
-
-    Raises:
-        UserError: a row that makes no prompt, with its number and the reason; or nothing is left.
+    its tokens are kept. UserError where a row makes no prompt, with its number and the reason, or nothing is left.
     """
 
     def load(numbered: tuple[int, dict[str, Any]]) -> Prompt:
         index, row = numbered
-        with naming_row(index):
-            return replace(with_images(make_prompt(index, row, processor, config), processor, config), images=None)
+        with naming(f"dataset row {index}"):
+            prompt = make_prompt(index, row, processor, config)
+        return replace(with_images(prompt, processor, config), images=None)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         prompts = list(pool.map(load, enumerate(load_rows(source, split, config))))
@@ -228,15 +193,11 @@ def load_prompts(
 
 
 def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainConfig) -> Prompt:
-    """A row's prompt, tokenized, with its images as the dataset has them.
-
-    A ValueError says what is wrong with the row, where that would go wrong silently.
-    """
+    """A row's prompt, tokenized, with its images as the dataset has them; a ValueError says what is wrong with it."""
     if not isinstance(row.get("prompt"), str | list):
         raise ValueError(f"it has no `prompt` (string or chat messages), but {sorted(row)}")
-    wanted = config.extra_columns
-    if wanted is None:
-        wanted = [name for name in row if name not in ("prompt", "image", "images")]
+    others = [name for name in row if name not in ("prompt", "image", "images")]
+    wanted = others if config.extra_columns is None else config.extra_columns
     if missing := [name for name in wanted if name not in row]:
         raise ValueError(f"it has no column {missing[0]}, which extra_columns names, but {sorted(row)}")
     if taken := {"prompts", "completions", "completion_ids"} & set(wanted):
@@ -270,27 +231,17 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
     return text, takes_images and not (bos and text.startswith(bos))
 
 
-def fingerprint(prompts: list[Prompt]) -> str:
-    """A hash of prompts' tokens, in order."""
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps(prompt.token_ids).encode())
-    return digest.hexdigest()
-
-
 def epochs(num_items: int, seed: int) -> Iterator[int]:
     """Endless item indices: each epoch is a fresh seeded permutation, so every item comes once per epoch."""
-    epoch = 0
-    while True:
+    for epoch in itertools.count():
         generator = torch.Generator().manual_seed(seed + epoch)
         yield from torch.randperm(num_items, generator=generator).tolist()
-        epoch += 1
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# Images
+# -- Images ------------------------------------------------------------------------------------------------------------
 
 IMAGE_TYPES = ("image", "image_url")  # of a message's part that is an image, or the place of one
+IMAGE = {"type": "image"}  # the place of an image, for templates
 PADDING = {"image_sizes", "pixel_attention_mask"}  # what processors call the measures of images that they padded
 
 
@@ -304,41 +255,30 @@ class Images:
     inputs: dict[str, Tensor]  # for the policy: what the processor makes of them (`pixel_values`, ...), on the CPU
 
 
-def parts_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """A chat message's content as parts, without the keys that `datasets` adds for parts of other rows.
+def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages.
 
     A ValueError refuses what a template would leave out without a word.
     """
-    if "role" not in message or not {"content", "tool_calls"} & message.keys():
-        raise ValueError(f"it has a message without role or content: {message!r:.100}")
-    content = message.get("content")
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    parts = [
-        {key: value for key, value in part.items() if value is not None}
-        for part in ([] if content is None else content)
-    ]
-    if odd := [part for part in parts if part.get("type") not in ("text", *IMAGE_TYPES)]:
-        raise ValueError(f"it has a message with a part that is neither of type text nor image: {odd[0]!r:.100}")
-    return parts
-
-
-def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages."""
     columns = [value for name in ("image", "images") if (value := row.get(name)) is not None]
     images = [image for value in columns for image in (value if isinstance(value, list | tuple) else [value])]
     content, places = row["prompt"], []
     if isinstance(content, list):
         content = []
         for message in row["prompt"]:
-            parts = parts_of(message)
-            places += [part for part in parts if part["type"] in IMAGE_TYPES]
-            if isinstance(message.get("content"), list):
-                parts = [{"type": "image"} if part["type"] in IMAGE_TYPES else part for part in parts]
-                message = {**message, "content": parts}
-            content.append(message)
+            if "role" not in message or not {"content", "tool_calls"} & message.keys():
+                raise ValueError(f"it has a message without role or content: {message!r:.100}")
+            parts = message.get("content") or ""
+            if not isinstance(parts, str):
+                if odd := [part for part in parts if part.get("type") not in ("text", *IMAGE_TYPES)]:
+                    raise ValueError(f"it has a message with a part neither of type text nor image: {odd[0]!r:.100}")
+                places += [part for part in parts if part["type"] in IMAGE_TYPES]
+                # Without the keys that `datasets` adds for parts of other rows.
+                texts = ({"type": "text", "text": part.get("text")} for part in parts)
+                parts = [text if part["type"] == "text" else IMAGE for part, text in zip(parts, texts, strict=True)]
+            content.append({**message, "content": parts})
     given = [place.get("image") or place.get("url") or place.get("path") or place.get("image_url") for place in places]
-    inside = [image["url"] if isinstance(image, dict) and "url" in image else image for image in given if image]
+    inside = [image for image in given if image]
     if len(columns) + bool(inside) > 1:
         raise ValueError("it has images in two places of `image`, `images` and its messages: leave one")
     images = inside or images
@@ -349,35 +289,32 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 def in_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
     """Messages with their contents as parts; images without a place stand before the first user message's text."""
-    written = [{**message, "content": parts_of(message)} for message in messages]
-    has_places = any(part["type"] in IMAGE_TYPES for message in written for part in message["content"])
+    contents = (message["content"] for message in messages)
+    parts = ([{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents)
+    written = [{**message, "content": part} for message, part in zip(messages, parts, strict=True)]
     first = next((message for message in written if message["role"] == "user"), None)
-    if first and not has_places:
-        first["content"] = [{"type": "image"}] * num_images + first["content"]
+    if first and not any(IMAGE in message["content"] for message in written):
+        first["content"] = [IMAGE] * num_images + first["content"]
     return written
 
 
-def open_image(source: Any) -> Any:
-    """A PIL image, upright and in RGB, from one, a path, data URI, bytes, or `datasets`' `bytes` and `path`."""
-    from PIL import Image
-    from transformers.image_utils import load_image
-
+def fetch_image(source: Any) -> Any:
+    """An image as `open_image` takes it, of a dictionary's `bytes`, `path` or `url` too; a URL is asked once."""
     if isinstance(source, dict):
-        source = source.get("bytes") or source.get("path") or source
-    if isinstance(source, bytes):
-        source = Image.open(io.BytesIO(source))
-    elif isinstance(source, str | os.PathLike) and not str(source).startswith("data:"):
-        source = Image.open(str(source).removeprefix("file://"))
-    return load_image(source)
-
-
-def _downloaded(source: Any) -> Any:
-    """The bytes behind a URL, so that it is asked once; any other source as it is."""
+        source = source.get("bytes") or source.get("path") or source.get("url") or source
     if not isinstance(source, str) or not source.startswith(("http://", "https://")):
         return source
     reply = requests.get(source, timeout=30)
     reply.raise_for_status()
     return reply.content
+
+
+def open_image(source: Any) -> Any:
+    """A PIL image, upright and in RGB, from one, its bytes, a path or a data URI."""
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)
 
 
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
@@ -389,8 +326,8 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     if not prompt.sources or prompt.images:
         return prompt
     num = len(prompt.sources)
-    with naming_row(prompt.index):
-        sources = [_downloaded(source) for source in prompt.sources]
+    with naming(f"dataset row {prompt.index}"):
+        sources = [fetch_image(source) for source in prompt.sources]
         images = [open_image(source) for source in sources]
         text, adds_special_tokens = as_text(processor, prompt.content, num, config)
         place = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)

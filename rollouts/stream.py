@@ -27,24 +27,15 @@ DROP_REASONS = ("stale", "zero_advantage")
 Fill = Callable[[Group], None]  # fills in a part of a group
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# One group
+# -- One group ---------------------------------------------------------------------------------------------------------
 
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group; what the config leaves at None is not sent."""
     guides = {"regex": config.guided_regex, "json": config.guided_json}
-    params = {
-        "n": config.num_generations,
-        "max_tokens": config.max_completion_len,
-        "temperature": config.temperature,
-        "top_k": config.top_k,
-        "top_p": config.top_p,
-        "min_p": config.min_p,
-        "stop": config.stop,
-        "structured_outputs": {name: guide for name, guide in guides.items() if guide} or None,
-        **(config.sampling_params or {}),
-    }
+    params = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p", "stop")}
+    params["structured_outputs"] = {name: guide for name, guide in guides.items() if guide} or None
+    params |= {"n": config.num_generations, "max_tokens": config.max_completion_len, **(config.sampling_params or {})}
     return {name: value for name, value in params.items() if value is not None}
 
 
@@ -86,40 +77,24 @@ def _sample(server: Server, prompt: Prompt, sampling: dict[str, Any], config: Tr
         extra = config.extra_generations if sampling["n"] > 1 else 0
         return server.generate(prompt.token_ids, sampling, extra, prompt.images)
     rollout_fn: Any = config.rollout_fn
-    where = f"rollout_fn on dataset row {prompt.index}"
     try:
         completions = rollout_fn(server, prompt, sampling)
+        ids = [token for completion in completions for token in completion.token_ids]
+        longest = max(len(prompt.token_ids) + len(completion.token_ids) for completion in completions)
+        if len(completions) != sampling["n"]:
+            raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
+        if longest > config.max_tokens_per_gpu:
+            raise ValueError(f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu")
+        if not set(server.forbidden).isdisjoint(ids):
+            raise ValueError("a completion has a placeholder of an image, which no policy takes")
     except ServerError:
         raise
-    except Exception as error:
-        raise UserError(f"{where} raised {type(error).__name__}: {error}") from error
-    is_list = isinstance(completions, list) and all(isinstance(c, Completion) for c in completions)
-    if not is_list or len(completions) != sampling["n"]:
-        raise UserError(f"{where} must return a list of n={sampling['n']} Completions, not {completions!r:.200}")
-    for completion in completions:
-        if fault := _fault(completion, prompt, server, config):
-            raise UserError(f"{where} returned {fault}")
+    except Exception as error:  # whatever the recipe raises
+        raise UserError(f"rollout_fn on dataset row {prompt.index}: {type(error).__name__}: {error}") from error
     return completions
 
 
-def _fault(completion: Completion, prompt: Prompt, server: Server, config: TrainConfig) -> str:
-    """Why a completion that a `rollout_fn` returned cannot be trained; empty where it can."""
-    ids, sampled = completion.token_ids, completion.sampled
-    places = [place for place, was_sampled in enumerate(sampled) if was_sampled]
-    if not ids:
-        return "an empty completion"
-    if not set(server.forbidden).isdisjoint(ids):
-        return "a placeholder of an image, which no policy takes"
-    covered = [place for span in completion.weight_versions for place in range(span.start, span.end)]
-    if not len(ids) == len(completion.sampler_logprobs) == len(sampled) or covered != places:
-        return "ids, log-probs, loss mask or weight_versions that do not fit each other: join with `then`"
-    if len(prompt.token_ids) + len(ids) > config.max_tokens_per_gpu:
-        return f"{len(ids)} tokens, with the prompt over max_tokens_per_gpu: raise it"
-    return ""
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Ahead of the trainer
+# -- Ahead of the trainer ----------------------------------------------------------------------------------------------
 
 
 class GroupStream:
@@ -130,11 +105,8 @@ class GroupStream:
     begun by version v than the batches up to v + max_staleness hold, so that it always suffices to keep room for them,
     and to wait. Every group ends once: taken, or dropped with a reason.
 
-    Args:
-        groups: fresh ones without end, in the order of admission.
-        sample, score: fill in a group's completions, and its rewards; `num_threads` groups at a time.
-        num_steps: of the run, which has a batch for each.
-        config: batch_size, max_staleness, stale_policy, drop_zero_advantage, max_dropped_batches.
+    `groups` are fresh ones without end, in the order of admission. `sample` and `score` fill in the completions and
+    rewards of one, `num_threads` at a time. The run has `num_steps` batches.
     """
 
     def __init__(
@@ -151,7 +123,7 @@ class GroupStream:
         self._ready: list[Group] = []  # accepted and not yet taken, in the order they were completed
         self._batch = Batch()  # the one under way
         self._num_accepted = 0  # of the whole run: those that were taken, and those that are ready
-        self._told_s = time.monotonic()  # when a group was last taken, or the user told that none comes
+        self._told_s = time.monotonic()  # when a group was last taken, or the user told that none came
         self._failure: BaseException | None = None
 
     def open(self, version: int) -> None:
@@ -214,11 +186,6 @@ class GroupStream:
                     return
                 group.started_version, group.started_s = self.version, time.monotonic()
             self._sample(group)
-            seen = {span.version for c in group.completions for span in c.weight_versions}
-            asked, last = group.started_version, self.version + 1  # of an update that may be under way
-            if odd := sorted(seen - {*range(asked, last + 1)}):
-                cause = "does another trainer use the server?"
-                raise ServerError(f"asked for policy version {asked}, got {odd[0]}: {cause}")
             self._score(group)
             with self._changed:
                 self._finish(group)
@@ -271,8 +238,7 @@ class GroupStream:
         return True
 
 
-# --------------------------------------------------------------------------------------------------------------------
-# What the loop sees
+# -- What the loop sees ------------------------------------------------------------------------------------------------
 
 
 class Probe(NamedTuple):
@@ -286,24 +252,17 @@ class Rollouts:
     """Where groups come from and the policy goes to. Data and servers live on rank 0; the methods are collective.
 
     Making one checks data, rewards and servers, before a model is loaded (UserError, ServerError).
-
-    Attributes:
-        num_steps: of the run.
-        example: the shortest prompt with images, processed; None in a run without.
-        processor: the model's, on rank 0.
-        stop: an event that ends `take` and `evaluate`.
-        failure: the error that ended one of them, on rank 0.
     """
 
     def __init__(self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None):
         self.config, self.device = config, device
-        self.stop = threading.Event()
-        self.failure: Exception | None = None
-        self.processor: Any = None
+        self.stop = threading.Event()  # ends `take` and `evaluate`
+        self.failure: Exception | None = None  # what ended one of them, on rank 0
+        self.processor: Any = None  # the model's, on rank 0
         self.policy: Any = None  # the one that was published last, as `version`
         self.version = -1
-        shared = broadcast_object(self._open(resumed) if is_main() else None)
-        self.num_steps, self.example, self.probe_prompt = shared
+        # Of the run; the shortest prompt with images, processed (None in a run without); what servers are probed with.
+        self.num_steps, self.example, self.probe_prompt = broadcast_object(self._open(resumed) if is_main() else None)
         self._restart_clocks()
 
     def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None, Prompt]:
@@ -315,19 +274,15 @@ class Rollouts:
         self.client = VLLMClient(config, tokenizer, data.placeholder_ids(load_model_config(config)[0]))
         max_prompt_len = min(self.client.wait_until_ready(), config.max_tokens_per_gpu) - config.max_completion_len
         self.prompts = self._load(config.dataset_id, config.dataset_split, max_prompt_len)
-        try:
+        with data.naming("eval_dataset_id"):
             self.held_out = self._load(config.eval_dataset_id, config.eval_dataset_split, max_prompt_len)
-        except UserError as error:
-            raise UserError(f"eval_dataset_id: {error}") from error
-        self.fingerprint = data.fingerprint(self.prompts)
+        self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
         if resumed and resumed["prompts"] != self.fingerprint:
-            raise UserError(
-                "resume_from_checkpoint: that run had other prompts: give this one the same dataset, and the servers "
-                "the same --max-model-len (or a max_tokens_per_gpu that holds as long ones)"
-            )
+            cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"
+            raise UserError(f"resume_from_checkpoint: that run had other prompts: {cure}")
         example = data.image_example(self.prompts, self.processor, config)
         self.client.connect(self.device)
-        self.scorer = Scorer(tokenizer, config, resumes=resumed is not None)
+        self.scorer = Scorer(tokenizer, config)
         before = resumed or {"step": 0, "num_tokens": 0, "ended": ()}
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
         if before["step"] >= num_steps:
@@ -336,7 +291,7 @@ class Rollouts:
         order = enumerate(data.epochs(len(self.prompts), config.seed))
         groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
         num_threads = len(config.vllm_urls) * config.max_concurrent_requests + config.reward_workers
-        self.stream = GroupStream(groups, self._sample, self._score, num_threads, num_steps, config)
+        self.stream = GroupStream(groups, self._sample, self.scorer.score, num_threads, num_steps, config)
         return num_steps, example, example or self.prompts[0]
 
     def _load(self, source: Any, split: str, max_prompt_len: int) -> list[Prompt]:
@@ -345,12 +300,7 @@ class Rollouts:
         return prompts
 
     def _sample(self, group: Group, **changes: Any) -> None:
-        sampling = {**sampling_params(self.config), **changes}
-        sample_group(group, self.client, self.processor, sampling, self.config)
-
-    def _score(self, group: Group) -> None:
-        group.texts, group.rewards, group.reward = self.scorer.score(group.prompt, group.completions)
-        group.scored_s = time.monotonic()
+        sample_group(group, self.client, self.processor, sampling_params(self.config) | changes, self.config)
 
     # -- groups
 
@@ -405,7 +355,7 @@ class Rollouts:
         batch = self.stream.end_batch()
         if all(math.isnan(reward) for group in batch.groups for reward in group.reward):
             self.failure = UserError("no reward function gave any completion of this batch a number: nothing to learn")
-        num_tokens = sum(group.num_tokens for group in batch.groups)
+        num_tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in batch.groups for c in g.completions)
         self.num_tokens += num_tokens
         self.ended |= {group.id for group in [*batch.groups, *(group for group, _ in batch.dropped)]}
         elapsed_s = time.monotonic() - self.clock_s
@@ -463,7 +413,7 @@ class Rollouts:
 
     def _answer(self, group: Group) -> None:
         self._sample(group, n=1, temperature=0.0)
-        self._score(group)
+        self.scorer.score(group)
 
     # -- the policy
 
@@ -527,11 +477,9 @@ class Rollouts:
         mismatch = (logprobs.cpu() - torch.tensor(completion.sampler_logprobs)).abs().mean().item()
         if mismatch <= self.config.max_logprob_mismatch:
             return ""
-        return (
-            f"and the trainer differ by {mismatch:.3g} nats a token after the weight sync: it does not compute this "
-            "model as the trainer does, or takes no new weights for a part of it (vLLM: gpt-oss's experts); compare "
-            "its --dtype (for images, its --mm-processor-kwargs with processor_kwargs), or raise max_logprob_mismatch"
-        )
+        cause = "vLLM computes this model otherwise, or takes no new weights for a part of it (as gpt-oss's experts)"
+        cure = "compare its --dtype and, for images, --mm-processor-kwargs, or raise max_logprob_mismatch"
+        return f"and the trainer differ by {mismatch:.3g} nats a token after the weight sync: {cause}; {cure}"
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on after the last whole step; empty on ranks other than 0."""

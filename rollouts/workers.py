@@ -38,8 +38,7 @@ class CallPool:
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
         """`function(**arguments)`, awaited if need be; its first call in a worker may take `IMPORT_GRACE_S` longer.
 
-        Raises:
-            CallError: the call failed, or the pool is closed.
+        CallError where the call fails, or the pool is closed.
         """
         import cloudpickle  # here, as a worker starts with the standard library only
 

@@ -10,15 +10,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from helpers import RECIPE, make_model, server
 
 torch.set_num_threads(1)  # with more some kernels sum in another order, and equal is not equal to the bit
-SERVERS = {"servers", "vlm_server", "url", "place"}  # fixtures that start processes
-LONGEST = ("test_images", "test_server", "test_scripts", "test_train", "test_resume", "test_readme", "test_faults")
+SERVERS = {"servers", "vlm_server", "url", "place", "chat", "recipe"}  # fixtures of servers, real or not
+RUNS = ("test_images", "test_server", "test_scripts", "test_train", "test_resume", "test_readme", "test_faults")
+LONGEST = (*RUNS, "test_recipes", "test_stream", "test_gradients", "test_prefix_attention", "test_rewards", "test_tools")
 
 
 def pytest_collection_modifyitems(items):
     """The longest files first, so that both workers of scripts/test.sh end at about the same time."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
     for item in items:
-        if SERVERS & set(item.fixturenames) or item.path.stem in LONGEST:
+        if SERVERS & set(item.fixturenames) or item.path.stem in RUNS:
             item.add_marker("server")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
@@ -71,7 +72,8 @@ def recipe(models, tmp_path):
     """Writes a short run against fake servers; returns its path."""
 
     def write(*servers):
-        path = tmp_path / f"recipe_{tmp_path.name}.py"
+        number = len(list(tmp_path.glob("recipe_*.py")))  # a module is imported once
+        path = tmp_path / f"recipe_{tmp_path.name}_{number}.py"
         urls = [server.url for server in servers]
         path.write_text(RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run")))
         return str(path)

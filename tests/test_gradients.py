@@ -162,10 +162,13 @@ def assert_same(got, expected):
 def with_environment(groups):
     """The same groups, whose completions of more than two tokens have an environment's word in their middle."""
     for group in groups:
-        group.completions = [
-            dataclasses.replace(c, loss_mask=[not 0 < i < len(c.token_ids) - 1 for i in range(len(c.token_ids))])
-            for c in group.completions
-        ]
+        completions = []
+        for c in group.completions:
+            ends = {0, len(c.token_ids) - 1}
+            mask = [i in ends for i in range(len(c.token_ids))]
+            spans = [Span(0, end, end + 1) for end in sorted(ends)]
+            completions.append(dataclasses.replace(c, loss_mask=mask, weight_versions=spans))
+        group.completions = completions
     return groups
 
 
@@ -361,21 +364,21 @@ RANK_CASES = [
 ]
 
 
-def rank_main(model, output):
+def rank_main(output, *models):
     """Runs on each of two ranks. With 10,000 tokens there is one row: the other rank has nothing but a filler."""
     results = []
     with process_group(60) as device:
-        for fields in RANK_CASES:
+        for model, fields in itertools.product(models, RANK_CASES):
             results.append(trained_difference(make_config(model, **fields), device))
         if dist.get_rank() == 0:
             torch.save(results, output)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied"])
-def test_two_ranks_equal_plain_rows(models, tmp_path, kind):
-    on_ranks(2, tmp_path, "test_gradients.rank_main", models[kind], tmp_path / "out.pt")
-    for fields, got in zip(RANK_CASES, torch.load(tmp_path / "out.pt"), strict=True):
-        assert_same(got, plain_gradient(make_config(models[kind], **fields)))
+def test_two_ranks_equal_plain_rows(models, tmp_path):
+    on_ranks(2, tmp_path, "test_gradients.rank_main", tmp_path / "out.pt", models["tied"], models["untied"])
+    cases = itertools.product(models.values(), RANK_CASES)
+    for (model, fields), got in zip(cases, torch.load(tmp_path / "out.pt"), strict=True):
+        assert_same(got, plain_gradient(make_config(model, **fields)))
 
 
 # -- the optimizer's side --------------------------------------------------------------------------------------------

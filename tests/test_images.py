@@ -704,7 +704,7 @@ def test_a_second_turn_after_an_image(vlm, url):
             client.generate([*so_far, image], {"n": 1, "max_tokens": 4}, images=prompt.images)
         odd = Completion([30, image], [0.0, 0.0], "stop", [Span(0, 0, 2)])
         config = dataclasses.replace(config, rollout_fn=lambda *_: [odd])
-        with pytest.raises(ValueError, match="rollout_fn on dataset row 0 returned .*placeholder of an image"):
+        with pytest.raises(ValueError, match="rollout_fn on dataset row 0: .*placeholder of an image"):
             sample_group(Group(prompt), rollouts.client, rollouts.processor, {"n": 1}, config)
         rollouts.close()
 

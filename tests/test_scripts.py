@@ -71,7 +71,7 @@ def test_a_wrong_option_is_told_at_once():
     output, _ = process.communicate(timeout=60)
     assert "starting" not in output
     assert process.returncode == 1
-    assert "error: no function no_such_module.f" in output
+    assert "error: reward_funcs=['no_such_module.f']: " in output
     assert left_behind(process.pid) == []
 
 

@@ -289,7 +289,7 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
             "error: no prompt has at most 1 tokens, the room",
         ),
         (["--max_completion_len", "127"], "error: max_tokens_per_gpu must exceed max_completion_len"),
-        (["--use_peft", "true", "--lora_target_modules", "qkv"], "error: lora_target_modules: qkv matches no module"),
+        (["--use_peft", "true", "--lora_target_modules", "qkv"], "error: lora_target_modules: qkv is no module"),
         (["--lerning_rate", "1"], "error: unknown field lerning_rate: did you mean learning_rate?"),
     ],
 )

@@ -1,7 +1,6 @@
 """Checkpoints: they are saved in the background, found again, and a run goes on from them."""
 
 import copy
-import fcntl
 import json
 import os
 import shutil
@@ -17,6 +16,7 @@ import huggingface_hub
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from filelock import FileLock, Timeout
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from tqdm import tqdm
@@ -25,14 +25,13 @@ from config import TrainConfig, UserError, to_json
 from training.model import host_weights, unwrap
 from utils import broadcast_object, gather_objects, is_main
 
-# A run that goes on may change these settings: its mathematics sees none of them, except for how long it goes on.
+# A run that goes on may change these settings, as its mathematics sees none of them, except for how long it goes on.
 MAY_CHANGE = frozenset({
     "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout", "max_concurrent_requests",
     "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps", "num_epochs", "use_fsdp", "gradient_checkpoint",
     "output_dir", "log_steps", "log_completions_steps", "eval_steps", "eval_dataset_id", "eval_dataset_split",
     "use_wandb", "wandb_project", "save_steps", "keep_last_n", "resume_from_checkpoint", "push_to_hub", "hub_repo_id",
-    "hub_private", "reward_workers", "reward_timeout", "max_skipped_steps",
-    "share_prefix",  # the run itself turns it off for a model that cannot share
+    "hub_private", "reward_workers", "reward_timeout", "max_skipped_steps", "share_prefix",
 })  # fmt: skip
 TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's shards and state.pt
 
@@ -148,8 +147,7 @@ class Checkpoints:
         if is_last and is_main() and (repo_id := self.config.hub_repo_id):
             hub, path = huggingface_hub.HfApi(), self.folder / f"checkpoint-{step}"
             hub.create_repo(repo_id, private=self.config.hub_private, exist_ok=True)
-            about, ignored = f"Upload {path.name}", [f"{TRAINER}/*"]
-            hub.upload_folder(repo_id=repo_id, folder_path=path, commit_message=about, ignore_patterns=ignored)
+            hub.upload_folder(repo_id=repo_id, folder_path=path, ignore_patterns=[f"{TRAINER}/*"])
 
     def _wait(self) -> None:
         """Wait until the last save is on the disk. Report one that failed; raise if the one before failed, too."""
@@ -219,12 +217,8 @@ def locked(folder: Path) -> AbstractContextManager[Any]:
         return nullcontext()
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / "lock").open("a+")
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        owner = (folder / "lock").read_text()
-        raise UserError(f"output_dir={folder} has another run in it, process {owner}: end it first") from None
+        return FileLock(folder / "lock").acquire(timeout=0)
+    except Timeout:
+        raise UserError(f"output_dir={folder} has another run in it: end it first") from None
     except OSError as error:
         raise UserError(f"output_dir={folder} cannot be written: {error.strerror}") from None
-    (folder / "lock").write_text(str(os.getpid()))
-    return file

@@ -1,13 +1,13 @@
 """What a run writes, prints and sends, and the metrics of a batch."""
 
 import json
-import math
 import time
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,6 +19,7 @@ from rollouts.scoring import reward_means
 from utils import is_main, over_ranks
 
 MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
+ENCODER = msgspec.json.Encoder(enc_hook=repr)  # NaN and infinity, which JSON does not have, become null
 PRINTED = ["eval/accuracy", "eval/reward", "loss", "grad_norm", "kl", "frac_reward_zero_std"]
 PRINTED += ["completions/mean_length", "time/step_s"]
 
@@ -83,7 +84,7 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
         "staleness/in_flight": sum(g.finished_version - g.started_version for g in groups) / num_groups,
         "staleness/in_queue": sum(version - g.finished_version for g in groups) / num_groups,
         "completions/mean_length": sum(len(c.token_ids) for c in completions) / num_completions,
-        "completions/clipped_ratio": sum(c.truncated for c in completions) / num_completions,
+        "completions/clipped_ratio": sum(c.finish_reason == "length" for c in completions) / num_completions,
         "completions/weight_versions": sum(map(len, versions)) / num_completions,
         "time/generate_s": max(g.sampled_s for g in groups) - min(g.started_s for g in groups),
         "time/reward_s": sum(g.scored_s - g.sampled_s for g in groups),
@@ -92,22 +93,17 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
 
 def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
     """One JSON object per completion, for `completions.jsonl`; long dataset columns are shortened."""
-    names = [getattr(function, "__name__", "") for function in config.reward_funcs]
+    functions: Any = config.reward_funcs
     samples = []
     for group in groups:
-        columns = {name: _shortened(value) for name, value in group.prompt.columns.items()}
+        columns = {n: v if len(repr(v)) <= MAX_SHOWN else repr(v)[:MAX_SHOWN] for n, v in group.prompt.columns.items()}
         of_group = {"group": group.id, "row": group.prompt.index, "prompt": group.prompt.content, "columns": columns}
         for i, c in enumerate(group.completions):
-            rewards = dict(zip(names, group.rewards[i], strict=True))
+            rewards = {f.__name__: reward for f, reward in zip(functions, group.rewards[i], strict=True)}
             scores = {"reward": group.reward[i], "rewards": rewards, "advantage": group.advantages[i]}
             sampling = {"finish_reason": c.finish_reason, "weight_versions": c.weight_versions}
             samples.append({**of_group, "completion": group.texts[i], **scores, **sampling})
     return samples
-
-
-def _shortened(value: Any) -> Any:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + " …"
 
 
 class RunLog:
@@ -135,7 +131,7 @@ class RunLog:
                 _cut_lines(path, resumed["step"])
             else:
                 path.rename(f"{path}.old")
-        self._files = {name: files.enter_context(path.open("a", 1, "utf-8")) for name, path in paths.items()}
+        self._files = {name: files.enter_context(path.open("ab", 0)) for name, path in paths.items()}
         self._bar = files.enter_context(tqdm(disable=None, bar_format="{desc}"))
         self._started_s, self._first_step, self._num_steps = time.monotonic(), start["step"], num_steps
         self._held_out: list[str] = []  # the last evaluation's reward, for the live line
@@ -159,9 +155,8 @@ class RunLog:
             samples = batch_samples(batch.groups, self.config)
             dropped = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in batch.dropped]
         for name, rows in {"metrics": [metrics], "completions": samples, "dropped": dropped}.items():
-            lines = [json.dumps(_finite({"step": step, **row}), ensure_ascii=False, default=str) for row in rows]
             try:
-                self._files[name].writelines(line + "\n" for line in lines)
+                self._files[name].write(ENCODER.encode_lines({"step": step, **row} for row in rows))
             except OSError as error:
                 raise UserError(f"{self._files[name].name} cannot be written: {error.strerror}") from error
         every = self.config.log_completions_steps
@@ -205,15 +200,6 @@ class RunLog:
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on with what is written."""
         return {"wandb_id": self.wandb_id, "run_id": self.run_id}
-
-
-def _finite(value: Any) -> Any:
-    """The value with None for NaN and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _cut_lines(path: Path, step: int) -> None:

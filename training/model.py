@@ -64,25 +64,6 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
     return model
 
 
-def check_lora_targets(config: TrainConfig) -> None:
-    """Refuse LoRA targets that no layer has, or that are tied, on a skeleton without weights."""
-    from transformers.pytorch_utils import Conv1D
-
-    shape, loads = load_model_config(config)
-    with torch.device("meta"):
-        skeleton = loads.from_config(shape, trust_remote_code=config.trust_remote_code)
-    layers = {n: m for n, m in skeleton.named_modules() if isinstance(m, nn.Linear | nn.Embedding | Conv1D)}
-    ends = (skeleton.get_input_embeddings(), skeleton.get_output_embeddings())
-    tied = ends if ends[0].weight is ends[1].weight else ()  # one matrix cannot take the adapter of one of its two uses
-    for target in config.lora_target_modules or []:
-        matched = [module for name, module in layers.items() if f".{name}".endswith(f".{target}")]
-        if not matched:
-            leaves = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise UserError(f"lora_target_modules: {target} matches no module; the model has {leaves}")
-        if any(module is end for module in matched for end in tied):
-            raise UserError(f"lora_target_modules: {target} is tied to the other embedding of this model: leave it out")
-
-
 def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
     """Names of the modules that do not train: without images, everything but the language model.
 
@@ -105,6 +86,13 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
 
     if checkpoint:
         return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tied = ends if ends[0].weight is ends[1].weight else ()  # one matrix cannot take the adapter of one of its two uses
+    for target in config.lora_target_modules or ():
+        matched = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
+        if not matched or any(module is end for module in matched for end in tied):
+            leaves = ", ".join(sorted({n.rpartition(".")[2] for n, m in model.named_modules() if m._parameters}))
+            raise UserError(f"lora_target_modules: {target} is no module, or a tied embedding; the model has {leaves}")
     lora = LoraConfig(
         r=config.lora_rank,
         lora_alpha=config.lora_alpha,
@@ -113,10 +101,7 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
         exclude_modules=list(frozen) or None,
         task_type="CAUSAL_LM",
     )
-    try:
-        model = get_peft_model(model, lora)
-    except ValueError as error:  # nothing is left of the targets without the frozen ones
-        raise UserError(f"lora_target_modules: {error}") from None
+    model = get_peft_model(model, lora)
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise UserError("lora_target_modules: adapters of experts in one tensor cannot be sent: name attention layers")
     return model
@@ -209,8 +194,6 @@ def build_policy(
 
     `example` is a prompt with images, None in a run without. It starts from `checkpoint`, or else from `model_id`.
     """
-    if config.lora_target_modules:
-        check_lora_targets(config)
     model = load_model(config, None if config.use_peft else checkpoint)
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -311,10 +294,8 @@ def fits_in_memory(row: PackedBatch, config: TrainConfig) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         rows, tokens = row.input_ids.shape
-        raise UserError(
-            f"out of memory on {rows} x {tokens} tokens: lower max_tokens_per_gpu={config.max_tokens_per_gpu}, or set "
-            f"gradient_checkpoint or use_fsdp ({str(error).splitlines()[0]})"
-        ) from error
+        cure = f"lower max_tokens_per_gpu={config.max_tokens_per_gpu}, or set gradient_checkpoint or use_fsdp"
+        raise UserError(f"out of memory on {rows} x {tokens} tokens: {cure} ({str(error).splitlines()[0]})") from error
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -389,8 +370,4 @@ def host_weights(model: nn.Module) -> dict[str, Tensor]:
     if hasattr(unwrap(model), "peft_config"):
         adapted = unwrap(model).state_dict(keep_vars=True)
         weights = ((name, full_tensor(tensor)) for name, tensor in adapted.items() if ".lora_" in name)
-    state = {}
-    for name, tensor in weights:  # every rank takes part in the gathers
-        if is_main():
-            state[name] = tensor.to("cpu", copy=True)
-    return state
+    return {name: tensor.to("cpu", copy=True) for name, tensor in weights if is_main()}  # every rank gathers all
