@@ -12,7 +12,15 @@ from helpers import RECIPE, make_model, server
 torch.set_num_threads(1)  # with more some kernels sum in another order, and equal is not equal to the bit
 SERVERS = {"servers", "vlm_server", "url", "place", "chat", "recipe"}  # fixtures of servers, real or not
 RUNS = ("test_images", "test_server", "test_scripts", "test_train", "test_resume", "test_readme", "test_faults")
-LONGEST = (*RUNS, "test_recipes", "test_stream", "test_gradients", "test_prefix_attention", "test_rewards", "test_tools")
+LONGEST = (
+    *RUNS,
+    "test_recipes",
+    "test_stream",
+    "test_gradients",
+    "test_prefix_attention",
+    "test_rewards",
+    "test_tools",
+)
 
 
 def pytest_collection_modifyitems(items):

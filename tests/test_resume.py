@@ -176,7 +176,7 @@ def test_two_runs_in_one_folder(start, tmp_path):
         if line.startswith("step 2/"):
             break
     ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    with pytest.raises(ValueError, match=rf"{tmp_path / 'run'} has another run in it, process ({'|'.join(ranks)})"):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'run'} has another run in it"):
         main(parse_args(start()))
     run.kill()
     deadline = time.monotonic() + 20
