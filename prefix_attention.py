@@ -362,7 +362,7 @@ def _cascade(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of a row: q [T, H, D], k and v [T, H_kv, D], sinks [H] or None -> out [T, H, D], log-sum-exp [T, H]."""
-    out = torch.empty(q.shape, dtype=_wide(q), device=q.device)
+    out = torch.empty(q.shape, dtype=_wide(q), device=q.device)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
     for block in _blocks(_segments(plan), q.is_cuda):
         queries, keys = _index(block.queries, q.device), _index(block.keys, q.device)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
 from prefix_attention import PackedBatch, pack
-from rollouts.data import joined_images
+from rollouts.data import joined_images, naming
 from rollouts.stream import Group, Rollouts
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
 from training.logs import RunLog, TokenSums
@@ -38,7 +38,7 @@ from utils import Stopped, exits, is_main, process_group, scatter_objects, stop_
 from vllm_client import ServerError
 
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # what a loss_fn may sum over tokens, beside loss/...
-MIN_SHARED = 0.05  # share of a row's tokens that sharing prompts must save; below it completions are padded rows
+MIN_SAVED = 0.05  # of a row's tokens: where sharing prompts saves less, each completion is a padded row of its own
 
 # -- Advantages --------------------------------------------------------------------------------------------------------
 
@@ -68,8 +68,8 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     """Fill in the advantages of groups that have rewards; with `scale_rewards=batch` they must be the whole batch."""
-    # One by one, so that they do not depend on how many groups came together.
-    parts = [groups] if config.scale_rewards == "batch" and groups else [[group] for group in groups]
+    # One by one, as the rounding of a mean over several groups would depend on which came together.
+    parts = [groups] if config.scale_rewards == "batch" else [[group] for group in groups]
     for part in parts:
         rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
         for group, advantages in zip(part, compute_advantages(rewards, config.scale_rewards).tolist(), strict=True):
@@ -80,12 +80,12 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
 
 
 def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
-    """Each completion's sum of `values` [N], at each of its tokens: [N], of their dtype, differentiable.
+    """For every token the sum of `values` [N] over its completion: [N], of their dtype, differentiable.
 
-    `completion` [N] int64 numbers the completion that a token belongs to, in any way.
+    `completion` [N] int64 is the same number for all tokens of a completion, and for no others.
     """
-    numbers, segment = completion.unique(return_inverse=True)
-    return values.new_zeros(len(numbers)).index_add(0, segment, values)[segment]
+    numbers, place = completion.unique(return_inverse=True)
+    return values.new_zeros(len(numbers)).index_add(0, place, values)[place]
 
 
 def grpo_loss(
@@ -148,7 +148,8 @@ def grpo_loss(
 def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
     """What the summed loss of completions with `lengths` unmasked tokens is divided by; at least 1.
 
-    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo, dapo, cispo: the tokens.
+    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo, dapo, cispo: the tokens. (With several
+    mini-batches `Dealer.deal` takes the mean over them for dapo and cispo.)
     """
     if config.loss_type == "grpo":
         return max(len(lengths), 1)
@@ -158,7 +159,7 @@ def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
 
 
 def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: TrainConfig) -> Tensor:
-    """What each token's advantage is multiplied by, as another policy sampled it than the ratio is taken against.
+    """Weights on the advantages of tokens that the server sampled, for a ratio that is against the trainer's policy.
 
     w = exp(old_logprobs - sampler_logprobs): min(w, cap) for `truncate` (TIS), w within [floor, cap] and 0 outside for
     `mask` (IcePop, arXiv:2510.18855); 1 where the config corrects nothing. All tensors and the result are [N],
@@ -200,25 +201,25 @@ class Layout(NamedTuple):
 
 
 def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
-    """The better layout of a row of these groups: attention in smaller calls must save `MIN_SHARED` to be worth it."""
+    """The better layout of a row of these groups: sharing prompts takes more and smaller kernel calls."""
     shared = padded = 0
     for group in groups:
         prompt, lengths = len(group.prompt.token_ids), [len(c.token_ids) for c in group.completions]
         shared += prompt + sum(lengths)
         padded += len(lengths) * (prompt + max(lengths))
-    if config.share_prefix and shared <= (1 - MIN_SHARED) * padded:
+    if config.share_prefix and shared <= (1 - MIN_SAVED) * padded:
         return Layout(True, shared)
     return Layout(False, padded)
 
 
 def trained_tokens(groups: list[Group], config: TrainConfig) -> list[list[bool]]:
     """Which tokens of each completion train: those sampled; none without a reward, or where truncation masks it."""
-    masked = "length" if config.mask_truncated_completions else None
-    return [
-        c.sampled if has_reward and c.finish_reason != masked else [False] * len(c.token_ids)
-        for group in groups
-        for c, has_reward in zip(group.completions, group.have_reward, strict=True)
-    ]
+    tokens = []
+    for group in groups:
+        for c, has_reward in zip(group.completions, group.have_reward, strict=True):
+            is_left_out = config.mask_truncated_completions and c.finish_reason == "length"
+            tokens.append(c.sampled if has_reward and not is_left_out else [False] * len(c.token_ids))
+    return tokens
 
 
 def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> list[MicroBatch]:
@@ -237,18 +238,18 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
 
 
 class Share(NamedTuple):
-    """What one rank trains next. An update ends with it, its gradient divided by `normalizer`, unless that is 0."""
+    """What one rank trains next. With a normalizer, which divides the summed gradients, an update follows."""
 
     micro_batches: list[MicroBatch]
-    normalizer: float = 0.0
+    normalizer: float | None = None
 
 
 class Dealer:
-    """Packs the groups of a batch into rows, and deals the rows to the ranks. Lives on rank 0.
+    """Packs the groups of a batch into rows, and deals the rows to the ranks. Only rank 0's is used.
 
     Every rank gets equally many rows, as FSDP2 and DDP need equally many backward passes of all. In each round of one
-    row a rank, the largest goes to the rank that has had the fewest tokens. A mini-batch ends with a whole round, for
-    which a masked copy of its smallest row stands in where rows are missing.
+    row a rank, the largest goes to the rank that has had the fewest tokens. The last round of a mini-batch is filled up
+    with masked copies of a small row, which add nothing to the gradient.
     """
 
     def __init__(self, num_ranks: int, config: TrainConfig):
@@ -258,24 +259,25 @@ class Dealer:
         self.rows: list[MicroBatch] = []  # not dealt yet
         self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
 
-    def fills_a_round(self, groups: list[Group]) -> bool:
-        """Whether training can go on with these groups, or has to wait for the whole batch."""
-        needs_all = self.config.updates_per_batch > 1 or self.config.scale_rewards == "batch"
-        budget = len(self.loads) * self.config.max_tokens_per_gpu
-        return not needs_all and row_layout([*self.waiting, *groups], self.config).num_tokens >= budget
+    def missing_tokens(self) -> float:
+        """How many more tokens fill a row on every rank; infinitely many where training needs the whole batch."""
+        if self.config.updates_per_batch > 1 or self.config.scale_rewards == "batch":
+            return math.inf
+        return len(self.loads) * self.config.max_tokens_per_gpu - row_layout(self.waiting, self.config).num_tokens
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
         """Each rank's shares of the groups that came, one share per mini-batch; `is_complete` with the batch's last."""
         config = self.config
         size = config.batch_size // config.num_minibatches
+        # Groups are more than a mini-batch only where the whole batch is here.
         parts = [self._shares(groups[start : start + size], is_complete) for start in range(0, len(groups), size)]
-        if config.num_minibatches > 1 and config.loss_type in ("dapo", "cispo"):  # all tokens of the batch weigh alike
+        if config.num_minibatches > 1 and config.loss_type in ("dapo", "cispo"):  # a token weighs the same in each
             lengths = [sum(tokens) for tokens in trained_tokens(groups, config)]
-            whole = loss_normalizer(lengths, config) / config.num_minibatches
-            parts = [[share._replace(normalizer=whole) for share in part] for part in parts]
+            mean = loss_normalizer(lengths, config) / config.num_minibatches
+            parts = [[share._replace(normalizer=mean) for share in part] for part in parts]
         return [list(of_rank) for of_rank in zip(*parts, strict=True)]
 
-    def _shares(self, groups: list[Group], is_last: bool) -> list[Share]:
+    def _shares(self, groups: list[Group], ends_update: bool) -> list[Share]:
         """Each rank's share of a mini-batch, or of the part of it that fills whole rounds."""
         config, num_ranks = self.config, len(self.loads)
         self.lengths += [sum(tokens) for tokens in trained_tokens(groups, config)]
@@ -284,12 +286,12 @@ class Dealer:
                 self.rows += micro_batches(self.waiting, config.max_tokens_per_gpu, config)
                 self.waiting = []
             self.waiting.append(group)
-        normalizer = 0.0
-        if is_last:
-            # The groups that wait fill one row on every rank that has none of this round yet.
-            even = row_layout(self.waiting, config).num_tokens / (num_ranks - len(self.rows) % num_ranks)
+        normalizer = None
+        if ends_update:  # Spread the waiting groups evenly over the rows that the round lacks.
+            num_missing = num_ranks - len(self.rows) % num_ranks
+            tokens_each = math.ceil(row_layout(self.waiting, config).num_tokens / num_missing)
             longest = max(len(g.prompt.token_ids) + len(c.token_ids) for g in self.waiting for c in g.completions)
-            budget = min(max(math.ceil(even), longest), config.max_tokens_per_gpu)
+            budget = min(max(tokens_each, longest), config.max_tokens_per_gpu)
             self.rows += micro_batches(self.waiting, budget, config)
             smallest = min(self.rows, key=lambda micro: micro.row.num_tokens)
             filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
@@ -312,9 +314,12 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
     dealer = Dealer(dist.get_world_size(), config)
     is_complete = False
     while not is_complete:
-        groups, is_complete = rollouts.take(dealer.fills_a_round)
-        set_advantages(groups, config)
-        yield from scatter_objects(dealer.deal(groups, is_complete) if is_main() else None)
+        groups, is_complete = rollouts.take(dealer.missing_tokens())
+        dealt = None
+        if is_main():
+            set_advantages(groups, config)
+            dealt = dealer.deal(groups, is_complete)
+        yield from scatter_objects(dealt)
 
 
 # -- The step ----------------------------------------------------------------------------------------------------------
@@ -322,10 +327,11 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
 
 def set_old_logprobs(shares: list[Share], policy: nn.Module, config: TrainConfig, device: torch.device) -> None:
     """Keep the policy's log-probs of now in every micro-batch; later updates take their ratios against them."""
-    for item in (item for share in shares for item in share.micro_batches):
-        micro = item.to(device)
-        with torch.no_grad(), fits_in_memory(micro.row, config):
-            item.old_logprobs = forward(policy, micro.row, micro.images, config)
+    for share in shares:
+        for stored in share.micro_batches:
+            micro = stored.to(device)
+            with torch.no_grad(), fits_in_memory(micro.row, config):
+                stored.old_logprobs = forward(policy, micro.row, micro.images, config)
 
 
 def train_batch(
@@ -344,7 +350,7 @@ def train_batch(
     """
     loss_fn: Any = config.loss_fn or grpo_loss
     learning_rate = optimizer.param_groups[0]["lr"]
-    sums, norms = TokenSums(device), []
+    token_sums, norms = TokenSums(device), []
     if config.updates_per_batch > 1:
         shares = list(shares)
         if config.old_logprobs == "trainer":
@@ -352,30 +358,30 @@ def train_batch(
     for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for share in shares:
-            for number, item in enumerate(share.micro_batches, 1):
-                micro = item.to(device)
-                sync_gradients(policy, share.normalizer > 0 and number == len(share.micro_batches))
+            for stored in share.micro_batches:
+                micro = stored.to(device)
+                sync_gradients(policy, share.normalizer is not None and stored is share.micro_batches[-1])
                 with fits_in_memory(micro.row, config):
                     logprobs, entropy = forward(policy, micro.row, micro.images, config, return_entropy=True)
-                    before = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-                    old = micro.sampler_logprobs if config.old_logprobs == "sampler" else before
+                    trainer_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+                    old = micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
                     weights = off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
                     ref = reference(micro.row, micro.images) if reference else None
-                    loss, of_loss = loss_fn(
+                    loss, loss_sums = loss_fn(
                         logprobs, old, ref, micro.advantages * weights, micro.mask, micro.row.completion, config
                     )
                     loss.backward()
                 loss_sum += loss.detach()
-                sums.add(of_loss, entropy, before, micro.sampler_logprobs, micro.mask)
-            if share.normalizer > 0:
+                token_sums.add(loss_sums, entropy, trainer_logprobs, micro.sampler_logprobs, micro.mask)
+            if share.normalizer is not None:
                 norms.append(optimizer_step(policy, optimizer, scheduler, share.normalizer, config))
-                sums.totals["loss"] += loss_sum / share.normalizer / config.updates_per_batch
+                token_sums.totals["loss"] += loss_sum / share.normalizer / config.updates_per_batch
                 loss_sum = torch.zeros((), device=device)
     return {
         "grad_norm": sum(norms) / len(norms),
         "skipped_steps": float(sum(not math.isfinite(norm) for norm in norms)),
         "learning_rate": learning_rate,
-        **sums.metrics(),
+        **token_sums.metrics(),
     }
 
 
@@ -407,16 +413,12 @@ def check_loss(config: TrainConfig) -> None:
     loss_fn: Any = config.loss_fn
     logprobs, ones = torch.full((2,), -1.0, requires_grad=True), torch.ones(2)
     ref = logprobs.detach() if config.beta > 0 else None
-    try:
+    with naming(f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)} or loss/...)"):
         loss, sums = loss_fn(logprobs, logprobs.detach(), ref, ones, ones, torch.zeros(2, dtype=torch.long), config)
         loss.backward()
         is_known = [value.ndim == 0 and (name in LOSS_SUMS or name.startswith("loss/")) for name, value in sums.items()]
         if not loss.isfinite() or not all(is_known):
             raise ValueError(f"it returned {loss.item()} and {sums}")
-    except Exception as error:
-        name, wanted = getattr(loss_fn, "__name__", loss_fn), f"0-d sums named {', '.join(LOSS_SUMS)} or loss/..."
-        cause = f"{type(error).__name__}: {error}"
-        raise UserError(f"loss_fn {name} must return (a finite scalar of logprobs, {wanted}): {cause}") from error
 
 
 def main(config: TrainConfig) -> None:

@@ -74,7 +74,7 @@ class Completion:
         return [True] * len(self.token_ids) if self.loss_mask is None else self.loss_mask
 
     def then(self, environment_ids: list[int], reply: "Completion") -> "Completion":
-        """Join this turn, the environment's answer and the policy's next turn; no id is made anew."""
+        """Join this turn, the environment's answer and the policy's next turn; nothing is tokenized again."""
         start = len(self.token_ids) + len(environment_ids)
         moved = [Span(version, start + first, start + last) for version, first, last in reply.weight_versions]
         return Completion(
@@ -231,11 +231,10 @@ class Server:
 
     def answers(self) -> bool:
         """Whether the server calls itself healthy."""
-        try:
+        with suppress(ServerError):
             self.request("GET", "/health", timeout_s=5)
-        except ServerError:
-            return False
-        return True
+            return True
+        return False
 
     def connect(self, device: torch.device, timeout_s: float) -> None:
         """Open a transfer group with the server's workers, and zero its weights.
@@ -328,8 +327,8 @@ class VLLMClient:
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = ()):
         self.config = config
         self.servers = [Server(url, config.request_timeout, tokenizer, forbidden) for url in config.vllm_urls]
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, hard if 0 < hard < 65536 else 65536), hard))
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every request has a connection
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
         self._slots = threading.Condition()
         self._is_held = False
@@ -365,7 +364,7 @@ class VLLMClient:
         return model["max_model_len"]
 
     def connect(self, device: torch.device) -> None:
-        """`Server.connect` each, or raise a ServerError, and watch from now on for servers that are lost."""
+        """Connect every server, or raise a ServerError; from now on lost servers are watched for and taken back."""
         self._device = device
         for server in self.servers:
             try:
@@ -471,16 +470,14 @@ class VLLMClient:
                 if server.is_connected or time.monotonic() < server.retry_s:
                     continue
                 server.break_off()  # what it had in flight has gone to other servers
-                if server.answers():
-                    self._reconnect(server)
-
-    def _reconnect(self, server: Server) -> None:
-        try:
-            if (longest := self._max_model_len(server)) < self._longest:
-                raise ServerError(f"its --max-model-len is {longest}, this run's {self._longest}: restart it with that")
-            server.connect(self._device, self.config.sync_timeout)
-        except Exception as error:  # whatever it is, the watcher goes on for the other servers
-            self.keep_out(server, error)
+                if not server.answers():
+                    continue
+                try:
+                    if (longest := self._max_model_len(server)) < self._longest:
+                        raise ServerError(f"its --max-model-len is {longest}: restart it with {self._longest}")
+                    server.connect(self._device, self.config.sync_timeout)
+                except Exception as error:  # whatever it is, the watcher goes on for the other servers
+                    self.keep_out(server, error)
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], version: int, only_returned: bool = False

@@ -15,7 +15,7 @@ from typing import Any
 import cloudpickle
 
 from config import TrainConfig, UserError
-from rollouts.data import Group, Prompt
+from rollouts.data import Group, Prompt, naming
 from rollouts.workers import CallError, CallPool
 
 
@@ -24,14 +24,12 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     rows = {tuple(prompt.columns): prompt.index for prompt in reversed(prompts)}  # the first with each set of columns
     function: Any
     for function, (columns, row) in product(config.reward_funcs, rows.items()):
-        names, where = ["prompts", "completions", "completion_ids", *columns], f"on dataset row {row}"
-        try:
+        names = ["prompts", "completions", "completion_ids", *columns]
+        with naming(f"reward {function.__name__} on dataset row {row}, which gives it {', '.join(names)}"):
             for called in getattr(function, "functions", [function]):  # those that `best_of` calls
                 inspect.signature(called).bind(**dict.fromkeys(names))
-            where = "cannot be sent to a worker"
+        with naming(f"reward {function.__name__} cannot be sent to a worker"):
             cloudpickle.dumps(function)
-        except Exception as error:  # whatever the objects that it holds raise
-            raise UserError(f"reward {function.__name__} {where}: {error}; it gets {', '.join(names)}") from None
 
 
 def reward_means(rewards: Iterable[list[list[float | None]]], config: TrainConfig) -> dict[str, float]:

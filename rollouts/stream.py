@@ -304,21 +304,24 @@ class Rollouts:
 
     # -- groups
 
-    def take(self, is_enough: Callable[[list[Group]], bool]) -> tuple[list[Group], bool]:
+    def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The next groups of the batch, and whether they are its last. Collective; only rank 0 gets groups.
 
-        They are the rest of the batch, or as many before as are `is_enough`. Stopped is raised where the run was told
-        to end, or failed: `failure` says how.
+        They have about `num_tokens` together, or are the rest of the batch. Stopped is raised where the run was told to
+        end, or failed: `failure` says how.
         """
         groups: list[Group] = []
 
         def look() -> str | None:
+            nonlocal num_tokens
             if (group := self.stream.take()) is None:
                 return None
             groups.append(group)
+            times = 1 if self.config.share_prefix else len(group.completions)
+            num_tokens -= times * len(group.prompt.token_ids) + sum(len(c.token_ids) for c in group.completions)
             if self.stream.missing == 0:
                 return "complete"
-            return "enough" if is_enough(groups) else None
+            return "enough" if num_tokens <= 0 else None
 
         started_s = time.monotonic()
         word = self._lead(look)

@@ -338,18 +338,18 @@ def test_training_starts_before_the_batch_is_complete():
     """A row goes out as soon as the next group does not fit it, to the rank that has had the fewest tokens."""
     groups = with_advantages(make_groups())
     dealer = Dealer(1, make_config("m", max_tokens_per_gpu=40))  # groups take 17, 18, 26 and 24 tokens
-    assert [dealer.fills_a_round(groups[:number]) for number in (1, 2, 3)] == [False, False, True]
+    assert dealer.missing_tokens() == 40
     (((first,), normalizer),) = dealer.deal(groups[:3], is_complete=False)[0]
     assert first.row.group.unique().tolist() == [0, 1]
-    assert normalizer == 0
-    assert dealer.fills_a_round(groups[3:])  # with the group that waits
+    assert normalizer is None
+    assert dealer.missing_tokens() == 40 - row_layout(dealer.waiting, dealer.config).num_tokens < 40
     (((second, third), normalizer),) = dealer.deal(groups[3:], is_complete=True)[0]
     assert [micro.row.num_tokens for micro in (first, second, third)] == [
         17 + 18 - 6, 26 - 3, 24 - 3
     ]  # fmt: skip  # the last token of a completion needs no forward
     assert normalizer == sum(map(sum, LENGTHS))
     for fields in ({"num_minibatches": 2}, {"num_iterations": 2}, {"scale_rewards": "batch"}):  # they need all of it
-        assert not Dealer(1, make_config("m", max_tokens_per_gpu=40, **fields)).fills_a_round(groups)
+        assert Dealer(1, make_config("m", max_tokens_per_gpu=40, **fields)).missing_tokens() == math.inf
     loads = [sum(micro.row.num_tokens for micro in rows_of(share)) for share in dealt(
         make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30)
     )]  # fmt: skip

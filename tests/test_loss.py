@@ -64,14 +64,13 @@ def test_missing_rewards():
 
 
 def test_advantages_of_groups_and_of_a_batch():
-    """The same numbers as above, filled in; with `batch` all groups at once, and none where none came."""
+    """The same numbers as above, filled in; with `batch` all groups at once."""
     for scale, wanted in (("group", (0.75 / 0.5001, 0.0)), ("batch", (0.75 / (math.sqrt(2 / 7) + 1e-4),) * 2)):
         groups = [
             Group(Prompt(0, [5], "", {}), reward=reward) for reward in ([1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0])
         ]
         set_advantages(groups, make_config(scale_rewards=scale))
         assert groups[0].advantages[0] == pytest.approx(wanted[0])
-        set_advantages([], make_config(scale_rewards=scale))
     assert groups[1].advantages == pytest.approx([-wanted[1], *[wanted[1] / 3] * 3])
     equal = Group(Prompt(0, [5], "", {}), reward=[2.0] * 4)
     set_advantages([*groups, equal], make_config())
@@ -305,13 +304,13 @@ def test_a_loss_of_ones_own(models, recipe, tmp_path):
         (lambda logprobs, *_: (logprobs, {}), "RuntimeError: grad can be implicitly created only for scalar"),
         (lambda logprobs, *_: (logprobs.detach().sum(), {}), "RuntimeError: .* does not require grad"),
         (lambda logprobs, *_: (logprobs.sum(), {"kl": 0.5}), "AttributeError: "),
-        (lambda logprobs, *_: (logprobs.sum(), {"kl": logprobs}), "ValueError: it returned -2.0 and {'kl': "),
-        (lambda logprobs, *_: (logprobs.sum(), {"reward": logprobs.sum()}), "ValueError: it returned .*reward"),
+        (lambda logprobs, *_: (logprobs.sum(), {"kl": logprobs}), "it returned -2.0 and {'kl': "),
+        (lambda logprobs, *_: (logprobs.sum(), {"reward": logprobs.sum()}), "it returned .*reward"),
         (lambda logprobs, old, ref, *_: ((logprobs - ref).sum(), {}), "TypeError: "),
         (lambda logprobs: logprobs.sum(), "TypeError: "),
-        (lambda logprobs, *_: ((logprobs + 1).log().sum(), {}), "ValueError: it returned -inf"),
+        (lambda logprobs, *_: ((logprobs + 1).log().sum(), {}), "it returned -inf"),
     ],
 )
 def test_a_loss_that_is_none(loss_fn, reason):
-    with pytest.raises(ValueError, match=rf"loss_fn <lambda> must return \(a finite scalar .*\): {reason}"):
+    with pytest.raises(ValueError, match=rf"loss_fn must return \(a finite scalar .*\): {reason}"):
         check_loss(make_config(loss_fn=loss_fn))

@@ -33,14 +33,14 @@ class TokenSums:
         self.max_gap = torch.zeros((), device=device)
 
     def add(
-        self, sums: dict[str, Tensor], entropy: Tensor, old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
+        self, sums: dict[str, Tensor], entropy: Tensor, trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
     ) -> None:
         """Count a micro-batch in: what its loss returned as `sums`, and [N] entropies, log-probs (nats) and mask.
 
-        Of Δ = old_logprobs - sampler_logprobs, trainer against server, it sums |Δ|, k3 of Δ, which estimates
-        KL(server || trainer), and w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
+        Of Δ = trainer_logprobs - sampler_logprobs it sums |Δ|, k3 of Δ, which estimates KL(server || trainer), and
+        w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
         """
-        gap = (old_logprobs - sampler_logprobs).where(mask > 0, 0.0)
+        gap = (trainer_logprobs - sampler_logprobs).where(mask > 0, 0.0)
         weight = gap.exp() * mask
         per_token = sums | {
             "entropy": entropy @ mask.to(entropy.dtype),

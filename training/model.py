@@ -277,7 +277,7 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
 def forward(
     model: nn.Module, row: PackedBatch, images: dict[str, Tensor], config: TrainConfig, return_entropy: bool = False
 ) -> Any:
-    """`completion_logprobs` of what the server could sample, under autocast where the config asks for it.
+    """`completion_logprobs` without the tokens that no server samples, under autocast where the config asks for it.
 
     [N] float32, nats, in the order of the row's own tensors; with `return_entropy` a pair: those, and the entropies
     [N], nats, without a gradient. `images` are those of the row's prompts, from `joined_images`.
