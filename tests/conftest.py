@@ -1,13 +1,21 @@
+import os
+import subprocess
 import sys
+import uuid
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+TESTS = Path(__file__).resolve().parent
+sys.path.insert(0, str(TESTS))
+# What a test starts has this mark in its environment, and ends with this process, however that ends: see watch.py.
+os.environ["STARTED_BY"] = uuid.uuid4().hex
+WATCH = [sys.executable, TESTS / "watch.py", os.environ["STARTED_BY"]]
+watching = subprocess.Popen(WATCH, stdin=subprocess.PIPE, process_group=0)
 
-from helpers import RECIPE, make_model, server
+from helpers import RECIPE, make_model, server  # noqa: E402
 
 torch.set_num_threads(1)  # with more some kernels sum in another order, and equal is not equal to the bit
 SERVERS = {"servers", "vlm_server", "url", "place", "chat", "recipe"}  # fixtures of servers, real or not

@@ -5,8 +5,10 @@ import os
 import random
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from select import select
+from tempfile import TemporaryDirectory
 
 import torch
 from tokenizers import Tokenizer, decoders, models
@@ -74,8 +76,33 @@ def on_ranks(num_ranks, folder, function, *arguments):
         f"from utils import exits\nfrom {module} import {name}\n"
         f"with exits():\n    {name}(*{[str(a) for a in arguments]!r})\n"
     )
-    done = torchrun(num_ranks, script)
+    done = on_forked_ranks(num_ranks, script)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+
+
+@cache
+def _forkserver():
+    """A process of `ranks.py`, which ends with this one."""
+    command, options = [sys.executable, str(ROOT / "tests" / "ranks.py")], {"env": ENV, "text": True}
+    end = partial(die_with, os.getpid())
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=end, **options)
+
+
+def on_forked_ranks(num_ranks, *arguments, timeout_s=300):
+    """What `torchrun` below does, without its own process, and without importing the libraries for each rank."""
+    server = _forkserver()
+    with TemporaryDirectory() as folder:
+        outputs = [Path(folder) / name for name in ("stdout", "stderr")]
+        for output in outputs:
+            output.touch()
+        run = [num_ranks, free_port(), [*map(str, arguments)], ENV, str(ROOT), *map(str, outputs)]
+        server.stdin.write(json.dumps(run) + "\n")
+        server.stdin.flush()
+        if not select([server.stdout], [], [], timeout_s)[0]:
+            server.kill()
+            _forkserver.cache_clear()
+            raise subprocess.TimeoutExpired(run[2], timeout_s, *(output.read_text() for output in outputs))
+        return subprocess.CompletedProcess(run[2], int(server.stdout.readline()), *(o.read_text() for o in outputs))
 
 
 def torchrun(num_ranks, *arguments, timeout_s=300, env=(), cwd=ROOT):

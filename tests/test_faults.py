@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import ENV, RECIPE, ROOT, answer_in, free_port, read, said, torchrun
+from helpers import ENV, RECIPE, ROOT, answer_in, free_port, on_forked_ranks, read, said
 from safetensors.torch import load_file
 
 import train
@@ -61,7 +61,7 @@ def test_a_slow_reward_keeps_no_rank_waiting(models, tmp_path):
         )
         options = ["--request_timeout", 2, "--server_timeout", 3, "--collective_timeout", 20]
         options += ["--max_steps", 1, "--reward_workers", 6]
-        done = torchrun(2, ROOT / "train.py", recipe, *options)
+        done = on_forked_ranks(2, ROOT / "train.py", recipe, *options)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

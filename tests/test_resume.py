@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import ENV, RECIPE, ROOT, answer_in, free_port, read, torchrun
+from helpers import ENV, RECIPE, ROOT, answer_in, free_port, on_forked_ranks, read
 from safetensors.torch import load_file
 from test_prefix_models import make_model as make_family
 from transformers import PreTrainedModel
@@ -54,7 +54,7 @@ def run(ranks, command):
     if ranks == 1:
         main(parse_args(command))
         return
-    done = torchrun(ranks, ROOT / "train.py", *command)
+    done = on_forked_ranks(ranks, ROOT / "train.py", *command)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -75,7 +75,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(start, tmp_path, kind):
     whole = {name: read(tmp_path, name) for name in ("metrics", "completions")}
     expected = weights(tmp_path / "run")
     middle = tmp_path / "run" / "checkpoint-2"
-    done = torchrun(ranks, ROOT / "train.py", *start(*options, "--resume_from_checkpoint", middle))
+    done = on_forked_ranks(ranks, ROOT / "train.py", *start(*options, "--resume_from_checkpoint", middle))
     assert done.returncode == 0, done.stderr[-3000:]
     assert_identical(weights(tmp_path / "run"), expected)
     again = {name: read(tmp_path, name) for name in ("metrics", "completions")}
@@ -362,7 +362,7 @@ def test_a_folder_that_ranks_do_not_share_is_refused(start, tmp_path):
     apart = f"import os; os.makedirs({str(tmp_path)!r} + os.environ['RANK'], exist_ok=True)\n"
     apart += f"os.chdir({str(tmp_path)!r} + os.environ['RANK'])\n"
     path.write_text(apart + path.read_text().replace(str(tmp_path / "run"), "run"))
-    done = torchrun(2, ROOT / "train.py", *start("--save_steps", 2, "--use_fsdp", "true"))
+    done = on_forked_ranks(2, ROOT / "train.py", *start("--save_steps", 2, "--use_fsdp", "true"))
     assert done.returncode != 0
     assert "output_dir=run is not one folder for all ranks" in done.stderr
 

@@ -75,6 +75,23 @@ def test_a_wrong_option_is_told_at_once():
     assert left_behind(process.pid) == []
 
 
+def test_a_killed_pytest_leaves_nothing_behind(tmp_path):
+    """Not even what a shell that a test started has started."""
+    test = "import subprocess\ndef test(): subprocess.run(['bash', '-c', 'until sleep 3599; do :; done'])\n"
+    (tmp_path / "test_sleep.py").write_text(test)
+    command = [sys.executable, "-m", "pytest", "-p", "conftest", tmp_path / "test_sleep.py"]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    process = subprocess.Popen(command, env={**ENV, "PYTHONPATH": path}, cwd=tmp_path)
+    asleep = ["pgrep", "-f", "^sleep 3599"]
+    for wanted in (0, 1):  # found, and found no more
+        deadline = time.monotonic() + 60
+        while subprocess.run(asleep, check=False, stdout=subprocess.DEVNULL).returncode != wanted:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.kill()
+    process.wait()
+
+
 @pytest.mark.slow
 def test_the_demo_learns():
     """About four minutes: from at most 60 % of held-out problems to at least 90 %."""

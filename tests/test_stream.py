@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import ROOT, answer_in, read, said, torchrun
+from helpers import ROOT, answer_in, on_forked_ranks, read, said
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -454,7 +454,7 @@ def test_two_ranks_stream(models, recipe, tmp_path):
         with fake_server(models["untied"], answer_in(0.02)) as server:
             path = recipe(server)
             sgd = ["--adam_beta1", "0", "--max_steps", "1", "--grad_norm", "0"]
-            done = torchrun(ranks, ROOT / "train.py", path, *sgd, *options)
+            done = on_forked_ranks(ranks, ROOT / "train.py", path, *sgd, *options)
         assert done.returncode == 0, done.stderr[-3000:]
         weights.append(load_file(tmp_path / "run" / "checkpoint-1" / "model.safetensors"))
         (row,) = read(tmp_path, "metrics")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from build_tiny import build
-from helpers import ENV, ROOT, server, torchrun
+from helpers import ENV, ROOT, on_forked_ranks, server, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import utils
@@ -91,7 +91,7 @@ def test_fsdp_and_lora(recipe, tmp_path):
         "--gradient_checkpoint",
         "true",
     ]
-    done = torchrun(2, ROOT / "train.py", recipe, *options)
+    done = on_forked_ranks(2, ROOT / "train.py", recipe, *options)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "share_prefix is off" not in done.stdout
     metrics = check_run(tmp_path)
@@ -102,7 +102,7 @@ def test_fsdp_and_lora(recipe, tmp_path):
 
 def test_fsdp_mixed_precision(recipe, tmp_path):
     """bfloat16 compute: the weights stay fp32, and the log-probs stay within bfloat16's reach of the server's."""
-    done = torchrun(2, ROOT / "train.py", recipe, "--use_fsdp", "true", "--fsdp_bf16", "true")
+    done = on_forked_ranks(2, ROOT / "train.py", recipe, "--use_fsdp", "true", "--fsdp_bf16", "true")
     assert done.returncode == 0, done.stderr[-3000:]
     assert read(tmp_path, "metrics.jsonl")[3]["sampling/sampling_logp_difference/mean"] < 0.1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3", dtype="auto")
@@ -183,7 +183,7 @@ def test_epochs_and_checkpoints(recipe, tmp_path, capsys):
 def test_asynchronous(recipe, tmp_path):
     """Two ranks, the next batch sampled while one trains: bounded, exactly once, and log-probs of the right weights."""
     options = ["--max_staleness", "1", "--max_steps", "6", "--drop_zero_advantage", "true", "--learning_rate", "1e-4"]
-    done = torchrun(2, ROOT / "train.py", recipe, *options)
+    done = on_forked_ranks(2, ROOT / "train.py", recipe, *options)
     assert done.returncode == 0, done.stderr[-3000:]
     metrics, samples, dropped = (read(tmp_path, f"{name}.jsonl") for name in ("metrics", "completions", "dropped"))
     assert [row["step"] for row in metrics] == list(range(7))

@@ -1,0 +1,75 @@
+"""Ranks forked from a process that has imported the libraries already: under torchrun each imports them anew.
+
+Reads runs from stdin, one JSON line each, [num_ranks, port, argv, environment, folder, stdout, stderr]; answers each
+with a line, the exit code: 0, or 1 where a rank failed, in which case the others are ended, as torchrun does it.
+"""
+
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import datasets  # noqa: F401
+import peft  # noqa: F401
+import torch.distributed.checkpoint
+import torch.distributed.fsdp  # noqa: F401
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from utils import die_with
+
+
+def become(rank, num_ranks, port, argv, environment, folder, *outputs):
+    """Run the script as this rank; does not return."""
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.clear()
+    os.environ.update(environment | {name: str(value) for name, value in (place | where).items()})
+    os.chdir(folder)
+    sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
+    status = 1
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+        status = 0
+    finally:
+        with suppress(ValueError):
+            sys.stdout.flush()
+        os._exit(status)
+
+
+def end(ranks, number):
+    for rank in ranks:
+        with suppress(ProcessLookupError):
+            os.kill(rank, number)
+
+
+def main():
+    for line in sys.stdin:
+        num_ranks, *run = json.loads(line)
+        parent, ranks, code, failed_s = os.getpid(), set(), 0, None
+        for rank in range(num_ranks):
+            if (pid := os.fork()) == 0:
+                die_with(parent)
+                become(rank, num_ranks, *run)
+            ranks.add(pid)
+        while ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            ranks.discard(pid)
+            if pid and status:
+                code, failed_s = 1, failed_s or time.monotonic()
+                end(ranks, signal.SIGTERM)
+            if failed_s and time.monotonic() > failed_s + 10:
+                end(ranks, signal.SIGKILL)
+            time.sleep(0.01)
+        print(code, flush=True)
+
+
+if __name__ == "__main__":
+    main()
