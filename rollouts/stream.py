@@ -56,7 +56,7 @@ def sample_group(
     while not group.completions:
         with client.lease() as server:
             try:
-                completions = _sample(server, group.prompt, sampling, config)
+                completions = _ask(server, group.prompt, sampling, config)
             except ServerLost as error:
                 if not (server.has_weights and server.answers()):
                     client.lose(server, error)
@@ -72,7 +72,7 @@ def sample_group(
     group.sampled_s = time.monotonic()
 
 
-def _sample(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
+def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
     if config.rollout_fn is None:
         extra = config.extra_generations if sampling["n"] > 1 else 0
         return server.generate(prompt.token_ids, sampling, extra, prompt.images)
@@ -337,7 +337,7 @@ class Rollouts:
         take part in sending it.
         """
         while (word := broadcast_object(self._next_word(look) if is_main() else None)) == "resync":
-            self._admit(self._send(only_returned=True))
+            self._prove(self._send(only_returned=True))
         return word
 
     def _next_word(self, look: Callable[[], str | None]) -> str:
@@ -430,7 +430,7 @@ class Rollouts:
         self.policy, self.version = policy, version
         with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
             returned = self._send()
-            self._admit(self.client.servers if is_first and is_main() else returned, is_first)
+            self._prove(self.client.servers if is_first and is_main() else returned, is_first)
             if is_main():
                 self.stream.open(version)
         if is_first:
@@ -445,7 +445,7 @@ class Rollouts:
             pass
         return []
 
-    def _admit(self, servers: list[Server], is_first: bool = False) -> None:
+    def _prove(self, servers: list[Server], is_first: bool = False) -> None:
         """Let rank 0's servers serve, except for those that do not agree. Collective."""
         probes = broadcast_object([self._probe(server) for server in servers] if is_main() else None)
         self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
