@@ -295,7 +295,6 @@ class TrainConfig(metaclass=_OneLineErrors):
             ("correction_floor", masks, "without off_policy_correction=mask"),
             ("extra_generations", not self.rollout_fn, "with a rollout_fn, which samples itself"),
             ("fsdp_bf16", self.use_fsdp, "without use_fsdp (bf16 has)"),
-            ("bf16", not self.fsdp_bf16, "beside fsdp_bf16"),
             ("num_epochs", self.max_steps is None, "beside max_steps, which --max_steps none unsets"),
             ("delta", self.loss_type != "cispo", "with loss_type=cispo"),
         ):

@@ -263,7 +263,8 @@ class Dealer:
         """How many more tokens fill a row on every rank; infinitely many where training needs the whole batch."""
         if self.config.updates_per_batch > 1 or self.config.scale_rewards == "batch":
             return math.inf
-        return len(self.loads) * self.config.max_tokens_per_gpu - row_layout(self.waiting, self.config).num_tokens
+        num_rows = len(self.loads) - len(self.rows)
+        return num_rows * self.config.max_tokens_per_gpu - row_layout(self.waiting, self.config).num_tokens
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
         """Each rank's shares of the groups that came, one share per mini-batch; `is_complete` with the batch's last."""

@@ -225,8 +225,8 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
             os._exit(128 + number)
         if not stop.is_set() and is_main():
             first_s = time.monotonic()
-            line = f"{signal.Signals(number).name}: saving the last whole step; once more ends at once"
-            line += " (the same command goes on with --resume_from_checkpoint auto)\n"
+            name, cure = signal.Signals(number).name, "--resume_from_checkpoint auto goes on from it"
+            line = f"{name}: saving the last whole step ({cure}); once more ends at once\n"
             with suppress(OSError):
                 os.write(1, line.encode())  # print() may be what the signal interrupted
         stop.set()

@@ -66,7 +66,7 @@ class Completion:
         places = [place for place, was_sampled in enumerate(self.sampled) if was_sampled]
         covered = [place for span in self.weight_versions for place in range(span.start, span.end)]
         if not len(self.token_ids) == len(self.sampler_logprobs) == len(self.sampled) > 0 or covered != places:
-            raise ValueError("a Completion needs a log-prob, mask and version for each of one or more tokens: `then`")
+            raise ValueError("a completion needs tokens, with a log-prob each, and a version of each that was sampled")
 
     @property
     def sampled(self) -> list[bool]:
@@ -327,8 +327,11 @@ class VLLMClient:
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = ()):
         self.config = config
         self.servers = [Server(url, config.request_timeout, tokenizer, forbidden) for url in config.vllm_urls]
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every request has a connection
+        if not api_token().isascii():
+            raise UserError("VLLM_API_KEY has other characters than ASCII: no header can carry it")
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
+        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
         self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
         self._slots = threading.Condition()
         self._is_held = False
@@ -370,7 +373,9 @@ class VLLMClient:
             try:
                 server.connect(device, self.config.sync_timeout)
             except RuntimeError as error:
-                raise ServerError(f"{server.url}: no weight-transfer group: {str(error).splitlines()[0]}") from error
+                raise ServerError(
+                    f"{server.url}: no weight-transfer group: {str(error).partition(chr(10))[0]}"
+                ) from error
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager
@@ -469,10 +474,10 @@ class VLLMClient:
             for server in self.servers:
                 if server.is_connected or time.monotonic() < server.retry_s:
                     continue
-                server.break_off()  # what it had in flight has gone to other servers
-                if not server.answers():
-                    continue
                 try:
+                    server.break_off()  # what it had in flight has gone to other servers
+                    if not server.answers():
+                        continue
                     if (longest := self._max_model_len(server)) < self._longest:
                         raise ServerError(f"its --max-model-len is {longest}: restart it with {self._longest}")
                     server.connect(self._device, self.config.sync_timeout)

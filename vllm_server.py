@@ -1,11 +1,6 @@
 """Rollout server: vLLM's own OpenAI-compatible server with the RL routes, weight transfer and an access guard.
 
-    python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct [--port 8000] [any option of `vllm serve`]
-
-What this file adds to vLLM:
-  * defaults that rollouts need (token ids in and out, log-probs after temperature, RL routes, loopback);
-  * `WeightReceiver`, the weight-transfer engine that loads the policy the trainer publishes;
-  * `AccessGuard`, which opens only the routes the trainer uses and asks for a token off loopback.
+Start it by `python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct`, with any option of `vllm serve`.
 """
 
 import hmac
@@ -18,21 +13,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from starlette.types import ASGIApp, Receive, Scope, Send
 from torch.distributed import TCPStore
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
+from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from utils import TransferGroup, api_token, die_with
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 BACKEND = "grpo"
 PREFETCH = 3  # buckets received ahead of the one being loaded
@@ -47,7 +36,7 @@ TRAINER_ROUTES = frozenset({
 
 
 @dataclass
-class TransferInit(WeightTransferInitInfo):
+class TransferInit(base.WeightTransferInitInfo):
     """Where the trainer (rank 0 of the transfer group) waits for this server's workers."""
 
     host: str
@@ -58,11 +47,11 @@ class TransferInit(WeightTransferInitInfo):
 
 
 @dataclass
-class Stream(WeightTransferUpdateInfo):
+class Stream(base.WeightTransferUpdateInfo):
     """One update is one stream: buckets over the transfer group until an empty one. Nothing to say beforehand."""
 
 
-class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
+class WeightReceiver(base.WeightTransferEngine[TransferInit, Stream]):
     """Loads checkpoint-named weights broadcast by the trainer into a running worker.
 
     Every worker of a tensor-parallel server receives the full tensors and keeps its shard, exactly as when it
@@ -109,9 +98,7 @@ class WeightReceiver(WeightTransferEngine[TransferInit, Stream]):
         group = self.group
         if group is None:
             raise RuntimeError("no trainer is connected: /init_weight_transfer_engine comes first")
-
         load_weights: Any = self.model.load_weights
-
         # vLLM's own stream, which load_weights copies on: another one would reuse a bucket's memory too soon.
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         ended = False
@@ -175,11 +162,11 @@ class AccessGuard:
     alone: without this, the RL routes, which can replace the model, would stay open.
     """
 
-    def __init__(self, app: "ASGIApp") -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self.app = app
         self.token = api_token()
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it here."""
         refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
         if refusal is None:
@@ -190,7 +177,7 @@ class AccessGuard:
         status, message = refusal
         await JSONResponse({"error": message}, status_code=status)(scope, receive, send)
 
-    def _refusal(self, scope: "Scope") -> tuple[int, str] | None:
+    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Status and reason, None for a request that may pass."""
         if scope["type"] != "http" or scope["path"] not in OPEN_ROUTES | TRAINER_ROUTES:
             return 404, "no such route on a rollout server"
@@ -246,9 +233,7 @@ def main(argv: list[str]) -> None:
     cli_env_setup()
     args = make_arg_parser(FlexibleArgumentParser(description=__doc__)).parse_args(server_argv(argv))
     if args.api_key:
-        if len(args.api_key) > 1:
-            sys.exit("--api-key: one token, which the trainer has as VLLM_API_KEY")
-        os.environ["VLLM_API_KEY"] = args.api_key[0]
+        (os.environ["VLLM_API_KEY"],) = args.api_key  # one token, which the trainer has in this variable, too
         args.api_key = None  # the log would show it
     if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
         sys.exit(f"--host {args.host} is reachable from outside: set VLLM_API_KEY, here and at the trainer")

@@ -128,29 +128,29 @@ def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) 
     """The rows of a function, a local `.jsonl`/`.parquet` file or a `datasets` name, through `collate_fn`."""
     collate_fn: Any = config.collate_fn or list
     name = getattr(source, "__name__", source)
-    with naming(f"dataset {name}"):
-        rows = list(source()) if callable(source) else _stored_rows(source, split, config)
-    with naming(f"dataset {name}, whose rows collate_fn gets in one list"):
-        rows = collate_fn(rows)
+    how = ", through collate_fn, which gets the list of all rows" if config.collate_fn else ""
+    with naming(f"dataset {name}{how}"):
+        rows = collate_fn(list(source()) if callable(source) else _stored_rows(source, split, config))
     if not rows:
         raise UserError(f"dataset {name} has no rows")
     return rows
 
 
 def _stored_rows(source: str, split: str, config: TrainConfig) -> list[dict[str, Any]]:
-    from datasets import load_dataset
-
     if source.endswith(".jsonl"):  # as they stand: `datasets` would turn strings that look like dates into dates
         rows: list[dict[str, Any]] = []
         for number, line in enumerate(Path(source).read_text("utf-8-sig").split("\n"), 1):
             with naming(f"line {number}"):
                 rows += [json.loads(line)] if line.strip() else []
         return rows
+    from datasets import load_dataset
+
     if source.endswith(".parquet"):
         dataset = load_dataset("parquet", data_files=source, split="train")
     else:
         dataset = load_dataset(source, config.dataset_config if source == config.dataset_id else None, split=split)
-    return list(dataset.to_iterable_dataset().decode(False))  # images as bytes and paths, until they are needed
+    # Images stay bytes and paths until they are needed.
+    return list(dataset.to_iterable_dataset().decode(False)) if len(dataset) else []
 
 
 @contextmanager
@@ -198,8 +198,6 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
         raise ValueError(f"it has no `prompt` (string or chat messages), but {sorted(row)}")
     others = [name for name in row if name not in ("prompt", "image", "images")]
     wanted = others if config.extra_columns is None else config.extra_columns
-    if missing := [name for name in wanted if name not in row]:
-        raise ValueError(f"it has no column {missing[0]}, which extra_columns names, but {sorted(row)}")
     if taken := {"prompts", "completions", "completion_ids"} & set(wanted):
         raise ValueError(f"its column {taken.pop()} has the name of a reward's own argument: rename it")
     content, images = take_images(row)
@@ -268,15 +266,19 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
         for message in row["prompt"]:
             if "role" not in message or not {"content", "tool_calls"} & message.keys():
                 raise ValueError(f"it has a message without role or content: {message!r:.100}")
-            parts = message.get("content") or ""
-            if not isinstance(parts, str):
-                if odd := [part for part in parts if part.get("type") not in ("text", *IMAGE_TYPES)]:
-                    raise ValueError(f"it has a message with a part neither of type text nor image: {odd[0]!r:.100}")
-                places += [part for part in parts if part["type"] in IMAGE_TYPES]
-                # Without the keys that `datasets` adds for parts of other rows.
-                texts = ({"type": "text", "text": part.get("text")} for part in parts)
-                parts = [text if part["type"] == "text" else IMAGE for part, text in zip(parts, texts, strict=True)]
-            content.append({**message, "content": parts})
+            parts = message.get("content")
+            if parts is not None and not isinstance(parts, str):
+                kept: list[dict[str, str]] = []  # without the keys that `datasets` adds for parts of other rows
+                for part in parts:
+                    if part.get("type") in IMAGE_TYPES:
+                        places.append(part)
+                        kept.append(IMAGE)
+                    elif part.get("type") == "text" and isinstance(part.get("text"), str):
+                        kept.append({"type": "text", "text": part["text"]})
+                    else:
+                        raise ValueError(f"it has a message with a part neither of type text nor image: {part!r:.100}")
+                message = {**message, "content": kept}
+            content.append(message)
     given = [place.get("image") or place.get("url") or place.get("path") or place.get("image_url") for place in places]
     inside = [image for image in given if image]
     if len(columns) + bool(inside) > 1:
@@ -289,7 +291,7 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 def in_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
     """Messages with their contents as parts; images without a place stand before the first user message's text."""
-    contents = (message["content"] for message in messages)
+    contents = (message.get("content") or [] for message in messages)
     parts = ([{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents)
     written = [{**message, "content": part} for message, part in zip(messages, parts, strict=True)]
     first = next((message for message in written if message["role"] == "user"), None)
@@ -299,9 +301,11 @@ def in_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, 
 
 
 def fetch_image(source: Any) -> Any:
-    """An image as `open_image` takes it, of a dictionary's `bytes`, `path` or `url` too; a URL is asked once."""
+    """The bytes behind a URL, which is asked once; of `datasets`' dictionaries the `bytes`, `path` or `url`."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path") or source.get("url") or source
+    if isinstance(source, str | os.PathLike):
+        source = str(source).removeprefix("file://")
     if not isinstance(source, str) or not source.startswith(("http://", "https://")):
         return source
     reply = requests.get(source, timeout=30)
@@ -310,10 +314,11 @@ def fetch_image(source: Any) -> Any:
 
 
 def open_image(source: Any) -> Any:
-    """A PIL image, upright and in RGB, from one, its bytes, a path or a data URI."""
+    """A PIL image, upright and in RGB, from one, its bytes, a path, a URL or data URI, or `datasets`' dictionary."""
     from PIL import Image
     from transformers.image_utils import load_image
 
+    source = fetch_image(source)
     return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)
 
 

@@ -28,7 +28,7 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
         with naming(f"reward {function.__name__} on dataset row {row}, which gives it {', '.join(names)}"):
             for called in getattr(function, "functions", [function]):  # those that `best_of` calls
                 inspect.signature(called).bind(**dict.fromkeys(names))
-        with naming(f"reward {function.__name__} cannot be sent to a worker"):
+        with naming(f"reward {function.__name__} cannot be sent to a worker (open clients inside it)"):
             cloudpickle.dumps(function)
 
 
@@ -98,7 +98,7 @@ class Scorer:
         prompt = group.prompt
         sample = {"error": message, "prompt": prompt.content, "completions": group.texts, "columns": prompt.columns}
         with self._lock:
-            with self.failed_path.open("a" if self.num_failed else "w", encoding="utf-8") as file:  # one of its own
+            with self.failed_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(sample, ensure_ascii=False, default=repr) + "\n")
             self.num_failed += 1
             self._in_a_row[name] += 1

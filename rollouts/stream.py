@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -78,11 +79,11 @@ def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: Train
         return server.generate(prompt.token_ids, sampling, extra, prompt.images)
     rollout_fn: Any = config.rollout_fn
     try:
-        completions = rollout_fn(server, prompt, sampling)
-        ids = [token for completion in completions for token in completion.token_ids]
-        longest = max(len(prompt.token_ids) + len(completion.token_ids) for completion in completions)
+        completions = [replace(completion) for completion in rollout_fn(server, prompt, sampling)]  # checks them anew
         if len(completions) != sampling["n"]:
             raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
+        ids = [token for completion in completions for token in completion.token_ids]
+        longest = max(len(prompt.token_ids) + len(completion.token_ids) for completion in completions)
         if longest > config.max_tokens_per_gpu:
             raise ValueError(f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu")
         if not set(server.forbidden).isdisjoint(ids):
@@ -147,8 +148,8 @@ class GroupStream:
                 self._told_s = time.monotonic()
             elif self._running and time.monotonic() > self._told_s + 60:
                 self._told_s = time.monotonic()
-                oldest = self._running[min(self._running)]
-                print(f"waiting for rollouts; the oldest is of dataset row {oldest.prompt.index}", flush=True)
+                row = self._running[min(self._running)].prompt.index
+                print(f"waiting for rollouts; the oldest is of dataset row {row}", flush=True)
             return group
 
     @property
@@ -186,6 +187,10 @@ class GroupStream:
                     return
                 group.started_version, group.started_s = self.version, time.monotonic()
             self._sample(group)
+            seen = {span.version for c in group.completions for span in c.weight_versions}
+            if odd := seen - {*range(group.started_version, self.version + 2)}:  # an update may be under way
+                cause = "does another trainer use the server?"
+                raise ServerError(f"asked for policy version {group.started_version}, got {min(odd)}: {cause}")
             self._score(group)
             with self._changed:
                 self._finish(group)
@@ -239,13 +244,6 @@ class GroupStream:
 
 
 # -- What the loop sees ------------------------------------------------------------------------------------------------
-
-
-class Probe(NamedTuple):
-    """A short completion of a server, or why there is none to compare with the trainer's log-probs."""
-
-    completion: Completion | None
-    failure: str = ""
 
 
 class Rollouts:
@@ -317,8 +315,8 @@ class Rollouts:
             if (group := self.stream.take()) is None:
                 return None
             groups.append(group)
-            times = 1 if self.config.share_prefix else len(group.completions)
-            num_tokens -= times * len(group.prompt.token_ids) + sum(len(c.token_ids) for c in group.completions)
+            prompt, lengths = len(group.prompt.token_ids), [len(c.token_ids) for c in group.completions]
+            num_tokens -= prompt + sum(lengths) if self.config.share_prefix else len(lengths) * (prompt + max(lengths))
             if self.stream.missing == 0:
                 return "complete"
             return "enough" if num_tokens <= 0 else None
@@ -430,11 +428,13 @@ class Rollouts:
         self.policy, self.version = policy, version
         with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
             returned = self._send()
-            self._prove(self.client.servers if is_first and is_main() else returned, is_first)
+            if is_first:
+                self._prove(self.client.servers if is_main() else [], is_first)
+                self._restart_clocks()
             if is_main():
                 self.stream.open(version)
-        if is_first:
-            self._restart_clocks()
+        if not is_first:
+            self._prove(returned)
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers; returns those on rank 0 that waited for it and have it now. Collective."""
@@ -449,26 +449,26 @@ class Rollouts:
         """Let rank 0's servers serve, except for those that do not agree. Collective."""
         probes = broadcast_object([self._probe(server) for server in servers] if is_main() else None)
         self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
-        reasons = [probe.failure or self._difference(probe.completion) for probe in probes]
+        reasons = [failure or self._difference(completion) for completion, failure in probes]
         self.policy.train()
-        for url, reason in zip(self.config.vllm_urls, reasons, strict=True) if is_first else ():
-            if reason:
-                raise ServerError(f"{url} {reason}")
+        if is_first and any(reasons):
+            faults = [f"{url} {why}" for url, why in zip(self.config.vllm_urls, reasons, strict=True) if why]
+            raise ServerError("; ".join(faults))
         for server, reason in zip(servers, reasons, strict=False):  # there are servers on rank 0 alone
             if reason:
                 self.client.keep_out(server, reason)
             else:
                 self.client.admit(server)
 
-    def _probe(self, server: Server) -> Probe:
+    def _probe(self, server: Server) -> tuple[Completion | None, str]:
         prompt, max_tokens = self.probe_prompt, min(16, self.config.max_completion_len)
         sampling = {"n": 1, "max_tokens": max_tokens, "temperature": self.config.temperature}
         try:
             (completion,) = server.generate(prompt.token_ids, sampling, 0, prompt.images, CONTROL_TIMEOUT_S)
         except ServerError as error:
-            return Probe(None, str(error))
+            return None, str(error)
         is_current = all(span.version == self.version for span in completion.weight_versions)
-        return Probe(completion, "" if is_current else "answers with other weights than it was sent")
+        return completion, "" if is_current else "answers with other weights than it was sent"
 
     def _difference(self, completion: Completion) -> str:
         """In words, how far log-probs of the policy are from the server's; empty where they are close enough."""

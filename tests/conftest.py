@@ -12,7 +12,7 @@ TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
 # What a test starts has this mark in its environment, and ends with this process, however that ends: see watch.py.
 os.environ["STARTED_BY"] = uuid.uuid4().hex
-WATCH = [sys.executable, TESTS / "watch.py", os.environ["STARTED_BY"]]
+WATCH = [sys.executable, str(TESTS / "watch.py"), os.environ["STARTED_BY"]]
 watching = subprocess.Popen(WATCH, stdin=subprocess.PIPE, process_group=0)
 
 from helpers import RECIPE, make_model, server  # noqa: E402

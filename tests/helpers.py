@@ -83,9 +83,8 @@ def on_ranks(num_ranks, folder, function, *arguments):
 @cache
 def _forkserver():
     """A process of `ranks.py`, which ends with this one."""
-    command, options = [sys.executable, str(ROOT / "tests" / "ranks.py")], {"env": ENV, "text": True}
-    end = partial(die_with, os.getpid())
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=end, **options)
+    command = [sys.executable, str(ROOT / "tests" / "ranks.py")]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, text=True)
 
 
 def on_forked_ranks(num_ranks, *arguments, timeout_s=300):

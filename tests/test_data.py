@@ -91,7 +91,7 @@ def test_long_prompts_are_counted_and_left_out(capsys):
         (lambda: [], {}, "has no rows"),
         (lambda: [{"question": "x"}], {}, "row 0: it has no `prompt`.*question"),
         (lambda: [{"prompt": "x"}, {"prompt": 3}], {}, "row 1: it has no `prompt`"),
-        (rows, {"extra_columns": ["label"]}, "row 0: it has no column label"),
+        (rows, {"extra_columns": ["label"]}, "row 0: KeyError: 'label'"),
         (
             lambda: [{"prompt": "x", "completions": []}],
             {},
@@ -204,7 +204,7 @@ def test_a_later_row_that_does_not_fit_the_rewards():
 
 
 def test_a_collate_fn_for_single_rows_is_told():
-    with pytest.raises(UserError, match="whose rows collate_fn gets in one list: TypeError"):
+    with pytest.raises(UserError, match="through collate_fn, which gets the list of all rows: TypeError"):
         prompts_of(rows, collate_fn=lambda row: {"prompt": row["question"]})
 
 
@@ -273,7 +273,7 @@ def rolled_out(rollout_fn):
 
 @pytest.mark.parametrize(("spans", "loss_mask", "fits"), ROLLOUTS, ids=str)
 def test_spans_of_a_rollout_are_its_sampled_tokens(spans, loss_mask, fits):
-    refused = pytest.raises(UserError, match="rollout_fn on dataset row 0: ValueError: a Completion needs a log-prob")
+    refused = pytest.raises(UserError, match="rollout_fn on dataset row 0: ValueError: a completion needs tokens")
     with contextlib.nullcontext() if fits else refused:
         group = rolled_out(lambda *_: [Completion([5, 6], [-1.0, -1.0], "stop", spans, loss_mask)])
         assert group.completions[0].weight_versions == spans
@@ -281,13 +281,13 @@ def test_spans_of_a_rollout_are_its_sampled_tokens(spans, loss_mask, fits):
 
 WHOLE = Completion([5, 6], [-1.0, -1.0], "stop", [Span(0, 0, 2)])
 NO_ROLLOUTS = [
-    (lambda *_: [5, 6], "AttributeError: 'int' object has no attribute 'token_ids'"),
+    (lambda *_: [5, 6], "TypeError: replace\\(\\) should be called on dataclass instances"),
     (lambda *_: None, "TypeError: 'NoneType' object is not iterable"),
     (lambda *_: [WHOLE, WHOLE], "ValueError: it returned 2 completions, not 1"),
     (lambda *_: [][0], "IndexError"),
-    (lambda *_: [Completion([], [], "stop", [])], "ValueError: a Completion needs"),
-    (lambda *_: [dataclasses.replace(WHOLE, sampler_logprobs=[-1.0])], "ValueError: a Completion needs"),
-    (lambda *_: [dataclasses.replace(WHOLE, loss_mask=[True])], "ValueError: a Completion needs"),
+    (lambda *_: [Completion([], [], "stop", [])], "ValueError: a completion needs"),
+    (lambda *_: [dataclasses.replace(WHOLE, sampler_logprobs=[-1.0])], "ValueError: a completion needs"),
+    (lambda *_: [dataclasses.replace(WHOLE, loss_mask=[True])], "ValueError: a completion needs"),
     (
         lambda *_: [Completion([5] * 20_000, [-1.0] * 20_000, "stop", [Span(0, 0, 20_000)])],
         "ValueError: a completion has 20001 tokens with its prompt: raise max_tokens_per_gpu",

@@ -126,11 +126,11 @@ class RunLog:
         paths = {name: folder / f"{name}.jsonl" for name in ("metrics", "completions", "dropped")}
         if paths["metrics"].exists() and not resumed:
             print(f"{folder} has an earlier run: its logs get the ending .old", flush=True)
-        for path in filter(Path.exists, paths.values()):
-            if resumed:
-                _cut_lines(path, resumed["step"])
-            else:
+        for path in filter(Path.exists, [*paths.values(), folder / "failed_rewards.jsonl"]):
+            if not resumed:
                 path.rename(f"{path}.old")
+            elif path in paths.values():
+                _cut_lines(path, resumed["step"])
         self._files = {name: files.enter_context(path.open("ab", 0)) for name, path in paths.items()}
         self._bar = files.enter_context(tqdm(disable=None, bar_format="{desc}"))
         self._started_s, self._first_step, self._num_steps = time.monotonic(), start["step"], num_steps
@@ -156,7 +156,9 @@ class RunLog:
             dropped = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in batch.dropped]
         for name, rows in {"metrics": [metrics], "completions": samples, "dropped": dropped}.items():
             try:
-                self._files[name].write(ENCODER.encode_lines({"step": step, **row} for row in rows))
+                data = ENCODER.encode_lines({"step": step, **row} for row in rows)
+                if self._files[name].write(data) < len(data):
+                    raise OSError(None, "the disk is full")
             except OSError as error:
                 raise UserError(f"{self._files[name].name} cannot be written: {error.strerror}") from error
         every = self.config.log_completions_steps

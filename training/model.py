@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from config import TrainConfig, UserError
 from prefix_attention import PackedBatch, attach, completion_logprobs
-from rollouts.data import Prompt, placeholder_ids
+from rollouts.data import Prompt, naming, placeholder_ids
 from utils import gather_objects, is_main
 
 
@@ -87,7 +87,8 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
     if checkpoint:
         return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    tied = ends if ends[0].weight is ends[1].weight else ()  # one matrix cannot take the adapter of one of its two uses
+    # One matrix cannot take the adapter of one of its two uses.
+    tied = ends if ends[1] is not None and ends[0].weight is ends[1].weight else ()
     for target in config.lora_target_modules or ():
         matched = [module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")]
         if not matched or any(module is end for module in matched for end in tied):
@@ -101,7 +102,8 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
         exclude_modules=list(frozen) or None,
         task_type="CAUSAL_LM",
     )
-    model = get_peft_model(model, lora)
+    with naming("lora_target_modules"):
+        model = get_peft_model(model, lora)
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise UserError("lora_target_modules: adapters of experts in one tensor cannot be sent: name attention layers")
     return model
