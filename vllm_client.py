@@ -271,11 +271,11 @@ class Server:
             leaving.start()
             leaving.join(1.0)
 
-    def break_off(self) -> None:
+    def break_off(self, timeout_s: float = 5.0) -> None:
         """Leave the transfer group, and then end what is in flight, if the server still listens."""
         self.disconnect()  # first: a server that waits for the rest of a stream would not hear the next request
         with suppress(ServerError):
-            self.post("/pause?mode=abort", timeout_s=5)
+            self.post("/pause?mode=abort", timeout_s=timeout_s)
 
     def pause(self) -> None:
         """Stop sampling, and make ready for new weights."""
@@ -505,7 +505,8 @@ class VLLMClient:
             servers = self._on(servers, partial(Server.end_update, version=version))
             return [server for server in servers if server in returned]
         except BaseException:
-            self._on(servers, Server.break_off)  # half of the weights would end an engine; the next sync resumes it
+            # To go on with half of the weights would end an engine. Wait for its answer: the next sync resumes it.
+            self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
             raise
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:

@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 import uuid
@@ -88,8 +89,9 @@ def recipe(models, tmp_path):
     """Writes a short run against fake servers; returns its path."""
 
     def write(*servers):
-        number = len(list(tmp_path.glob("recipe_*.py")))  # a module is imported once
-        path = tmp_path / f"recipe_{tmp_path.name}_{number}.py"
+        path = tmp_path / f"recipe_{tmp_path.name}.py"
+        sys.modules.pop(path.stem, None)  # of another server
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
         urls = [server.url for server in servers]
         path.write_text(RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run")))
         return str(path)

@@ -87,14 +87,17 @@ def _forkserver():
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, text=True)
 
 
-def on_forked_ranks(num_ranks, *arguments, timeout_s=300):
-    """What `torchrun` below does, without its own process, and without importing the libraries for each rank."""
+def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
+    """What `torchrun` below does, without its own process, and without importing the libraries for each rank.
+
+    0 ranks are one process without torchrun's variables, as `python script.py`.
+    """
     server = _forkserver()
     with TemporaryDirectory() as folder:
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         for output in outputs:
             output.touch()
-        run = [num_ranks, free_port(), [*map(str, arguments)], ENV, str(ROOT), *map(str, outputs)]
+        run = [num_ranks, free_port(), [*map(str, arguments)], {**ENV, **dict(env)}, str(ROOT), *map(str, outputs)]
         server.stdin.write(json.dumps(run) + "\n")
         server.stdin.flush()
         if not select([server.stdout], [], [], timeout_s)[0]:

@@ -1,7 +1,8 @@
 """Ranks forked from a process that has imported the libraries already: under torchrun each imports them anew.
 
 Reads runs from stdin, one JSON line each, [num_ranks, port, argv, environment, folder, stdout, stderr]; answers each
-with a line, the exit code: 0, or 1 where a rank failed, in which case the others are ended, as torchrun does it.
+with a line, the exit code: 0, or 1 where a rank failed, in which case the others are ended, as torchrun does it. With 0
+ranks it is one process without the variables of a rank.
 """
 
 import json
@@ -31,7 +32,9 @@ def become(rank, num_ranks, port, argv, environment, folder, *outputs):
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.clear()
-    os.environ.update(environment | {name: str(value) for name, value in (place | where).items()})
+    os.environ.update(environment)
+    if num_ranks:
+        os.environ.update({name: str(value) for name, value in (place | where).items()})
     os.chdir(folder)
     sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
     status = 1
@@ -54,7 +57,7 @@ def main():
     for line in sys.stdin:
         num_ranks, *run = json.loads(line)
         parent, ranks, code, failed_s = os.getpid(), set(), 0, None
-        for rank in range(num_ranks):
+        for rank in range(max(num_ranks, 1)):
             if (pid := os.fork()) == 0:
                 die_with(parent)
                 become(rank, num_ranks, *run)

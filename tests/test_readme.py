@@ -60,7 +60,7 @@ def with_stand_ins(block, model):
     stand_ins |= {"=10.0.0.9": "=127.0.0.1", "=10.0.0.1": "=127.0.0.1", "--nproc_per_node=8": "--nproc_per_node=1"}
     stand_ins |= {
         "--tensor-parallel-size 2": "",
-        "vllm_server.py": "vllm_server.py --dtype float32 --max-model-len 640",
+        "vllm_server.py": "vllm_server.py --dtype float32 --enforce-eager --max-model-len 640",
     }
     if "--port 8000" in text and ":8000" not in text:  # the default of both sides
         port = free_port()

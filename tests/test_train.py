@@ -229,7 +229,7 @@ def test_two_turns_with_a_tool(tmp_path):
 
 
 def test_wandb_offline(recipe, tmp_path):
-    done = torchrun(
+    done = on_forked_ranks(
         1,
         ROOT / "train.py",
         recipe,
@@ -251,7 +251,7 @@ def test_wandb_offline(recipe, tmp_path):
     assert read_state(saved)["wandb_id"] == wandb_id
     steps = str(1 + read_state(saved)["step"])
     options = ["--use_wandb", "true", "--log_completions_steps", "1", "--max_steps", steps]
-    done = torchrun(
+    done = on_forked_ranks(
         1, ROOT / "train.py", recipe, *options, "--resume_from_checkpoint", "auto", env={"WANDB_MODE": "offline"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -294,8 +294,7 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
     ],
 )
 def test_bad_input_is_one_line(recipe, options, message):
-    command = [sys.executable, str(ROOT / "train.py"), str(recipe), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=ENV, check=False)
+    done = on_forked_ranks(0, ROOT / "train.py", recipe, *options)
     assert done.returncode == 1
     assert re.match(message, done.stderr.strip().splitlines()[-1]), done.stderr
     assert "Traceback" not in done.stderr
