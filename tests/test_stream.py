@@ -471,3 +471,19 @@ def test_all_groups_filtered_ends_the_run(models, recipe, tmp_path):
         pytest.raises(ValueError, match="nothing to learn: 12 groups of this step"),
     ):
         main(parse_args([recipe(server), "--drop_zero_advantage", "true", "--max_dropped_batches", "2"]))
+
+
+@pytest.mark.parametrize(("share_prefix", "size"), [(True, 3 + 2 + 4), (False, 2 * (3 + 4))])
+def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
+    """Groups of a prompt of 3 tokens and completions of 2 and 4; without sharing each is padded to the longest."""
+    completions = [Completion([6] * n, [-1.0] * n, "stop", [Span(0, 0, n)]) for n in (2, 4)]
+    group = Group(Prompt(0, [5] * 3, "", {}), completions)
+    stream = SimpleNamespace(take=lambda: group, missing=1)
+    config = SimpleNamespace(share_prefix=share_prefix)
+    first_word = lambda look: next(filter(None, iter(look, "")))  # noqa: E731
+    rollouts: Any = SimpleNamespace(stream=stream, config=config, waited_s=0.0, _lead=first_word)
+    for num_tokens, num_groups in ((2 * size, 2), (2 * size + 1, 3)):
+        groups, is_last = Rollouts.take(rollouts, num_tokens)
+        assert (len(groups), is_last) == (num_groups, False)
+    stream.missing = 0
+    assert Rollouts.take(rollouts, math.inf) == ([group], True)
