@@ -52,6 +52,7 @@ OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
 ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
 Positive = Annotated[float, Field(title="float > 0", gt=0)]
 NotNegative = Annotated[float, Field(title="float >= 0", ge=0)]
+Fraction = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
 BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 _RESERVED = {"n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "structured_outputs"}
@@ -122,7 +123,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Sample among the k likeliest tokens only. Anything but None makes the server's log-probs inexact."""
     top_p: Annotated[float, Field(title="float > 0 and <= 1", gt=0, le=1)] | None = None
     """Sample from the smallest set of tokens with this mass. See `top_k`."""
-    min_p: BelowOne | None = None
+    min_p: Fraction | None = None
     """Leave out tokens below this fraction of the likeliest. See `top_k`."""
     stop: Values[str] | None = None
     """Strings that end a completion."""
@@ -214,7 +215,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up: constant, or falling to 0 at the last step."""
-    warmup_ratio: BelowOne = 0.0
+    warmup_ratio: Fraction = 0.0
     """Share of all steps over which the learning rate rises linearly."""
     weight_decay: NotNegative = 0.0
     """AdamW's decoupled weight decay, on matrices only."""

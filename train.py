@@ -405,10 +405,7 @@ def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer
 
 
 def check_loss(config: TrainConfig) -> None:
-    """Try the config's `loss_fn`, if it has one, on two tokens of log-probability -1 and advantage 1.
-
-    UserError where it fails, or does not return a finite scalar with a gradient and a dictionary of sums.
-    """
+    """Try the config's `loss_fn`, if any, on two tokens of log-probability -1 and advantage 1, or raise a UserError."""
     if config.loss_fn is None:
         return
     loss_fn: Any = config.loss_fn

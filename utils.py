@@ -42,8 +42,8 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    alone: dict[str, Any] = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **{} if "RANK" in os.environ else alone)
+    world: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
     _from_main = dist.new_group(backend="gloo", timeout=FOR_EVER)
     try:
         yield device

@@ -325,10 +325,10 @@ class VLLMClient:
     """All rollout servers of a run. Thread-safe; lives on rank 0. `tokenizer` and `forbidden` as of `Server`."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = ()):
-        self.config = config
-        self.servers = [Server(url, config.request_timeout, tokenizer, forbidden) for url in config.vllm_urls]
         if not api_token().isascii():
             raise UserError("VLLM_API_KEY has other characters than ASCII: no header can carry it")
+        self.config = config
+        self.servers = [Server(url, config.request_timeout, tokenizer, forbidden) for url in config.vllm_urls]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
         most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
@@ -373,9 +373,8 @@ class VLLMClient:
             try:
                 server.connect(device, self.config.sync_timeout)
             except RuntimeError as error:
-                raise ServerError(
-                    f"{server.url}: no weight-transfer group: {str(error).partition(chr(10))[0]}"
-                ) from error
+                cause = str(error).partition("\n")[0]
+                raise ServerError(f"{server.url}: no weight-transfer group: {cause}") from error
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager

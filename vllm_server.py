@@ -233,7 +233,9 @@ def main(argv: list[str]) -> None:
     cli_env_setup()
     args = make_arg_parser(FlexibleArgumentParser(description=__doc__)).parse_args(server_argv(argv))
     if args.api_key:
-        (os.environ["VLLM_API_KEY"],) = args.api_key  # one token, which the trainer has in this variable, too
+        if len(args.api_key) > 1:
+            sys.exit("--api-key: one token, which the trainer has as VLLM_API_KEY")
+        os.environ["VLLM_API_KEY"] = args.api_key[0]
         args.api_key = None  # the log would show it
     if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
         sys.exit(f"--host {args.host} is reachable from outside: set VLLM_API_KEY, here and at the trainer")

@@ -34,9 +34,12 @@ Fill = Callable[[Group], None]  # fills in a part of a group
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group; what the config leaves at None is not sent."""
     guides = {"regex": config.guided_regex, "json": config.guided_json}
-    params = {name: getattr(config, name) for name in ("temperature", "top_k", "top_p", "min_p", "stop")}
-    params["structured_outputs"] = {name: guide for name, guide in guides.items() if guide} or None
-    params |= {"n": config.num_generations, "max_tokens": config.max_completion_len, **(config.sampling_params or {})}
+    params = {
+        "n": config.num_generations, "max_tokens": config.max_completion_len, "temperature": config.temperature,
+        "top_k": config.top_k, "top_p": config.top_p, "min_p": config.min_p, "stop": config.stop,
+        "structured_outputs": {name: guide for name, guide in guides.items() if guide} or None,
+        **(config.sampling_params or {}),
+    }  # fmt: skip
     return {name: value for name, value in params.items() if value is not None}
 
 
@@ -428,8 +431,8 @@ class Rollouts:
         self.policy, self.version = policy, version
         with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
             returned = self._send()
-            if is_first:
-                self._prove(self.client.servers if is_main() else [], is_first)
+            if is_first:  # a server that does not agree ends the run before anything is sampled
+                self._prove(self.client.servers if is_main() else [], is_first=True)
                 self._restart_clocks()
             if is_main():
                 self.stream.open(version)

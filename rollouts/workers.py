@@ -36,10 +36,7 @@ class CallPool:
         self._is_closed = False
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
-        """`function(**arguments)`, awaited if need be; its first call in a worker may take `IMPORT_GRACE_S` longer.
-
-        CallError where the call fails, or the pool is closed.
-        """
+        """`function(**arguments)`, awaited if need be, or a CallError; a first call may take `IMPORT_GRACE_S` more."""
         import cloudpickle  # here, as a worker starts with the standard library only
 
         try:

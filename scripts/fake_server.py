@@ -144,65 +144,74 @@ class FakeServer:
         }  # fmt: skip
 
 
+class _Handler(BaseHTTPRequestHandler):
+    server: "_Listener"
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_: Any) -> None:
+        """Silence."""
+
+    def do_GET(self) -> None:
+        """As POST."""
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        """One request."""
+        fake = self.server.fake
+        path, query = urlsplit(self.path).path, dict(parse_qsl(urlsplit(self.path).query))
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
+        fake.log.append((path, time.monotonic()))
+        try:
+            fake.fault(path)
+            if fake.refused(path):
+                self.reply(403, {"error": "refused"})
+            elif path == "/inference/v1/generate" and body.get("stream"):
+                self.stream(body)
+            elif path == "/inference/v1/generate":
+                self.reply(200, {"choices": sorted(fake.generate(body), key=lambda choice: choice["index"])})
+            else:
+                self.reply(200, fake.control(path, body | query))
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        except Exception as error:
+            self.reply(500, {"error": repr(error)})
+
+    def reply(self, status: int, value: Any) -> None:
+        """A whole JSON answer."""
+        data = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def stream(self, body: dict[str, Any]) -> None:
+        """A server-sent event for each choice that ends, each a chunk."""
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        events = (json.dumps({"choices": [choice]}) for choice in self.server.fake.generate(body))
+        for event in chain(events, ["[DONE]"]):
+            data = f"data: {event}\n\n".encode()
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
+        self.wfile.write(b"0\r\n\r\n")
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, fake: FakeServer):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.fake = fake
+        fake.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
 @contextmanager
 def fake_server(model_id: str, answer: Answer, **fields: Any) -> Iterator[FakeServer]:
     """Serve on a free port of loopback, from threads of this process, while the block runs."""
     fake = FakeServer(model_id, answer, **fields)
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def log_message(self, *_: Any) -> None:
-            """Silence."""
-
-        def do_GET(self) -> None:
-            """As POST."""
-            self.do_POST()
-
-        def do_POST(self) -> None:
-            """One request."""
-            path, query = urlsplit(self.path).path, dict(parse_qsl(urlsplit(self.path).query))
-            body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-            fake.log.append((path, time.monotonic()))
-            try:
-                fake.fault(path)
-                if fake.refused(path):
-                    self.reply(403, {"error": "refused"})
-                elif path == "/inference/v1/generate" and body.get("stream"):
-                    self.stream(body)
-                elif path == "/inference/v1/generate":
-                    self.reply(200, {"choices": sorted(fake.generate(body), key=lambda choice: choice["index"])})
-                else:
-                    self.reply(200, fake.control(path, body | query))
-            except (BrokenPipeError, ConnectionResetError):
-                self.close_connection = True
-            except Exception as error:
-                self.reply(500, {"error": repr(error)})
-
-        def reply(self, status: int, value: Any) -> None:
-            """A whole JSON answer."""
-            data = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def stream(self, body: dict[str, Any]) -> None:
-            """A server-sent event for each choice that ends, each a chunk."""
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.send_header("Transfer-Encoding", "chunked")
-            self.end_headers()
-            events = (json.dumps({"choices": [choice]}) for choice in fake.generate(body))
-            for event in chain(events, ["[DONE]"]):
-                data = f"data: {event}\n\n".encode()
-                self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-            self.wfile.write(b"0\r\n\r\n")
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    fake.url = f"http://127.0.0.1:{server.server_address[1]}"
+    server = _Listener(fake)
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:

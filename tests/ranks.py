@@ -37,14 +37,8 @@ def become(rank, num_ranks, port, argv, environment, folder, *outputs):
         os.environ.update({name: str(value) for name, value in (place | where).items()})
     os.chdir(folder)
     sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
-    status = 1
-    try:
-        runpy.run_path(argv[0], run_name="__main__")
-        status = 0
-    finally:
-        with suppress(ValueError):
-            sys.stdout.flush()
-        os._exit(status)
+    runpy.run_path(argv[0], run_name="__main__")
+    sys.exit()
 
 
 def end(ranks, number):

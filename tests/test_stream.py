@@ -480,8 +480,13 @@ def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
     group = Group(Prompt(0, [5] * 3, "", {}), completions)
     stream = SimpleNamespace(take=lambda: group, missing=1)
     config = SimpleNamespace(share_prefix=share_prefix)
-    first_word = lambda look: next(filter(None, iter(look, "")))  # noqa: E731
-    rollouts: Any = SimpleNamespace(stream=stream, config=config, waited_s=0.0, _lead=first_word)
+
+    def lead(look):
+        while not (word := look()):
+            pass
+        return word
+
+    rollouts: Any = SimpleNamespace(stream=stream, config=config, waited_s=0.0, _lead=lead)
     for num_tokens, num_groups in ((2 * size, 2), (2 * size + 1, 3)):
         groups, is_last = Rollouts.take(rollouts, num_tokens)
         assert (len(groups), is_last) == (num_groups, False)
