@@ -134,7 +134,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     sampling_params: dict[str, Any] | None = None
     """Further vLLM sampling parameters, passed through as they are; penalties act on log-probs as `top_k` does."""
     rollout_fn: Function | None = None
-    """`f(client, prompt, sampling) -> completions` in place of `client.generate`: see `recipes/tool_calculator.py`."""
+    """`f(server, prompt, sampling) -> completions` in place of `server.generate`: see `recipes/tool_calculator.py`."""
     extra_generations: ZeroOrMore = 0
     """Completions sampled beyond `num_generations`; the last to finish are aborted. Saves time, favours short ones."""
     max_staleness: ZeroOrMore = 1
@@ -183,7 +183,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     epsilon_high: NotNegative | None = None
     """Upper clip: 1 + epsilon_high; None takes epsilon. DAPO uses 0.28."""
     delta: Positive | None = None
-    """Dual clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4); None sets no bound."""
+    """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4); None sets no bound."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Ratios are against the policy before the batch's first update (arXiv:2505.24298), or the server's log-probs."""
     off_policy_correction: Literal["truncate", "mask", "none"] = "truncate"
@@ -348,7 +348,7 @@ def _dotted_path(function: Any) -> str:
 
 
 def load_recipe(path: str) -> ModuleType:
-    """A recipe's module, which any process can import by its name and which hides no other module; or `UserError`."""
+    """Import a recipe by a name that reward workers can import, too; UserError where another module has it."""
     file, folder = Path(path).resolve(), Path(__file__).resolve().parent
     if not file.is_relative_to(folder):
         folder = file.parent

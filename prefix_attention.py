@@ -169,7 +169,7 @@ class _Tree:
         self.leaves = leaves
         # by the number of a leaf, the places where its tokens are predicted: the first one at the prompt's end
         self.sources = {leaf.number: [len(prompt) - 1] for leaf in leaves}
-        # the segments to come: parent, completion tokens above, leaves (a stack: Python could not recurse so deep)
+        # segments to come: parent, completion tokens above (negative: none), leaves. A stack: Python's own is too small
         branches = [(-1, -len(prompt), leaves)]
         while branches:
             parent, depth, branch = branches.pop()
@@ -803,12 +803,12 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
 
 
 class _LogprobHead:
-    """The forward of a head; asked for `cells`, it returns log-probs and entropies [1, N, 2] in place of logits."""
+    """A head's forward; where `cells` are set, it returns log-probs and entropies [1, N, 2] in place of logits."""
 
     def __init__(self, head: Any):
         self.head = head
         self.original = head.forward
-        self.cells: Tensor | None = None  # asked for, among all positions that reach the head
+        self.cells: Tensor | None = None  # flat positions, among all that reach the head
         self.logprobs_of: Any = None
         self.answer: Tensor | None = None
         self.dtype: torch.dtype | None = None  # that the model computes in

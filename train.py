@@ -25,19 +25,19 @@ from rollouts.stream import Group, Rollouts
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
 from training.logs import RunLog, TokenSums
 from training.model import (
+    advise_if_out_of_memory,
     build_optimizer,
     build_policy,
     build_reference,
-    fits_in_memory,
-    forward,
     full_tensor,
+    set_gradient_sync,
     share_prefixes,
-    sync_gradients,
+    token_logprobs,
 )
 from utils import Stopped, exits, is_main, process_group, scatter_objects, stop_signals, timed
 from vllm_client import ServerError
 
-LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # what a loss_fn may sum over tokens, beside loss/...
+LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # sums over tokens that a loss_fn may return, besides loss/...
 MIN_SAVED = 0.05  # of a row's tokens: where sharing prompts saves less, each completion is a padded row of its own
 
 # -- Advantages --------------------------------------------------------------------------------------------------------
@@ -146,10 +146,10 @@ def grpo_loss(
 
 
 def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
-    """What the summed loss of completions with `lengths` unmasked tokens is divided by; at least 1.
+    """What the summed gradient is divided by, at least 1; `lengths` are the trained tokens of each completion.
 
-    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo, dapo, cispo: the tokens. (With several
-    mini-batches `Dealer.deal` takes the mean over them for dapo and cispo.)
+    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo, dapo, cispo: the tokens. (For dapo and cispo
+    `Dealer.deal` gives each of several mini-batches an equal part of the whole batch's.)
     """
     if config.loss_type == "grpo":
         return max(len(lengths), 1)
@@ -159,7 +159,7 @@ def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
 
 
 def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: TrainConfig) -> Tensor:
-    """Weights on the advantages of tokens that the server sampled, for a ratio that is against the trainer's policy.
+    """Importance weights p(trainer) / p(server), bounded, on the advantages, where `old_logprobs` is the trainer's.
 
     w = exp(old_logprobs - sampler_logprobs): min(w, cap) for `truncate` (TIS), w within [floor, cap] and 0 outside for
     `mask` (IcePop, arXiv:2510.18855); 1 where the config corrects nothing. All tensors and the result are [N],
@@ -180,7 +180,7 @@ def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
 class MicroBatch:
     """One forward and what the loss needs for each of its N completion tokens; tensors are [N] float32."""
 
-    row: PackedBatch
+    packed: PackedBatch
     advantages: Tensor
     mask: Tensor  # 1 on tokens that train, 0 elsewhere
     sampler_logprobs: Tensor  # nats, the server's
@@ -189,7 +189,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        moved = {name: getattr(self, name).to(device) for name in ("row", "advantages", "mask", "sampler_logprobs")}
+        moved = {name: getattr(self, name).to(device) for name in ("packed", "advantages", "mask", "sampler_logprobs")}
         return replace(self, **moved, images={name: value.to(device) for name, value in self.images.items()})
 
 
@@ -201,7 +201,7 @@ class Layout(NamedTuple):
 
 
 def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
-    """The better layout of a row of these groups: sharing prompts takes more and smaller kernel calls."""
+    """Share prompts only where that saves `MIN_SAVED` of the tokens, as it takes more and smaller kernel calls."""
     shared = padded = 0
     for group in groups:
         prompt, lengths = len(group.prompt.token_ids), [len(c.token_ids) for c in group.completions]
@@ -212,14 +212,14 @@ def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
     return Layout(False, padded)
 
 
-def trained_tokens(groups: list[Group], config: TrainConfig) -> list[list[bool]]:
+def training_masks(groups: list[Group], config: TrainConfig) -> list[list[bool]]:
     """Which tokens of each completion train: those sampled; none without a reward, or where truncation masks it."""
-    tokens = []
+    masks = []
     for group in groups:
         for c, has_reward in zip(group.completions, group.have_reward, strict=True):
             is_left_out = config.mask_truncated_completions and c.finish_reason == "length"
-            tokens.append(c.sampled if has_reward and not is_left_out else [False] * len(c.token_ids))
-    return tokens
+            masks.append(c.sampled if has_reward and not is_left_out else [False] * len(c.token_ids))
+    return masks
 
 
 def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> list[MicroBatch]:
@@ -227,7 +227,7 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     completions = [c for group in groups for c in group.completions]
     sizes = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
     advantages = torch.tensor([a for group in groups for a in group.advantages]).float().repeat_interleave(sizes)
-    mask = torch.tensor([float(trains) for tokens in trained_tokens(groups, config) for trains in tokens])
+    mask = torch.tensor([float(trains) for mask in training_masks(groups, config) for trains in mask])
     sampler_logprobs = torch.tensor([x for c in completions for x in c.sampler_logprobs])
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     batches = []
@@ -245,11 +245,11 @@ class Share(NamedTuple):
 
 
 class Dealer:
-    """Packs the groups of a batch into rows, and deals the rows to the ranks. Only rank 0's is used.
+    """Packs the groups of a batch into rows, and deals the rows to the ranks. Only rank 0's is filled.
 
-    Every rank gets equally many rows, as FSDP2 and DDP need equally many backward passes of all. In each round of one
-    row a rank, the largest goes to the rank that has had the fewest tokens. The last round of a mini-batch is filled up
-    with masked copies of a small row, which add nothing to the gradient.
+    Every rank gets equally many rows, as FSDP2 and DDP need equally many backward passes of all. In each round, one row
+    for every rank, the largest goes to the rank that has had the fewest tokens. Masked copies of a small row, which add
+    nothing to the gradient, fill up the last round of a mini-batch.
     """
 
     def __init__(self, num_ranks: int, config: TrainConfig):
@@ -267,13 +267,13 @@ class Dealer:
         return num_rows * self.config.max_tokens_per_gpu - row_layout(self.waiting, self.config).num_tokens
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
-        """Each rank's shares of the groups that came, one share per mini-batch; `is_complete` with the batch's last."""
+        """Each rank's shares of the groups that came, one per mini-batch; `is_complete`: they are the batch's last."""
         config = self.config
         size = config.batch_size // config.num_minibatches
-        # Groups are more than a mini-batch only where the whole batch is here.
+        # There are several parts only where the whole batch is here.
         parts = [self._shares(groups[start : start + size], is_complete) for start in range(0, len(groups), size)]
         if config.num_minibatches > 1 and config.loss_type in ("dapo", "cispo"):  # a token weighs the same in each
-            lengths = [sum(tokens) for tokens in trained_tokens(groups, config)]
+            lengths = [sum(mask) for mask in training_masks(groups, config)]
             mean = loss_normalizer(lengths, config) / config.num_minibatches
             parts = [[share._replace(normalizer=mean) for share in part] for part in parts]
         return [list(of_rank) for of_rank in zip(*parts, strict=True)]
@@ -281,7 +281,7 @@ class Dealer:
     def _shares(self, groups: list[Group], ends_update: bool) -> list[Share]:
         """Each rank's share of a mini-batch, or of the part of it that fills whole rounds."""
         config, num_ranks = self.config, len(self.loads)
-        self.lengths += [sum(tokens) for tokens in trained_tokens(groups, config)]
+        self.lengths += [sum(mask) for mask in training_masks(groups, config)]
         for group in groups:
             if self.waiting and row_layout([*self.waiting, group], config).num_tokens > config.max_tokens_per_gpu:
                 self.rows += micro_batches(self.waiting, config.max_tokens_per_gpu, config)
@@ -294,18 +294,18 @@ class Dealer:
             longest = max(len(g.prompt.token_ids) + len(c.token_ids) for g in self.waiting for c in g.completions)
             budget = min(max(tokens_each, longest), config.max_tokens_per_gpu)
             self.rows += micro_batches(self.waiting, budget, config)
-            smallest = min(self.rows, key=lambda micro: micro.row.num_tokens)
+            smallest = min(self.rows, key=lambda micro: micro.packed.num_tokens)
             filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
             self.rows += [filler] * (-len(self.rows) % num_ranks)
             normalizer = loss_normalizer(self.lengths, config)
             self.waiting, self.lengths = [], []
         dealt: list[list[MicroBatch]] = [[] for _ in self.loads]
         while len(self.rows) >= num_ranks:
-            by_size = sorted(self.rows[:num_ranks], key=lambda micro: -micro.row.num_tokens)
+            by_size = sorted(self.rows[:num_ranks], key=lambda micro: -micro.packed.num_tokens)
             by_load = sorted(range(num_ranks), key=lambda rank: self.loads[rank])
             for rank, micro in zip(by_load, by_size, strict=True):
                 dealt[rank].append(micro)
-                self.loads[rank] += micro.row.num_tokens
+                self.loads[rank] += micro.packed.num_tokens
             self.rows = self.rows[num_ranks:]
         return [Share(of_rank, normalizer) for of_rank in dealt]
 
@@ -327,12 +327,12 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
 
 
 def set_old_logprobs(shares: list[Share], policy: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Keep the policy's log-probs of now in every micro-batch; later updates take their ratios against them."""
+    """Keep the policy's current log-probs in every micro-batch; later updates take their ratios against them."""
     for share in shares:
         for stored in share.micro_batches:
             micro = stored.to(device)
-            with torch.no_grad(), fits_in_memory(micro.row, config):
-                stored.old_logprobs = forward(policy, micro.row, micro.images, config)
+            with torch.no_grad(), advise_if_out_of_memory(micro.packed, config):
+                stored.old_logprobs = token_logprobs(policy, micro.packed, micro.images, config)
 
 
 def train_batch(
@@ -346,8 +346,8 @@ def train_batch(
 ) -> dict[str, float]:
     """Every optimizer update on one batch; returns its metrics. Collective: every rank calls it with its shares.
 
-    A batch with one update trains as it arrives; for several it is collected first, as their ratios are taken against
-    the log-probs before the first of them.
+    A batch with one update trains as it arrives; for several it is collected first, as their ratios need the
+    log-probs before its first update.
     """
     loss_fn: Any = config.loss_fn or grpo_loss
     learning_rate = optimizer.param_groups[0]["lr"]
@@ -361,15 +361,15 @@ def train_batch(
         for share in shares:
             for stored in share.micro_batches:
                 micro = stored.to(device)
-                sync_gradients(policy, share.normalizer is not None and stored is share.micro_batches[-1])
-                with fits_in_memory(micro.row, config):
-                    logprobs, entropy = forward(policy, micro.row, micro.images, config, return_entropy=True)
+                set_gradient_sync(policy, share.normalizer is not None and stored is share.micro_batches[-1])
+                with advise_if_out_of_memory(micro.packed, config):
+                    logprobs, entropy = token_logprobs(policy, micro.packed, micro.images, config, return_entropy=True)
                     trainer_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
                     old = micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
                     weights = off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
-                    ref = reference(micro.row, micro.images) if reference else None
+                    ref = reference(micro.packed, micro.images) if reference else None
                     loss, loss_sums = loss_fn(
-                        logprobs, old, ref, micro.advantages * weights, micro.mask, micro.row.completion, config
+                        logprobs, old, ref, micro.advantages * weights, micro.mask, micro.packed.completion, config
                     )
                     loss.backward()
                 loss_sum += loss.detach()
@@ -389,7 +389,7 @@ def train_batch(
 def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
     """Normalize the summed gradients, clip, step; returns the gradient norm before clipping. Collective under FSDP2.
 
-    A gradient that is not finite, as that of a loss that is not, changes no weight; the schedule goes on.
+    A gradient that is not finite skips the update, but not the schedule.
     """
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)
@@ -444,6 +444,7 @@ def main(config: TrainConfig) -> None:
             rollouts.publish(policy, step)
             if step == 0:
                 log.step(0, rollouts.evaluate(0))
+            # The rollouts are sampled and scored ahead; `arriving_shares` gives them advantages and packs them.
             while step < rollouts.num_steps and num_skipped < config.max_skipped_steps:
                 # Seed dropout per step, so that a resumed run repeats it.
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))

@@ -45,7 +45,7 @@ class ServerLost(ServerError):
 
 
 class Span(NamedTuple):
-    """Tokens `start` to `end` of a completion, sampled under one policy version; -1 for one that was never synced."""
+    """Tokens `start` to `end` of a completion, sampled under one policy version; -1 for weights no trainer sent."""
 
     version: int
     start: int
@@ -90,7 +90,7 @@ class Completion:
 
 
 def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
-    """The `num` completions of a reply, and the prompt's tokens as the server expanded them; ValueError for less."""
+    """The `num` completions of a reply, and the prompt's tokens as the server expanded them; or ValueError."""
     body = reply.json()
     if len(body["choices"]) != num:
         raise ValueError(f"{len(body['choices'])} of {num} completions")
@@ -166,8 +166,8 @@ class Server:
     ) -> Any:
         """What `read` makes of the reply, or its JSON.
 
-        `timeout_s` is in seconds, or (to connect, None for no limit to answer); None takes `request_timeout`. A 4xx
-        reply is a ServerError; no connection, a time-out, a 5xx or one that cannot be read is a ServerLost.
+        `timeout_s` is in seconds, or a pair, to connect and to answer (None: no limit); None takes `request_timeout`. A
+        4xx reply is a ServerError; no connection, a time-out, a 5xx or one that cannot be read is a ServerLost.
         """
         where = f"{method} {self.url}{path}"
         try:
@@ -211,7 +211,7 @@ class Server:
         """
         num = sampling.get("n", 1)
         params = {**sampling, "n": num + extra, "logprobs": 0}
-        if self.forbidden:  # -100 is the most that the server takes, and as good as -inf
+        if self.forbidden:  # -100 is the lowest that the server takes, and as good as -inf
             params["logit_bias"] = (sampling.get("logit_bias") or {}) | dict.fromkeys(self.forbidden, -100.0)
         body: dict[str, Any] = {"token_ids": prompt_ids, "sampling_params": params, "stream": extra > 0}
         text_ids = prompt_ids[images.num_tokens :] if images else prompt_ids
@@ -322,7 +322,7 @@ class Server:
 
 
 class VLLMClient:
-    """All rollout servers of a run. Thread-safe; lives on rank 0. `tokenizer` and `forbidden` as of `Server`."""
+    """All rollout servers of a run. Thread-safe; on rank 0. Lets the process open more files, as each request does."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = ()):
         if not api_token().isascii():
@@ -330,13 +330,13 @@ class VLLMClient:
         self.config = config
         self.servers = [Server(url, config.request_timeout, tokenizer, forbidden) for url in config.vllm_urls]
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
-        most = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))
-        self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never behind rollouts
+        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+        self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never after rollouts
         self._slots = threading.Condition()
         self._is_held = False
-        self._last_loss: BaseException | None = None
-        self._alone_s = math.inf  # when the last server was lost
+        self._why_lost: BaseException | None = None
+        self._all_lost_s = math.inf  # when the last server was lost
         self._idle_s, self._counted_s = 0.0, time.monotonic()
         self._is_closed = threading.Event()
 
@@ -400,9 +400,9 @@ class VLLMClient:
     def _free_servers(self) -> list[Server]:
         """Servers that can take another group; none while `drained` holds them."""
         serving = [server for server in self.servers if server.has_weights]
-        if not serving and time.monotonic() > self._alone_s + self.config.server_timeout:
+        if not serving and time.monotonic() > self._all_lost_s + self.config.server_timeout:
             cure = "start one, and go on with --resume_from_checkpoint auto"
-            raise ServerError(f"no rollout server is left: {self._last_loss}; {cure}")
+            raise ServerError(f"no rollout server is left: {self._why_lost}; {cure}")
         limit = 0 if self._is_held else self.config.max_concurrent_requests
         return [server for server in serving if server.in_flight < limit]
 
@@ -441,9 +441,9 @@ class VLLMClient:
                 return
             print(f"{server.url} is left out until it answers again: {error}", flush=True)
             server.is_connected = server.has_weights = False
-            self._last_loss = error
+            self._why_lost = error
             if not any(server.has_weights for server in self.servers):
-                self._alone_s = time.monotonic()
+                self._all_lost_s = time.monotonic()
                 print(f"no rollout server is left: waiting {self.config.server_timeout:.0f} s for one", flush=True)
 
     def keep_out(self, server: Server, reason: object) -> None:
@@ -459,7 +459,7 @@ class VLLMClient:
         with self._slots:
             server.has_weights = True
             self._slots.notify_all()
-        if self._last_loss:
+        if self._why_lost:
             print(f"{server.url} is back", flush=True)
 
     @property

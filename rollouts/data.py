@@ -171,8 +171,8 @@ def load_prompts(
 ) -> list[Prompt]:
     """Prompts with their token ids and reward columns; those over `max_prompt_len` tokens are counted and left out.
 
-    Every image is read and processed once here, so that a broken one shows at once, and again when it is sampled: only
-    its tokens are kept. UserError where a row makes no prompt, with its number and the reason, or nothing is left.
+    Every image is read and processed once here, so that a broken one shows at once, and again when it is sampled: its
+    tokens and the bytes behind a URL are kept. UserError with a row's number where it makes no prompt, or none is left.
     """
 
     def load(numbered: tuple[int, dict[str, Any]]) -> Prompt:
@@ -240,7 +240,7 @@ def epochs(num_items: int, seed: int) -> Iterator[int]:
 
 IMAGE_TYPES = ("image", "image_url")  # of a message's part that is an image, or the place of one
 IMAGE = {"type": "image"}  # the place of an image, for templates
-PADDING = {"image_sizes", "pixel_attention_mask"}  # what processors call the measures of images that they padded
+PADDING_MARKS = {"image_sizes", "pixel_attention_mask"}  # inputs that tell the model what is padding
 
 
 @dataclass(frozen=True)
@@ -300,8 +300,8 @@ def in_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, 
     return written
 
 
-def fetch_image(source: Any) -> Any:
-    """The bytes behind a URL, which is asked once; of `datasets`' dictionaries the `bytes`, `path` or `url`."""
+def image_source(source: Any) -> Any:
+    """What `open_image` opens: the bytes behind a URL, or of a dictionary of `datasets`; all else as it is."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path") or source.get("url") or source
     if isinstance(source, str | os.PathLike):
@@ -318,12 +318,12 @@ def open_image(source: Any) -> Any:
     from PIL import Image
     from transformers.image_utils import load_image
 
-    source = fetch_image(source)
+    source = image_source(source)
     return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)
 
 
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
-    """The prompt with its images processed and its tokens expanded; one of text, or processed before, as it is.
+    """The prompt with its images processed and its tokens expanded; unchanged if it is text, or was processed.
 
     A URL among its sources is replaced by what it answered. A UserError names the row of an image that cannot be read,
     has no place in the prompt, or is refused by the processor.
@@ -332,7 +332,7 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         return prompt
     num = len(prompt.sources)
     with naming(f"dataset row {prompt.index}"):
-        sources = [fetch_image(source) for source in prompt.sources]
+        sources = [image_source(source) for source in prompt.sources]
         images = [open_image(source) for source in sources]
         text, adds_special_tokens = as_text(processor, prompt.content, num, config)
         place = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
@@ -370,10 +370,10 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """The images of several prompts: each tensor of `Prompt.inputs`, joined along its first dimension; {} without.
+    """The images of several prompts: each tensor of `Prompt.inputs`, joined along its first dimension; {} for text.
 
-    Images are padded to the largest, with zeros as their processors do. A UserError says that images have several sizes
-    where nothing tells the model what is padding.
+    Images are padded to the largest, with zeros as their processors do. A UserError where sizes differ and
+    the model is not told what is padding.
     """
     inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
     joined = {}
@@ -381,7 +381,7 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
         tensors = [values[name] for values in inputs]
         sizes = [max(of_dim) for of_dim in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
         is_even = all(list(tensor.shape[1:]) == sizes for tensor in tensors)
-        if not is_even and inputs[0].keys().isdisjoint(PADDING):
+        if not is_even and inputs[0].keys().isdisjoint(PADDING_MARKS):
             raise UserError(f"images with {name} of several sizes cannot be in one row: resize them to one size")
         joined[name] = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
         places = joined[name].split([len(tensor) for tensor in tensors])

@@ -20,7 +20,7 @@ from rollouts.workers import CallError, CallPool
 
 
 def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
-    """Raise a UserError for a reward function that no worker, or no row of the data, can call; it names the row."""
+    """Raise a UserError where a reward function cannot be sent to a worker, or called with the columns of some row."""
     rows = {tuple(prompt.columns): prompt.index for prompt in reversed(prompts)}  # the first with each set of columns
     function: Any
     for function, (columns, row) in product(config.reward_funcs, rows.items()):
@@ -33,7 +33,7 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
 
 
 def reward_means(rewards: Iterable[list[list[float | None]]], config: TrainConfig) -> dict[str, float]:
-    """`rewards/<function>`: its mean over the completions that it gave a number; `rewards` are of several groups."""
+    """`rewards/<function>`: mean of what it gave, NaN for none; `rewards` is [group][completion][function]."""
     columns = zip(*chain.from_iterable(rewards), strict=True)
     means = {}
     function: Any
@@ -94,7 +94,7 @@ class Scorer:
         return [None if value is None else float(value) for value in values]
 
     def _note_failure(self, name: str, message: str, group: Group) -> None:
-        """Write the failed call down; a function that fails `batch_size` times in a row, and 4 times, ends the run."""
+        """Write the failed call down; a function that fails max(batch_size, 4) times in a row ends the run."""
         prompt = group.prompt
         sample = {"error": message, "prompt": prompt.content, "completions": group.texts, "columns": prompt.columns}
         with self._lock:

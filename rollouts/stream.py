@@ -1,4 +1,4 @@
-"""Groups are sampled ahead of the trainer, scored, taken by it, and evaluated; the servers get its policy.
+"""Groups are sampled and scored ahead of the trainer, and held-out prompts evaluated; the servers get its policy.
 
 `GroupStream` keeps the servers busy within the bound on staleness. `Rollouts` is what the training loop sees of it.
 """
@@ -20,7 +20,7 @@ from prefix_attention import pack
 from rollouts import data
 from rollouts.data import Batch, Dropped, Group, Prompt
 from rollouts.scoring import Scorer, check_rewards, reward_means
-from training.model import forward, load_model_config, published_weights
+from training.model import load_model_config, published_weights, token_logprobs
 from utils import Stopped, broadcast_object, is_main, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
 
@@ -82,7 +82,7 @@ def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: Train
         return server.generate(prompt.token_ids, sampling, extra, prompt.images)
     rollout_fn: Any = config.rollout_fn
     try:
-        completions = [replace(completion) for completion in rollout_fn(server, prompt, sampling)]  # checks them anew
+        completions = [replace(completion) for completion in rollout_fn(server, prompt, sampling)]  # which checks them
         if len(completions) != sampling["n"]:
             raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
         ids = [token for completion in completions for token in completion.token_ids]
@@ -105,9 +105,9 @@ class GroupStream:
     """Scored groups for the trainer, sampled ahead of it within the bound on staleness. Lives on rank 0.
 
     A group is admitted while groups accepted + running < (max_staleness + version + 1) x batch_size: what is dropped
-    makes room for another one, and at staleness 0 exactly the batch to be trained is sampled. No more groups can have
-    begun by version v than the batches up to v + max_staleness hold, so that it always suffices to keep room for them,
-    and to wait. Every group ends once: taken, or dropped with a reason.
+    makes room for another one, and at staleness 0 exactly the batch to be trained is sampled. The groups begun by
+    version v always fit into the batches up to v + max_staleness, so that each can still be trained in time if new ones
+    wait. Every group ends once: taken, or dropped with a reason.
 
     `groups` are fresh ones without end, in the order of admission. `sample` and `score` fill in the completions and
     rewards of one, `num_threads` at a time. The run has `num_steps` batches.
@@ -130,7 +130,7 @@ class GroupStream:
         self._told_s = time.monotonic()  # when a group was last taken, or the user told that none came
         self._failure: BaseException | None = None
 
-    def open(self, version: int) -> None:
+    def advance_to(self, version: int) -> None:
         """The servers now run policy `version`: admit what that allows."""
         with self._changed:
             if self.version < 0:  # the first one: a run that goes on has trained a batch for each version before
@@ -139,7 +139,7 @@ class GroupStream:
             self._admit()
 
     def take(self) -> Group | None:
-        """A group for the batch under way, None where none comes within a second. Raises what sampling did."""
+        """A group for the batch under way, None where none comes within a second. Raises what sampling raised."""
         with self._changed:
             self._changed.wait_for(lambda: self._failure or self._next(), 1)
             if self._failure:
@@ -332,7 +332,7 @@ class Rollouts:
         return groups, word == "complete"
 
     def _lead(self, look: Callable[[], str | None]) -> str:
-        """Every rank gets the first word that `look` says on rank 0, or `stop`. Collective.
+        """Every rank gets the first word that rank 0's `look` returns, or `stop`. Collective.
 
         `look` takes at most about a second. Between two looks servers that came back get the policy, as all ranks must
         take part in sending it.
@@ -435,7 +435,7 @@ class Rollouts:
                 self._prove(self.client.servers if is_main() else [], is_first=True)
                 self._restart_clocks()
             if is_main():
-                self.stream.open(version)
+                self.stream.advance_to(version)
         if not is_first:
             self._prove(returned)
 
@@ -479,7 +479,7 @@ class Rollouts:
         (row,) = pack([(prompt.token_ids, [completion.token_ids])], share_prefix=False)
         images = {name: value.to(self.device) for name, value in prompt.inputs.items()}
         with torch.no_grad():
-            logprobs = forward(self.policy, row.to(self.device), images, self.config)
+            logprobs = token_logprobs(self.policy, row.to(self.device), images, self.config)
         mismatch = (logprobs.cpu() - torch.tensor(completion.sampler_logprobs)).abs().mean().item()
         if mismatch <= self.config.max_logprob_mismatch:
             return ""

@@ -19,7 +19,8 @@ folder=outputs/tiny
 
 port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
 echo "starting the rollout server on port $port (log: $folder/server.log)"
-start "$folder/server.log" "$python" vllm_server.py --model "$folder/model" --port "$port" \
+# vLLM's sampler would compile itself anew for many sizes of a batch, for a quarter of a minute.
+start "$folder/server.log" env TORCHDYNAMO_DISABLE=1 "$python" vllm_server.py --model "$folder/model" --port "$port" \
     --dtype float32 --enforce-eager --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
 server=${groups[-1]} limit=$((SECONDS + 300))
 until "$python" -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$port/health', timeout=2)" 2>/dev/null; do

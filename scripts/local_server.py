@@ -9,10 +9,11 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -32,7 +33,7 @@ class LocalServer:
     """A starting or running server: its address, process and log file."""
 
     url: str
-    process: subprocess.Popen[bytes]
+    process: Any
     log: Path
 
     def wait(self, timeout_s: float = 240) -> str:
@@ -52,10 +53,18 @@ class LocalServer:
                 time.sleep(0.5)
 
 
+def popen(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, which ends with this process, also where that is killed."""
+    with log.open("w") as out:
+        end = partial(die_with, os.getpid())
+        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, preexec_fn=end, env=env)
+
+
 @contextlib.contextmanager
 def local_server(
-    model: str, log: Path, *options: str, env: Mapping[str, str] | None = None, restarts: bool = False
-) -> Iterator[LocalServer]:
+    model: str, log: Path, *options: str, env: Mapping[str, str] | None = None, restarts: bool = False,
+    start: Callable[[list[str], Path, dict[str, str]], Any] = popen,
+) -> Iterator[LocalServer]:  # fmt: skip
     """Start `vllm_server.py` for `model` in a process group of its own, which ends with the block, or this process.
 
     Args:
@@ -64,6 +73,7 @@ def local_server(
         options: further options of the server.
         env: variables to add to the environment.
         restarts: start it again when it dies; the process is then a shell, and the server its only child.
+        start: what starts the command, with a log and an environment, and returns a `Popen` or its like.
     """
     port = free_port()
     command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port)]
@@ -72,18 +82,11 @@ def local_server(
         command = ["bash", "-c", 'until "$@"; do sleep 1; done', "restarts", *command]
     defaults = {
         "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",  # the sampler would compile itself anew for many sizes of a batch
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: between two, waiting takes a core
     }
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=out,
-            start_new_session=True,
-            preexec_fn=partial(die_with, os.getpid()),  # also where this process is killed, and the block never ends
-            env={**defaults, **os.environ, **(env or {})},
-        )
+    process = start(command, log, {**defaults, **os.environ, **(env or {})})
     try:
         yield LocalServer(f"http://127.0.0.1:{port}", process, log)
     finally:

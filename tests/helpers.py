@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from forked import Forked  # noqa: E402
 from local_server import free_port, local_server  # noqa: E402
 
 from utils import die_with  # noqa: E402
@@ -63,8 +64,9 @@ def make_model(path, tied=True, layers=2, max_len=256, chat_template=None):
 
 
 def server(model, log, *options, **more):
-    """A real server for short sequences."""
-    return local_server(model, log, "--max-model-len", "128", "--max-num-seqs", "64", *options, **more)
+    """A real server for short sequences, quickly started."""
+    short = ("--max-model-len", "128", "--max-num-seqs", "64")
+    return local_server(model, log, *short, *options, start=Forked, **more)
 
 
 def on_ranks(num_ranks, folder, function, *arguments):

@@ -28,12 +28,12 @@ from training.model import (
     build_optimizer,
     build_policy,
     build_reference,
-    forward,
     full_tensor,
     load_model,
     parallelize,
     published_weights,
     share_prefixes,
+    token_logprobs,
     unwrap,
 )
 from utils import process_group
@@ -227,7 +227,7 @@ def test_turns_are_joined():
 def test_the_tail_is_spread_over_the_ranks():
     """One batch that would fit a single row: each of two ranks gets about half of it."""
     shares = dealt(make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=10_000))
-    sizes = [sum(micro.row.num_tokens for micro in rows_of(share)) for share in shares]
+    sizes = [sum(micro.packed.num_tokens for micro in rows_of(share)) for share in shares]
     assert max(sizes) < 0.7 * sum(sizes)
     assert sum(micro.mask.sum().item() for share in shares for micro in rows_of(share)) == sum(map(sum, LENGTHS))
 
@@ -271,13 +271,13 @@ def test_first_ratio_is_one(models, device):
         reference = build_reference(policy, config, device)
         assert reference is not None
         for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]):
-            assert micro.row.segments is not None
-            trained = forward(policy, micro.row, micro.images, config)
+            assert micro.packed.segments is not None
+            trained = token_logprobs(policy, micro.packed, micro.images, config)
             with torch.no_grad():
-                old = forward(policy, micro.row, micro.images, config)
+                old = token_logprobs(policy, micro.packed, micro.images, config)
             assert trained.requires_grad
             assert torch.equal(trained, old)
-            assert torch.equal(trained, reference(micro.row, micro.images))
+            assert torch.equal(trained, reference(micro.packed, micro.images))
 
 
 def test_sharing_falls_back(models, device, capsys, monkeypatch):
@@ -290,7 +290,7 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
     assert (
         "share_prefix is off, each prompt is forwarded once per completion: Qwen3ForCausalLM" in capsys.readouterr().out
     )
-    assert all(micro.row.segments is None for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]))
+    assert all(micro.packed.segments is None for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]))
     config = make_config(models["tied"])
     assert row_layout(make_groups(), config) == (True, sum(map(sum, LENGTHS)) + 3 + 5 + 7 + 9)
     (group, *_) = make_groups()
@@ -340,17 +340,17 @@ def test_training_starts_before_the_batch_is_complete():
     dealer = Dealer(1, make_config("m", max_tokens_per_gpu=40))  # groups take 17, 18, 26 and 24 tokens
     assert dealer.missing_tokens() == 40
     (((first,), normalizer),) = dealer.deal(groups[:3], is_complete=False)[0]
-    assert first.row.group.unique().tolist() == [0, 1]
+    assert first.packed.group.unique().tolist() == [0, 1]
     assert normalizer is None
     assert dealer.missing_tokens() == 40 - row_layout(dealer.waiting, dealer.config).num_tokens < 40
     (((second, third), normalizer),) = dealer.deal(groups[3:], is_complete=True)[0]
-    assert [micro.row.num_tokens for micro in (first, second, third)] == [
+    assert [micro.packed.num_tokens for micro in (first, second, third)] == [
         17 + 18 - 6, 26 - 3, 24 - 3
     ]  # fmt: skip  # the last token of a completion needs no forward
     assert normalizer == sum(map(sum, LENGTHS))
     for fields in ({"num_minibatches": 2}, {"num_iterations": 2}, {"scale_rewards": "batch"}):  # they need all of it
         assert Dealer(1, make_config("m", max_tokens_per_gpu=40, **fields)).missing_tokens() == math.inf
-    loads = [sum(micro.row.num_tokens for micro in rows_of(share)) for share in dealt(
+    loads = [sum(micro.packed.num_tokens for micro in rows_of(share)) for share in dealt(
         make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30)
     )]  # fmt: skip
     assert loads == [15 + 21, 14 + 23]  # the larger row of the second round goes to the rank with fewer tokens

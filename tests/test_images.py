@@ -33,7 +33,7 @@ from rollouts.data import (
     Group,
     Images,
     Prompt,
-    fetch_image,
+    image_source,
     joined_images,
     load_processor,
     load_prompts,
@@ -45,12 +45,12 @@ from train import Dealer, micro_batches, train_batch
 from training.model import (
     build_policy,
     build_reference,
-    forward,
     frozen_modules,
     full_tensor,
     image_features,
     load_model,
     share_prefixes,
+    token_logprobs,
     unwrap,
 )
 from utils import broadcast_object, is_main, process_group
@@ -133,7 +133,7 @@ def test_images_in_every_shape(tmp_path):
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
     sources = [original, str(path), content, {"bytes": content, "path": None}, {"bytes": None, "path": str(path)}, url]
     for source in sources:
-        assert open_image(fetch_image(source)).tobytes() == original.tobytes()
+        assert open_image(image_source(source)).tobytes() == original.tobytes()
     gray = original.convert("L")
     assert open_image(gray).mode == "RGB"
     turned = tmp_path / "turned.jpg"
@@ -476,7 +476,9 @@ def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
         reference = build_reference(policy, config, device, groups[0].prompt)
         (micro,) = micro_batches(groups, 10_000, config)
         assert reference
-        assert torch.equal(reference(micro.row, micro.images), forward(policy, micro.row, micro.images, config))
+        assert torch.equal(
+            reference(micro.packed, micro.images), token_logprobs(policy, micro.packed, micro.images, config)
+        )
         monkeypatch.setattr(prefix_attention, "_rope_positions", lambda base, row, inputs: row.position_ids)
         assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
     assert "share_prefix is off" in capsys.readouterr().out
@@ -491,7 +493,7 @@ def test_the_tower_runs_once_per_prompt(vlm):
         config = share_prefixes(policy, config)
         policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
         for micro in micro_batches(groups, 10_000, config):
-            forward(policy, micro.row, micro.images, config)
+            token_logprobs(policy, micro.packed, micro.images, config)
     assert seen == [4 * 64]  # patches of the four images of three prompts, not of their six completions
 
 
@@ -549,8 +551,8 @@ def worst_mismatch(rollouts, policy, config, device):
     for share_prefix in (True, False):
         for micro in micro_batches(groups, 10_000, dataclasses.replace(config, share_prefix=share_prefix)):
             with torch.no_grad():
-                logprobs = forward(
-                    policy, micro.row.to(device), {n: v.to(device) for n, v in micro.images.items()}, config
+                logprobs = token_logprobs(
+                    policy, micro.packed.to(device), {n: v.to(device) for n, v in micro.images.items()}, config
                 )
             worst = max(worst, (logprobs - micro.sampler_logprobs).abs().max().item())
     return worst, groups
@@ -596,7 +598,7 @@ def test_server_and_trainer_agree(vlm, url):
         assert worst <= 1e-4  # the same images again: neither K/V nor features of the old tower serve them
         (micro,) = micro_batches(groups[:1], 10_000, dataclasses.replace(config, share_prefix=False))
         with torch.no_grad():
-            assert (forward(old, micro.row, micro.images, config) - micro.sampler_logprobs).abs().max() > 1e-2
+            assert (token_logprobs(old, micro.packed, micro.images, config) - micro.sampler_logprobs).abs().max() > 1e-2
         rollouts.close()
 
 
@@ -707,7 +709,11 @@ def test_a_second_turn_after_an_image(vlm, url):
         (reply,) = client.generate(so_far, {"n": 1, "max_tokens": 4}, images=prompt.images)
         group = Group(prompt, [turn.then(words, reply)], advantages=[0.0])
         (micro,) = micro_batches([group], 10_000, config)
-        gap = (forward(policy, micro.row, micro.images, config) - micro.sampler_logprobs).abs().where(micro.mask > 0, 0)
+        gap = (
+            (token_logprobs(policy, micro.packed, micro.images, config) - micro.sampler_logprobs)
+            .abs()
+            .where(micro.mask > 0, 0)
+        )
         assert gap.max() <= 1e-4
         image = policy.config.image_token_id
         with pytest.raises(ValueError, match="placeholders of images"):

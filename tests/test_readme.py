@@ -8,9 +8,11 @@ import shlex
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from documents import DOCUMENTS, README, blocks, commands, metrics
+from forked import Forked
 from helpers import CHAT_TEMPLATE, ENV, ROOT, free_port, make_model
 from local_server import LocalServer
 
@@ -34,12 +36,17 @@ def make_clone(folder):
 
 
 @contextlib.contextmanager
-def started(command, folder, env, url=""):
+def started(line, folder, env, url=""):
     """A command of a document in a session of its own, which ends with the block."""
     log = folder / f"{free_port()}.log"
-    with log.open("w") as out:
-        words = ["bash", "-c", f"source .venv/bin/activate; {command}"]
-        process = subprocess.Popen(words, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True)
+    given = re.match(r"(?:until )?((?:\w+=\S+ )*)python (vllm_server.py [^;]*)", line)
+    if given:  # what it says is done, without importing vLLM again
+        more = dict(word.split("=", 1) for word in given[1].split())
+        process: Any = Forked(["python", *shlex.split(given[2])], log, env | more)
+    else:
+        with log.open("w") as out:
+            command = ["bash", "-c", f"source .venv/bin/activate; {line}"]
+            process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True)
     try:
         yield LocalServer(url, process, log)
     finally:

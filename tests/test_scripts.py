@@ -52,7 +52,7 @@ def test_a_short_demo_leaves_a_curve_and_no_process():
     assert left_behind(process.pid) == []
 
 
-@pytest.mark.parametrize("moment", ["starting the rollout server", "step 0/"])
+@pytest.mark.parametrize("moment", ["starting the rollout server", pytest.param("step 0/", marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_no_process(moment):
     """SIGINT to the foreground process group, as a terminal sends it."""
     process = demo()

@@ -58,7 +58,7 @@ class Trainer:
 
     def step(self, version):
         """Take the batch of one step; returns the ids of its groups."""
-        self.stream.open(version)
+        self.stream.advance_to(version)
         taken = []
         while self.stream.missing:
             if group := self.stream.take():
@@ -73,7 +73,7 @@ class Trainer:
         for version in range(STEPS):
             self.step(version)
             time.sleep(self.random.choice([0, 0.004]))
-        self.stream.open(STEPS)
+        self.stream.advance_to(STEPS)
         self.stream.close()
         return self
 
@@ -140,7 +140,7 @@ def test_a_straggler_is_waited_for_or_dropped():
             assert 0 in slow.step(1)
         else:
             slow.step(1)
-            slow.stream.open(2)
+            slow.stream.advance_to(2)
             release.set()
             while 0 in slow.stream._running:
                 time.sleep(0.01)
@@ -165,7 +165,7 @@ def test_errors_of_sampling_and_scoring_reach_the_trainer():
 def test_between_ready_groups_there_is_time_for_other_things():
     """A signal, and a server that is back, are noticed before each group, also where none is waited for."""
     trainer = Trainer(0, max_staleness=0)
-    trainer.stream.open(0)
+    trainer.stream.advance_to(0)
     while len(trainer.stream._ready) < BATCH:
         time.sleep(0.01)
     rollouts: Any = SimpleNamespace(stop=threading.Event(), failure=None, client=SimpleNamespace(returned=[]))

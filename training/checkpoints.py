@@ -139,9 +139,9 @@ class Checkpoints:
             self._wait()
 
     def finish(self, step: int, state: dict[str, Any], is_last: bool) -> None:
-        """Wait until this step is saved, and push the run's last one to the hub; raises as `save` does."""
+        """Save this step if it was not, again if that fails; push the run's last one to the hub. Raises as `save`."""
         self._wait()
-        while step > 0 and step not in self.steps[-1:]:
+        while step > 0 and step not in self.steps[-1:]:  # `_wait` takes a failed one out
             self.save(step, state)
             self._wait()
         if is_last and is_main() and (repo_id := self.config.hub_repo_id):

@@ -33,7 +33,7 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
 def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
     """The model named by the config or of a checkpoint, on the CPU, in `dtype`, without dropout and router noise.
 
-    These would make log-probs differ from the server's and between forwards, and the first KL from 0.
+    These would make log-probs differ from the server's and between forwards, and the first KL would not be 0.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -175,7 +175,7 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
     image = {name: value.to(device) for name, value in example.inputs.items()}
     row_has_images = False
 
-    def look(_: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+    def note_images(_: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         nonlocal row_has_images
         row_has_images = not image.keys().isdisjoint(inputs)
 
@@ -185,7 +185,7 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
             inputs["inputs_embeds"] = inputs["inputs_embeds"] + nothing
         return args, inputs
 
-    base.register_forward_pre_hook(look, with_kwargs=True)
+    base.register_forward_pre_hook(note_images, with_kwargs=True)
     base.get_decoder().register_forward_pre_hook(add_nothing, with_kwargs=True)
 
 
@@ -236,7 +236,7 @@ def build_reference(
 ) -> Callable[[PackedBatch, dict[str, Tensor]], Tensor] | None:
     """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0.
 
-    They are [N] float32, nats, without a gradient, as those of `forward`; the micro-batch is on `device`.
+    They are [N] float32, nats, without a gradient, as those of `token_logprobs`; the micro-batch is on `device`.
     """
     if config.beta == 0:
         return None
@@ -251,7 +251,7 @@ def build_reference(
 
     def reference(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), model.disable_adapter() if config.use_peft else nullcontext():
-            return forward(model, row, images, config)
+            return token_logprobs(model, row, images, config)
 
     return reference
 
@@ -276,10 +276,10 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
-def forward(
+def token_logprobs(
     model: nn.Module, row: PackedBatch, images: dict[str, Tensor], config: TrainConfig, return_entropy: bool = False
 ) -> Any:
-    """`completion_logprobs` without the tokens that no server samples, under autocast where the config asks for it.
+    """`completion_logprobs` with no probability on tokens that no server samples, under autocast if the config says so.
 
     [N] float32, nats, in the order of the row's own tensors; with `return_entropy` a pair: those, and the entropies
     [N], nats, without a gradient. `images` are those of the row's prompts, from `joined_images`.
@@ -290,7 +290,7 @@ def forward(
 
 
 @contextmanager
-def fits_in_memory(row: PackedBatch, config: TrainConfig) -> Iterator[None]:
+def advise_if_out_of_memory(row: PackedBatch, config: TrainConfig) -> Iterator[None]:
     """Turn running out of memory in the block into a UserError that says what to do."""
     try:
         yield
@@ -317,7 +317,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return (gather() if gather else tensor).detach()
 
 
-def sync_gradients(model: nn.Module, enabled: bool) -> None:
+def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
     """Set whether the next backward sums gradients over ranks: DDP can wait for the last, FSDP2 always sums."""
     if isinstance(model, nn.parallel.DistributedDataParallel):
         model.require_backward_grad_sync = enabled
