@@ -331,7 +331,7 @@ def set_old_logprobs(shares: list[Share], policy: nn.Module, config: TrainConfig
     for share in shares:
         for stored in share.micro_batches:
             micro = stored.to(device)
-            with torch.no_grad(), advise_if_out_of_memory(micro.packed, config):
+            with torch.no_grad():
                 stored.old_logprobs = token_logprobs(policy, micro.packed, micro.images, config)
 
 
@@ -362,16 +362,15 @@ def train_batch(
             for stored in share.micro_batches:
                 micro = stored.to(device)
                 set_gradient_sync(policy, share.normalizer is not None and stored is share.micro_batches[-1])
-                with advise_if_out_of_memory(micro.packed, config):
-                    logprobs, entropy = token_logprobs(policy, micro.packed, micro.images, config, return_entropy=True)
-                    trainer_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-                    old = micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
-                    weights = off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
-                    ref = reference(micro.packed, micro.images) if reference else None
-                    loss, loss_sums = loss_fn(
-                        logprobs, old, ref, micro.advantages * weights, micro.mask, micro.packed.completion, config
-                    )
-                    loss.backward()
+                logprobs, entropy = token_logprobs(policy, micro.packed, micro.images, config, return_entropy=True)
+                trainer_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+                old = micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
+                weights = off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
+                ref = reference(micro.packed, micro.images) if reference else None
+                loss, loss_sums = loss_fn(
+                    logprobs, old, ref, micro.advantages * weights, micro.mask, micro.packed.completion, config
+                )
+                loss.backward()
                 loss_sum += loss.detach()
                 token_sums.add(loss_sums, entropy, trainer_logprobs, micro.sampler_logprobs, micro.mask)
             if share.normalizer is not None:
@@ -450,7 +449,7 @@ def main(config: TrainConfig) -> None:
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))
                 metrics: dict[str, float] = {"policy_version": step}
                 with timed("time/step_s", metrics):
-                    with timed("time/train_s", metrics):
+                    with timed("time/train_s", metrics), advise_if_out_of_memory(config):
                         shares = arriving_shares(rollouts, config)
                         metrics |= train_batch(policy, reference, optimizer, scheduler, shares, config, device)
                     batch = rollouts.end_batch()

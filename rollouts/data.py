@@ -179,7 +179,7 @@ def load_prompts(
         index, row = numbered
         with naming(f"dataset row {index}"):
             prompt = make_prompt(index, row, processor, config)
-        return replace(with_images(prompt, processor, config), images=None)
+        return replace(with_images(prompt, processor, config), images=None) if prompt.sources else prompt
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         prompts = list(pool.map(load, enumerate(load_rows(source, split, config))))
@@ -323,13 +323,11 @@ def open_image(source: Any) -> Any:
 
 
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
-    """The prompt with its images processed and its tokens expanded; unchanged if it is text, or was processed.
+    """A prompt of images with these processed and its tokens expanded.
 
     A URL among its sources is replaced by what it answered. A UserError names the row of an image that cannot be read,
     has no place in the prompt, or is refused by the processor.
     """
-    if not prompt.sources or prompt.images:
-        return prompt
     num = len(prompt.sources)
     with naming(f"dataset row {prompt.index}"):
         sources = [image_source(source) for source in prompt.sources]

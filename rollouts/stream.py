@@ -51,7 +51,8 @@ def sample_group(
     A group whose server is lost starts anew on another one. ServerError where none is left, one refuses, or healthy
     ones fail three times; UserError where an image cannot be read or `rollout_fn` fails.
     """
-    group.prompt = data.with_images(group.prompt, processor, config)
+    if group.prompt.sources:  # of images
+        group.prompt = data.with_images(group.prompt, processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:  # completion i of a group gets seed + i from vLLM
         seed = (config.seed << 40) + group.id * 2 * (sampling["n"] + config.extra_generations)
         sampling = {"seed": seed % 2**63, **sampling}

@@ -290,14 +290,13 @@ def token_logprobs(
 
 
 @contextmanager
-def advise_if_out_of_memory(row: PackedBatch, config: TrainConfig) -> Iterator[None]:
+def advise_if_out_of_memory(config: TrainConfig) -> Iterator[None]:
     """Turn running out of memory in the block into a UserError that says what to do."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        rows, tokens = row.input_ids.shape
         cure = f"lower max_tokens_per_gpu={config.max_tokens_per_gpu}, or set gradient_checkpoint or use_fsdp"
-        raise UserError(f"out of memory on {rows} x {tokens} tokens: {cure} ({str(error).splitlines()[0]})") from error
+        raise UserError(f"out of memory: {cure} ({str(error).splitlines()[0]})") from error
 
 
 def unwrap(model: nn.Module) -> Any:
