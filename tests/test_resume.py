@@ -213,6 +213,7 @@ def test_a_cut_off_line_is_dropped(start, tmp_path):
     ("options", "message"),
     [
         (["--resume_from_checkpoint", "/nowhere"], "resume_from_checkpoint=/nowhere: no such folder"),
+        (["--resume_from_checkpoint", ""], "resume_from_checkpoint=.: no such folder"),  # a shell's unset variable
         (["--resume_from_checkpoint", "auto", "--seed", 7], "was trained with seed=42, not 7"),
         (["--resume_from_checkpoint", "auto", "--learning_rate", 1], "was trained with learning_rate=0.01, not 1"),
     ],
