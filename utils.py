@@ -136,7 +136,8 @@ class TransferGroup:
         until `wait()` of every returned handle is over.
         """
         entries = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket.items()]
-        header = torch.tensor(list(json.dumps([BUCKET_BYTES, entries]).encode()), dtype=torch.uint8)  # cut alike there
+        # BUCKET_BYTES, too: the receiver must cut tensors into the same pieces.
+        header = torch.tensor(list(json.dumps([BUCKET_BYTES, entries]).encode()), dtype=torch.uint8)
         handles = [*self._broadcast(torch.tensor([len(header)])), *self._broadcast(header)]
         for tensor in bucket.values():
             handles += self._broadcast(tensor.reshape(-1).view(torch.uint8), BUCKET_BYTES)

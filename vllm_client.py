@@ -322,7 +322,7 @@ class Server:
 
 
 class VLLMClient:
-    """All rollout servers of a run. Thread-safe; on rank 0. Lets the process open more files, as each request does."""
+    """All rollout servers of a run; on rank 0, thread-safe. `tokenizer`, `forbidden` as of `Server`. Raises NOFILE."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = ()):
         if not api_token().isascii():
@@ -332,7 +332,7 @@ class VLLMClient:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-        self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never after rollouts
+        self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never waits for rollouts
         self._slots = threading.Condition()
         self._is_held = False
         self._why_lost: BaseException | None = None

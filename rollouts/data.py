@@ -301,7 +301,7 @@ def in_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, 
 
 
 def image_source(source: Any) -> Any:
-    """What `open_image` opens: the bytes behind a URL, or of a dictionary of `datasets`; all else as it is."""
+    """What `open_image` opens: a URL's bytes; for `datasets`' dictionaries what they hold; all else as it is."""
     if isinstance(source, dict):
         source = source.get("bytes") or source.get("path") or source.get("url") or source
     if isinstance(source, str | os.PathLike):
@@ -323,7 +323,7 @@ def open_image(source: Any) -> Any:
 
 
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
-    """A prompt of images with these processed and its tokens expanded.
+    """A prompt that has images, with these processed and its tokens expanded.
 
     A URL among its sources is replaced by what it answered. A UserError names the row of an image that cannot be read,
     has no place in the prompt, or is refused by the processor.

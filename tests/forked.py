@@ -43,7 +43,7 @@ def serve(argv, log, environment):
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["vllm_server.py", *argv]
-    fork = multiprocessing.get_context("fork")
+    fork = multiprocessing.get_context("fork")  # vLLM spawns on the CPU, and would import itself again
     setattr(multiprocessing, "get_context", lambda method=None: fork)  # noqa: B010
     vllm_server.main(argv)
 

@@ -219,7 +219,7 @@ def test_too_many_skipped_steps_end_the_run(models, recipe, monkeypatch):
     assert "4" not in server.versions
 
 
-def test_out_of_memory_names_the_row(models, recipe, monkeypatch):
+def test_out_of_memory_names_the_cure(models, recipe, monkeypatch):
     def full(*_):
         raise torch.OutOfMemoryError("tried to allocate 7 GiB")
 

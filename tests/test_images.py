@@ -709,11 +709,8 @@ def test_a_second_turn_after_an_image(vlm, url):
         (reply,) = client.generate(so_far, {"n": 1, "max_tokens": 4}, images=prompt.images)
         group = Group(prompt, [turn.then(words, reply)], advantages=[0.0])
         (micro,) = micro_batches([group], 10_000, config)
-        gap = (
-            (token_logprobs(policy, micro.packed, micro.images, config) - micro.sampler_logprobs)
-            .abs()
-            .where(micro.mask > 0, 0)
-        )
+        logprobs = token_logprobs(policy, micro.packed, micro.images, config)
+        gap = (logprobs - micro.sampler_logprobs).abs().where(micro.mask > 0, 0)
         assert gap.max() <= 1e-4
         image = policy.config.image_token_id
         with pytest.raises(ValueError, match="placeholders of images"):

@@ -39,7 +39,9 @@ TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's sha
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that the run goes on from; None where it starts anew, as `auto` does where there is none."""
     wanted = config.resume_from_checkpoint
-    path = _newest(Path(config.output_dir)) if wanted == "auto" else None if wanted is None else Path(wanted)
+    if wanted is None:
+        return None
+    path = _newest(Path(config.output_dir)) if wanted == "auto" else Path(wanted)
     if path is None:
         return None
     if not (path / TRAINER / "state.pt").is_file():
