@@ -322,7 +322,7 @@ class Server:
 
 
 class VLLMClient:
-    """All rollout servers of a run, thread-safe. `tokenizer`, `forbidden` as of `Server`. Raises the open-file limit."""
+    """The rollout servers of a run, thread-safe; `tokenizer`, `forbidden` as of `Server`. Raises the file limit."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = ()):
         if not api_token().isascii():
