@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from utils import TransferGroup
 
-Answer = Callable[[list[int], int], tuple[list[int], float]]
+Answer = Callable[[list[int], int], tuple[list[int], float | Callable[[int], None]]]
 
 
 @dataclass
@@ -33,7 +33,8 @@ class FakeServer:
 
     Attributes:
         model_id: path of the model that it pretends to serve.
-        answer: `(prompt_ids, number of the completion in its group) -> (token_ids, seconds it takes)`.
+        answer: `(prompt_ids, number of the completion in its group) -> (token_ids, seconds it takes)`; a function in
+            place of the seconds is called before each token with its place, and returns when that may be sampled.
         slots: completions that are sampled at a time; others wait their turn.
         with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
         fault: called with each path before it is served; raising an exception answers 500.
@@ -107,12 +108,15 @@ class FakeServer:
 
     def _say(self, prompt: list[int], number: int, sampling: dict[str, Any], ended: Any) -> None:
         """One completion: tokens come evenly over its seconds, except while paused."""
-        ids, seconds = self.answer(prompt, number)
+        ids, pace = self.answer(prompt, number)
         said = ids[: sampling["max_tokens"]]
         versions = []
         with self._free:
-            for _ in said:
-                time.sleep(seconds / len(ids))
+            for place in range(len(said)):
+                if callable(pace):
+                    pace(place)
+                else:
+                    time.sleep(pace / len(ids))
                 while not self._resumed.wait(0.01) and not self._aborted:
                     pass
                 if not self._resumed.is_set():

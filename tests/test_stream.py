@@ -271,7 +271,26 @@ def test_staleness_zero_is_the_synchronous_loop(models, recipe, tmp_path):
 @pytest.mark.parametrize("options", [[], ["--stale_policy", "drop"], ["--inflight_updates", "false"]], ids=str)
 def test_staleness_one(models, recipe, tmp_path, options):
     """Updates come in mid-generation; every token knows its version, and none is older than one step."""
-    with fake_server(models["untied"], answer_in(0.15)) as server:
+    prompts = set()
+
+    def half_before_an_update(prompt_ids, number):
+        """After the first batch, a group's first completion waits half-way for the next update.
+
+        Not for more than 3 s: of what began after an update some may belong to the batch that the next one waits for.
+        """
+        prompts.add(tuple(prompt_ids))
+        ids, began = said(prompt_ids, number), server.version
+        until = time.monotonic() + 3 if len(prompts) > 8 and number == 0 else 0
+
+        def wait(place):
+            while place == len(ids) // 2 and server.version == began and time.monotonic() < until:
+                time.sleep(0.01)
+
+        return ids, wait
+
+    # Without updates in flight an update waits for the completions.
+    answer = answer_in(0.15) if options == ["--inflight_updates", "false"] else half_before_an_update
+    with fake_server(models["untied"], answer) as server:
         main(parse_args([recipe(server), "--max_staleness", "1", "--max_steps", "8", *options]))
     metrics, samples, dropped = (read(tmp_path, name) for name in ("metrics", "completions", "dropped"))
     assert [row["step"] for row in metrics] == list(range(1, 9))
