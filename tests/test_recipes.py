@@ -77,7 +77,9 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     assert math.isfinite(metrics[-1]["eval/reward"])
     for name in [getattr(function, "__name__", "") for function in config.reward_funcs]:
         assert all(math.isfinite(row[f"rewards/{name}"]) for row in metrics)
-    assert all(row["grad_norm"] > 0 for row in metrics)
+    # A small random model often talks on: a batch that is cut off whole has no gradient where such are masked.
+    learns = [row for row in metrics if not config.mask_truncated_completions or row["completions/clipped_ratio"] < 1]
+    assert all(row["grad_norm"] > 0 for row in learns)
     rounded = config.bf16 or config.fsdp_bf16 or config.dtype == "bfloat16"
     assert metrics[0]["sampling/sampling_logp_difference/mean"] < (0.1 if rounded else 1e-4)
     assert (tmp_path / "run" / "checkpoint-3").is_dir()
