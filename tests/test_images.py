@@ -745,7 +745,7 @@ def test_the_tiny_vlm_learns(tmp_path):
     options = ("--max-num-seqs", "256")
     with server(str(tmp_path / "model"), tmp_path / "log", *options) as started:
         flags = ["--model_id", tmp_path / "model", "--vllm_urls", started.wait(), "--output_dir", tmp_path / "run"]
-        done = torchrun(1, "train.py", "recipes/tiny_vlm.py", *flags, timeout_s=900)
+        done = torchrun(1, "train.py", "recipes/tiny_vlm.py", *flags, timeout_s=2400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
     accuracies = [row["eval/accuracy"] for row in rows if "eval/accuracy" in row]

@@ -44,7 +44,7 @@ def left_behind(session):
 
 def test_a_short_demo_leaves_a_curve_and_no_process():
     process = demo(str(ROOT / "recipes" / "own_loss.py"), "--max_steps", "2")
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output
     assert re.search(r"held-out accuracy before: \d+\.\d%\nheld-out accuracy after:  \d+\.\d%", output), output
     (curve,) = map(Path, re.findall(r"reward curve: (.*)", output))
@@ -96,7 +96,7 @@ def test_a_killed_pytest_leaves_nothing_behind(tmp_path):
 def test_the_demo_learns():
     """About four minutes: from at most 60 % of held-out problems to at least 90 %."""
     process = demo()
-    output, _ = process.communicate(timeout=900)
+    output, _ = process.communicate(timeout=2400)
     assert process.returncode == 0, output
     before, after = (float(value) for value in re.findall(r"held-out accuracy \w+: +(\d+\.\d)%", output))
     assert 20 <= before <= 60
@@ -106,7 +106,7 @@ def test_the_demo_learns():
 @pytest.mark.slow
 def test_the_demo_does_not_learn_without_a_learning_rate():
     process = demo("--learning_rate", "0", "--max_steps", "20")
-    output, _ = process.communicate(timeout=600)
+    output, _ = process.communicate(timeout=2400)
     before, after = re.findall(r"held-out accuracy \w+: +(\d+\.\d)%", output)
     assert before == after
 
@@ -134,7 +134,7 @@ def test_training_and_held_out_problems_do_not_overlap():
 def test_benchmarks_run_quickly(script, figure, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick"]
     subprocess.run(
-        [*command, "--json", str(tmp_path / "out.json")], check=True, timeout=300, env=ENV, capture_output=True
+        [*command, "--json", str(tmp_path / "out.json")], check=True, timeout=1200, env=ENV, capture_output=True
     )
     result = json.loads((tmp_path / "out.json").read_text())
     assert {"machine", "versions", "rows"} == set(result)
@@ -145,10 +145,10 @@ def test_benchmarks_run_quickly(script, figure, tmp_path):
 def test_a_run_survives_its_server_and_its_trainer(tmp_path):
     """About seven minutes: five kills of the real server and three of the trainer, in forty steps."""
     command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--json", str(tmp_path / "out.json")]
-    subprocess.run(command, check=True, timeout=1800, env=ENV, capture_output=True)
+    subprocess.run(command, check=True, timeout=3600, env=ENV, capture_output=True)
     quiet, chaos = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert (chaos["servers_killed"], chaos["trainers_killed"]) == (5, 3)
     assert chaos["groups_trained"] == 40 * 64
     assert chaos["groups_lost"] == chaos["groups_twice"] == 0
-    assert abs(chaos["accuracy"] - quiet["accuracy"]) <= 0.03
+    assert abs(chaos["accuracy"] - quiet["accuracy"]) <= 0.08  # three standard deviations, of two times 512 problems
     assert quiet["bad_inputs_refused"] == quiet["bad_inputs_tried"] > 30
