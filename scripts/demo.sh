@@ -22,9 +22,9 @@ echo "starting the rollout server on port $port (log: $folder/server.log)"
 # vLLM's sampler would compile itself anew for many sizes of a batch, for a quarter of a minute.
 start "$folder/server.log" env TORCHDYNAMO_DISABLE=1 "$python" vllm_server.py --model "$folder/model" --port "$port" \
     --dtype float32 --enforce-eager --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
-server=${groups[-1]} limit=$((SECONDS + 300))
+server=${groups[-1]} limit=$((SECONDS + 900))
 until "$python" -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$port/health', timeout=2)" 2>/dev/null; do
-    kill -0 "$server" 2>/dev/null && [ $SECONDS -lt $limit ] || { tail -n 20 "$folder/server.log"; die "the server did not start"; }
+    kill -0 "$server" 2>/dev/null && [ $SECONDS -lt $limit ] || { tail -n 20 "$folder/server.log"; die "the server did not start within 900 s, or ended: its log is $folder/server.log"; }
     sleep 1
 done
 
