@@ -221,9 +221,8 @@ class Server:
             body["token_ids"] = [*images.server_ids, *text_ids]
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
             body["return_token_ids"] = True
-        read = partial(_first_to_finish if extra else _all_choices, num)
-        path = "/inference/v1/generate"
-        completions, expanded = self.request("POST", path, timeout_s, read, json=body, stream=extra > 0)
+        request = partial(self.request, "POST", "/inference/v1/generate", timeout_s, json=body, stream=extra > 0)
+        completions, expanded = request(read=partial(_first_to_finish if extra else _all_choices, num))
         if images and expanded != prompt_ids:
             sizes = f"{len(expanded)} tokens on {self.url} and {len(prompt_ids)} here, or others of the same number"
             raise ServerError(f"a prompt has {sizes}: do both process images alike (--mm-processor-kwargs)?")

@@ -31,7 +31,7 @@ from local_server import LocalServer, local_server
 
 from benchmarks.common import report
 from config import TrainConfig, parse_args
-from rollouts.data import load_prompts
+from rollouts.data import leave_out_long, load_prompts
 from training.checkpoints import find_checkpoint
 
 
@@ -137,7 +137,11 @@ def bad_inputs(model: str) -> tuple[int, int]:
         find_checkpoint(parse_args([recipe, *words]))
 
     tried: list[Callable[[], Any]] = [partial(start, command) for command in commands]
-    tried += [partial(load_prompts, partial(list, row), "train", tokenizer, 64, config) for row in rows]
+
+    def load(row: list[Any]) -> None:
+        leave_out_long(load_prompts(partial(list, row), "train", tokenizer, config), 64, config)
+
+    tried += [partial(load, row) for row in rows]
     num_refused = 0
     for attempt in tried:
         try:

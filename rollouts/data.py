@@ -166,27 +166,28 @@ def naming(where: str) -> Iterator[None]:
 # -- Prompts -----------------------------------------------------------------------------------------------------------
 
 
-def load_prompts(
-    source: str | Callable[[], Any], split: str, processor: Any, max_prompt_len: int, config: TrainConfig
-) -> list[Prompt]:
-    """Prompts with their token ids and reward columns; those over `max_prompt_len` tokens are counted and left out.
+def load_prompts(source: str | Callable[[], Any], split: str, processor: Any, config: TrainConfig) -> list[Prompt]:
+    """One prompt per row, with its token ids and reward columns. UserError with a row's number where it makes none.
 
     Every image is read and processed once here, so that a broken one shows at once, and again when it is sampled: its
-    tokens and the bytes behind a URL are kept. UserError with a row's number where it makes no prompt, or none is left.
+    tokens and the bytes behind a URL are kept.
     """
 
-    def load(numbered: tuple[int, dict[str, Any]]) -> Prompt:
-        index, row = numbered
+    def load(index: int, row: dict[str, Any]) -> Prompt:
         with naming(f"dataset row {index}"):
             prompt = make_prompt(index, row, processor, config)
         return replace(with_images(prompt, processor, config), images=None) if prompt.sources else prompt
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        prompts = list(pool.map(load, enumerate(load_rows(source, split, config))))
+        return list(pool.map(load, itertools.count(), load_rows(source, split, config)))
+
+
+def leave_out_long(prompts: list[Prompt], max_prompt_len: int, config: TrainConfig) -> list[Prompt]:
+    """The prompts of 1 to `max_prompt_len` tokens; says how many are left out. UserError where no other is left."""
     kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_prompt_len]
     if len(kept) < len(prompts):
         print(f"left out {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {max_prompt_len} tokens")
-    if not kept:
+    if prompts and not kept:
         room = f"max_completion_len={config.max_completion_len} leaves in --max-model-len and in max_tokens_per_gpu"
         raise UserError(f"no prompt has at most {max_prompt_len} tokens, the room that {room}")
     return kept
@@ -314,11 +315,10 @@ def image_source(source: Any) -> Any:
 
 
 def open_image(source: Any) -> Any:
-    """A PIL image, upright and in RGB, from one, its bytes, a path, a URL or data URI, or `datasets`' dictionary."""
+    """A PIL image, upright and in RGB, from what `image_source` gives: one, its bytes, a path or a data URI."""
     from PIL import Image
     from transformers.image_utils import load_image
 
-    source = image_source(source)
     return load_image(Image.open(io.BytesIO(source)) if isinstance(source, bytes) else source)
 
 
@@ -382,7 +382,6 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
         if not is_even and inputs[0].keys().isdisjoint(PADDING_MARKS):
             raise UserError(f"images with {name} of several sizes cannot be in one row: resize them to one size")
         joined[name] = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
-        places = joined[name].split([len(tensor) for tensor in tensors])
-        for place, tensor in zip(places, tensors, strict=True):
+        for place, tensor in zip(joined[name].split(list(map(len, tensors))), tensors, strict=True):
             place[:, *map(slice, tensor.shape[1:])] = tensor
     return joined

@@ -274,10 +274,12 @@ class Rollouts:
         self.processor = data.load_processor(config)
         tokenizer = data.tokenizer_of(self.processor)
         self.client = VLLMClient(config, tokenizer, data.placeholder_ids(load_model_config(config)[0]))
-        max_prompt_len = min(self.client.wait_until_ready(), config.max_tokens_per_gpu) - config.max_completion_len
-        self.prompts = self._load(config.dataset_id, config.dataset_split, max_prompt_len)
+        prompts = self._load(config.dataset_id, config.dataset_split)
         with data.naming("eval_dataset_id"):
-            self.held_out = self._load(config.eval_dataset_id, config.eval_dataset_split, max_prompt_len)
+            held_out = self._load(config.eval_dataset_id, config.eval_dataset_split)
+        max_prompt_len = min(self.client.wait_until_ready(), config.max_tokens_per_gpu) - config.max_completion_len
+        self.prompts = data.leave_out_long(prompts, max_prompt_len, config)
+        self.held_out = data.leave_out_long(held_out, max_prompt_len, config)
         self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
         if resumed and resumed["prompts"] != self.fingerprint:
             cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"
@@ -296,8 +298,8 @@ class Rollouts:
         self.stream = GroupStream(groups, self._sample, self.scorer.score, num_threads, num_steps, config)
         return num_steps, example, example or self.prompts[0]
 
-    def _load(self, source: Any, split: str, max_prompt_len: int) -> list[Prompt]:
-        prompts = data.load_prompts(source, split, self.processor, max_prompt_len, self.config) if source else []
+    def _load(self, source: Any, split: str) -> list[Prompt]:
+        prompts = data.load_prompts(source, split, self.processor, self.config) if source else []
         check_rewards(prompts, self.config)
         return prompts
 

@@ -5,7 +5,7 @@ set -euo pipefail
 if [[ ${1:-} == *.py ]]; then set -- "$(realpath "$1")" "${@:2}"; else set -- recipes/tiny.py "$@"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 make_environment
-# A wrong recipe or option is told before anything is started.
+echo "checking the recipe"  # a wrong one, or a wrong option, is told before anything is started
 run=$("$python" -c 'import sys, config
 try: print(config.parse_args(sys.argv[1:]).output_dir)
 except config.UserError as error: sys.exit(f"error: {error}")' "$@" | tail -n 1) || exit 1
@@ -24,7 +24,10 @@ start "$folder/server.log" env TORCHDYNAMO_DISABLE=1 "$python" vllm_server.py --
     --dtype float32 --enforce-eager --max-model-len 64 --max-num-seqs 256 --gpu-memory-utilization 0.3
 server=${groups[-1]} limit=$((SECONDS + 900))
 until "$python" -c "import urllib.request as r; r.urlopen('http://127.0.0.1:$port/health', timeout=2)" 2>/dev/null; do
-    kill -0 "$server" 2>/dev/null && [ $SECONDS -lt $limit ] || { tail -n 20 "$folder/server.log"; die "the server did not start within 900 s, or ended: its log is $folder/server.log"; }
+    problem=
+    kill -0 "$server" 2>/dev/null || problem="the server ended"
+    [ $SECONDS -lt $limit ] || problem="the server did not start within 900 s"
+    if [ -n "$problem" ]; then tail -n 20 "$folder/server.log"; die "$problem: its log is $folder/server.log"; fi
     sleep 1
 done
 

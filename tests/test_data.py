@@ -16,7 +16,7 @@ from some_rewards import hangs, infinite, only_first, raises, right, scalar, sho
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
 from rollouts import workers
-from rollouts.data import Group, Prompt, epochs, load_processor, load_prompts
+from rollouts.data import Group, Prompt, epochs, leave_out_long, load_processor, load_prompts
 from rollouts.scoring import Scorer, check_rewards
 from rollouts.stream import sample_group, sampling_params
 from training.logs import batch_metrics, batch_samples
@@ -30,7 +30,8 @@ def make_config(**fields):
 
 
 def prompts_of(source, tokenizer=None, max_prompt_len=100, **fields):
-    return load_prompts(source, "train", tokenizer or make_tokenizer(), max_prompt_len, make_config(**fields))
+    config = make_config(**fields)
+    return leave_out_long(load_prompts(source, "train", tokenizer or make_tokenizer(), config), max_prompt_len, config)
 
 
 def rows():

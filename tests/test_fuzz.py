@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import TrainConfig, UserError, parse_args
-from rollouts.data import load_prompts
+from rollouts.data import leave_out_long, load_prompts
 from vllm_client import Completion, ServerError, _all_choices, _completion, _first_to_finish
 
 settings.register_profile("short", max_examples=150, deadline=None, derandomize=True)
@@ -52,7 +52,7 @@ ROWS = st.fixed_dictionaries(
 def test_rows(processor, rows):
     config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_completion_len=4)
     with suppress(UserError):
-        prompts = load_prompts(lambda: rows, "train", processor, 50, config)
+        prompts = leave_out_long(load_prompts(lambda: rows, "train", processor, config), 50, config)
         assert all(0 < len(prompt.token_ids) <= 50 for prompt in prompts)
 
 

@@ -35,6 +35,7 @@ from rollouts.data import (
     Prompt,
     image_source,
     joined_images,
+    leave_out_long,
     load_processor,
     load_prompts,
     open_image,
@@ -92,7 +93,7 @@ def make_config(model="m", url="http://x", **fields):
 
 def load(source, max_prompt_len=100, processor=None, **fields):
     config = make_config(**fields)
-    return load_prompts(source, "train", processor or build_processor(), max_prompt_len, config)
+    return leave_out_long(load_prompts(source, "train", processor or build_processor(), config), max_prompt_len, config)
 
 
 def test_prompts_of_mixed_rows():

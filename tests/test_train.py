@@ -284,6 +284,10 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
             ["--vllm_urls", "http://127.0.0.1:9", "--server_timeout", "0"],
             "error: no rollout server at http://127.0.0.1:9",
         ),
+        (  # data are read before the servers are waited for
+            ["--dataset_id", "nowhere.jsonl", "--vllm_urls", "http://127.0.0.1:9", "--server_timeout", "500"],
+            "error: dataset nowhere.jsonl: FileNotFoundError",
+        ),
         (
             ["--max_completion_len", "127", "--max_tokens_per_gpu", "128"],
             "error: no prompt has at most 1 tokens, the room",

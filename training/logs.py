@@ -186,7 +186,7 @@ class RunLog:
             tqdm.write(" · ".join([head, *printed, *pace]))
         for sample in samples:
             cells = (f"{str(sample[column])[:2000]!r:<60.60}" for column in ("prompt", "completion"))
-            tqdm.write(" │ ".join([f"{sample['reward']!s:>8.8}", *cells]))
+            tqdm.write(" │ ".join([f"{sample['reward']:>8.4g}", *cells]))
 
     def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
         """How long the run still takes, how fast it is, and the shares of time that trainer and servers waited."""
