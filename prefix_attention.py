@@ -570,7 +570,7 @@ def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str,
         model: wrapped (DDP, FSDP2, peft) or not.
         verify: compare log-probs and gradients of a few random groups with one plain row per completion. Model types
             that the tests of this file do not cover are always compared. Collective where the model is sharded.
-        example: the tokens of a prompt with images, and what the processor makes of these; it is compared, too. Model
+        example: the tokens of a prompt with images, and what the processor makes of these, to compare, too. Model
             types whose images the tests of this file do not cover need one.
 
     Raises:
@@ -591,7 +591,7 @@ def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str,
     _use(base, NAME)
     if not hasattr(base, "shares_prefixes"):
         base.register_forward_pre_hook(_plan_on_host, with_kwargs=True)
-    base.shares_prefixes = True  # of this instance: models made from one config share the implementation's name
+    base.shares_prefixes = True  # on the model: its config may be that of another one, which is not attached
     kind = base.config.model_type
     base.shares_images = example is not None or kind in VISION
     if verify or kind not in TESTED or (example and kind not in VISION):

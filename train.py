@@ -270,7 +270,7 @@ class Dealer:
         """Each rank's shares of the groups that came, one per mini-batch; `is_complete`: they are the batch's last."""
         config = self.config
         size = config.batch_size // config.num_minibatches
-        # There are several parts only where the whole batch is here.
+        # Several parts only for several mini-batches, for which `missing_tokens` waits for the whole batch.
         parts = [self._shares(groups[start : start + size], is_complete) for start in range(0, len(groups), size)]
         if config.num_minibatches > 1 and config.loss_type in ("dapo", "cispo"):  # a token weighs the same in each
             lengths = [sum(mask) for mask in training_masks(groups, config)]
@@ -443,7 +443,7 @@ def main(config: TrainConfig) -> None:
             rollouts.publish(policy, step)
             if step == 0:
                 log.step(0, rollouts.evaluate(0))
-            # The rollouts are sampled and scored ahead; `arriving_shares` gives them advantages and packs them.
+            # `publish` lets groups be sampled and scored, in threads; `arriving_shares` takes, weighs and packs them.
             while step < rollouts.num_steps and num_skipped < config.max_skipped_steps:
                 # Seed dropout per step, so that a resumed run repeats it.
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))

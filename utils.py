@@ -263,7 +263,7 @@ class _Terminal(io.TextIOWrapper):
 
 @contextmanager
 def exits(*kinds: type[Exception]) -> Iterator[None]:
-    """End the process with the block: errors of `kinds`, which the user can mend, in one line, others in full.
+    """Run the block, then end the process: errors of `kinds`, which the user can mend, in one line, others in full.
 
     `os._exit`, because threads with requests in flight, and gloo's own, would keep the process waiting or abort it.
     """
@@ -275,7 +275,7 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun: without it, ranks would train on beside those of the next run
     status = 1
-    report = get_error_handler()  # torchrun's, which ends its own report with the first error
+    report = get_error_handler()  # torchrun ends its own report with the first error that is recorded here
     report.initialize()
     try:
         yield

@@ -446,7 +446,7 @@ class VLLMClient:
                 print(f"no rollout server is left: waiting {self.config.server_timeout:.0f} s for one", flush=True)
 
     def keep_out(self, server: Server, reason: object) -> None:
-        """Try a server that answers, and cannot be used, again in a while. The reason is printed once."""
+        """Leave out a server that answers and cannot be used, for `RETRY_S`. The same reason is printed once."""
         server.is_connected = False
         server.retry_s = time.monotonic() + RETRY_S
         if str(reason) != server.why_out:

@@ -183,7 +183,7 @@ def load_prompts(source: str | Callable[[], Any], split: str, processor: Any, co
 
 
 def leave_out_long(prompts: list[Prompt], max_prompt_len: int, config: TrainConfig) -> list[Prompt]:
-    """The prompts of 1 to `max_prompt_len` tokens; says how many are left out. UserError where no other is left."""
+    """The prompts of 1 to `max_prompt_len` tokens; says how many it leaves out. UserError if those are all."""
     kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_prompt_len]
     if len(kept) < len(prompts):
         print(f"left out {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {max_prompt_len} tokens")

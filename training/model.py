@@ -131,7 +131,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     model.to(device)
     if world_size > 1 and any(p.requires_grad for p in model.parameters()):
         with catch_warnings():
-            simplefilter("ignore", FutureWarning)  # torch 2.11 knows the argument by its older name alone
+            simplefilter("ignore", FutureWarning)  # of `broadcast_buffers`, whose successor torch 2.11 lacks
             model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
         model.register_comm_hook(None, _sum_over_ranks)
     return model
