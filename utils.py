@@ -12,16 +12,20 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-BUCKET_BYTES = 32 << 20  # per broadcast; two are alive at a time: one is loaded while the next is gathered
+BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # two are alive at a time: one travels while the next is gathered
+PIECE_BYTES = 1 << 30  # of a broadcast
 FOR_EVER = timedelta(days=30)  # ranks wait for rank 0 as long as it waits for the servers, which has a limit of its own
 
 # -- Ranks and collectives ---------------------------------------------------------------------------------------------
@@ -97,7 +101,8 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     """Consecutive weights, of any shapes, of together at most `BUCKET_BYTES`; a larger one is a bucket of its own."""
     bucket: dict[str, Tensor] = {}
     for name, tensor in weights:
-        if bucket and sum(t.nbytes for t in bucket.values()) + tensor.nbytes > BUCKET_BYTES:
+        num_bytes = sum(t.nbytes for t in bucket.values()) + tensor.nbytes
+        if bucket and num_bytes > BUCKET_BYTES[tensor.device.type]:
             yield bucket
             bucket = {}
         bucket[name] = tensor
@@ -105,82 +110,230 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         yield bucket
 
 
-class TransferGroup:
-    """A process group between one trainer (rank 0) and the workers of one server (ranks 1 to world_size - 1).
+def gpu_of(device: torch.device) -> str | None:
+    """What tells a GPU from all others, on any machine; None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
-    Every member tells the others its device through the store, a TCPStore that the trainer hosts. The group then runs
-    over nccl where all members sit on different GPUs, and over gloo elsewhere (on a CPU, or on one GPU shared by
-    server and trainer, which nccl refuses). Every broadcast may take `timeout_s` seconds.
+
+class TransferGroup:
+    """A trainer (rank 0) and the workers of one server (ranks 1 to world_size - 1), between whom weights travel.
+
+    Every member names its GPU in `store`, a TCPStore that the trainer hosts, and from these follows the `backend`:
+
+        nccl  all members have GPUs of their own, which no other rank of the trainer uses
+        ipc   the only worker is on the trainer's GPU, and opens its memory (NCCL below 2.30 refuses to share a device)
+        gloo  everything else, through the memory of the host
+
+    What goes wrong is a RuntimeError where a member waits, within `timeout_s`. gloo does so by itself. nccl does with
+    TORCH_NCCL_BLOCKING_WAIT set while the group is made; without it, a watchdog thread ends the process whose peer is
+    gone. With it, `is_completed()` asks the GPU alone, `wait()` raises what failed, and `abort()` ends a kernel that
+    waits for a lost peer, where `shutdown()` would wait for the kernel (ProcessGroupNCCL of torch 2.11 and 2.13).
+
+    Args:
+        store: has a time-out of its own, for members that never come.
+        gpus: on the trainer, of all its ranks, from `gpu_of`.
+        dtype: on a worker, of its model. Wider matrices are rounded to it before they travel, as it would do itself.
+
+    Raises:
+        RuntimeError: the members do not reach each other; names the setting to look at.
     """
 
-    def __init__(self, store: dist.TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float):
-        is_cuda = device.type == "cuda"
-        store.set(f"device/{rank}", str(torch.cuda.get_device_properties(device).uuid) if is_cuda else "cpu")
-        devices = [store.get(f"device/{member}").decode() for member in range(world_size)]
-        use_nccl = "cpu" not in devices and len(set(devices)) == world_size
-        self.backend = "nccl" if use_nccl else "gloo"
-        self.device = device if use_nccl else torch.device("cpu")
-        prefix = dist.PrefixStore(f"weights/{self.backend}", store)
-        kind: Any = dist.ProcessGroupNCCL if use_nccl else dist.ProcessGroupGloo
-        options = kind.Options() if use_nccl else kind._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        if not use_nccl:
-            options._devices = [kind.create_device(hostname=address_towards(store.host))]
-        self._group = kind(prefix, rank, world_size, options)
-        self._store = store  # the group lives as long as its store
+    def __init__(
+        self, store: dist.TCPStore, rank: int, world_size: int, device: torch.device, timeout_s: float,
+        gpus: Collection[str | None] = (), dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        self._store, self._rank, self._timeout_s, self.device = store, rank, timeout_s, device
+        self._workers = range(1, world_size)
+        self._group: Any = None
+        self._is_closed = False
+        self._sending: list[Any] = []  # what `send` has started
+        self._number = 0  # of the next bucket
+        store.set(f"member/{rank}", json.dumps([gpu_of(device), str(dtype).removeprefix("torch.")]))
+        members = [json.loads(store.get(f"member/{member}")) for member in range(world_size)]
+        self._dtype = getattr(torch, members[1][1], None)
+        own, *others = (gpu for gpu, _ in members)
+        are_apart = len({*others}) == len(others) and {None, own, *gpus}.isdisjoint(others)
+        if own and others == [own]:
+            self._try_to_share()
+        elif rank == 0:
+            store.set("backend", "nccl" if own and are_apart else "gloo")
+        self.backend = store.get("backend").decode()
+        if self.backend == "gloo":
+            self.device = torch.device("cpu")
+        try:
+            if self.backend != "ipc":
+                _within(timeout_s, partial(self._connect, world_size))
+        except (RuntimeError, TimeoutError) as error:
+            self.close()
+            cause = str(error).partition("\n")[0] or f"no byte came through in {timeout_s:.0f} s"
+            cure = f"name the interface between them, {self.backend.upper()}_SOCKET_IFNAME, and open its ports"
+            raise RuntimeError(f"trainer and server do not meet over {self.backend}: {cause}; {cure}") from error
 
-    def send(self, bucket: dict[str, Tensor]) -> list[Any]:
-        """Start the broadcast of named tensors, of any shape and dtype, from rank 0; an empty bucket ends the stream.
+    def _connect(self, world_size: int) -> None:
+        """Make the process group, and send a byte through: nccl's communicator is made by the first broadcast."""
+        is_gloo = self.backend == "gloo"
+        kind: Any = dist.ProcessGroupGloo if is_gloo else dist.ProcessGroupNCCL
+        options = kind._Options() if is_gloo else kind.Options()
+        options._timeout = timedelta(seconds=self._timeout_s)
+        if is_gloo:
+            options._devices = [kind.create_device(hostname=address_towards(self._store.host))]
+        prefix = dist.PrefixStore(f"weights/{self.backend}", self._store)
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        try:
+            self._group = kind(prefix, self._rank, world_size, options)
+        finally:
+            os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)
+        self._finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
-        Tensors that are contiguous and on the group's device (the CPU for gloo) are not copied: they must not change
-        until `wait()` of every returned handle is over.
+    def _try_to_share(self) -> None:
+        """Let the worker open memory of the trainer: drivers and containers may forbid it, and gloo takes its place."""
+        trial, backend, handle = torch.arange(64, dtype=torch.uint8, device=self.device), "gloo", None
+        with suppress(RuntimeError):  # of CUDA
+            if self._rank == 0:
+                handle = _handle(trial)
+            elif (given := json.loads(self._store.get("trial"))) and torch.equal(_opened(given, self.device), trial):
+                backend = "ipc"
+        self._store.set("backend" if self._rank else "trial", backend if self._rank else json.dumps(handle))
+
+    def send(self, bucket: dict[str, Tensor]) -> None:
+        """Start to send named tensors, of any shape and dtype, from rank 0; an empty bucket ends the stream.
+
+        They travel as one buffer. What is alone in its bucket, contiguous and on the group's device (the CPU for gloo)
+        is not copied: it must not change until `wait_for_sent` returns.
         """
-        entries = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in bucket.items()]
-        # BUCKET_BYTES, too: the receiver must cut tensors into the same pieces.
-        header = torch.tensor(list(json.dumps([BUCKET_BYTES, entries]).encode()), dtype=torch.uint8)
-        handles = [*self._broadcast(torch.tensor([len(header)])), *self._broadcast(header)]
-        for tensor in bucket.values():
-            handles += self._broadcast(tensor.reshape(-1).view(torch.uint8), BUCKET_BYTES)
-        return handles
+        entries, parts, start = [], [], 0
+        for name, tensor in bucket.items():
+            is_wide = self._dtype and tensor.is_floating_point() and tensor.itemsize > self._dtype.itemsize
+            data = tensor.to(self.device, self._dtype if is_wide and tensor.ndim > 1 else tensor.dtype)
+            entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start))
+            parts.append(data.reshape(-1).view(torch.uint8))
+            parts.append(parts[-1].new_zeros(-data.nbytes % 16))  # a tensor of any dtype may begin there
+            start += data.nbytes + len(parts[-1])
+        parts = [part for part in parts if len(part)]
+        buffer = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+        handle = _handle(buffer) if self.backend == "ipc" and parts else None
+        for worker in self._workers:
+            self._store.set(f"bucket/{worker}/{self._number}", json.dumps([start, entries, handle]))
+        if handle:
+            self._sending = [_Key(self._store, f"taken/{self._number}", buffer)]
+        else:
+            self._sending = self._broadcast(buffer) if parts else []
+        self._number += 1
+
+    def wait_for_sent(self, check: Callable[[], object]) -> None:
+        """Wait until the last bucket has arrived; `check` is called meanwhile, and may raise."""
+        self._finish(self._sending, check)
+        self._sending = []
 
     def receive(self) -> dict[str, Tensor]:
         """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream.
 
-        Shapes and dtypes are the sender's; the tensors are on the group's device (the CPU for gloo).
+        Shapes are the sender's, and dtypes, but for rounded matrices; the tensors are on the group's device.
         """
-        size = self._receive_into(torch.zeros(1, dtype=torch.int64, device=self.device))
-        header = self._receive_into(torch.empty(int(size), dtype=torch.uint8, device=self.device))
-        piece_bytes, entries = json.loads(bytes(header.tolist()))
+        (header,) = self._finish([_Key(self._store, f"bucket/{self._rank}/{self._number}")], self._expect_trainer)
+        num_bytes, entries, handle = json.loads(header)
+        if handle:
+            buffer = _opened(handle, self.device)
+            self._store.set(f"taken/{self._number}", "")
+        elif entries:
+            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+            self._finish(self._broadcast(buffer), self._expect_trainer)
+        self._number += 1
         bucket = {}
-        for name, dtype, shape in entries:
-            bucket[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
-            self._receive_into(bucket[name].view(-1).view(torch.uint8), piece_bytes)
+        for name, kind, shape, start in entries:
+            dtype = getattr(torch, kind)
+            bucket[name] = buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return bucket
 
-    def _broadcast(self, data: Tensor, piece_bytes: int | None = None) -> list[Any]:
-        data = data.to(self.device)
-        pieces = data.split(piece_bytes) if piece_bytes else [data]
-        return [self._group.broadcast([piece], dist.BroadcastOptions()) for piece in pieces]
+    def _broadcast(self, data: Tensor) -> list[Any]:
+        if self._is_closed:
+            raise RuntimeError("the transfer group is closed")
+        return [self._group.broadcast([piece], dist.BroadcastOptions()) for piece in data.split(PIECE_BYTES)]
 
-    def _receive_into(self, data: Tensor, piece_bytes: int | None = None) -> Tensor:
-        for handle in self._broadcast(data, piece_bytes):
-            handle.wait()
-        if self.device.type == "cuda":  # nccl's wait orders streams only; other threads read the bytes
-            torch.cuda.current_stream(self.device).synchronize()
-        return data
+    def _finish(self, works: list[Any], check: Callable[[], object] = lambda: None) -> list[Any]:
+        """What `wait()` of every piece of work returns; asks, as neither backend's `wait` ends when `check` raises."""
+        deadline = time.monotonic() + self._timeout_s
+        for work in works:
+            while not work.is_completed():
+                check()
+                if self._is_closed:
+                    raise RuntimeError("the transfer group was closed")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
+                time.sleep(2e-4)
+        return [work.wait() for work in works]
+
+    def _expect_trainer(self) -> None:
+        if not self.trainer_lives():
+            raise RuntimeError("the trainer has left")
 
     def trainer_lives(self) -> bool:
-        """Whether the process that hosts the store still does."""
+        """Whether the process that hosts the store still does, and is in the group."""
         try:
-            self._store.check(["device/0"])
+            return not self._store.check(["left"])
         except RuntimeError:  # torch's DistError: its end of the connection is closed
             return False
-        return True
 
     def close(self) -> None:
-        """Leave the group; what the other side is waiting for fails there."""
-        self._group.shutdown()
-        self._group = None
+        """Leave the group, in a second at most; who waits for this member gets an error. May be called again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        with suppress(RuntimeError, TimeoutError):
+            if self._rank == 0:
+                self._store.set("left", "")
+            if self._group is not None:
+                _within(1.0, self._group.abort if self.backend == "nccl" else self._group.shutdown)
+        self._sending = []
+
+
+@dataclass
+class _Key:
+    """Work that is over once the store has a key, whose value `wait` returns; it keeps a buffer alive until then."""
+
+    store: dist.TCPStore
+    key: str
+    buffer: Tensor | None = None
+
+    def is_completed(self) -> bool:
+        return self.store.check([self.key])
+
+    def wait(self) -> bytes:
+        value = self.store.get(self.key)
+        self.store.delete_key(self.key)
+        return value
+
+
+def _handle(buffer: Tensor) -> list[Any]:
+    """What another process needs to open the memory of a GPU's tensor of bytes by CUDA IPC, as JSON has it."""
+    torch.cuda.current_stream(buffer.device).synchronize()  # its bytes are there
+    _, *fields = buffer.untyped_storage()._share_cuda_()
+    fields = [field.hex() if isinstance(field, bytes) else field for field in fields]
+    return [buffer.storage_offset(), len(buffer), *fields]
+
+
+def _opened(handle: list[Any], device: torch.device) -> Tensor:
+    """A copy of the tensor that another process on this GPU made a handle of."""
+    start, length, *fields = handle
+    fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in fields]
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)
+    copy = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[start : start + length].clone()
+    torch.cuda.current_stream(device).synchronize()
+    return copy
+
+
+def _within(timeout_s: float, call: Callable[[], object]) -> None:
+    """Make a call that nothing can end in a thread of its own; TimeoutError where it takes longer."""
+    outcome: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # for the thread that waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    outcome.result(timeout_s)
 
 
 def address_towards(host: str) -> str:

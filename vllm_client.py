@@ -158,7 +158,6 @@ class Server:
         self.why_out = ""  # the last reason not to take it back
         self.in_flight = 0
         self.transfer: TransferGroup | None = None
-        self.sending: list[Any] = []  # broadcasts under way
         self.loading: Future[Any]  # the server's reply to the update under way
 
     def request(
@@ -235,12 +234,12 @@ class Server:
             return True
         return False
 
-    def connect(self, device: torch.device, timeout_s: float) -> None:
+    def connect(self, device: torch.device, timeout_s: float, gpus: Sequence[str | None] = ()) -> None:
         """Open a transfer group with the server's workers, and zero its weights.
 
         With zeroed weights a comparison of log-probs after the first sync can only hold if every weight arrived. The
-        group replaces one that an earlier trainer left; each of its broadcasts may take `timeout_s` seconds. Raises a
-        RuntimeError where the server refuses (ServerError), or its workers do not come.
+        group replaces one that an earlier trainer left; each of its broadcasts may take `timeout_s` seconds. `gpus` are
+        those of all ranks. Raises a RuntimeError where the server refuses (ServerError), or its workers do not come.
         """
         self.sync_timeout_s = timeout_s
         self.receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
@@ -251,24 +250,23 @@ class Server:
         body = {"init_info": init_info | {"trainer": TRAINER}}
         # Both sides must enter the rendezvous, and a server that refuses never comes.
         reply = self.receiver.submit(self.post, "/init_weight_transfer_engine", body, timeout_s + CONTROL_TIMEOUT_S)
-        while not store.check(["device/1"]):
+        while not store.check(["member/1"]):
             if reply.done():
                 reply.result()
                 raise ServerError(f"{self.url} took the invitation, and its workers did not come")
             time.sleep(0.01)
-        self.transfer = TransferGroup(store, 0, world_size, device, timeout_s)
+        self.transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)
         reply.result()
+        print(f"{self.url} gets its weights over {self.transfer.backend}", flush=True)
         self.post("/weight_checker", {"action": "reset"})
         self.is_connected = True
 
     def disconnect(self) -> None:
-        """Leave the transfer group; what a lost server never received may keep it open for its time-out."""
+        """Leave the transfer group."""
         self.is_connected = self.has_weights = False
-        if self.transfer is not None:
-            leaving = threading.Thread(target=self.transfer.close, daemon=True)
-            self.transfer, self.sending = None, []  # a broadcast would keep the group, and the server, waiting
-            leaving.start()
-            leaving.join(1.0)
+        transfer, self.transfer = self.transfer, None
+        if transfer is not None:
+            transfer.close()
 
     def break_off(self, timeout_s: float = 5.0) -> None:
         """Leave the transfer group, and then end what is in flight, if the server still listens."""
@@ -290,20 +288,14 @@ class Server:
 
         Its tensors, of any shapes, must not change until the next call.
         """
-        self.wait_for_sent()
+        self.wait_for_sent().send(bucket)
+
+    def wait_for_sent(self) -> TransferGroup:
+        """Wait until the last bucket has arrived; raises what the server's reply to the update failed with."""
         if (transfer := self.transfer) is None:
             raise ServerLost(f"{self.url} was lost in this update")
-        self.sending = transfer.send(bucket)
-
-    def wait_for_sent(self) -> None:
-        """Wait until the last bucket has arrived; raises what the server's reply to the update failed with."""
-        for handle in self.sending:
-            while not handle.is_completed():
-                if self.loading.done():
-                    self.loading.result()
-                time.sleep(2e-4)
-            handle.wait()
-        self.sending = []
+        transfer.wait_for_sent(lambda: self.loading.done() and self.loading.result())
+        return transfer
 
     def end_update(self, version: int) -> None:
         """End the stream, wait until everything is loaded, and let the server sample on as `version`."""
@@ -365,12 +357,15 @@ class VLLMClient:
             raise ServerError(f"{server.url} serves {model['root']}, not {ours}: restart it with --model {ours}")
         return model["max_model_len"]
 
-    def connect(self, device: torch.device) -> None:
-        """Connect every server, or raise a ServerError; from now on lost servers are watched for and taken back."""
-        self._device = device
+    def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:
+        """Connect every server, or raise a ServerError; from now on lost servers are watched for and taken back.
+
+        `device` is this rank's, `gpus` those of all ranks, from `gpu_of`.
+        """
+        self._where = (device, self.config.sync_timeout, gpus)
         for server in self.servers:
             try:
-                server.connect(device, self.config.sync_timeout)
+                server.connect(*self._where)
             except RuntimeError as error:
                 cause = str(error).partition("\n")[0]
                 raise ServerError(f"{server.url}: no weight-transfer group: {cause}") from error
@@ -478,7 +473,7 @@ class VLLMClient:
                         continue
                     if (longest := self._max_model_len(server)) < self._longest:
                         raise ServerError(f"its --max-model-len is {longest}: restart it with {self._longest}")
-                    server.connect(self._device, self.config.sync_timeout)
+                    server.connect(*self._where)
                 except Exception as error:  # whatever it is, the watcher goes on for the other servers
                     self.keep_out(server, error)
 
@@ -509,7 +504,16 @@ class VLLMClient:
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
         """Do a step on every server, side by side; returns those that did it. The others are left out."""
-        replies = [(server, self._control.submit(step, server)) for server in servers]
+
+        def attempt(server: Server) -> None:
+            try:
+                step(server)
+            except BaseException:
+                if server.transfer is not None:
+                    server.transfer.close()  # now, so that a worker that waits for the rest gets an error
+                raise
+
+        replies = [(server, self._control.submit(attempt, server)) for server in servers]
         for server, reply in replies:
             error = reply.exception()
             if error and not isinstance(error, RuntimeError):  # ServerError is one, and so is a lost group's error

@@ -7,24 +7,21 @@ import hmac
 import json
 import os
 import sys
-from collections import deque
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.utils.nccl import unpinned_nccl_env
 
 from utils import TransferGroup, api_token, die_with
 
 BACKEND = "grpo"
-PREFETCH = 3  # buckets received ahead of the one being loaded
 JOIN_TIMEOUT_S = 10
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 
@@ -46,12 +43,7 @@ class TransferInit(base.WeightTransferInitInfo):
     trainer: str
 
 
-@dataclass
-class Stream(base.WeightTransferUpdateInfo):
-    """One update is one stream: buckets over the transfer group until an empty one. Nothing to say beforehand."""
-
-
-class WeightReceiver(base.WeightTransferEngine[TransferInit, Stream]):
+class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransferUpdateInfo]):
     """Loads checkpoint-named weights broadcast by the trainer into a running worker.
 
     Every worker of a tensor-parallel server receives the full tensors and keeps its shard, exactly as when it
@@ -59,7 +51,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, Stream]):
     """
 
     init_info_cls = TransferInit
-    update_info_cls = Stream
+    update_info_cls = base.WeightTransferUpdateInfo  # buckets until an empty one: nothing to say beforehand
     group: TransferGroup | None = None
     trainer = ""
     reloading = False
@@ -75,7 +67,10 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, Stream]):
         # The store exists before the server hears of it: a trainer that is gone meanwhile keeps nobody waiting.
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
         store.set_timeout(timedelta(seconds=init_info.timeout_s))
-        self.group = TransferGroup(store, 1 + worker, init_info.world_size, self.device, init_info.timeout_s)
+        dtype: Any = self.model_config.dtype
+        arguments = (1 + worker, init_info.world_size, self.device, init_info.timeout_s)
+        with unpinned_nccl_env():  # the trainer has not what vLLM sets for its own communicators
+            self.group = TransferGroup(store, *arguments, dtype=dtype)
 
     def start_weight_update(self) -> None:
         """Open vLLM's layerwise reload: layers are rebuilt as soon as all of their weights have arrived."""
@@ -90,36 +85,19 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, Stream]):
         """Receive the stream and load it."""
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: Stream) -> None:
-        """Hand every bucket to the model's own `load_weights`, while the next ones arrive.
+    def receive_weights(self, update_info: base.WeightTransferUpdateInfo) -> None:
+        """Hand every bucket to the model's own `load_weights`, while the trainer gathers the next.
 
         Each bucket has memory of its own: layerwise reload keeps views until a layer is whole.
         """
-        group = self.group
-        if group is None:
+        if self.group is None:
             raise RuntimeError("no trainer is connected: /init_weight_transfer_engine comes first")
         load_weights: Any = self.model.load_weights
-        # vLLM's own stream, which load_weights copies on: another one would reuse a bucket's memory too soon.
-        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-        ended = False
-
-        def receive() -> dict[str, torch.Tensor]:
-            nonlocal ended
-            if stream:
-                torch.cuda.set_device(self.device)
-            with torch.cuda.stream(stream):
-                bucket = {} if ended else group.receive()
-            ended = not bucket
-            return bucket
-
         try:
-            with ThreadPoolExecutor(1) as pool:
-                arriving = deque(pool.submit(receive) for _ in range(PREFETCH))
-                while bucket := arriving.popleft().result():
-                    arriving.append(pool.submit(receive))
-                    load_weights(bucket.items())
+            while bucket := self.group.receive():
+                load_weights(bucket.items())
         except BaseException:
-            self.shutdown()  # the trainer's broadcasts then fail at once, instead of waiting for this worker
+            self.shutdown()  # what the trainer sends then fails at once, instead of waiting for this worker
             raise
 
     def finish_weight_update(self) -> None:
@@ -133,11 +111,10 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, Stream]):
 
         finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = False
-        for module in self.model.modules():
+        for module in self.model.modules() if self.device.type == "cpu" else ():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
-            kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
-            if kernel and self.device.type == "cpu":
+            if kernel := getattr(getattr(module, "quant_method", None), "moe_kernel", None):
                 kernel.fused_experts.process_weights_after_loading(module)
 
     def shutdown(self) -> None:

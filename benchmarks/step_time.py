@@ -130,7 +130,11 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
     order = ("generate_s", "reward_s", "train_s", "sync_s", "step_s")
     row: dict[str, Any] = {part: median(times[part][1:]) for part in order}  # the first step warms up
     row |= sync_against_broadcast(rollouts, policy, sum(sizes), 7, steps)
-    row |= {"model_mb": sum(sizes) / 1e6, "largest_tensor_mb": max(sizes) / 1e6, "bucket_mb": utils.BUCKET_BYTES / 1e6}
+    row |= {
+        "model_mb": sum(sizes) / 1e6,
+        "largest_tensor_mb": max(sizes) / 1e6,
+        "bucket_mb": utils.BUCKET_BYTES["cpu"] / 1e6,
+    }
     rollouts.close()
     return row
 

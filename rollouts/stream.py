@@ -21,7 +21,7 @@ from rollouts import data
 from rollouts.data import Batch, Dropped, Group, Prompt
 from rollouts.scoring import Scorer, check_rewards, reward_means
 from training.model import load_model_config, published_weights, token_logprobs
-from utils import Stopped, broadcast_object, is_main, timed
+from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
 
 DROP_REASONS = ("stale", "zero_advantage")
@@ -263,6 +263,7 @@ class Rollouts:
         self.processor: Any = None  # the model's, on rank 0
         self.policy: Any = None  # the one that was published last, as `version`
         self.version = -1
+        self.gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         # Of the run; the shortest prompt with images, processed (None in a run without); what servers are probed with.
         self.num_steps, self.example, self.probe_prompt = broadcast_object(self._open(resumed) if is_main() else None)
         self._restart_clocks()
@@ -285,7 +286,7 @@ class Rollouts:
             cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"
             raise UserError(f"resume_from_checkpoint: that run had other prompts: {cure}")
         example = data.image_example(self.prompts, self.processor, config)
-        self.client.connect(self.device)
+        self.client.connect(self.device, self.gpus)
         self.scorer = Scorer(tokenizer, config)
         before = resumed or {"step": 0, "num_tokens": 0, "ended": ()}
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
@@ -455,7 +456,7 @@ class Rollouts:
         """Let rank 0's servers serve, except for those that do not agree. Collective."""
         probes = broadcast_object([self._probe(server) for server in servers] if is_main() else None)
         self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
-        reasons = [failure or self._difference(completion) for completion, failure in probes]
+        reasons = [failure or self._difference(completions) for completions, failure in probes]
         self.policy.train()
         if is_first and any(reasons):
             faults = [f"{url} {why}" for url, why in zip(self.config.vllm_urls, reasons, strict=True) if why]
@@ -466,24 +467,26 @@ class Rollouts:
             else:
                 self.client.admit(server)
 
-    def _probe(self, server: Server) -> tuple[Completion | None, str]:
+    def _probe(self, server: Server) -> tuple[list[Completion], str]:
         prompt, max_tokens = self.probe_prompt, min(16, self.config.max_completion_len)
-        sampling = {"n": 1, "max_tokens": max_tokens, "temperature": self.config.temperature}
+        sampling = {"n": 2, "max_tokens": max_tokens, "temperature": self.config.temperature}
         try:
-            (completion,) = server.generate(prompt.token_ids, sampling, 0, prompt.images, CONTROL_TIMEOUT_S)
+            completions = server.generate(prompt.token_ids, sampling, 0, prompt.images, CONTROL_TIMEOUT_S)
         except ServerError as error:
-            return None, str(error)
-        is_current = all(span.version == self.version for span in completion.weight_versions)
-        return completion, "" if is_current else "answers with other weights than it was sent"
+            return [], str(error)
+        is_current = all(span.version == self.version for c in completions for span in c.weight_versions)
+        return completions, "" if is_current else "answers with other weights than it was sent"
 
-    def _difference(self, completion: Completion) -> str:
+    def _difference(self, completions: list[Completion]) -> str:
         """In words, how far log-probs of the policy are from the server's; empty where they are close enough."""
         prompt = self.probe_prompt
-        (row,) = pack([(prompt.token_ids, [completion.token_ids])], share_prefix=False)
+        group = (prompt.token_ids, [completion.token_ids for completion in completions])
+        (row,) = pack([group], share_prefix=self.config.share_prefix)
         images = {name: value.to(self.device) for name, value in prompt.inputs.items()}
         with torch.no_grad():
             logprobs = token_logprobs(self.policy, row.to(self.device), images, self.config)
-        mismatch = (logprobs.cpu() - torch.tensor(completion.sampler_logprobs)).abs().mean().item()
+        sampler_logprobs = torch.tensor([value for c in completions for value in c.sampler_logprobs])
+        mismatch = (logprobs.cpu() - sampler_logprobs).abs().mean().item()
         if mismatch <= self.config.max_logprob_mismatch:
             return ""
         cause = "vLLM computes this model otherwise, or takes no new weights for a part of it (as gpt-oss's experts)"

@@ -701,6 +701,7 @@ def test_a_second_turn_after_an_image(vlm, url):
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         policy = build_policy(config, device, rollouts.example)
+        share_prefixes(policy, config, rollouts.example)
         rollouts.publish(policy, 0)
         (client,) = rollouts.client.servers
         prompt = with_images(rollouts.prompts[0], build_processor(), config)

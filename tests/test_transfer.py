@@ -1,0 +1,347 @@
+"""The group that weights travel over, with a stand-in for nccl and for CUDA's shared memory.
+
+What the stand-in does is documented of torch.distributed.ProcessGroupNCCL under TORCH_NCCL_BLOCKING_WAIT: a broadcast
+starts a kernel and returns; `is_completed` asks whether it is over, by a result or an error; `wait` raises an error,
+and one of its own after the group's time-out; `abort` ends kernels under way with an error; `shutdown` waits for them.
+"""
+
+import os
+import threading
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import utils
+from config import TrainConfig
+from utils import TransferGroup
+from vllm_client import Server, VLLMClient
+
+TIMEOUT_S = 2.0
+FULL = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
+
+
+class Work:
+    """A broadcast: under way until somebody sets a result."""
+
+    def __init__(self):
+        self.result: Future[None] = Future()
+
+    def is_completed(self):
+        return self.result.done()
+
+    def wait(self):
+        self.result.result(0)
+
+
+class StandIn:
+    """nccl between threads. `fault(rank, number)` of a broadcast: None, seconds, `never`, `raises` or `blocks`."""
+
+    fault = staticmethod(lambda rank, number: None)
+    board: ClassVar[dict] = {}  # what rank 0 has sent, by number
+    made: ClassVar[list] = []
+
+    class Options:
+        _timeout = None
+
+    def __init__(self, store, rank, world_size, options):
+        assert options._timeout == timedelta(seconds=TIMEOUT_S)
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+        self.rank, self.number, self.works, self.is_aborted = rank, 0, [], False
+        self.made.append(self)
+
+    def broadcast(self, tensors, _):
+        (tensor,) = tensors
+        fault, number, work = self.fault(self.rank, self.number), self.number, Work()
+        self.number += 1
+        self.works.append(work)
+        if fault == "blocks":  # the communicator's rendezvous, in the first one
+            time.sleep(60)
+        arrived = self.board.setdefault(number, Future())
+
+        def run():
+            time.sleep(fault if isinstance(fault, float) else 0)
+            if self.rank == 0:
+                arrived.set_result(tensor.clone())
+            else:
+                tensor.copy_(arrived.result())
+            if not work.result.done():
+                work.result.set_result(None)
+
+        if fault == "raises":
+            work.result.set_exception(RuntimeError("NCCL error: remote process exited"))
+        elif fault != "never":
+            threading.Thread(target=run, daemon=True).start()
+        return work
+
+    def abort(self):
+        self.is_aborted = True
+        for work in self.works:
+            if not work.result.done():
+                work.result.set_exception(RuntimeError("aborted"))
+
+    def shutdown(self):
+        raise AssertionError("shutdown waits for kernels that never end")
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
+    monkeypatch.setattr(StandIn, "board", {})
+    monkeypatch.setattr(StandIn, "made", [])
+    monkeypatch.setattr(utils, "gpu_of", lambda device: f"gpu {device.index}")
+    return lambda fault: monkeypatch.setattr(StandIn, "fault", staticmethod(fault))
+
+
+def join(gpus, ranks_gpus=(), dtype=None, timeout_s=TIMEOUT_S):
+    """The members of a group, by the numbers of their GPUs (-1: a CPU), or the errors they got."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    stores = [store, *(dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in gpus[1:])]
+
+    def member(rank):
+        device = torch.device("cpu", gpus[rank]) if gpus[rank] >= 0 else torch.device("cpu")
+        more = {"dtype": dtype} if rank else {"gpus": ranks_gpus}
+        try:
+            return TransferGroup(stores[rank], rank, len(gpus), device, timeout_s, **more)
+        except RuntimeError as error:
+            return error
+
+    with ThreadPoolExecutor(len(gpus)) as pool:
+        return list(pool.map(member, range(len(gpus))))
+
+
+def make_client(*urls):
+    return VLLMClient(TrainConfig(model_id="m", dataset_id="d", reward_funcs=[lambda **_: []], vllm_urls=list(urls)))
+
+
+def transfer(trainer, worker, *buckets):
+    """What arrives, of every bucket."""
+    with ThreadPoolExecutor(1) as pool:
+        received = []
+        for bucket in buckets:
+            reply = pool.submit(worker.receive)
+            trainer.send(bucket)
+            trainer.wait_for_sent(lambda: None)
+            received.append(reply.result())
+        return received
+
+
+def error_of(call):
+    """The RuntimeError that a call ends with, and its seconds."""
+    started = time.monotonic()
+    with pytest.raises(RuntimeError) as raised:
+        call()
+    return str(raised.value), time.monotonic() - started
+
+
+# -- which backend ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks_gpus", "backend"),
+    [
+        ([0, 1], ["gpu 0"], "nccl"),
+        ([0, 2, 3], ["gpu 0", "gpu 1"], "nccl"),
+        ([0, 1], ["gpu 0", "gpu 1"], "gloo"),  # a GPU of another rank
+        ([0, 1, 1], ["gpu 0"], "gloo"),  # two workers on one
+        ([0, 0, 1], ["gpu 0"], "gloo"),
+    ],
+)
+def test_a_shared_gpu_never_gets_nccl(nccl, gpus, ranks_gpus, backend):
+    members = join(gpus, ranks_gpus)
+    assert [member.backend for member in members] == [backend] * len(gpus)
+    assert "TORCH_NCCL_BLOCKING_WAIT" not in os.environ  # the trainer's own groups go without
+    for member in members:
+        member.close()
+
+
+def test_cpus_take_gloo(nccl, monkeypatch):
+    monkeypatch.setattr(utils, "gpu_of", lambda device: None)
+    assert [member.backend for member in join([-1, -1])] == ["gloo"] * 2
+
+
+# -- a shared GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forbidden", ["nothing", "to make a handle", "to open it", "other memory"])
+def test_one_gpu(nccl, monkeypatch, forbidden):
+    """The worker opens the trainer's memory; where that fails on either side, gloo takes its place."""
+    memory: dict[int, torch.Tensor] = {}
+
+    def handle(buffer):
+        if forbidden == "to make a handle":
+            raise RuntimeError("CUDA error: invalid argument")
+        memory[len(memory)] = buffer
+        return [len(memory) - 1]
+
+    def opened(number, device):
+        if forbidden == "to open it":
+            raise RuntimeError("CUDA error: invalid device context")
+        return memory[number[0]].clone() + (forbidden == "other memory")
+
+    monkeypatch.setattr(utils, "_handle", handle)
+    monkeypatch.setattr(utils, "_opened", opened)
+    trainer, worker = join([0, 0], ["gpu 0"])
+    assert trainer.backend == worker.backend == ("ipc" if forbidden == "nothing" else "gloo")
+    first, second, end = transfer(trainer, worker, {"a": FULL, "b": FULL[0, :3].half()}, {"c": FULL.T}, {})
+    assert torch.equal(first["a"], FULL)
+    assert torch.equal(first["b"], FULL[0, :3].half())
+    assert torch.equal(second["c"], FULL.T)
+    assert end == {}
+    if forbidden == "nothing":
+        trainer.send({"d": FULL})  # the worker does not take it
+        message, seconds = error_of(lambda: trainer.wait_for_sent(lambda: None))
+        assert "nothing moved over ipc" in message
+        assert seconds < TIMEOUT_S + 2
+        trainer.close()
+        assert "left" in error_of(lambda: [worker.receive(), worker.receive()])[0]
+
+
+# -- faults ----------------------------------------------------------------------------------------------------------
+
+
+def test_nccl_late(nccl):
+    """A slow broadcast is no fault."""
+    nccl(lambda rank, number: 0.5 if rank == number == 1 else None)
+    trainer, worker = join([0, 1])
+    (got,) = transfer(trainer, worker, {"a": FULL})
+    assert torch.equal(got["a"], FULL)
+    trainer.close()
+    assert trainer._group.is_aborted
+
+
+@pytest.mark.parametrize("fault", ["never", "raises"])
+@pytest.mark.parametrize("side", [0, 1])
+def test_nccl_fails(nccl, fault, side):
+    """The error comes where a member waits, within the time-out, and closing never waits for a kernel."""
+    nccl(lambda rank, number: fault if rank == side and number > 0 else None)
+    trainer, worker = join([0, 1])
+    trainer.send({"a": FULL})
+    call = worker.receive if side else lambda: trainer.wait_for_sent(lambda: None)
+    message, seconds = error_of(call)
+    assert ("remote process exited" if fault == "raises" else "nothing moved over nccl for 2 s") in message
+    assert seconds < TIMEOUT_S + 1
+    for member in (trainer, worker):
+        member.close()
+        member.close()
+    assert all(group.is_aborted for group in StandIn.made)
+    assert "closed" in error_of(lambda: trainer.send({"a": FULL}))[0]
+
+
+def test_a_server_that_fails_wakes_the_trainer(nccl):
+    nccl(lambda rank, number: "never" if rank == 0 and number > 0 else None)
+    trainer, _ = join([0, 1])
+    trainer.send({"a": FULL})
+
+    def check():
+        raise RuntimeError("the server answered 500")
+
+    assert error_of(lambda: trainer.wait_for_sent(check))[1] < 0.5
+
+
+@pytest.mark.parametrize("gpus", [[0, 1], [-1, -1]])
+def test_a_trainer_that_leaves_wakes_the_worker(nccl, gpus, monkeypatch):
+    """At any place: before a bucket, and in the middle of one."""
+    if gpus == [-1, -1]:
+        monkeypatch.setattr(utils, "gpu_of", lambda device: None)
+    nccl(lambda rank, number: "never" if number == 2 else None)
+    trainer, worker = join(gpus, timeout_s=TIMEOUT_S if gpus[0] == 0 else 30.0)
+    transfer(trainer, worker, {"a": FULL})
+    if gpus == [0, 1]:
+        trainer.send({"a": FULL})
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(error_of, worker.receive)
+        time.sleep(0.3)
+        trainer.close()
+        message, seconds = reply.result()
+    assert "left" in message or "losed" in message
+    assert seconds < 1.5
+    assert not worker.trainer_lives()
+
+
+@pytest.mark.parametrize("fault", ["never", "blocks", "raises"])
+def test_no_route(nccl, fault):
+    """nccl's communicator is made by the first broadcast: a wrong interface shows there, in words."""
+    nccl(lambda rank, number: fault)
+    started = time.monotonic()
+    errors = join([0, 1])
+    assert time.monotonic() - started < TIMEOUT_S + 3
+    assert all("over nccl" in str(error) and "NCCL_SOCKET_IFNAME" in str(error) for error in errors)
+    assert fault == "blocks" or all(group.is_aborted for group in StandIn.made)
+
+
+def test_a_server_that_is_left_out_is_left_at_once(monkeypatch):
+    """Its worker then gets an error, too, while the other server is still being sent to."""
+    client = make_client("http://a", "http://b")
+    left = threading.Event()
+
+    class Transfer:
+        close = staticmethod(left.set)
+
+    client.servers[1].transfer = Transfer()
+
+    def step(server):
+        if server is client.servers[1]:
+            raise RuntimeError("lost")
+        assert left.wait(5)
+
+    assert client._on(client.servers, step) == client.servers[:1]
+
+
+def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
+    """One bucket is gathered while the one before is held back, and no more: a gather never waits for a broadcast."""
+    monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 100)
+    release = threading.Event()
+    nccl(lambda rank, number: None)
+    trainer, worker = join([0, 1], timeout_s=TIMEOUT_S)
+    StandIn.made[0].fault = lambda rank, number: "never" if number == 1 else None
+    client = make_client("http://a")
+    (server,) = client.servers
+    server.transfer, server.has_weights, server.loading = trainer, True, Future()
+    for step in ("pause", "begin_update", "end_update"):
+        monkeypatch.setattr(Server, step, lambda *_, **__: None)
+    gathered = []
+
+    def weights():
+        for number in range(4):
+            gathered.append(number)
+            if number == 3:
+                assert release.is_set()
+            yield f"w{number}", torch.full((20,), float(number))
+
+    with ThreadPoolExecutor(2) as pool:
+        update = pool.submit(client.update_weights, weights(), 1)
+        received = pool.submit(lambda: [worker.receive() for _ in range(4)])
+        time.sleep(0.5)
+        assert gathered == [0, 1, 2]  # the third closes the second's bucket
+        release.set()
+        StandIn.board[1].set_result(torch.zeros(20).view(torch.uint8))
+        StandIn.made[0].works[1].result.set_result(None)
+        update.result(10)
+        assert [bucket[f"w{n}"][0].item() for n, bucket in enumerate(received.result(10))] == [0, 1, 2, 3]
+
+
+# -- what travels ----------------------------------------------------------------------------------------------------
+
+
+def test_matrices_are_rounded_to_the_servers_dtype(nccl):
+    """As it does itself with a checkpoint; vectors, integers and narrower types go as they are."""
+    trainer, worker = join([0, 1], dtype=torch.bfloat16)
+    bucket = {
+        "matrix": FULL,
+        "vector": FULL[0],
+        "ids": torch.arange(6).view(2, 3),
+        "half": FULL.half(),
+        "0-d": FULL[0, 0],
+    }
+    bucket |= {"empty": torch.empty(0, 4), "strided": FULL.T, "bools": FULL > 0}
+    (got,) = transfer(trainer, worker, bucket)
+    expected = bucket | {"matrix": FULL.bfloat16(), "strided": FULL.T.bfloat16(), "empty": torch.empty(0, 4).bfloat16()}
+    assert list(got) == list(bucket)
+    for name, tensor in expected.items():
+        assert got[name].dtype == tensor.dtype, name
+        assert torch.equal(got[name], tensor), name
