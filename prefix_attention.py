@@ -4,10 +4,10 @@
     for row in pack(groups, max_tokens=8192):                     # groups: (prompt_ids, [completion_ids, ...])
         logprobs = completion_logprobs(model, row)                # [N], in the order group, completion, token
 
-`pack` lays the segments of each group (its prompt, then its completions) into rows without padding. `attach` teaches a
-Hugging Face model to run such a row: a segment sees itself causally and its ancestors whole, and its positions continue
-those of its parent. `completion_logprobs` applies the head only where a completion token is predicted, and never holds
-the logits of a whole row. Needs only torch and transformers, and can be copied alone into another project.
+`pack` lays groups into rows of segments without padding: the prompts, each once, and then all completions. `attach`
+teaches a Hugging Face model to run such a row: a segment sees itself causally and its ancestors whole, and its
+positions continue those of its parent. `completion_logprobs` applies the head only where a completion token is
+predicted, and never holds the logits of a whole row. Needs only torch and transformers, and can be copied alone.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 from operator import ne
 from typing import Any, NamedTuple, Self
@@ -32,7 +32,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "shared_prefix"  # of the attention function in transformers
-HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 27}  # logits that the head holds at a time
+HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at a time
 QUERY_BLOCK = 512  # queries at a time in `_loop`
 SMALL = 64  # on the CPU, calls of at most SMALL² scores are made together: each costs more than its work
 
@@ -65,12 +65,13 @@ def _wide(tensor: Tensor) -> torch.dtype:
 class PackedBatch:
     """One forward's worth of tokens; R rows of T positions hold N completion tokens.
 
-    With shared prefixes there is one row of segments without padding, otherwise one right-padded row per completion.
+    An attached model takes one row of segments without padding, others one right-padded row per completion.
 
     Attributes:
         input_ids, position_ids: [R, T] int64; positions restart in every completion where its prompt ended.
-        attention_mask: [R, T] int64, 1 on tokens (by length, never by the value of a token); None with shared prefixes.
-        segments: [S, 3] int64 on the CPU, (start, length, parent or -1), depth first; None without shared prefixes.
+        attention_mask: [R, T] int64, 1 on tokens (by length, never by the value of a token); None with segments.
+        segments: [S, 3] int64 on the CPU, (start, length, parent or -1), by depth: roots, then what follows them, and
+            so on; None in padded rows.
         row, position: [N] int64, where the logits that predict each completion token stand.
         targets: [N] int64, the completion tokens.
         group, completion: [N] int64, number of the group and of the completion among all given to `pack`.
@@ -109,23 +110,27 @@ def unpad(input_ids: Tensor, mask: Tensor) -> list[list[int]]:
 
 
 def pack(
-    groups: Groups, max_tokens: int | None = None, share_prefix: bool = True, share_completions: bool = False
-) -> list[PackedBatch]:
+    groups: Groups, max_tokens: int | None = None, share_prefix: bool = True, share_completions: bool = False,
+    padded: bool = True,
+) -> list[PackedBatch]:  # fmt: skip
     """Lay groups out as forwards of at most `max_tokens` positions, in the given order.
 
-    With shared prefixes, groups go first-fit into rows, and a group larger than the budget is split with its prompt
-    repeated. A completion's last token predicts nothing and is not forwarded.
+    Groups go first-fit into rows of segments, and a group larger than the budget is split with its prompt repeated. A
+    completion's last token predicts nothing and is not forwarded; one that is alone with its prompt is one segment.
 
     Args:
         groups: `(prompt_ids, completions)` of one prompt each; an empty completion contributes nothing.
         max_tokens: bound on R·T of a batch; None puts everything into one.
-        share_prefix: False gives one right-padded row per completion, for any model's own attention.
+        share_prefix: False repeats the prompt before each of its completions.
         share_completions: forward leading tokens that completions of a group have in common once, too.
+        padded: without shared prefixes, one right-padded row per completion, for any model's own attention; False gives
+            an attached model segments without padding.
 
     Raises:
         ValueError: an empty prompt, or a prompt and completion that alone exceed `max_tokens`, named by number.
     """
     budget = math.inf if max_tokens is None else max_tokens
+    padded = padded and not share_prefix
     batches: list[list[_Tree]] = []
     number = place = 0
     for g, (prompt, completions) in enumerate(groups):
@@ -142,12 +147,12 @@ def pack(
             place += len(tokens)
         alone = (_Tree(prompt, [leaf]) for leaf in leaves)
         for tree in _trees(prompt, leaves, budget, share_completions) if share_prefix and leaves else alone:
-            candidates = batches if share_prefix else batches[-1:]
-            batch = next((trees for trees in candidates if _size([*trees, tree], share_prefix) <= budget), None)
+            candidates = batches[-1:] if padded else batches
+            batch = next((trees for trees in candidates if _size([*trees, tree], padded) <= budget), None)
             if batch is None:
                 batches.append(batch := [])
             batch.append(tree)
-    return [_batch(trees, share_prefix) for trees in batches]
+    return [_batch(trees, padded) for trees in batches]
 
 
 class _Leaf(NamedTuple):
@@ -166,6 +171,7 @@ class _Tree:
         self.tokens: list[int] = []
         self.positions: list[int] = []
         self.segments: list[Segment] = []
+        self.depths: list[int] = []  # of the segments
         self.leaves = leaves
         # by the number of a leaf, the places where its tokens are predicted: the first one at the prompt's end
         self.sources = {leaf.number: [len(prompt) - 1] for leaf in leaves}
@@ -182,6 +188,7 @@ class _Tree:
             self.tokens += tokens
             self.positions += range(len(prompt) + depth, len(prompt) + depth + len(tokens))
             self.segments.append(Segment(start, len(tokens), parent))
+            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
             depth += len(tokens)
             children: dict[int, list[_Leaf]] = {}
             for leaf in branch:
@@ -191,6 +198,8 @@ class _Tree:
                     key = leaf.tokens[depth] if share_completions else leaf.number
                     children.setdefault(key, []).append(leaf)
             branches += [(len(self.segments) - 1, depth, child) for child in reversed(children.values())]
+        if len(leaves) == 1:  # nothing to share: plain causal attention, in one piece
+            self.segments, self.depths = [Segment(0, len(self.tokens), -1)], [0]
 
 
 def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
@@ -210,48 +219,58 @@ def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completi
     return [_Tree(prompt, part, share_completions) for part in parts]
 
 
-def _size(trees: list[_Tree], share_prefix: bool) -> int:
+def _size(trees: list[_Tree], padded: bool) -> int:
     """Positions of a batch of these trees, padding included."""
     lengths = [len(tree.tokens) for tree in trees]
-    return sum(lengths) if share_prefix else len(lengths) * max(lengths)
+    return len(lengths) * max(lengths) if padded else sum(lengths)
 
 
-def _batch(trees: list[_Tree], share_prefix: bool) -> PackedBatch:
-    """Trees one after the other in a single row; or, not shared, a right-padded row for each."""
+def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
+    """The segments of all trees by depth in a single row; or, padded, a row for each tree."""
+    order = [(tree.depths[s], t, s) for t, tree in enumerate(trees) for s in range(len(tree.segments))]
+    numbers: dict[tuple[int, int], int] = {}  # of the segments in the row, by tree and number there
     segments: list[tuple[int, int, int]] = []
-    columns: list[list[int]] = [[] for _ in range(6)]
-    rows, positions, targets, groups, completions, indices = columns
+    places = [torch.arange(len(tree.tokens)) for tree in trees]  # in its row, of each token
     start = 0
-    for number, tree in enumerate(trees):
-        above = len(segments)
-        segments += [(start + s.start, s.length, s.parent if s.parent < 0 else above + s.parent) for s in tree.segments]
-        for leaf in tree.leaves:
-            length = len(leaf.tokens)
-            rows += [0 if share_prefix else number] * length
-            positions += [start + source for source in tree.sources[leaf.number]]
-            targets += leaf.tokens
-            groups += [leaf.group] * length
-            completions += [leaf.number] * length
-            indices += range(leaf.place, leaf.place + length)
-        start += len(tree.tokens) if share_prefix else 0
+    for _, t, s in sorted(order) if not padded else ():
+        segment = trees[t].segments[s]
+        numbers[t, s] = len(segments)
+        segments.append((start, segment.length, numbers.get((t, segment.parent), -1)))
+        places[t][segment.tokens] += start - segment.start
+        start += segment.length
 
     def tensor(numbers: list[int]) -> Tensor:  # many times as fast as `torch.tensor` of a long list
         return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
     def rows_of(values: list[list[int]]) -> Tensor:
         tensors = [tensor(value) for value in values]
-        return torch.cat(tensors)[None] if share_prefix else pad_sequence(tensors, batch_first=True)
+        return pad_sequence(tensors, True) if padded else torch.cat(tensors)[torch.cat(places).argsort()][None]
 
-    values: list[Any] = [rows_of([tree.tokens for tree in trees]), rows_of([tree.positions for tree in trees])]
-    mask = None if share_prefix else rows_of([[1] * len(tree.tokens) for tree in trees])
-    values += [mask, torch.tensor(segments) if share_prefix else None, *map(tensor, columns)]
-    return PackedBatch(*[*values, [tree.leaves[0].group for tree in trees]])
+    leaves = [(number, leaf) for number, tree in enumerate(trees) for leaf in tree.leaves]
+    of_leaves = torch.tensor([(number if padded else 0, leaf.group, leaf.number) for number, leaf in leaves])
+    lengths = torch.tensor([len(leaf.tokens) for _, leaf in leaves])
+    row, group, completion = of_leaves.repeat_interleave(lengths, 0).T.contiguous()
+    return PackedBatch(
+        input_ids=rows_of([tree.tokens for tree in trees]),
+        position_ids=rows_of([tree.positions for tree in trees]),
+        attention_mask=rows_of([[1] * len(tree.tokens) for tree in trees]) if padded else None,
+        segments=None if padded else torch.tensor(segments),
+        row=row,
+        position=torch.cat([places[number][tensor(trees[number].sources[leaf.number])] for number, leaf in leaves]),
+        targets=torch.cat([tensor(leaf.tokens) for _, leaf in leaves]),
+        group=group,
+        completion=completion,
+        index=torch.cat([torch.arange(leaf.place, leaf.place + len(leaf.tokens)) for _, leaf in leaves]),
+        prompts=[tree.leaves[0].group for tree in trees],
+    )
 
 
 # -- Attention over a row of segments --------------------------------------------------------------------------------
-# The cascade: every segment attends causally to itself, and all tokens below a segment attend to it in one call. A
-# softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: this is exact, and no
-# key or value is copied. The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But
+# The cascade: every segment attends causally to itself, then to its parent, to its parent's parent, and so on. A
+# softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: this is exact. As rows
+# are laid out by depth, the queries and keys of a level are adjacent where prompts and completions are the only levels:
+# on CUDA a level is one kernel call, which copies nothing.
+# The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But
 # flash attention's backward makes p = exp(q·k - lse) again and needs only rowsum(grad·out) besides: from the *merged*
 # output and log-sum-exp it computes the part of the whole gradient that belongs to its block of keys.
 # A plan is a row's `segments` as a tensor [S, 3], or [S, 4] with the column `sees_all`. The cascade is an operator, so
@@ -270,62 +289,67 @@ def _paths(segments: list[Segment]) -> list[list[Segment]]:
     return paths
 
 
+class _Piece(NamedTuple):
+    """Adjacent tokens of a row, all of which see the same keys."""
+
+    queries: slice
+    keys: slice
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Numbers of queries and of keys."""
+        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
+
+
 class _Block(NamedTuple):
-    """One kernel call: pieces of queries, each of which sees its piece of keys; on the CPU they have one shape."""
+    """One kernel call for several pieces, which on the CPU have the same sizes."""
 
-    level: int  # 0: segments see themselves; n > 0: all tokens below a segment with n - 1 ancestors see that segment
-    queries: list[slice]
-    keys: list[slice]
+    level: int
     is_causal: bool
+    num_pieces: int
+    queries: slice | Tensor  # tokens of the row: a slice where they are adjacent, which copies nothing
+    keys: slice | Tensor
+    lengths: tuple[Any, ...]  # as CUDA's kernels take them: cumulative of queries and of keys, the longest of each
 
 
-def _below(segments: list[Segment]) -> list[_Block]:
-    """A block for every segment that has others below it, from the roots down."""
-    paths = _paths(segments)
-    stops = {above: path[-1].tokens.stop for path in paths for above in path}  # depth first: the last one below stays
-    blocks = [
-        _Block(len(above) + 1, [slice(segment.tokens.stop, stops[segment])], [segment.tokens], False)
-        for *above, segment in paths
-        if stops[segment] > segment.tokens.stop
-    ]
-    return sorted(blocks, key=lambda block: block.level)
+def _levels(segments: list[Segment]) -> dict[tuple[int, int], list[_Piece]]:
+    """Level 0: segments see themselves (by `sees_all`); n: they see their n-th ancestor, the parent being the first."""
+    levels: dict[tuple[int, int], list[_Piece]] = {}
+    for *above, segment in _paths(segments):
+        levels.setdefault((0, segment.sees_all), []).append(_Piece(segment.tokens, segment.tokens))
+        for level, ancestor in enumerate(reversed(above), 1):
+            pieces = levels.setdefault((level, 1), [])
+            queries = segment.tokens
+            if pieces and pieces[-1].keys == ancestor.tokens and pieces[-1].queries.stop == segment.start:
+                queries = slice(pieces.pop().queries.start, queries.stop)
+            pieces.append(_Piece(queries, ancestor.tokens))
+    return dict(sorted(levels.items()))
 
 
-def _blocks(segments: list[Segment], is_cuda: bool) -> list[_Block]:
-    """The kernel calls of a row: every segment on itself, then what is below a segment on it, from the roots down."""
-    if is_cuda:
-        own = []
-        for sees_all, run in groupby(segments, key=lambda segment: segment.sees_all):
-            pieces = [segment.tokens for segment in run]
-            own.append(_Block(0, pieces, pieces, not sees_all))
-        return own + _below(segments)
-    own = [_Block(0, [segment.tokens], [segment.tokens], not segment.sees_all) for segment in segments]
-    blocks: dict[Any, _Block] = {}
-    for block in own + _below(segments):
-        (queries,), (keys,) = block.queries, block.keys
-        shape = (queries.stop - queries.start, keys.stop - keys.start)
-        is_small = shape[0] * shape[1] <= SMALL * SMALL
-        same = blocks.setdefault((block.level, block.is_causal, shape if is_small else queries.start), block)
-        if same is not block:
-            same.queries.append(queries)
-            same.keys.append(keys)
-    return list(blocks.values())
+@lru_cache(maxsize=16)
+def _blocks(plan: bytes, num_columns: int, device: torch.device, is_cuda: bool) -> list[_Block]:
+    """The kernel calls of a row, from level 0 on, made once for the forward and backward passes of all layers."""
+    segments = _segments(torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, num_columns))
+    blocks = []
+    for (level, sees_all), pieces in _levels(segments).items():
+        calls: dict[Any, list[_Piece]] = {}
+        for piece in pieces:
+            key: Any = piece.sizes if math.prod(piece.sizes) <= SMALL * SMALL else piece.queries.start
+            calls.setdefault(is_cuda or key, []).append(piece)
+        for call in calls.values():
+            sizes = [*zip(*(piece.sizes for piece in call), strict=True)]
+            cumulative = [torch.tensor([0, *accumulate(of)], dtype=torch.int32).to(device) for of in sizes]
+            queries, keys = _places([p.queries for p in call], device), _places([p.keys for p in call], device)
+            lengths = (*cumulative, *map(max, sizes))
+            blocks.append(_Block(level, not sees_all, len(call), queries, keys, lengths))
+    return blocks
 
 
-def _index(pieces: list[slice], device: torch.device) -> slice | Tensor:
-    """The tokens of pieces as an index: where they are adjacent (on CUDA always) a slice, which copies nothing."""
+def _places(pieces: list[slice], device: torch.device) -> slice | Tensor:
+    """The tokens of pieces as an index: a slice where they are adjacent."""
     if all(before.stop == piece.start for before, piece in pairwise(pieces)):
         return slice(pieces[0].start, pieces[-1].stop)
-    starts = torch.tensor([piece.start for piece in pieces], device=device)
-    return (starts[:, None] + torch.arange(pieces[0].stop - pieces[0].start, device=device)).flatten()
-
-
-def _cuda_arguments(block: _Block, device: torch.device) -> tuple[Any, ...]:
-    """Cumulative and longest lengths of queries and keys, dropout and causality, as the CUDA kernel takes them."""
-    lengths = [[piece.stop - piece.start for piece in pieces] for pieces in (block.queries, block.keys)]
-    # not `device=device`, which would wait for the GPU in every call of every layer
-    cumulative = [torch.tensor([0, *accumulate(of)], dtype=torch.int32).to(device, non_blocking=True) for of in lengths]
-    return *cumulative, *map(max, lengths), 0.0, block.is_causal
+    return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(device)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tuple[Tensor, ...]:
@@ -333,7 +357,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tupl
     if not q.is_cuda:
         return _flash_on_cpu(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, (q, k, v), block, scale)
     # what torch.nn.attention.varlen calls, whose own names and arguments change from release to release
-    arguments = _cuda_arguments(block, q.device)
+    arguments = (*block.lengths, 0.0, block.is_causal)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, scale=scale)
     return out, lse.T
 
@@ -344,7 +368,7 @@ def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> t
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return _flash_on_cpu(backward, tensors, block, scale)
     grad, q, k, v, out, lse = tensors
-    arguments = _cuda_arguments(block, q.device)
+    arguments = (*block.lengths, 0.0, block.is_causal)
     seeds = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))  # of dropout
     backward = torch.ops.aten._flash_attention_backward
     return backward(grad, q, k, v, out, lse.T.contiguous(), *arguments, *seeds, scale=scale)
@@ -352,7 +376,7 @@ def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> t
 
 def _flash_on_cpu(kernel: Any, tensors: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, ...]:
     """Call a kernel that takes and returns [pieces, H, L, ...] with tensors [pieces * L, H, ...]."""
-    heads_first = (tensor.unflatten(0, (len(block.queries), -1)).transpose(1, 2) for tensor in tensors)
+    heads_first = (tensor.unflatten(0, (block.num_pieces, -1)).transpose(1, 2) for tensor in tensors)
     results = kernel(*heads_first, 0.0, block.is_causal, scale=scale)
     return tuple(result.transpose(1, 2).flatten(0, 1) for result in results)
 
@@ -364,8 +388,8 @@ def _cascade(
     """Attention of a row: q [T, H, D], k and v [T, H_kv, D], sinks [H] or None -> out [T, H, D], log-sum-exp [T, H]."""
     out = torch.empty(q.shape, dtype=_wide(q), device=q.device)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
-    for block in _blocks(_segments(plan), q.is_cuda):
-        queries, keys = _index(block.queries, q.device), _index(block.keys, q.device)
+    for block in _blocks(plan.numpy().tobytes(), plan.shape[1], q.device, q.is_cuda):
+        queries, keys = block.queries, block.keys
         part, part_lse = _flash(q[queries], k[keys], v[keys], block, scale)
         if block.level == 0:
             out[queries], lse[queries] = part.to(out.dtype), part_lse
@@ -390,8 +414,8 @@ def _cascade_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: the sum of every block's."""
     dq, dk, dv = (torch.empty(t.shape, dtype=_wide(q), device=t.device) for t in (q, k, v))
-    for block in _blocks(_segments(plan), q.is_cuda):
-        queries, keys = _index(block.queries, q.device), _index(block.keys, q.device)
+    for block in _blocks(plan.numpy().tobytes(), plan.shape[1], q.device, q.is_cuda):
+        queries, keys = block.queries, block.keys
         tensors = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
         parts = _flash_backward(tensors, block, scale)
         for total, part, where in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
@@ -687,14 +711,18 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
         model.train(was_training)
         for p, grad in zip(trainable, before, strict=True):
             p.grad = grad
-    errors = [(got - expected).abs().mean().item()]
+    compute = _LogprobHead.of(base).dtype
+    is_half = compute in (torch.bfloat16, torch.float16)
+    # A random model's log-probs are all nearly the same: 16 bits' rounding is compared with how much they differ.
+    scale = expected.std().item() if is_half else 1.0
+    errors = [(got - expected).abs().mean().item() / scale]
     pairs = [pair for pair in zip(plain_gradients, shared_gradients, strict=True) if pair[0] is not None]
     norms = [plain.double().norm().item() for plain, _ in pairs]
     least = 0.01 * max(norms, default=0.0) or 1.0  # some gradients, as of a bias of all keys, are nothing but rounding
     for (plain, shared), norm in zip(pairs, norms, strict=True):
         error = (shared - plain).double().norm().item() / max(norm, least)
         errors.append(error / 10)  # gradients are ten times as rough
-    limit = 5e-2 if _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16) else 1e-4
+    limit = 5e-2 if is_half else 1e-4
     if not all(error <= limit for error in errors):  # NaN is over it, too
         raise ValueError(f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}")
 
@@ -774,11 +802,14 @@ class _TokenLogprobs(torch.autograd.Function):
             dz = (dz if bend is None else dz.mul_(bend)).to(weights[0].dtype)
             for x, w, dx, dw in zip(xs, weights, dxs, dws, strict=True):
                 torch.mm(dz, w, out=dx[part])
-                if dw is not None and dw.dtype == dz.dtype:
-                    dw.addmm_(dz.T, x[part])
-                elif dw is not None:
-                    dw += dz.T @ x[part]
+                if dw is not None:
+                    torch.addmm(dw, dz.T, x[part], out=dw, **_sums(x, dw))
         return None, None, None, *dxs, *dws  # autograd casts sums to the dtype of their weight
+
+
+def _sums(factor: Tensor, total: Tensor) -> dict[str, Any]:
+    """What lets CUDA sum products of 16-bit factors in fp32, and write them out so; nothing where dtypes agree."""
+    return {} if factor.dtype == total.dtype else {"out_dtype": total.dtype}
 
 
 def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
@@ -789,10 +820,9 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
     for start in range(0, len(x), size):
         part = slice(start, min(start + size, len(x)))
         logits = memory[: part.stop - start]
-        z = torch.mm(x[part], weight.T, out=logits if x.dtype == logits.dtype else None)
+        torch.mm(x[part], weight.T, out=logits, **_sums(x, logits))
         for more, w in zip(xs, weights, strict=True):
-            z.addmm_(more[part], w.T)
-        logits.copy_(z)  # does nothing where they are the same
+            torch.addmm(logits, more[part], w.T, out=logits, **_sums(x, logits))
         if rule.cap is not None:
             logits.mul_(rule.factor / rule.cap).tanh_().mul_(rule.cap)
         elif rule.factor != 1:
@@ -827,11 +857,11 @@ class _LogprobHead:
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.cells is None:
             return self.original(hidden, *args, **kwargs)
-        self.dtype = hidden.dtype
+        kind = hidden.device.type
+        self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, self.cells))
-        if torch.is_autocast_enabled(hidden.device.type):
-            compute = torch.get_autocast_dtype(hidden.device.type)
-            factors = [factor.to(compute) for factor in factors]
+        compute = self.dtype if kind == "cuda" else _wide(hidden)  # only CUDA sums products of 16-bit factors in fp32
+        factors = [factor.to(compute) for factor in factors]
         self.answer = torch.stack(self.logprobs_of(*factors), -1)[None]
         return self.answer
 
@@ -956,17 +986,20 @@ def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[
 def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:
     """M-RoPE positions [3, 1, T]: the model's own for prompts with images; completions go on from the largest."""
     assert row.segments is not None
-    roots = [segment for segment in _segments(row.segments) if segment.parent < 0]
+    paths = _paths(_segments(row.segments))
+    roots = [root for root, *below in paths if not below]
     prompts = [row.input_ids[0, root.tokens] for root in roots]
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
     ids = pad_sequence(prompts, batch_first=True)
     grids = {name: value for name, value in inputs.items() if name.endswith(("_grid_thw", "second_per_grid_ts"))}
     of_prompts, deltas = base.model.get_rope_index(ids, _kinds(base, ids), **grids, attention_mask=mask)
     positions = row.position_ids.expand(3, 1, -1).clone()
-    ends = [*(root.start for root in roots[1:]), positions.shape[-1]]
-    for number, (root, end) in enumerate(zip(roots, ends, strict=True)):
-        positions[:, 0, root.tokens] = of_prompts[:, number, : root.length]
-        positions[:, 0, root.start + root.length : end] += deltas[number]
+    for root, *below in paths:
+        number = roots.index(root)
+        if below:
+            positions[:, 0, below[-1].tokens] += deltas[number]
+        else:
+            positions[:, 0, root.tokens] = of_prompts[:, number, : root.length]
     return positions
 
 

@@ -194,7 +194,7 @@ class MicroBatch:
 
 
 class Layout(NamedTuple):
-    """How groups are laid out: whether completions share their prompt's row, and the tokens (estimated if padded)."""
+    """How groups are laid out: whether completions share their prompt, and the tokens (estimated if padded)."""
 
     shares_prompts: bool
     num_tokens: int
@@ -202,14 +202,15 @@ class Layout(NamedTuple):
 
 def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
     """Share prompts only where that saves `MIN_SAVED` of the tokens, as it takes more and smaller kernel calls."""
-    shared = padded = 0
+    shared = alone = padded = 0
     for group in groups:
         prompt, lengths = len(group.prompt.token_ids), [len(c.token_ids) for c in group.completions]
         shared += prompt + sum(lengths)
+        alone += len(lengths) * prompt + sum(lengths)
         padded += len(lengths) * (prompt + max(lengths))
-    if config.share_prefix and shared <= (1 - MIN_SAVED) * padded:
-        return Layout(True, shared)
-    return Layout(False, padded)
+    if not config.share_prefix:
+        return Layout(False, padded)
+    return Layout(True, shared) if shared <= (1 - MIN_SAVED) * alone else Layout(False, alone)
 
 
 def training_masks(groups: list[Group], config: TrainConfig) -> list[list[bool]]:
@@ -231,7 +232,8 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     sampler_logprobs = torch.tensor([x for c in completions for x in c.sampler_logprobs])
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     batches = []
-    for row in pack(pairs, max_tokens, share_prefix=row_layout(groups, config).shares_prompts):
+    shares_prompts = row_layout(groups, config).shares_prompts
+    for row in pack(pairs, max_tokens, share_prefix=shares_prompts, padded=not config.share_prefix):
         images = joined_images([groups[number].prompt for number in row.prompts])
         batches.append(MicroBatch(row, advantages[row.index], mask[row.index], sampler_logprobs[row.index], images))
     return batches

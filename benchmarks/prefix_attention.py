@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +87,6 @@ def make_model(size: str, device: torch.device) -> Any:
     if device.type == "cuda":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     return model.train()
-
-
-def unshared(row: PackedBatch) -> PackedBatch:
-    """The same row with each prompt and its only completion as one segment: plain attention, nothing to merge."""
-    assert row.segments is not None
-    starts = row.segments[row.segments[:, 2] < 0, 0]
-    ends = torch.cat([starts[1:], torch.tensor([row.input_ids.shape[1]])])
-    return replace(row, segments=torch.stack([starts, ends - starts, torch.full_like(starts, -1)], 1))
 
 
 def padded_logprobs(model: Any, row: PackedBatch) -> Tensor:
@@ -190,8 +181,7 @@ def make_batches(method: str, groups: Groups, max_tokens: int, device: torch.dev
     if method == "padded":  # a group's rows are equally long but for the completions
         rows = [row for group in groups for row in pack([group], max_tokens, share_prefix=False)]
     elif method == "packed":
-        rows = pack([(prompt, [ids]) for prompt, completions in groups for ids in completions], max_tokens)
-        rows = [unshared(row) for row in rows]
+        rows = pack(groups, max_tokens, share_prefix=False, padded=False)
     else:
         rows = pack(groups, max_tokens)
     return [row.to(device) for row in rows]

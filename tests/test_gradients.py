@@ -296,12 +296,16 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
     (group, *_) = make_groups()
     even = [Completion([5] * 100, [-1.0] * 100, "stop", [Span(0, 0, 100)])] * 3
     assert row_layout([dataclasses.replace(group, completions=even)], config) == (False, 309)
+    assert row_layout(
+        [dataclasses.replace(group, completions=even)], dataclasses.replace(config, share_prefix=False)
+    ) == (False, 309)
     long_prompt = dataclasses.replace(group.prompt, token_ids=[5] * 100)
     assert row_layout([dataclasses.replace(group, prompt=long_prompt, completions=even)], config) == (True, 400)
 
 
 def test_sharing_is_verified_before_training(models, device, capsys, monkeypatch):
-    monkeypatch.setattr(prefix_attention, "_below", lambda segments: [])
+    own = lambda *row, blocks=prefix_attention._blocks: [b for b in blocks(*row) if b.level == 0]  # noqa: E731
+    monkeypatch.setattr(prefix_attention, "_blocks", own)
     config = make_config(models["tied"])
     policy = build_policy(config, device)
     assert not share_prefixes(policy, config).share_prefix

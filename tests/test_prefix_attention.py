@@ -157,6 +157,34 @@ def test_unpad_takes_either_side():
     assert unpad(ids, mask) == [[5, 6], [7, 0]]
 
 
+def test_rows_are_laid_out_by_depth():
+    """All prompts, then all completions, in the given order; a prompt with one completion is one segment with it."""
+    groups = [([1, 2, 3], [[11, 12, 13], [14, 15]]), ([4, 5], [[16, 17, 18]]), ([6], [[19], [20, 21, 22]])]
+    (row,) = pack(groups)
+    assert row.segments is not None
+    assert row.input_ids[0].tolist() == [1, 2, 3, 4, 5, 16, 17, 6, 11, 12, 14, 20, 21]
+    assert row.position_ids[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 3, 4, 3, 1, 2]
+    assert row.segments.tolist() == [[0, 3, -1], [3, 4, -1], [7, 1, -1], [8, 2, 0], [10, 1, 0], [11, 2, 2]]
+    assert row.targets.tolist() == [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]
+    assert row.position.tolist() == [2, 8, 9, 2, 10, 4, 5, 6, 7, 7, 11, 12]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 40])
+def test_rows_of_single_segments(max_tokens):
+    """Nothing shared and nothing padded: the same values and gradients as plain rows."""
+    rows: list[Any] = pack(make_groups(), max_tokens, share_prefix=False, padded=False)
+    assert all((row.segments[:, 2] == -1).all() and row.num_tokens <= (max_tokens or 1000) for row in rows)
+    lengths = [len(prompt) + len(c) - 1 for prompt, completions in make_groups() for c in completions if c]
+    assert sorted(length for row in rows for length in row.segments[:, 1].tolist()) == sorted(lengths)
+    plain, ours = make_model("Qwen3", stock("Qwen3")), attach(make_model("Qwen3"))
+    expected = plain_rows(plain, make_groups())
+    got = torch.zeros_like(expected)
+    for row in rows:
+        got = got.index_put((row.index,), completion_logprobs(ours, row))
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
+    assert_equal_gradients(gradients(ours, got), gradients(plain, expected), 1e-4)
+
+
 def test_a_tree_of_any_depth():
     """A hand-made row: 3 tokens, below them 2 and 4, below the 2 another 3 and 1; against each path alone."""
     model = attach(make_model("Llama"))
@@ -214,11 +242,11 @@ def test_a_head_with_a_bias():
 def test_entropies_are_fp32_under_autocast():
     """1e-5 nats, as of sums in fp32; a product in bf16 would be off by 2⁻⁹ of the logits."""
     generator = torch.Generator().manual_seed(0)
-    x, w = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((23, 64), (4001, 64)))
+    x, w = (torch.randn(*shape, generator=generator) for shape in ((23, 64), (4001, 64)))
     targets, rule = torch.zeros(23, dtype=torch.long), prefix_attention._Logits(1 / 4)
     with torch.autocast("cpu", torch.bfloat16):
         _, entropies = prefix_attention._TokenLogprobs.apply(targets, rule, True, x, w)
-    expected = torch.distributions.Categorical(logits=(x @ w.T).double() / 4).entropy()
+    expected = torch.distributions.Categorical(logits=x.double() @ w.double().T / 4).entropy()
     torch.testing.assert_close(entropies.double(), expected, rtol=0, atol=1e-5)
 
 
@@ -374,7 +402,8 @@ def test_verification_notices_wrong_gradients(monkeypatch):
 
 def test_a_type_that_nobody_tested_is_always_verified(monkeypatch):
     monkeypatch.setattr(prefix_attention, "TESTED", frozenset())
-    monkeypatch.setattr(prefix_attention, "_below", lambda segments: [])
+    own = lambda *row, blocks=prefix_attention._blocks: [b for b in blocks(*row) if b.level == 0]  # noqa: E731
+    monkeypatch.setattr(prefix_attention, "_blocks", own)
     with pytest.raises(ValueError, match="differ from plain rows"):
         attach(make_model("Llama"))
 
@@ -548,12 +577,12 @@ MUTATIONS = [
     ("the gradient's lse", "Llama", "out[queries], lse[queries])\n", "out[queries], lse[queries] + 0.1)\n"),
     ("the gradient's sum", "Llama", "else total[where] + part", "else total[where]"),
     ("causality", "Llama", "kernel(*heads_first, 0.0, block.is_causal", "kernel(*heads_first, 0.0, False"),
-    ("the pieces of a call", "Llama", "same.keys.append(keys)", "same.keys.insert(0, keys)"),
+    ("the pieces of a call", "Llama", "_places([p.keys for p in call]", "_places([p.keys for p in reversed(call)]"),
     ("positions", "Llama", "range(len(prompt) + depth, len(prompt) + depth + len(tokens))",
      "range(start, start + len(tokens))"),
-    ("the ancestor rule", "Llama", "[slice(segment.tokens.stop, stops[segment])]",
-     "[slice(segment.tokens.stop, min(stops[segment], segment.tokens.stop + 3))]"),
-    ("the parent's number", "Llama", "s.parent if s.parent < 0 else above + s.parent", "s.parent"),
+    ("the ancestor rule", "Llama", "if pieces and pieces[-1].keys == ancestor.tokens and", "if pieces and"),
+    ("the parent's number", "Llama", "numbers.get((t, segment.parent), -1)", "segment.parent"),
+    ("the order of tokens", "Llama", "torch.cat(tensors)[torch.cat(places).argsort()]", "torch.cat(tensors)"),
     ("the source of first tokens", "Llama", "[len(prompt) - 1] for leaf", "[len(prompt) - 2] for leaf"),
     ("the window", "Mistral", "(distance < (window or math.inf))", "(distance <= (window or math.inf))"),
     ("the loop's mask", "Gemma2", "((distance >= 0) |", "((distance >= -1) |"),

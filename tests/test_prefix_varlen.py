@@ -21,7 +21,8 @@ from test_prefix_models import (
     stock,
 )
 
-from prefix_attention import _cascade, attach
+import prefix_attention
+from prefix_attention import _cascade, attach, completion_logprobs, pack
 
 __all__ = ["exact"]
 
@@ -131,3 +132,28 @@ def test_to_the_last_digit(family, options, exact):
     expected = plain_rows(plain, groups, 0.7)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     assert_equal_gradients(of_shared, gradients(plain, expected), 1e-10)
+
+
+def test_one_call_per_level():
+    """40 groups of all lengths: two calls in the forward of a layer, of whole slices, whose plan is made once."""
+    random = torch.Generator().manual_seed(0)
+    length = lambda most: int(torch.randint(1, most, (), generator=random))  # noqa: E731
+    groups = [([5] * length(40), [[7] * (1 + length(20)) for _ in range(1 + length(4))]) for _ in range(40)]
+    (row,) = pack(groups)
+    assert row.segments is not None
+    shapes = []
+
+    def counted(q, k, v, *arguments, **options):
+        shapes.append((len(q), len(k), q._base is None))
+        return forward(q, k, v, *arguments, **options)
+
+    model = attach(make_model("Llama"))
+    prefix_attention._blocks.cache_clear()
+    with written_out(counted):
+        completion_logprobs(model, row).sum().backward()
+    num_prompts = sum(segment[1] for segment in row.segments.tolist() if segment[2] < 0)
+    below = int((row.segments[:, 2] < 0).sum())
+    levels = [(row.num_tokens, row.num_tokens), (row.num_tokens - num_prompts, num_prompts)]
+    assert below == 40
+    assert [shape[:2] for shape in shapes] == levels * len(model.model.layers)
+    assert prefix_attention._blocks.cache_info().misses == 1
