@@ -250,19 +250,13 @@ def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
     of_leaves = torch.tensor([(number if padded else 0, leaf.group, leaf.number) for number, leaf in leaves])
     lengths = torch.tensor([len(leaf.tokens) for _, leaf in leaves])
     row, group, completion = of_leaves.repeat_interleave(lengths, 0).T.contiguous()
-    return PackedBatch(
-        input_ids=rows_of([tree.tokens for tree in trees]),
-        position_ids=rows_of([tree.positions for tree in trees]),
-        attention_mask=rows_of([[1] * len(tree.tokens) for tree in trees]) if padded else None,
-        segments=None if padded else torch.tensor(segments),
-        row=row,
-        position=torch.cat([places[number][tensor(trees[number].sources[leaf.number])] for number, leaf in leaves]),
-        targets=torch.cat([tensor(leaf.tokens) for _, leaf in leaves]),
-        group=group,
-        completion=completion,
-        index=torch.cat([torch.arange(leaf.place, leaf.place + len(leaf.tokens)) for _, leaf in leaves]),
-        prompts=[tree.leaves[0].group for tree in trees],
-    )
+    position = torch.cat([places[number][tensor(trees[number].sources[leaf.number])] for number, leaf in leaves])
+    targets = torch.cat([tensor(leaf.tokens) for _, leaf in leaves])
+    index = torch.cat([torch.arange(leaf.place, leaf.place + len(leaf.tokens)) for _, leaf in leaves])
+    ids, positions = rows_of([tree.tokens for tree in trees]), rows_of([tree.positions for tree in trees])
+    mask = rows_of([[1] * len(tree.tokens) for tree in trees]) if padded else None
+    plan, prompts = None if padded else torch.tensor(segments), [tree.leaves[0].group for tree in trees]
+    return PackedBatch(ids, positions, mask, plan, row, position, targets, group, completion, index, prompts)
 
 
 # -- Attention over a row of segments --------------------------------------------------------------------------------
@@ -289,20 +283,8 @@ def _paths(segments: list[Segment]) -> list[list[Segment]]:
     return paths
 
 
-class _Piece(NamedTuple):
-    """Adjacent tokens of a row, all of which see the same keys."""
-
-    queries: slice
-    keys: slice
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        """Numbers of queries and of keys."""
-        return self.queries.stop - self.queries.start, self.keys.stop - self.keys.start
-
-
 class _Block(NamedTuple):
-    """One kernel call for several pieces, which on the CPU have the same sizes."""
+    """One kernel call for several pieces of queries and keys, which on the CPU have the same sizes."""
 
     level: int
     is_causal: bool
@@ -312,40 +294,42 @@ class _Block(NamedTuple):
     lengths: tuple[Any, ...]  # as CUDA's kernels take them: cumulative of queries and of keys, the longest of each
 
 
-def _levels(segments: list[Segment]) -> dict[tuple[int, int], list[_Piece]]:
-    """Level 0: segments see themselves (by `sees_all`); n: they see their n-th ancestor, the parent being the first."""
-    levels: dict[tuple[int, int], list[_Piece]] = {}
+def _levels(segments: list[Segment]) -> dict[tuple[int, int], list[tuple[range, range]]]:
+    """Queries and the keys they see: at level 0 themselves (by `sees_all`), at level n their n-th ancestor."""
+    levels: dict[tuple[int, int], list[tuple[range, range]]] = {}
     for *above, segment in _paths(segments):
-        levels.setdefault((0, segment.sees_all), []).append(_Piece(segment.tokens, segment.tokens))
+        own = range(segment.start, segment.start + segment.length)
+        levels.setdefault((0, segment.sees_all), []).append((own, own))
         for level, ancestor in enumerate(reversed(above), 1):
+            queries, keys = own, range(ancestor.start, ancestor.start + ancestor.length)
             pieces = levels.setdefault((level, 1), [])
-            queries = segment.tokens
-            if pieces and pieces[-1].keys == ancestor.tokens and pieces[-1].queries.stop == segment.start:
-                queries = slice(pieces.pop().queries.start, queries.stop)
-            pieces.append(_Piece(queries, ancestor.tokens))
+            if pieces and pieces[-1][1] == keys and pieces[-1][0].stop == own.start:
+                queries = range(pieces.pop()[0].start, own.stop)
+            pieces.append((queries, keys))
     return dict(sorted(levels.items()))
 
 
 @lru_cache(maxsize=16)
 def _blocks(plan: bytes, num_columns: int, device: torch.device, is_cuda: bool) -> list[_Block]:
     """The kernel calls of a row, from level 0 on, made once for the forward and backward passes of all layers."""
-    segments = _segments(torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, num_columns))
     blocks = []
-    for (level, sees_all), pieces in _levels(segments).items():
-        calls: dict[Any, list[_Piece]] = {}
-        for piece in pieces:
-            key: Any = piece.sizes if math.prod(piece.sizes) <= SMALL * SMALL else piece.queries.start
-            calls.setdefault(is_cuda or key, []).append(piece)
+    numbers = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, num_columns)
+    for (level, sees_all), pieces in _levels(_segments(numbers)).items():
+        calls: dict[Any, list[tuple[range, range]]] = {}
+        for queries, keys in pieces:
+            sizes = len(queries), len(keys)
+            is_small = math.prod(sizes) <= SMALL * SMALL
+            calls.setdefault(is_cuda or (sizes if is_small else queries), []).append((queries, keys))
         for call in calls.values():
-            sizes = [*zip(*(piece.sizes for piece in call), strict=True)]
-            cumulative = [torch.tensor([0, *accumulate(of)], dtype=torch.int32).to(device) for of in sizes]
-            queries, keys = _places([p.queries for p in call], device), _places([p.keys for p in call], device)
-            lengths = (*cumulative, *map(max, sizes))
-            blocks.append(_Block(level, not sees_all, len(call), queries, keys, lengths))
+            sides = list(zip(*call, strict=True))
+            lengths = [torch.tensor([0, *accumulate(map(len, side))], dtype=torch.int32).to(device) for side in sides]
+            longest = [max(map(len, side)) for side in sides]
+            below, above = (_places(side, device) for side in sides)
+            blocks.append(_Block(level, not sees_all, len(call), below, above, (*lengths, *longest)))
     return blocks
 
 
-def _places(pieces: list[slice], device: torch.device) -> slice | Tensor:
+def _places(pieces: Sequence[range], device: torch.device) -> slice | Tensor:
     """The tokens of pieces as an index: a slice where they are adjacent."""
     if all(before.stop == piece.start for before, piece in pairwise(pieces)):
         return slice(pieces[0].start, pieces[-1].stop)
@@ -389,8 +373,8 @@ def _cascade(
     out = torch.empty(q.shape, dtype=_wide(q), device=q.device)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
     for block in _blocks(plan.numpy().tobytes(), plan.shape[1], q.device, q.is_cuda):
-        queries, keys = block.queries, block.keys
-        part, part_lse = _flash(q[queries], k[keys], v[keys], block, scale)
+        queries = block.queries
+        part, part_lse = _flash(q[queries], k[block.keys], v[block.keys], block, scale)
         if block.level == 0:
             out[queries], lse[queries] = part.to(out.dtype), part_lse
         else:
@@ -711,8 +695,7 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
         model.train(was_training)
         for p, grad in zip(trainable, before, strict=True):
             p.grad = grad
-    compute = _LogprobHead.of(base).dtype
-    is_half = compute in (torch.bfloat16, torch.float16)
+    is_half = _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16)
     # A random model's log-probs are all nearly the same: 16 bits' rounding is compared with how much they differ.
     scale = expected.std().item() if is_half else 1.0
     errors = [(got - expected).abs().mean().item() / scale]
@@ -792,6 +775,7 @@ class _TokenLogprobs(torch.autograd.Function):
         targets, normalizers, *factors = ctx.saved_tensors
         xs, weights = factors[: len(factors) // 2], factors[len(factors) // 2 :]
         dxs = [torch.empty_like(x) for x in xs]
+        wider: Any = {"out_dtype": normalizers.dtype} if xs[0].dtype != normalizers.dtype else {}
         wanted = zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True)
         dws = [torch.zeros_like(w, dtype=normalizers.dtype) if is_wanted else None for w, is_wanted in wanted]
         for part, logits in _chunks(ctx.rule, factors):
@@ -803,13 +787,8 @@ class _TokenLogprobs(torch.autograd.Function):
             for x, w, dx, dw in zip(xs, weights, dxs, dws, strict=True):
                 torch.mm(dz, w, out=dx[part])
                 if dw is not None:
-                    torch.addmm(dw, dz.T, x[part], out=dw, **_sums(x, dw))
+                    torch.addmm(dw, dz.T, x[part], out=dw, **wider)
         return None, None, None, *dxs, *dws  # autograd casts sums to the dtype of their weight
-
-
-def _sums(factor: Tensor, total: Tensor) -> dict[str, Any]:
-    """What lets CUDA sum products of 16-bit factors in fp32, and write them out so; nothing where dtypes agree."""
-    return {} if factor.dtype == total.dtype else {"out_dtype": total.dtype}
 
 
 def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
@@ -817,12 +796,13 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
     (x, *xs), (weight, *weights) = factors[: len(factors) // 2], factors[len(factors) // 2 :]
     size = max(1, HEAD_CHUNK["cuda" if x.is_cuda else "cpu"] // len(weight))
     memory = torch.empty(min(size, len(x)), len(weight), dtype=_wide(x), device=x.device)
+    wider: Any = {"out_dtype": memory.dtype} if x.dtype != memory.dtype else {}  # on CUDA, of 16-bit factors
     for start in range(0, len(x), size):
         part = slice(start, min(start + size, len(x)))
         logits = memory[: part.stop - start]
-        torch.mm(x[part], weight.T, out=logits, **_sums(x, logits))
+        torch.mm(x[part], weight.T, out=logits, **wider)
         for more, w in zip(xs, weights, strict=True):
-            torch.addmm(logits, more[part], w.T, out=logits, **_sums(x, logits))
+            torch.addmm(logits, more[part], w.T, out=logits, **wider)
         if rule.cap is not None:
             logits.mul_(rule.factor / rule.cap).tanh_().mul_(rule.cap)
         elif rule.factor != 1:
