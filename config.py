@@ -67,8 +67,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Hub name or path of a causal language model, or of a vision-language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights and the optimizer state; bfloat16 weights lose updates below 1/256 of a weight."""
-    bf16: bool = False
-    """Run the forward under bfloat16 autocast, for speed; weights stay in `dtype`."""
+    bf16: bool | None = None
+    """Run the forward under bfloat16 autocast; weights stay in `dtype`. None: on where CUDA computes in bfloat16 and
+    `dtype` is float32, under use_fsdp by `fsdp_bf16`, which is faster."""
     attn_implementation: str | None = None
     """transformers' attention (`sdpa`, `flash_attention_2`, ...) where no prefix is shared; None takes its default."""
     share_prefix: bool = True
@@ -335,7 +336,9 @@ def describe(config: TrainConfig) -> str:
         lines.append(f"warning: {idle} without effect: all ratios are 1 with one update per batch")
     if config.dtype == "bfloat16" and not config.use_peft:
         lines.append("warning: dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16")
-    return "\n".join(["configuration, where it differs from the defaults:", *lines])
+    computes = "bfloat16" if config.bf16 or config.fsdp_bf16 else config.dtype
+    head = f"weights in {config.dtype}, computation in {computes}; configuration, where it differs from the defaults:"
+    return "\n".join([head, *lines])
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:

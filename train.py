@@ -33,6 +33,7 @@ from training.model import (
     set_gradient_sync,
     share_prefixes,
     token_logprobs,
+    with_bf16,
 )
 from utils import Stopped, exits, is_main, process_group, scatter_objects, stop_signals, timed
 from vllm_client import ServerError
@@ -425,6 +426,7 @@ def main(config: TrainConfig) -> None:
 
     What ends a run on the way (UserError, ServerError) is raised once its last whole step is saved.
     """
+    config = with_bf16(config)
     check_loss(config)
     checkpoint = find_checkpoint(config)
     resumed = read_state(checkpoint) if checkpoint else None

@@ -24,8 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from config import UserError
+
+VLLM_VERSION = "0.32.0"  # whose routes and reload trainer and server know; requirements.txt has the same
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # two are alive at a time: one travels while the next is gathered
-PIECE_BYTES = 1 << 30  # of a broadcast
 FOR_EVER = timedelta(days=30)  # ranks wait for rank 0 as long as it waits for the servers, which has a limit of its own
 
 # -- Ranks and collectives ---------------------------------------------------------------------------------------------
@@ -42,6 +44,11 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     """
     global _from_main
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    if torch.cuda.is_available() and num_ranks > num_gpus:
+        raise UserError(
+            f"torchrun starts {num_ranks} ranks here, where there are {num_gpus} GPUs: --nproc_per_node {num_gpus}"
+        )
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -124,18 +131,13 @@ class TransferGroup:
         ipc   the only worker is on the trainer's GPU, and opens its memory (NCCL below 2.30 refuses to share a device)
         gloo  everything else, through the memory of the host
 
-    What goes wrong is a RuntimeError where a member waits, within `timeout_s`. gloo does so by itself. nccl does with
-    TORCH_NCCL_BLOCKING_WAIT set while the group is made; without it, a watchdog thread ends the process whose peer is
-    gone. With it, `is_completed()` asks the GPU alone, `wait()` raises what failed, and `abort()` ends a kernel that
-    waits for a lost peer, where `shutdown()` would wait for the kernel (ProcessGroupNCCL of torch 2.11 and 2.13).
+    `gpus` are those of all the trainer's ranks. Matrices wider than `dtype`, a worker's, are rounded to it before they
+    travel, as the worker would do itself.
 
-    Args:
-        store: has a time-out of its own, for members that never come.
-        gpus: on the trainer, of all its ranks, from `gpu_of`.
-        dtype: on a worker, of its model. Wider matrices are rounded to it before they travel, as it would do itself.
-
-    Raises:
-        RuntimeError: the members do not reach each other; names the setting to look at.
+    What goes wrong is a RuntimeError where a member waits, within `timeout_s`, as gloo has it. nccl does so where
+    TORCH_NCCL_BLOCKING_WAIT is set while the group is made: no watchdog ends the process whose peer is gone,
+    `is_completed()` only asks, `wait()` raises what failed, and `abort()` ends a kernel that waits for a lost peer,
+    where `shutdown()` would wait for the kernel (torch's ProcessGroupNCCL, 2.11 to 2.13).
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class TransferGroup:
         self._workers = range(1, world_size)
         self._group: Any = None
         self._is_closed = False
-        self._sending: list[Any] = []  # what `send` has started
+        self._sending: Any = None  # what `send` has started
         self._number = 0  # of the next bucket
         store.set(f"member/{rank}", json.dumps([gpu_of(device), str(dtype).removeprefix("torch.")]))
         members = [json.loads(store.get(f"member/{member}")) for member in range(world_size)]
@@ -214,30 +216,30 @@ class TransferGroup:
         handle = _handle(buffer) if self.backend == "ipc" and parts else None
         for worker in self._workers:
             self._store.set(f"bucket/{worker}/{self._number}", json.dumps([start, entries, handle]))
-        if handle:
-            self._sending = [_Key(self._store, f"taken/{self._number}", buffer)]
-        else:
-            self._sending = self._broadcast(buffer) if parts else []
+        if parts:
+            taken = _Key(self._store, f"taken/{self._number}", buffer)
+            self._sending = taken if handle else self._broadcast(buffer)
         self._number += 1
 
     def wait_for_sent(self, check: Callable[[], object]) -> None:
         """Wait until the last bucket has arrived; `check` is called meanwhile, and may raise."""
-        self._finish(self._sending, check)
-        self._sending = []
+        if self._sending:
+            self._finish(self._sending, check)
+        self._sending = None
 
     def receive(self) -> dict[str, Tensor]:
         """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream.
 
         Shapes are the sender's, and dtypes, but for rounded matrices; the tensors are on the group's device.
         """
-        (header,) = self._finish([_Key(self._store, f"bucket/{self._rank}/{self._number}")], self._expect_trainer)
-        num_bytes, entries, handle = json.loads(header)
+        header = _Key(self._store, f"bucket/{self._rank}/{self._number}")
+        num_bytes, entries, handle = json.loads(self._finish(header))
         if handle:
             buffer = _opened(handle, self.device)
             self._store.set(f"taken/{self._number}", "")
         elif entries:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            self._finish(self._broadcast(buffer), self._expect_trainer)
+            self._finish(self._broadcast(buffer))
         self._number += 1
         bucket = {}
         for name, kind, shape, start in entries:
@@ -245,27 +247,22 @@ class TransferGroup:
             bucket[name] = buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         return bucket
 
-    def _broadcast(self, data: Tensor) -> list[Any]:
+    def _broadcast(self, data: Tensor) -> Any:
         if self._is_closed:
             raise RuntimeError("the transfer group is closed")
-        return [self._group.broadcast([piece], dist.BroadcastOptions()) for piece in data.split(PIECE_BYTES)]
+        return self._group.broadcast([data], dist.BroadcastOptions())
 
-    def _finish(self, works: list[Any], check: Callable[[], object] = lambda: None) -> list[Any]:
-        """What `wait()` of every piece of work returns; asks, as neither backend's `wait` ends when `check` raises."""
+    def _finish(self, work: Any, check: Callable[[], object] = lambda: None) -> Any:
+        """What `work.wait()` returns or raises; asks until then, as `wait` would not end with the other side."""
         deadline = time.monotonic() + self._timeout_s
-        for work in works:
-            while not work.is_completed():
-                check()
-                if self._is_closed:
-                    raise RuntimeError("the transfer group was closed")
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
-                time.sleep(2e-4)
-        return [work.wait() for work in works]
-
-    def _expect_trainer(self) -> None:
-        if not self.trainer_lives():
-            raise RuntimeError("the trainer has left")
+        while not work.is_completed():
+            check()
+            if self._is_closed or (self._rank > 0 and not self.trainer_lives()):
+                raise RuntimeError("the transfer group was closed" if self._is_closed else "the trainer has left")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
+            time.sleep(2e-4)
+        return work.wait()
 
     def trainer_lives(self) -> bool:
         """Whether the process that hosts the store still does, and is in the group."""
@@ -284,7 +281,7 @@ class TransferGroup:
                 self._store.set("left", "")
             if self._group is not None:
                 _within(1.0, self._group.abort if self.backend == "nccl" else self._group.shutdown)
-        self._sending = []
+        self._sending = None
 
 
 @dataclass

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import TrainConfig, UserError
-from utils import TransferGroup, address_towards, api_token, buckets
+from utils import VLLM_VERSION, TransferGroup, address_towards, api_token, buckets
 
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
@@ -349,7 +349,10 @@ class VLLMClient:
         return self._longest
 
     def _max_model_len(self, server: Server) -> int:
-        """The longest sequence that a server takes, if it serves our model."""
+        """The longest sequence that a server takes, if it serves our model by the version of vLLM that we speak to."""
+        version = server.request("GET", "/version")["version"]
+        if version.partition("+")[0] != VLLM_VERSION:
+            raise ServerError(f"{server.url} runs vLLM {version}, and the trainer speaks to {VLLM_VERSION}")
         (model, *_) = server.request("GET", "/v1/models")["data"]
         ours, served = self.config.model_id, (model["id"], model["root"])
         is_same_path = Path(ours).exists() and any(Path(name).resolve() == Path(ours).resolve() for name in served)
@@ -504,24 +507,14 @@ class VLLMClient:
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
         """Do a step on every server, side by side; returns those that did it. The others are left out."""
-
-        def attempt(server: Server) -> None:
-            try:
-                step(server)
-            except BaseException:
-                if server.transfer is not None:
-                    server.transfer.close()  # now, so that a worker that waits for the rest gets an error
-                raise
-
-        replies = [(server, self._control.submit(attempt, server)) for server in servers]
+        replies = [(server, self._control.submit(step, server)) for server in servers]
         for server, reply in replies:
             error = reply.exception()
             if error and not isinstance(error, RuntimeError):  # ServerError is one, and so is a lost group's error
                 raise error
-            if error and server.has_weights:
-                self.lose(server, error)
-            elif error:
-                self.keep_out(server, error)
+            if error:
+                (self.lose if server.has_weights else self.keep_out)(server, error)
+                server.disconnect()  # a worker that waits for the rest gets an error
         return [server for server, reply in replies if not reply.exception()]
 
     def close(self) -> None:

@@ -13,13 +13,18 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import vllm
+
+from utils import VLLM_VERSION, TransferGroup, api_token, die_with
+
+if vllm.__version__.partition("+")[0] != VLLM_VERSION:  # before an import below fails
+    sys.exit(f"error: vLLM {vllm.__version__} is installed, and trainer and server speak to {VLLM_VERSION}")
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.utils.nccl import unpinned_nccl_env
-
-from utils import TransferGroup, api_token, die_with
 
 BACKEND = "grpo"
 JOIN_TIMEOUT_S = 10
@@ -28,7 +33,7 @@ MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 OPEN_ROUTES = frozenset({"/health"})
 TRAINER_ROUTES = frozenset({
     "/v1/models", "/get_world_size", "/metrics", "/inference/v1/generate", "/pause", "/resume", "/weight_checker",
-    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
+    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/version",
 })  # fmt: skip
 
 

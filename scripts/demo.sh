@@ -4,7 +4,7 @@
 set -euo pipefail
 if [[ ${1:-} == *.py ]]; then set -- "$(realpath "$1")" "${@:2}"; else set -- recipes/tiny.py "$@"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-make_environment
+make_environment gpu
 echo "checking the recipe"  # a wrong one, or a wrong option, is told before anything is started
 run=$("$python" -c 'import sys, config
 try: print(config.parse_args(sys.argv[1:]).output_dir)

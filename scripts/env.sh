@@ -1,9 +1,7 @@
-# Sourced by demo.sh and test.sh: the environment in .venv, and processes that end with the script.
+# Sourced by the scripts beside it: an environment of pinned packages, and processes that end with the script.
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root"
-venv=$root/.venv
-python=$venv/bin/python
 unset PYTHONPATH PYTHONHOME
 
 die() { echo "error: $*" >&2; exit 1; }
@@ -30,13 +28,27 @@ install() {
     echo "$sum" > "$stamp"
 }
 
-# make_environment: .venv with the pinned requirements, the GPU set where nvidia-smi answers.
+has_gpu() { nvidia-smi >/dev/null 2>&1; }
+
+# refuse_old_driver: CUDA 13, which torch and vLLM are built for, fails late and in other words.
+refuse_old_driver() {
+    local driver
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
+    [ "${driver%%.*}" -ge 580 ] || die "the NVIDIA driver is $driver: torch and vLLM need 580 or newer (CUDA 13)"
+}
+
+# make_environment gpu|cpu: sets $venv and $python. .venv has the GPU set where there is a GPU, else the CPU set; the
+# CPU set of a machine with a GPU has .venv-cpu.
 make_environment() {
+    venv=$root/.venv
+    if has_gpu && [ "$1" = cpu ]; then venv=$root/.venv-cpu; fi
+    python=$venv/bin/python
+    if has_gpu && [ "$1" = gpu ]; then refuse_old_driver; fi
     if ! "$python" -c '' 2>/dev/null; then
         "$(find_python)" -m venv --clear "$venv" || die "python could not make $venv (on Debian: apt install python3-venv)"
     fi
-    if nvidia-smi >/dev/null 2>&1; then
-        install gpu -r requirements.txt
+    if has_gpu && [ "$1" = gpu ]; then
+        install gpu --no-deps -r requirements-gpu.txt
         return
     fi
     local index=() url=https://download.pytorch.org/whl/cpu

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
-from utils import TransferGroup
+from utils import VLLM_VERSION, TransferGroup
 
 Answer = Callable[[list[int], int], tuple[list[int], float | Callable[[int], None]]]
 
@@ -48,6 +48,7 @@ class FakeServer:
     slots: int = 1000
     max_model_len: int = 128
     with_logprobs: bool = True
+    vllm_version: str = VLLM_VERSION
     fault: Callable[[str], None] = lambda path: None
     refused: Callable[[str], bool] = lambda path: False
     url: str = ""
@@ -70,6 +71,8 @@ class FakeServer:
 
     def control(self, path: str, body: dict[str, Any]) -> Any:
         """The routes that do not sample."""
+        if path == "/version":
+            return {"version": self.vllm_version}
         if path == "/v1/models":
             return {"data": [{"id": self.model_id, "root": self.model_id, "max_model_len": self.max_model_len}]}
         if path == "/get_world_size":

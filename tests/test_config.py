@@ -60,7 +60,7 @@ def test_overrides(words, field, value):
     ("words", "message"),
     [
         (["--lerning_rate", "1"], "unknown field lerning_rate: did you mean learning_rate?"),
-        (["--bf16", "3"], "bf16=3: Input should be a valid boolean (true | false)"),
+        (["--bf16", "3"], "bf16=3: Input should be a valid boolean (true | false | none)"),
         (["--batch_size", "2.5"], "batch_size='2.5': Input should be a valid integer (int >= 1)"),
         (["--loss_type", "ppo"], "loss_type='ppo': Input should be 'grpo', "),
         (["--num_generations", "1"], "num_generations=1: Input should be greater than or equal to 2 (int >= 2)"),

@@ -495,7 +495,6 @@ def test_lora_on_tied_embeddings_is_refused(models, target):
 def test_buckets_and_pieces(monkeypatch):
     """Weights reach the other side bit for bit, whatever has to be joined or split, and keep their types."""
     monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 1024)
-    monkeypatch.setattr(utils, "PIECE_BYTES", 1000)
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     shapes = [(3, 5), (7,), (100,), (9, 9), (50, 60), ()]
     weights = [(f"w{i}", torch.randn(s).to(d)) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]

@@ -275,7 +275,7 @@ def test_no_route(nccl, fault):
 
 
 def test_a_server_that_is_left_out_is_left_at_once(monkeypatch):
-    """Its worker then gets an error, too, while the other server is still being sent to."""
+    """Its worker then gets an error, too, before the next bucket."""
     client = make_client("http://a", "http://b")
     left = threading.Event()
 
@@ -287,9 +287,9 @@ def test_a_server_that_is_left_out_is_left_at_once(monkeypatch):
     def step(server):
         if server is client.servers[1]:
             raise RuntimeError("lost")
-        assert left.wait(5)
 
     assert client._on(client.servers, step) == client.servers[:1]
+    assert left.is_set()
 
 
 def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):

@@ -21,6 +21,20 @@ from rollouts.data import Prompt, naming, placeholder_ids
 from utils import gather_objects, is_main
 
 
+def with_bf16(config: TrainConfig) -> TrainConfig:
+    """Decide `bf16` where it is None: on where CUDA computes in bfloat16, which is 10 times as fast as fp32.
+
+    Under FSDP2 it is `fsdp_bf16`: autocast would run norms, and the experts of a mixture, in fp32.
+    """
+    if config.bf16 is not None:
+        return config
+    can = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    wanted = can and config.dtype == "float32"
+    return replace(
+        config, bf16=wanted and not config.use_fsdp, fsdp_bf16=config.use_fsdp and (wanted or config.fsdp_bf16)
+    )
+
+
 def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     """transformers' configuration of `model_id`, and the class for such models: with a vision part, or without."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -221,7 +235,8 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
         return config
     reason = None
     try:
-        attach(policy, verify=True, example=(example.token_ids, example.inputs) if example else None)
+        with autocast(config, next(policy.parameters()).device):
+            attach(policy, verify=True, example=(example.token_ids, example.inputs) if example else None)
     except ValueError as error:
         reason = str(error)
     if reason := next(filter(None, gather_objects(reason)), None):
@@ -263,7 +278,8 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2))
+    betas, fused = (config.adam_beta1, config.adam_beta2), True if any(p.is_cuda for p in trainable) else None
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
     num_warmup = round(config.warmup_ratio * num_updates)
 
     def factor(update: int) -> float:
@@ -276,6 +292,11 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
+def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
+    """bfloat16 autocast, if the config says so; its cache of weights would outlive those that FSDP2 gathers."""
+    return torch.autocast(device.type, torch.bfloat16, bool(config.bf16), cache_enabled=not config.use_fsdp)
+
+
 def token_logprobs(
     model: nn.Module, row: PackedBatch, images: dict[str, Tensor], config: TrainConfig, return_entropy: bool = False
 ) -> Any:
@@ -285,7 +306,7 @@ def token_logprobs(
     [N], nats, without a gradient. `images` are those of the row's prompts, from `joined_images`.
     """
     forbidden = placeholder_ids(base_model(model).config)
-    with torch.autocast(row.targets.device.type, torch.bfloat16, enabled=config.bf16):
+    with autocast(config, row.targets.device):
         return completion_logprobs(model, row, config.temperature, return_entropy, forbidden, **images)
 
 

@@ -1,0 +1,179 @@
+"""What is refused before anything is loaded, and what a GPU changes without being asked: on a machine without one."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from fake_server import fake_server
+from helpers import ENV, ROOT, answer_in
+
+from config import TrainConfig, UserError, describe, parse_args
+from train import main
+from training import model as builders
+from training.model import build_optimizer, build_policy, share_prefixes, with_bf16
+from utils import VLLM_VERSION, process_group
+
+# -- versions, drivers, ranks ----------------------------------------------------------------------------------------
+
+
+def pins(name):
+    lines = (ROOT / name).read_text().splitlines()
+    return dict(line.split(";")[0].strip().split("==") for line in lines if line and not line.startswith("#"))
+
+
+def test_the_locks_hold_what_is_asked_for():
+    wanted, gpu, cpu = pins("requirements.txt"), pins("requirements-gpu.txt"), pins("requirements-cpu.txt")
+    assert wanted["vllm"] == VLLM_VERSION
+    assert wanted.items() <= gpu.items()
+    on_cpu = {name.removesuffix("-cpu"): version.partition("+")[0] for name, version in cpu.items()}
+    assert {name: on_cpu[name] for name in wanted} == wanted
+
+
+def test_another_vllm_is_refused(models, recipe):
+    with fake_server(models["untied"], answer_in(0.0), vllm_version="0.31.1+cu130") as server:
+        message = rf"{server.url} runs vLLM 0\.31\.1\+cu130, and the trainer speaks to {re.escape(VLLM_VERSION)}$"
+        with pytest.raises(RuntimeError, match=message):
+            main(parse_args([recipe(server)]))
+        assert "/init_weight_transfer_engine" not in [path for path, _ in server.log]
+
+
+@pytest.mark.server
+def test_a_server_of_another_vllm_does_not_start():
+    code = "import vllm; vllm.__version__ = '0.31.1'; import vllm_server"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"error: vLLM 0.31.1 is installed, and trainer and server speak to {VLLM_VERSION}"
+    )
+
+
+def test_more_ranks_than_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for rank in range(4):  # each says so: nobody waits for the others
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        with (
+            pytest.raises(UserError, match="4 ranks here, where there are 2 GPUs: --nproc_per_node 2"),
+            process_group(9),
+        ):
+            pass
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a line after `scripts/env.sh`, with an nvidia-smi that answers with a driver's version, or none."""
+
+    def run(driver, line):
+        path = ENV["PATH"]
+        if driver:
+            tool = tmp_path / "nvidia-smi"
+            tool.write_text(f'#!/bin/sh\n[ "$1" ] && echo "{driver}"\nexit 0\n')
+            tool.chmod(0o755)
+            path = f"{tmp_path}:{path}"
+        command = [
+            "bash",
+            "-euo",
+            "pipefail",
+            "-c",
+            f"source {ROOT}/scripts/env.sh; install() {{ echo $venv $*; }}; {line}",
+        ]
+        return subprocess.run(command, env={**ENV, "PATH": path}, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_an_old_driver_is_refused(shell):
+    """CUDA 13 needs 580; nothing is installed before it is known."""
+    done = shell("570.86.15", "make_environment gpu")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr == "error: the NVIDIA driver is 570.86.15: torch and vLLM need 580 or newer (CUDA 13)\n"
+
+
+def test_each_machine_gets_its_set(shell):
+    """With a GPU .venv has the GPU set, and the CPU suite an environment of its own."""
+    for driver, kind, folder, lock in [
+        ("580.65.06", "gpu", ".venv", "requirements-gpu.txt"),
+        ("580.65.06", "cpu", ".venv-cpu", "requirements-cpu.txt"),
+        ("570.86.15", "cpu", ".venv-cpu", "requirements-cpu.txt"),
+        (None, "gpu", ".venv", "requirements-cpu.txt"),
+        (None, "cpu", ".venv", "requirements-cpu.txt"),
+    ]:
+        done = shell(driver, f"find_python() {{ echo true; }}; make_environment {kind}")
+        assert re.search(rf"^{ROOT}/{re.escape(folder)} \w+ .*-r {lock}$", done.stdout, re.M), (done, driver, kind)
+
+
+# -- bfloat16 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    def pretend(is_available, is_native=True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: is_native)
+
+    return pretend
+
+
+def make_config(**fields):
+    return TrainConfig(model_id="m", dataset_id="d", reward_funcs=[lambda **_: []], **fields)
+
+
+@pytest.mark.parametrize(
+    ("is_available", "is_native", "fields", "expected"),
+    [
+        (True, True, {}, (True, False)),
+        (True, True, {"use_fsdp": True}, (False, True)),
+        (True, True, {"use_fsdp": True, "fsdp_bf16": True}, (False, True)),
+        (True, True, {"bf16": False}, (False, False)),
+        (True, True, {"bf16": False, "use_fsdp": True}, (False, False)),
+        (True, True, {"bf16": True, "use_fsdp": True}, (True, False)),
+        (True, True, {"dtype": "bfloat16"}, (False, False)),
+        (True, False, {}, (False, False)),  # before Ampere
+        (False, True, {}, (False, False)),
+        (False, True, {"bf16": True}, (True, False)),
+        (False, True, {"use_fsdp": True, "fsdp_bf16": True}, (False, True)),
+    ],
+)
+def test_the_default_of_bf16(cuda, is_available, is_native, fields, expected):
+    cuda(is_available, is_native)
+    config = with_bf16(make_config(**fields))
+    assert (config.bf16, config.fsdp_bf16) == expected
+    assert with_bf16(config) == config
+    computes = "bfloat16" if any(expected) else config.dtype
+    assert describe(config).startswith(f"weights in {config.dtype}, computation in {computes}; ")
+
+
+def test_prefixes_are_verified_as_they_train(models, monkeypatch):
+    """Under the run's own autocast, so that what is compared is what runs."""
+    seen = []
+    attach = builders.attach
+
+    def noted(*arguments, **options):
+        seen.append(torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"))
+        return attach(*arguments, **options)
+
+    monkeypatch.setattr(builders, "attach", noted)
+    for bf16 in (True, False):
+        config = TrainConfig(model_id=models["tied"], dataset_id="d", reward_funcs=[lambda **_: []], bf16=bf16)
+        with process_group(60) as device:
+            assert share_prefixes(build_policy(config, device), config).share_prefix
+    assert seen == [torch.bfloat16, False]
+
+
+def test_adam_is_fused_on_cuda(monkeypatch):
+    made = []
+
+    def adam(*arguments, fused, real=torch.optim.AdamW, **options):
+        made.append(fused)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(torch.optim, "AdamW", adam)
+    build_optimizer(torch.nn.Linear(2, 2), 1, make_config())
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        build_optimizer(torch.nn.Linear(2, 2), 1, make_config())
+    assert made == [None, True]
