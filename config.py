@@ -68,8 +68,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights and the optimizer state; bfloat16 weights lose updates below 1/256 of a weight."""
     bf16: bool | None = None
-    """Run the forward under bfloat16 autocast; weights stay in `dtype`. None: on where CUDA computes in bfloat16 and
-    `dtype` is float32, under use_fsdp by `fsdp_bf16`, which is faster."""
+    """Run the forward under bfloat16 autocast, weights stay in `dtype`; None: on CUDA (use_fsdp: `fsdp_bf16` is on)."""
     attn_implementation: str | None = None
     """transformers' attention (`sdpa`, `flash_attention_2`, ...) where no prefix is shared; None takes its default."""
     share_prefix: bool = True
@@ -337,17 +336,14 @@ def describe(config: TrainConfig) -> str:
     if config.dtype == "bfloat16" and not config.use_peft:
         lines.append("warning: dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16")
     computes = "bfloat16" if config.bf16 or config.fsdp_bf16 else config.dtype
-    head = f"weights in {config.dtype}, computation in {computes}; configuration, where it differs from the defaults:"
-    return "\n".join([head, *lines])
+    lines.insert(0, f"weights in {config.dtype}, computation in {computes}; where settings differ from the defaults:")
+    return "\n".join(lines)
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
     """The resolved configuration as JSON values; functions become their dotted paths."""
-    return json.loads(json.dumps(vars(config), default=_dotted_path))
-
-
-def _dotted_path(function: Any) -> str:
-    return f"{function.__module__}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    dotted: Any = lambda f: f"{f.__module__}.{getattr(f, '__qualname__', type(f).__qualname__)}"  # noqa: E731
+    return json.loads(json.dumps(vars(config), default=dotted))
 
 
 def load_recipe(path: str) -> ModuleType:

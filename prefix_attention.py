@@ -352,10 +352,9 @@ def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> t
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return _flash_on_cpu(backward, tensors, block, scale)
     grad, q, k, v, out, lse = tensors
-    arguments = (*block.lengths, 0.0, block.is_causal)
     seeds = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))  # of dropout
     backward = torch.ops.aten._flash_attention_backward
-    return backward(grad, q, k, v, out, lse.T.contiguous(), *arguments, *seeds, scale=scale)
+    return backward(grad, q, k, v, out, lse.T.contiguous(), *block.lengths, 0.0, block.is_causal, *seeds, scale=scale)
 
 
 def _flash_on_cpu(kernel: Any, tensors: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, ...]:
@@ -696,9 +695,8 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
         for p, grad in zip(trainable, before, strict=True):
             p.grad = grad
     is_half = _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16)
-    # A random model's log-probs are all nearly the same: 16 bits' rounding is compared with how much they differ.
-    scale = expected.std().item() if is_half else 1.0
-    errors = [(got - expected).abs().mean().item() / scale]
+    spread = expected.std().item() if is_half else 1.0  # a random model's log-probs are all nearly the same
+    errors = [(got - expected).abs().mean().item() / spread]
     pairs = [pair for pair in zip(plain_gradients, shared_gradients, strict=True) if pair[0] is not None]
     norms = [plain.double().norm().item() for plain, _ in pairs]
     least = 0.01 * max(norms, default=0.0) or 1.0  # some gradients, as of a bias of all keys, are nothing but rounding

@@ -160,9 +160,7 @@ class Server:
         self.transfer: TransferGroup | None = None
         self.loading: Future[Any]  # the server's reply to the update under way
 
-    def request(
-        self, method: str, path: str, timeout_s: Any = None, read: Callable[..., Any] | None = None, **kwargs: Any
-    ) -> Any:
+    def request(self, method: str, path: str, timeout_s: Any = None, read: Any = None, **kwargs: Any) -> Any:
         """What `read` makes of the reply, or its JSON.
 
         `timeout_s` is in seconds, or a pair, to connect and to answer (None: no limit); None takes `request_timeout`. A
@@ -197,15 +195,10 @@ class Server:
     def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0, images: Any = None, timeout_s: Any = None
     ) -> list[Completion]:
-        """Sample `sampling["n"]` completions of one prompt.
+        """Sample `sampling["n"]` completions of `prompt_ids`, the prompt's tokens and those of earlier turns.
 
-        Args:
-            prompt_ids: the prompt's tokens, and those of earlier turns.
-            sampling: vLLM's sampling parameters, passed through.
-            extra: sample so many more, keep the first `n` to finish, and abort the rest.
-            images: the prompt's (`rollouts.data.Images`), whose placeholders stand at the beginning of `prompt_ids`.
-            timeout_s: None takes `request_timeout`.
-
+        `sampling` are vLLM's own parameters. So many as `extra` are sampled beside them: the first `n` to finish are
+        kept, the rest aborted. The placeholders of `images` (`rollouts.data.Images`) stand first in `prompt_ids`.
         Raises a ServerError as `request` does, or where the server expands the images to other tokens than the trainer.
         """
         num = sampling.get("n", 1)
@@ -361,10 +354,7 @@ class VLLMClient:
         return model["max_model_len"]
 
     def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:
-        """Connect every server, or raise a ServerError; from now on lost servers are watched for and taken back.
-
-        `device` is this rank's, `gpus` those of all ranks, from `gpu_of`.
-        """
+        """Connect every server, or raise a ServerError; from now on lost servers are watched for and taken back."""
         self._where = (device, self.config.sync_timeout, gpus)
         for server in self.servers:
             try:

@@ -39,7 +39,6 @@ config = TrainConfig(
     num_epochs=1,
     learning_rate=1e-6,
     warmup_ratio=0.05,
-    bf16=True,
     gradient_checkpoint=True,
     max_tokens_per_gpu=16384,
     eval_steps=20,

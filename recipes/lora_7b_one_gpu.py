@@ -17,7 +17,6 @@ config = replace(
     gsm8k,
     model_id="Qwen/Qwen2.5-7B-Instruct",
     dtype="bfloat16",
-    bf16=False,
     use_peft=True,
     lora_rank=32,
     lora_alpha=64,

@@ -132,6 +132,7 @@ def make_config(**fields):
         (True, True, {"bf16": False, "use_fsdp": True}, (False, False)),
         (True, True, {"bf16": True, "use_fsdp": True}, (True, False)),
         (True, True, {"dtype": "bfloat16"}, (False, False)),
+        (True, True, {"dtype": "bfloat16", "use_peft": True}, (True, False)),
         (True, False, {}, (False, False)),  # before Ampere
         (False, True, {}, (False, False)),
         (False, True, {"bf16": True}, (True, False)),

@@ -22,14 +22,14 @@ from utils import gather_objects, is_main
 
 
 def with_bf16(config: TrainConfig) -> TrainConfig:
-    """Decide `bf16` where it is None: on where CUDA computes in bfloat16, which is 10 times as fast as fp32.
+    """Decide `bf16` where it is None: on where CUDA computes in bfloat16, for fp32 weights or LoRA's fp32 adapters.
 
     Under FSDP2 it is `fsdp_bf16`: autocast would run norms, and the experts of a mixture, in fp32.
     """
     if config.bf16 is not None:
         return config
     can = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    wanted = can and config.dtype == "float32"
+    wanted = can and (config.dtype == "float32" or config.use_peft)
     return replace(
         config, bf16=wanted and not config.use_fsdp, fsdp_bf16=config.use_fsdp and (wanted or config.fsdp_bf16)
     )
