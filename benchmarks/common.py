@@ -1,11 +1,14 @@
-"""What the benchmarks share: the machine's name, versions, tables, JSON results."""
+"""What the benchmarks share: the machine's name, versions, times and memory, tables, JSON results."""
 
+import gc
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +55,87 @@ def report(rows: list[dict[str, Any]], path: Path | None) -> None:
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in (columns, *cells):
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    write(rows, path)
+
+
+def write(rows: list[dict[str, Any]], path: Path | None) -> None:
+    """Write the rows as JSON with machine and versions, at once: a reader never finds half a file."""
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"machine": machine(), "versions": versions(), "rows": rows}, indent=2) + "\n")
+        part = path.with_name(path.name + ".part")
+        part.write_text(json.dumps({"machine": machine(), "versions": versions(), "rows": rows}, indent=2) + "\n")
+        part.replace(path)
+
+
+class Skipped(Exception):
+    """A variant cannot run on this device, or with these versions; the message says why."""
+
+
+class Rows:
+    """Rows that are printed and written one by one, so that a run that is cut keeps what it has measured."""
+
+    def __init__(self, path: Path | None):
+        self.rows: list[dict[str, Any]] = []
+        self.path = path
+        write(self.rows, path)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Print the row and write it with all before it."""
+        self.rows.append(row)
+        values = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in row.items())
+        print("  ".join(f"{name}={value}" for name, value in values), flush=True)
+        write(self.rows, self.path)
+
+    def measure(self, names: dict[str, Any], variant: Callable[[], dict[str, Any]]) -> None:
+        """Add a row of `names` and what `variant()` returns; one that is `Skipped` or fails gives a row that says why.
+
+        A benchmark tries what another version or device may refuse in any way, and the other variants are to be run.
+        """
+        try:
+            found = variant()
+        except Skipped as reason:
+            found = {"skipped": str(reason)}
+        except Exception as error:
+            found = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+        self.add(names | found)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def device_here() -> torch.device:
+    """The GPU, or else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def peak_flops() -> float | None:
+    """FLOP/s of dense bf16 matrix products by the GPU's data sheet; None for a CPU and for unknown GPUs."""
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    sheets = {"H100.*NVL": 835e12, "H100.*PCIe": 756e12, "H[12]00": 989e12, "B200": 2250e12, "A100": 312e12}
+    return next((flops for pattern, flops in sheets.items() if re.search(pattern, name)), None)
+
+
+def reset_peak(device: torch.device) -> None:
+    """Let the peak of `memory_mb` start again from what is in use now."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    else:
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def durations(step: Callable[[], Any], device: torch.device, seconds: float, at_least: int = 3) -> list[float]:
+    """Seconds of each call of `step`, called until both `seconds` and `at_least` calls are over."""
+    times: list[float] = []
+    while len(times) < at_least or sum(times) < seconds:
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) / 1e3)
+        else:
+            started = time.perf_counter()
+            step()
+            times.append(time.perf_counter() - started)
+    return times

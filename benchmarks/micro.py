@@ -1,0 +1,466 @@
+"""Attention over shared prompts, the log-prob head and a decoder layer, each alone beside its rivals, in one process.
+
+    python benchmarks/micro.py [--json PATH] [--quick]
+
+On a GPU in bf16 with the shapes of an 8B model, on a CPU (`--quick`) in fp32 with tiny ones. Times are medians of
+forward and backward after a warm-up; `forward_ms` is the forward alone, `memory_mb` the peak above the inputs.
+  attention  ours (the cascade over one row) and PrefixGrouper share the prompts, as flex_attention does by its mask;
+             the others run on repeated prompts. `tflops` counts the pairs of query and key that a variant has to do.
+  head       ours, rivals that write the logits down or make them again, and chunks with two kinds of products. The
+             bound is 6·N·hidden·vocab FLOPs at the peak of the data sheet.
+  layer      a decoder layer over a shared row, plain and by torch.compile.
+`difference` is from the first variant's outputs, relative to their norm; for the head, from fp64 log-probs, in nats.
+A variant that cannot run here gives a row that says why.
+"""
+
+import argparse
+import importlib
+import inspect
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.common import Rows, Skipped, device_here, durations, median, memory_mb, peak_flops, reset_peak
+from benchmarks.prefix_attention import SIZES, grouper_attention
+from prefix_attention import _attention, _Logits, _TokenLogprobs, attach, completion_logprobs, pack
+
+# groups, tokens of a prompt, tokens of a completion that are forwarded, completions of a group
+SHAPES = {
+    False: [(1, 8192, 512, 8), (10, 1024, 256, 8), (10, 128, 128, 8), (40, 256, 128, 8)],
+    True: [(1, 64, 16, 4), (10, 16, 8, 2), (40, 8, 4, 2)],
+}
+HEADS = {False: (32, 8, 128), True: (4, 2, 32)}  # of queries, of keys, size
+HEAD_SHAPES = {False: [(8192, 4096, 151936), (8192, 1536, 151936)], True: [(64, 32, 512)]}  # tokens, hidden, vocab
+
+
+def timed_step(
+    forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], device: torch.device
+) -> tuple[dict[str, float], Tensor]:
+    """Times and peak memory of forward and backward, and the output; only the forward's where it has no gradient."""
+    seconds = 1.0 if device.type == "cuda" else 0.05
+
+    def forward_only() -> Tensor:
+        with torch.no_grad():
+            return forward()
+
+    def both() -> None:
+        out = forward()
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+    has_gradient = forward().requires_grad
+    steps = [forward_only, both] if has_gradient else [forward_only]
+    for step in steps * 2:
+        step()
+    before = memory_mb(device, "VmRSS")
+    reset_peak(device)
+    found = {"forward_ms": 1e3 * median(durations(forward_only, device, seconds))}
+    if has_gradient:
+        found["ms"] = 1e3 * median(durations(both, device, seconds))
+    found["memory_mb"] = memory_mb(device, "VmHWM") - before
+    return found, forward_only()
+
+
+# -- Attention ---------------------------------------------------------------------------------------------------------
+
+
+class Attention:
+    """Random queries, keys and values of one shape, over a row that shares prompts, and with these repeated."""
+
+    def __init__(self, shape: tuple[int, int, int, int], heads: tuple[int, int, int], device: torch.device):
+        num_groups, prompt, completion, size = shape
+        self.device, self.prompt, self.length = device, prompt, prompt + completion
+        (row,) = pack([([0] * prompt, [[0] * (completion + 1)] * size)] * num_groups)
+        assert row.segments is not None
+        self.plan = row.segments
+        places = [range(start, start + length) for start, length, _ in self.plan.tolist()]
+        parents = self.plan[:, 2].tolist()
+        pairs = [(places[parent], own) for parent, own in zip(parents, places, strict=True) if parent >= 0]
+        self.rows = torch.tensor([[*above, *own] for above, own in pairs], device=device)  # [completions, length]
+        together = [self.rows[n * size : (n + 1) * size] for n in range(num_groups)]
+        self.groups = torch.stack([torch.cat([rows[0, :prompt], *rows[:, prompt:]]) for rows in together])
+        self.num_groups, self.size = num_groups, size
+        own, whole = completion * (completion + 1) // 2, self.length * (self.length + 1) // 2
+        num = num_groups * size
+        self.pairs = {True: num_groups * prompt * (prompt + 1) // 2 + num * (completion * prompt + own)}
+        self.pairs[False] = num * whole
+        queries, keys, dim = heads
+        self.scale, self.flops_per_pair = dim**-0.5, 3.5 * 4 * queries * dim
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        shapes = [(row.num_tokens, count, dim) for count in (queries, keys, keys)]
+        self.qkv = [torch.randn(of, dtype=dtype, device=device) for of in shapes]
+
+    def taken(self, places: Tensor | None = None) -> tuple[Tensor, ...]:
+        """q, k and v [T, H, D] as leaves: the row's own, or those of some places in it, flat."""
+        picked = self.qkv if places is None else [t[places.flatten()] for t in self.qkv]
+        return tuple(t.clone().requires_grad_() for t in picked)
+
+    def cumulative(self) -> Tensor:
+        """Where the repeated rows begin and end, int32, for the kernels of rows of any length."""
+        return torch.arange(0, self.rows.numel() + 1, self.length, dtype=torch.int32, device=self.device)
+
+    def from_row(self, out: Tensor) -> Tensor:
+        """The completions' outputs in the order of `rows`, of a variant that ran on the shared row."""
+        return out[self.rows[:, self.prompt :].flatten()]
+
+    def from_rows(self, out: Tensor) -> Tensor:
+        """The same of a variant that ran on repeated rows."""
+        return out.unflatten(0, self.rows.shape)[:, self.prompt :].flatten(0, 1)
+
+
+class Variant(NamedTuple):
+    """What runs: a forward of `inputs`, and how its output gives the completions' outputs."""
+
+    inputs: tuple[Tensor, ...]
+    forward: Callable[[], Tensor]
+    completions: Callable[[Tensor], Tensor]
+    is_shared: bool = False
+
+
+def on_gpu(case: Any) -> None:
+    """Refuse a CPU."""
+    if case.device.type != "cuda":
+        raise Skipped("needs a GPU")
+
+
+def imported(module: str, name: str) -> Any:
+    """A function of a package that may be missing."""
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise Skipped(f"no {module}.{name}: {error}") from error
+
+
+def sdpa(case: Attention) -> Variant:
+    """torch's own attention over repeated rows, which here are equally long."""
+    inputs = case.taken(case.rows)
+
+    def forward() -> Tensor:
+        q, k, v = (t.unflatten(0, case.rows.shape).transpose(1, 2) for t in inputs)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=case.scale, enable_gqa=True)
+        return out.transpose(1, 2).flatten(0, 1)
+
+    return Variant(inputs, forward, case.from_rows)
+
+
+def cascade(case: Attention) -> Variant:
+    """Ours."""
+    inputs = case.taken()
+
+    def forward() -> Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in inputs)
+        return _attention(nn.Module(), q, k, v, None, segments=case.plan)[0][0]
+
+    return Variant(inputs, forward, case.from_row, is_shared=True)
+
+
+def flash(case: Attention) -> Variant:
+    """One call of the kernel (FA2) whose calls the cascade consists of."""
+    on_gpu(case)
+    inputs, ends = case.taken(case.rows), case.cumulative()
+    limits = (ends, ends, case.length, case.length, 0.0, True, False)
+    kernel = torch.ops.aten._flash_attention_forward
+    return Variant(inputs, lambda: kernel(*inputs, *limits, scale=case.scale)[0], case.from_rows)
+
+
+def varlen(case: Attention) -> Variant:
+    """torch.nn.attention.varlen, whose arguments change from release to release."""
+    on_gpu(case)
+    function = imported("torch.nn.attention.varlen", "varlen_attn")
+    known = inspect.signature(function).parameters
+    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    options |= {"enable_gqa": True} if "enable_gqa" in known else {}
+    inputs, ends = case.taken(case.rows), case.cumulative()
+    return Variant(inputs, lambda: function(*inputs, ends, ends, case.length, case.length, **options), case.from_rows)
+
+
+def outside(module: str, case: Attention) -> Variant:
+    """`flash_attn_varlen_func` of a package: FA3, FA4, vLLM's copies (of which some have no backward)."""
+    on_gpu(case)
+    function = imported(module, "flash_attn_varlen_func")
+    inputs, ends = case.taken(case.rows), case.cumulative()
+    known = inspect.signature(function).parameters
+    limits = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": case.length, "max_seqlen_k": case.length}
+    options = {name: value for name, value in limits.items() if name in known}
+
+    def forward() -> Tensor:
+        out = function(*inputs, softmax_scale=case.scale, causal=True, **options)
+        return out[0] if isinstance(out, tuple) else out
+
+    return Variant(inputs, forward, case.from_rows)
+
+
+def flex(case: Attention) -> Variant:
+    """flex_attention by the mask of the forest; making the mask is not in the time."""
+    on_gpu(case)
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    inputs = case.taken()
+    numbers = torch.arange(len(case.plan)).repeat_interleave(case.plan[:, 1])
+    own, above = numbers.to(case.device), case.plan[:, 2][numbers].to(case.device)
+
+    def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ((own[query] == own[key]) & (query >= key)) | (above[query] == own[key])
+
+    total = len(own)
+    mask = torch.compile(create_block_mask)(sees, None, None, total, total, device=case.device)
+    compiled: Any = torch.compile(flex_attention, dynamic=False)
+
+    def forward() -> Tensor:
+        q, k, v = (t.transpose(0, 1)[None] for t in inputs)
+        return compiled(q, k, v, block_mask=mask, scale=case.scale, enable_gqa=True)[0].transpose(0, 1)
+
+    return Variant(inputs, forward, case.from_row, is_shared=True)
+
+
+def grouper(case: Attention) -> Variant:
+    """PrefixGrouper through sdpa, a row for each group."""
+    masks = imported("prefix_grouper", "PrefixGrouper").from_ungrouped_masks
+    inputs, completion = case.taken(case.groups), case.length - case.prompt
+    ones = torch.ones(case.num_groups * case.size, case.length, dtype=torch.long, device=case.device)
+    grouped = masks(
+        prefix_mask=ones[: case.num_groups, : case.prompt], suffix_mask=ones[:, :completion],
+        group_sizes=[case.size] * case.num_groups, padding_mode="right", device=case.device,
+    )  # fmt: skip
+
+    def forward() -> Tensor:
+        q, k, v = (t.unflatten(0, case.groups.shape).transpose(1, 2) for t in inputs)
+        out, _ = grouper_attention(nn.Module(), q, k, v, None, prefix_grouper=grouped, scaling=case.scale)
+        return out.flatten(0, 1)
+
+    def completions(out: Tensor) -> Tensor:
+        return out.unflatten(0, case.groups.shape)[:, case.prompt :].flatten(0, 1)
+
+    return Variant(inputs, forward, completions, is_shared=True)
+
+
+ATTENTION: dict[str, Callable[[Attention], Variant]] = {
+    "sdpa, repeated": sdpa,
+    "ours": cascade,
+    "one FA2 varlen call, repeated": flash,
+    "torch varlen_attn, repeated": varlen,
+    "flex_attention": flex,
+    "prefix_grouper": grouper,
+    "FA3, repeated": partial(outside, "flash_attn_interface"),
+    "FA4, repeated": partial(outside, "flash_attn.cute"),
+    "FA3 of vLLM, repeated": partial(outside, "vllm.vllm_flash_attn"),
+    "FA4 of vLLM, repeated": partial(outside, "vllm.vllm_flash_attn.cute.interface"),
+}
+
+
+def attention_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
+    """Every variant of attention on every shape."""
+    for shape in SHAPES[is_quick]:
+        case = Attention(shape, HEADS[is_quick], device)
+        reference: list[Tensor] = []
+
+        def measure(build: Callable[[Attention], Variant], case: Any = case, reference: Any = reference) -> Any:
+            variant = build(case)
+            found, out = timed_step(variant.forward, variant.inputs, device)
+            outputs = variant.completions(out).float()
+            if not reference:
+                reference.append(outputs)
+            found["difference"] = ((outputs - reference[0]).norm() / reference[0].norm()).item()
+            if "ms" in found:
+                found["tflops"] = case.flops_per_pair * case.pairs[variant.is_shared] / found["ms"] / 1e9
+            if "ms" in found and (peak := peak_flops()):
+                found["of_peak"] = found["tflops"] * 1e12 / peak
+            return found
+
+        names = dict(zip(("groups", "prompt", "completion", "size"), shape, strict=True))
+        for variant, build in ATTENTION.items():
+            rows.measure({"part": "attention", **names, "variant": variant}, partial(measure, build))
+
+
+# -- Head --------------------------------------------------------------------------------------------------------------
+
+
+class Head:
+    """Random hidden states [N, hidden] and head [V, hidden], whose logits have a spread of about 1, and targets."""
+
+    def __init__(self, shape: tuple[int, int, int], device: torch.device):
+        num_tokens, hidden, vocab = shape
+        self.device = device
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self.x = torch.randn(num_tokens, hidden, dtype=dtype, device=device).requires_grad_()
+        self.weight = (torch.randn(vocab, hidden, dtype=dtype, device=device) * hidden**-0.5).requires_grad_()
+        self.targets = torch.randint(vocab, (num_tokens,), device=device)
+        self.flops = 6.0 * num_tokens * hidden * vocab
+
+    @torch.no_grad()
+    def difference(self, logprobs: Tensor) -> float:
+        """The largest difference from fp64, among the first tokens, nats."""
+        some = slice(0, 64)
+        logits = self.x[some].double() @ self.weight.double().T
+        exact = logits.log_softmax(-1).gather(-1, self.targets[some, None])[:, 0]
+        return (logprobs[some].double() - exact).abs().max().item()
+
+
+class ByChunks(torch.autograd.Function):
+    """Log-probs by chunks of tokens, whose logits are made again in backward; `product` gives fp32 matrices."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Any, size: int, targets: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """[N] fp32."""
+        logprobs, normalizers = (torch.empty(len(x), device=x.device) for _ in range(2))
+        for part in (slice(start, start + size) for start in range(0, len(x), size)):
+            logits = product(x[part], weight.T)
+            normalizers[part] = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normalizers[part]
+        ctx.product, ctx.size = product, size
+        ctx.save_for_backward(targets, x, weight, normalizers)
+        return logprobs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x and weight."""
+        targets, x, weight, normalizers = ctx.saved_tensors
+        dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
+        for part in (slice(start, start + ctx.size) for start in range(0, len(x), ctx.size)):
+            dz = ctx.product(x[part], weight.T).sub_(normalizers[part, None]).exp_().mul_(-grad[part, None])
+            dz[torch.arange(len(dz), device=dz.device), targets[part]] += grad[part]
+            dz = dz.to(x.dtype)
+            dx[part] = dz @ weight
+            dweight += ctx.product(dz.T, x[part])
+        return None, None, None, dx, dweight.to(weight.dtype)
+
+
+def rounded(a: Tensor, b: Tensor) -> Tensor:
+    """A product in the operands' dtype, and then fp32."""
+    return (a @ b).float()
+
+
+def accumulated(a: Tensor, b: Tensor) -> Tensor:
+    """A product that stays in fp32, in which it is summed."""
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+def by_chunks(product: Any, num_logits: int, case: Head) -> Tensor:
+    """`ByChunks` with `num_logits` at a time."""
+    if product is accumulated:
+        on_gpu(case)
+    size = max(1, num_logits // len(case.weight))
+    return ByChunks.apply(product, size, case.targets, case.x, case.weight)
+
+
+def ours(with_entropy: bool, case: Head) -> Tensor:
+    """The one of prefix_attention.py."""
+    return _TokenLogprobs.apply(case.targets, _Logits(1.0), with_entropy, case.x, case.weight)[0]
+
+
+def written_down(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The logits of all tokens, and cross_entropy."""
+    return -F.cross_entropy((x @ weight.T).float(), targets, reduction="none")
+
+
+def checkpointed(case: Head) -> Tensor:
+    """Chunks of 1024 tokens under torch's checkpoint."""
+    parts = zip(case.x.split(1024), case.targets.split(1024), strict=True)
+    return torch.cat([checkpoint(written_down, x, case.weight, t, use_reentrant=False) for x, t in parts])
+
+
+def cut(case: Head) -> Tensor:
+    """Apple's cut-cross-entropy."""
+    return -imported("cut_cross_entropy", "linear_cross_entropy")(case.x, case.weight, case.targets, reduction="none")
+
+
+def liger(case: Head) -> Tensor:
+    """Liger's fused linear and cross-entropy."""
+    loss = imported("liger_kernel.transformers", "LigerFusedLinearCrossEntropyLoss")
+    return -loss(reduction="none")(case.weight, case.x, case.targets)
+
+
+HEAD: dict[str, Callable[[Head], Tensor]] = {
+    "ours": partial(ours, False),
+    "ours, with entropy": partial(ours, True),
+    "chunks of 2^27, rounded products": partial(by_chunks, rounded, 1 << 27),
+    "chunks of 2^27, fp32 products": partial(by_chunks, accumulated, 1 << 27),
+    "chunks of 2^28, fp32 products": partial(by_chunks, accumulated, 1 << 28),
+    "chunks of 2^29, fp32 products": partial(by_chunks, accumulated, 1 << 29),
+    "all logits, cross_entropy": lambda case: written_down(case.x, case.weight, case.targets),
+    "chunks under checkpoint": checkpointed,
+    "cut-cross-entropy": cut,
+    "Liger": liger,
+}
+
+
+def head_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
+    """Every variant of the head on every shape."""
+    for shape in HEAD_SHAPES[is_quick]:
+        case = Head(shape, device)
+
+        def measure(variant: Callable[[Head], Tensor], case: Any = case) -> dict[str, Any]:
+            found, out = timed_step(partial(variant, case), (case.x, case.weight), device)
+            found["difference"] = case.difference(out)
+            found["tflops"] = case.flops / found["ms"] / 1e9
+            if peak := peak_flops():
+                found["of_bound"] = case.flops / peak / (found["ms"] / 1e3)
+            return found
+
+        names = dict(zip(("tokens", "hidden", "vocab"), shape, strict=True))
+        for variant, function in HEAD.items():
+            rows.measure({"part": "head", **names, "variant": variant}, partial(measure, function))
+
+
+# -- Decoder layer -----------------------------------------------------------------------------------------------------
+
+
+def layer(is_compiled: bool, is_quick: bool, device: torch.device) -> dict[str, Any]:
+    """Forward and backward of a model of one layer and a small vocabulary, over a row of ten groups."""
+    if is_compiled and device.type == "cpu":
+        raise Skipped("needs a GPU: it is to show what the GPU gains")
+    small = {"num_hidden_layers": 1, "vocab_size": 1024}
+    config = Qwen3Config(**SIZES["quick" if is_quick else "8B"] | small, max_position_embeddings=32768)
+    torch.manual_seed(0)
+    network: Any = Qwen3ForCausalLM(config)
+    model = network.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
+    attach(model)
+    _, prompt, completion, size = SHAPES[is_quick][1]
+    (row,) = pack([([7] * prompt, [[number] * completion for number in range(size)])] * 10)
+    row = row.to(device)
+    if is_compiled:
+        model.model.layers[0].compile()
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        completion_logprobs(model, row).sum().backward()
+
+    started = time.perf_counter()
+    step()
+    warm_up_s = time.perf_counter() - started
+    step()
+    before = memory_mb(device, "VmRSS")
+    reset_peak(device)
+    times = durations(step, device, 1.0 if device.type == "cuda" else 0.05)
+    return {"ms": 1e3 * median(times), "memory_mb": memory_mb(device, "VmHWM") - before, "warm_up_s": warm_up_s}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows here, one by one")
+    parser.add_argument("--quick", action="store_true", help="tiny shapes, in under a minute on a CPU")
+    args = parser.parse_args()
+    rows, device = Rows(args.json), device_here()
+    head_rows(rows, args.quick, device)
+    attention_rows(rows, args.quick, device)
+    for is_compiled in (False, True):
+        names = {"part": "layer", "variant": "compiled" if is_compiled else "plain"}
+        rows.measure(names, partial(layer, is_compiled, args.quick, device))
+
+
+if __name__ == "__main__":
+    main()
