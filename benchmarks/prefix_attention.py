@@ -9,11 +9,12 @@ A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GP
   ours      (d) `pack`, `attach`, `completion_logprobs`
 On a GPU only (b) and (d).
 
-Every figure is the median over runs and processes of one method each, (b) and (d) in turn, within one token budget,
-after a warm-up (on a CPU the first batch, on a GPU a short one); memory is the peak above the model's. `bound` is the
-speed-up over (b) that the FLOPs allow: Σ over linear layers (by tokens forwarded), attention (by pairs of query and
-key) and head (by completion tokens, the same for both); `of_bound` is the share of it that ours reaches.
-`*_difference` is the largest difference of a log-prob from (a)'s, or (b)'s.
+Every figure is the median over runs after a warm-up, within one token budget; memory is the peak above the model's. On
+a CPU each method has processes of its own, (b) and (d) in turn. On a GPU both run in one process and on one model, row
+by row: a run that is cut keeps the rows it has. `bound` is the speed-up over (b) that the FLOPs allow: Σ over linear
+layers (by tokens forwarded), attention (by pairs of query and key) and head (by completion tokens, the same for both);
+`of_bound` is the share of it that ours reaches. `*_difference` is the largest difference of a log-prob from (a)'s, or
+(b)'s.
 """
 
 import argparse
@@ -23,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +36,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import median, memory_mb, report
+from benchmarks.common import Rows, device_here, durations, median, memory_mb, report, reset_peak
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 
 Groups = list[tuple[list[int], list[list[int]]]]
@@ -57,13 +59,16 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024,
     },
 }  # fmt: skip
-METHODS = {"cpu": ("padded", "packed", "grouper", "ours"), "cuda": ("packed", "ours")}
-# processes of (b) and (d), whose ratio is the finest; seconds that a process measures, once at least
-REPEATS = {"quick": (1, 0.0), "4 layers": (3, 15.0), "1.5B": (1, 5.0), "8B": (1, 0.0)}
+METHODS, IN_ONE_PROCESS = ("padded", "packed", "grouper", "ours"), ("packed", "ours")
+# on a CPU: processes of (b) and (d), whose ratio is the finest; seconds that a process measures, once at least
+REPEATS = {"quick": (1, 0.0), "4 layers": (3, 15.0)}
+# on a GPU: tokens of a row, of which those of the 8B model have to fit 80 GB beside its weights and gradients
+BUDGETS = {"quick": 4096, "1.5B": 131072, "8B": 65536}
+LARGEST = 200_000  # repeated tokens: packed rows of more would take the 8B model out of nine minutes
 
 
 def make_groups(shape: str, vocab: int) -> Groups:
-    """`P,S,G`: one group; `ragged`: six groups of eight, prompts of 200 to 2000 and completions of 20 to 600 tokens."""
+    """`P,S,G` or `P,S,G,groups`; `ragged`: six groups of 8, prompts of 200 to 2000, completions of 20 to 600 tokens."""
     rng = random.Random(0)
 
     def tokens(count: int) -> list[int]:
@@ -71,8 +76,8 @@ def make_groups(shape: str, vocab: int) -> Groups:
 
     if shape == "ragged":
         return [(tokens(rng.randint(200, 2000)), [tokens(rng.randint(20, 600)) for _ in range(8)]) for _ in range(6)]
-    prompt, completion, group = map(int, shape.split(","))
-    return [(tokens(prompt), [tokens(completion) for _ in range(group)])]
+    prompt, completion, size, *more = map(int, shape.split(","))
+    return [(tokens(prompt), [tokens(completion) for _ in range(size)]) for _ in range(more[0] if more else 1)]
 
 
 def make_model(size: str, device: torch.device) -> Any:
@@ -198,7 +203,7 @@ LOGPROBS: dict[str, Callable[[Any, Any], Tensor]] = {
 def measure(method: str, size: str, shape: str, seconds: float, max_tokens: int) -> dict[str, Any]:
     """One method on one shape, in this process."""
     torch.set_num_threads(1)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cpu")
     model = make_model(size, device)
     if method in ("packed", "ours"):
         attach(model)
@@ -208,21 +213,18 @@ def measure(method: str, size: str, shape: str, seconds: float, max_tokens: int)
     before = memory_mb(device, "VmRSS")
     vocab = SIZES[size]["vocab_size"]
     batches = make_batches(method, make_groups(shape, vocab), max_tokens, device)
-    short = make_batches(method, make_groups("1024,256,8", vocab), max_tokens, device)
 
     def step(batch: Any) -> Tensor:
         logprobs = LOGPROBS[method](model, batch)
         logprobs.sum().backward()
         return logprobs.detach()
 
-    step(short[0] if device.type == "cuda" else batches[0])
+    step(batches[0])
     times: list[float] = []
     while not times or sum(times) < seconds:
         model.zero_grad(set_to_none=True)
         started = time.perf_counter()
         values = [step(batch) for batch in batches]
-        if device.type == "cuda":
-            torch.cuda.synchronize()
         times.append(time.perf_counter() - started)
     return {
         "seconds": median(times),
@@ -251,9 +253,8 @@ def flops(groups: Groups, size: str, share: bool) -> float:
 def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
     """All methods on one shape, each in processes of its own."""
     found: dict[str, list[dict[str, Any]]] = {}
-    methods = METHODS["cuda" if torch.cuda.is_available() else "cpu"]
     processes, seconds = REPEATS[size]
-    for method in (*methods, *("packed", "ours") * (processes - 1)):
+    for method in (*METHODS, *("packed", "ours") * (processes - 1)):
         command = [sys.executable, __file__, "--measure", method, size, shape, str(seconds), str(max_tokens)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -265,9 +266,13 @@ def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
         method: of[-1] | {name: median([result[name] for result in of]) for name in ("seconds", "memory_mb")}
         for method, of in found.items()
     }
+    return compared(size, shape, METHODS, results)
+
+
+def compared(size: str, shape: str, methods: Sequence[str], results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The row of a table, from each method's seconds, memory and log-probs."""
     groups = make_groups(shape, SIZES[size]["vocab_size"])
-    row: dict[str, Any] = {"model": size, "shape": shape}
-    row |= {f"{method}_s": results[method]["seconds"] for method in methods if method in results}
+    row: dict[str, Any] = {f"{method}_s": results[method]["seconds"] for method in methods if method in results}
     row |= {f"{method}_mb": results[method]["memory_mb"] for method in methods if method in results}
     row["bound"] = flops(groups, size, share=False) / flops(groups, size, share=True)
     if {"packed", "ours"} <= results.keys():
@@ -283,31 +288,70 @@ def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
     return row
 
 
+def compare_in_one_process(size: str, shapes: Sequence[str], rows: Rows, device: torch.device) -> None:
+    """(b) and (d) on one attached model, shape by shape."""
+    model = attach(make_model(size, device))
+    found: list[Tensor] = []
+
+    def run(method: str, batches: Sequence[Any]) -> None:
+        model.zero_grad(set_to_none=True)
+        found.clear()
+        for batch in batches:
+            logprobs = LOGPROBS[method](model, batch)
+            logprobs.sum().backward()
+            found.append(logprobs.detach())
+
+    def measured(shape: str) -> dict[str, Any]:
+        groups, results = make_groups(shape, SIZES[size]["vocab_size"]), {}
+        for method in IN_ONE_PROCESS:
+            batches = make_batches(method, groups, BUDGETS[size], device)
+            run(method, batches[:1])  # the kernels of these shapes, and memory for the largest row
+            model.zero_grad(set_to_none=True)
+            before = memory_mb(device, "VmRSS")
+            reset_peak(device)
+            seconds = median(durations(partial(run, method, batches), device, 1.0, 1))
+            peak = memory_mb(device, "VmHWM") - before
+            results[method] = {"seconds": seconds, "memory_mb": peak, "logprobs": torch.cat(found).tolist()}
+        return compared(size, shape, IN_ONE_PROCESS, results)
+
+    for shape in shapes:
+        rows.measure({"model": size, "shape": shape}, partial(measured, shape))
+
+
+def shapes_for_gpu(size: str, prompts: Sequence[int]) -> list[str]:
+    """Many short groups, then long prompts, those of fewest repeated tokens first."""
+    long = [(p, p // part, g) for p in prompts for g in (8, 16) for part in (16, 4)]
+    long = [shape for shape in long if size != "8B" or (shape[0] + shape[1]) * shape[2] <= LARGEST]
+    long.sort(key=lambda shape: (shape[0] + shape[1]) * shape[2])
+    return ["128,128,8,10", "128,128,8,40", *(f"{p},{s},{g}" for p, s, g in long)]
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one small shape, in under a minute")
-    parser.add_argument("--models", default="1.5B,8B", help="on a GPU: which of them (ten and fifteen minutes)")
+    parser.add_argument("--models", default="1.5B,8B", help="on a GPU: which of them (each under nine minutes)")
     parser.add_argument("--prompts", default="4096,8192,16384", help="on a GPU: prompts of which lengths")
+    parser.add_argument("--one-process", action="store_true", help="on a CPU, too: as on a GPU")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         method, size, shape, seconds, max_tokens = args.measure
         print(json.dumps(measure(method, size, shape, float(seconds), int(max_tokens))))
         return
-    if args.quick:
-        cases = [("quick", "128,32,4", 4096)]
-    elif torch.cuda.is_available():
-        lengths = [(p, p // part, g) for p in map(int, args.prompts.split(",")) for g in (8, 16) for part in (16, 4)]
-        cases = [(size, f"{p},{s},{g}", 131072) for size in args.models.split(",") for p, s, g in lengths]
-    else:
-        shapes = ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")
-        cases = [("4 layers", shape, 8192) for shape in shapes]
-    rows: list[dict[str, Any]] = []
-    for size, shape, max_tokens in cases:
-        rows.append(compare(size, shape, max_tokens))
-        report(rows, args.json)
+    device = device_here()
+    if device.type == "cuda" or args.one_process:
+        rows, prompts = Rows(args.json), [int(length) for length in args.prompts.split(",")]
+        for size in ["quick"] if args.quick else args.models.split(","):
+            shapes = ["128,32,4", "32,16,4,10"] if args.quick else shapes_for_gpu(size, prompts)
+            compare_in_one_process(size, shapes, rows, device)
+        return
+    cases = [("4 layers", shape, 8192) for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")]
+    table: list[dict[str, Any]] = []
+    for size, shape, max_tokens in [("quick", "128,32,4", 4096)] if args.quick else cases:
+        table.append({"model": size, "shape": shape} | compare(size, shape, max_tokens))
+        report(table, args.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,227 @@
+"""train.py in its modes against a stand-in for the server, compared with fp32 on the CPU; and where a step's time goes.
+
+    python benchmarks/train_modes.py [--json PATH] [--quick]
+
+Every run has the same random model, data, seeds and answers, so that only the arithmetic differs from the reference,
+which runs in fp32 on the CPU (with LoRA for the modes with LoRA). `*_difference` are the largest of all steps: of the
+loss and the entropy (nats), and of the gradient's norm relative to the reference's. `mismatch` is the mean difference
+of the trainer's log-probs from the stand-in's, which computes in fp32 what it received (nats).
+
+The last row is a step of `steps.py`'s model on shared prompts under torch.profiler: the shares of the kernels of
+attention, of what merges their outputs, of the head, and of the rest, in percent of the time that the device (on a CPU
+the thread) was busy.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
+
+import torch
+from build_tiny import build_model, build_tokenizer
+from local_server import free_port
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.common import Rows, Skipped, device_here
+from benchmarks.steps import MODELS, make_config, make_policy, micro_batch
+from prefix_attention import pack
+from train import Share, train_batch
+from training.model import build_optimizer
+from utils import die_with, process_group
+
+RECIPE = """
+import random
+from config import TrainConfig
+def rows():
+    rng = random.Random(0)
+    return [{{"prompt": "".join(rng.choices("0123456789", k=48)) + "="}} for _ in range(64)]
+def mean_id(completion_ids, **_):
+    return [sum(ids) / len(ids) / 50 for ids in completion_ids]
+config = TrainConfig(
+    model_id={model!r}, vllm_urls=[{url!r}], dataset_id=rows, reward_funcs=[mean_id], max_completion_len=16,
+    batch_size=8, num_generations=8, num_iterations=2, max_steps={steps}, learning_rate=1e-3, max_staleness=0,
+    reward_workers=1, no_apply_chat_template=True, max_tokens_per_gpu=1024, server_timeout=60,
+)
+"""
+LORA = {"use_peft": True, "lora_rank": 8}
+FSDP_BF16 = {"use_fsdp": True, "fsdp_bf16": True, "bf16": False}
+# ranks and fields, of which bf16 is always given, as its default depends on the device
+MODES: dict[str, tuple[int, dict[str, Any]]] = {
+    "fp32": (1, {"bf16": False}),
+    "bf16": (1, {"bf16": True}),
+    "DDP bf16": (2, {"bf16": True}),
+    "FSDP2 fp32": (1, {"use_fsdp": True, "fsdp_bf16": False, "bf16": False}),
+    "FSDP2 fsdp_bf16": (1, FSDP_BF16),
+    "LoRA bf16": (1, {**LORA, "bf16": True}),
+    "LoRA fsdp_bf16": (1, {**LORA, **FSDP_BF16}),
+}
+QUICK = ("bf16", "FSDP2 fp32")
+
+
+def answer(prompt_ids: list[int], number: int) -> tuple[list[int], float]:
+    """4 to 16 tokens that depend on nothing but prompt and number, at once."""
+    rng = random.Random(1000 * sum(prompt_ids) + number)
+    return [rng.randrange(5, 90) for _ in range(rng.randrange(4, 17))], 0.0
+
+
+def serve(model: str, url: Any, parent: int) -> None:
+    """The stand-in, in a process of its own, on the CPU, until the parent ends."""
+    die_with(parent)
+    from fake_server import fake_server
+
+    torch.set_num_threads(1)
+    with fake_server(model, answer) as server:
+        url.send(server.url)
+        url.recv()  # never comes: the parent ends this process
+
+
+def build_random(folder: Path) -> str:
+    """A random model whose distributions are far from uniform."""
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    network = build_model(tokenizer)
+    with torch.no_grad():
+        for weight in network.parameters():
+            weight.mul_(3 if weight.ndim > 1 else 1)
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def train(recipe: Path, fields: dict[str, Any], num_ranks: int, on_cpu: bool) -> list[dict[str, Any]]:
+    """The metrics of each step of a run of train.py; it ends with this process.
+
+    Raises:
+        RuntimeError: the run failed; the message is the end of what it printed.
+    """
+    with tempfile.TemporaryDirectory() as output:
+        command = [sys.executable]
+        if num_ranks > 1:
+            command += ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}", f"--master_port={free_port()}"]
+        command += [str(ROOT / "train.py"), str(recipe), "--output_dir", output]
+        command += [word for name, value in fields.items() for word in (f"--{name}", str(value).lower())]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=180, env=env, check=False,
+            preexec_fn=partial(die_with, os.getpid()),
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError(" ".join((done.stdout + done.stderr).split())[-250:])
+        lines = (Path(output) / "metrics.jsonl").read_text().splitlines()
+        return [row for line in lines if "loss" in (row := json.loads(line))]
+
+
+def compared(rows: list[dict[str, Any]], reference: list[dict[str, Any]]) -> dict[str, Any]:
+    """The largest differences of a run from the reference, and its seconds of training a step after the first."""
+    pairs = list(zip(rows, reference, strict=True))
+    norms = [(row["grad_norm"], other["grad_norm"]) for row, other in pairs]
+    return {
+        "steps": len(rows),
+        "last_loss": rows[-1]["loss"],
+        "loss_difference": max(abs(row["loss"] - other["loss"]) for row, other in pairs),
+        "grad_norm_difference": max(abs(a - b) / b for a, b in norms),
+        "entropy_difference": max(abs(row["entropy"] - other["entropy"]) for row, other in pairs),
+        "mismatch": max(row["sampling/sampling_logp_difference/mean"] for row in rows),
+        "train_s": min(row["time/train_s"] for row in rows),
+        "sync_s": min(row["time/sync_s"] for row in rows),
+    }
+
+
+def modes(rows: Rows, folder: Path, is_quick: bool) -> None:
+    """A row for each mode, after those of the references that it needs."""
+    model = build_random(folder / "model")
+    spawn = multiprocessing.get_context("spawn")
+    here, there = spawn.Pipe()
+    process = spawn.Process(target=serve, args=(model, there, os.getpid()), daemon=True)
+    process.start()
+    recipe = folder / "recipe_of_train_modes.py"
+    try:
+        recipe.write_text(RECIPE.format(model=model, url=here.recv(), steps=2 if is_quick else 4))
+        references: dict[bool, list[dict[str, Any]]] = {}
+
+        def run(name: str) -> dict[str, Any]:
+            num_ranks, fields = MODES[name]
+            if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
+                raise Skipped(f"needs {num_ranks} GPUs")
+            is_lora = "use_peft" in fields
+            if is_lora not in references:
+                plain = {**(LORA if is_lora else {}), "bf16": False}
+                references[is_lora] = train(recipe, plain, 1, on_cpu=True)
+            return compared(train(recipe, fields, num_ranks, on_cpu=False), references[is_lora])
+
+        for name in QUICK if is_quick else MODES:
+            rows.measure({"part": "mode", "mode": name, "device": device_here().type}, partial(run, name))
+    finally:
+        process.terminate()
+        process.join()
+
+
+def kind_of(event: Any) -> str:
+    """What an operation belongs to, by its name and those of the operations that called it."""
+    names = []
+    while event is not None:
+        names.append(event.name)
+        event = event.cpu_parent
+    if any("prefix_attention::" in name for name in names):
+        return "attention" if any("flash_attention" in name for name in names) else "merge"
+    return "head" if any("_TokenLogprobs" in name for name in names) else "rest"
+
+
+def shares(is_quick: bool) -> dict[str, Any]:
+    """The profile of one step: two groups of 8 completions of 512 tokens on 4096."""
+    model, prompt, completion = ("quick", 128, 32) if is_quick else ("Qwen3-0.6B", 4096, 512)
+    with process_group(600) as device:
+        config = make_config(is_lora=False, mode="bf16")
+        policy = make_policy(model, config, device)
+        optimizer, scheduler = build_optimizer(policy, 10, config)
+        rng = random.Random(0)
+
+        def tokens(count: int) -> list[int]:
+            return [rng.randrange(MODELS[model]["vocab_size"]) for _ in range(count)]
+
+        (row,) = pack([(tokens(prompt), [tokens(completion) for _ in range(8)]) for _ in range(2)])
+
+        def step() -> None:
+            train_batch(policy, None, optimizer, scheduler, [Share([micro_batch(row)], 1.0)], config, device)
+
+        step()
+        is_cuda = device.type == "cuda"
+        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]) as profiled:
+            step()
+            if is_cuda:
+                torch.cuda.synchronize()
+    busy: Counter[str] = Counter()
+    for event in profiled.events() or ():
+        if event.device_type == DeviceType.CPU:  # a kernel's time is that of the operation that launched it
+            busy[kind_of(event)] += event.self_device_time_total if is_cuda else event.self_cpu_time_total
+    total = sum(busy.values())
+    parts = {f"{kind}_percent": 100 * busy[kind] / total for kind in ("attention", "merge", "head", "rest")}
+    return {"model": model, "tokens": row.num_tokens, "busy_ms": total / 1e3, **parts}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows here, one by one")
+    parser.add_argument("--quick", action="store_true", help="few modes and a tiny model, in about a minute on a CPU")
+    args = parser.parse_args()
+    rows = Rows(args.json)
+    with tempfile.TemporaryDirectory() as folder:
+        modes(rows, Path(folder), args.quick)
+    rows.measure({"part": "profile"}, partial(shares, args.quick))
+
+
+if __name__ == "__main__":
+    main()
