@@ -6,6 +6,7 @@ Only files that have such tests are collected, as others need packages that a ma
 """
 
 import argparse
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,9 @@ def main() -> int:
     rows = Rows(args.json)
     if device_here().type == "cpu":
         rows.add({"skipped": "the tests marked gpu need a CUDA device"})
+        return 0
+    if not importlib.util.find_spec("pytest"):
+        rows.add({"skipped": "pytest is not installed"})
         return 0
     import pytest
 

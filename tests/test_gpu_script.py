@@ -1,0 +1,221 @@
+"""scripts/gpu.sh and the benchmarks that it runs, without a GPU: what runs, what says why not, what a cut run keeps."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ENV, ROOT
+
+from benchmarks.common import Rows, Skipped
+from benchmarks.steps import flops
+from benchmarks.train_modes import kind_of
+
+PARTS = ["tests", "micro", "prefix-1.5B", "prefix-8B", "steps", "train", "server"]
+ON_CPU = {**ENV, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+
+
+def gpu_sh(*words, env=ON_CPU, timeout_s=60):
+    command = ["bash", str(ROOT / "scripts" / "gpu.sh"), *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, env=env, cwd="/", timeout=timeout_s, check=False)
+
+
+def rows_of(path):
+    return json.loads(path.read_text())["rows"]
+
+
+@pytest.fixture
+def stand_in(tmp_path):
+    """A function that makes an interpreter which says its device, and else notes what it was to run, and may hang."""
+
+    def make(device, hangs_in="nothing"):
+        script = tmp_path / "python"
+        script.write_text(
+            f'#!/bin/bash\nif [ "$1" = -c ]; then echo {device}; exit; fi\necho "$@" >> {tmp_path}/ran\n'
+            f'if [ "$1" = benchmarks/{hangs_in}.py ]; then exec sleep 60; fi\n'
+        )
+        script.chmod(0o755)
+        return {**ENV, "PYTHON": str(script)}
+
+    return make
+
+
+def with_nvidia_smi(folder):
+    """An environment in which `nvidia-smi` answers."""
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho an emulated GPU\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    return {**ON_CPU, "PATH": f"{folder}{os.pathsep}{ENV['PATH']}"}
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["nope"], "unknown part nope: tests, micro, prefix [1.5B|8B], steps, train, server"),
+        (["micro", "8B"], "unknown part micro 8B: tests, micro, prefix [1.5B|8B], steps, train, server"),
+        (["prefix", "3B"], "unknown size 3B: 1.5B or 8B"),
+        (["--fast"], "unknown option --fast: there is --out FOLDER"),
+        (["micro", "--out"], "--out needs a folder"),
+    ],
+)
+def test_a_wrong_command_is_one_line(words, error):
+    done = gpu_sh(*words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {error}\n")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_all_parts_in_order(stand_in, tmp_path, device):
+    """On an emulated GPU at full size; on a CPU small, where there is a small form."""
+    done = gpu_sh("--out", tmp_path / "out", env=stand_in(device))
+    assert done.returncode == 0, done.stderr
+    ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
+    assert [words[2] for words in ran] == [str(tmp_path / "out" / f"{part}.json") for part in PARTS]
+    small = [part for part, words in zip(PARTS, ran, strict=True) if "--quick" in words]
+    assert small == ([] if device == "cuda" else PARTS[1:-1])
+    assert [words[words.index("--models") + 1] for words in ran if "--models" in words] == ["1.5B", "8B"]
+
+
+def test_a_part_that_takes_too_long_is_cut(stand_in, tmp_path):
+    env = stand_in("cuda", hangs_in="micro") | {"GPU_PART_SECONDS": "1"}
+    done = gpu_sh("--out", tmp_path / "out", env=env)
+    assert done.returncode == 0
+    assert "micro: cut after 1 s\n" in done.stdout
+    assert len((tmp_path / "ran").read_text().splitlines()) == len(PARTS)
+
+
+def test_rows_stay_when_a_variant_fails(tmp_path):
+    rows = Rows(tmp_path / "out.json")
+
+    def fails():
+        raise RuntimeError("no such\nkernel")
+
+    def cannot():
+        raise Skipped("needs a GPU")
+
+    for number, variant in enumerate([fails, cannot, lambda: {"ms": 1.0}]):
+        assert len(rows_of(tmp_path / "out.json")) == number
+        rows.measure({"variant": number}, variant)
+    assert rows_of(tmp_path / "out.json") == [
+        {"variant": 0, "error": "RuntimeError: no such kernel"},
+        {"variant": 1, "skipped": "needs a GPU"},
+        {"variant": 2, "ms": 1.0},
+    ]
+    assert not list(tmp_path.glob("*.part"))
+
+
+@pytest.mark.parametrize(
+    ("model", "num_tokens", "adapters", "seconds", "mfu"),
+    [
+        ("Qwen3-0.6B", 16384, None, 2 * 16384 / 11896, 11.1),  # by its tokens a second: the time between steps
+        ("Qwen3-4B", 16384, 33_030_144, 5.26, 21.7),
+        ("Qwen3-4B", 65536, 33_030_144, 31.5, 37.4),
+    ],
+)
+def test_flops_of_published_steps(model, num_tokens, adapters, seconds, mfu):
+    """Published seconds give the published MFU, to its last digit, on a GPU of 989 TFLOP/s."""
+    count = flops(model, num_tokens, adapters)
+    assert abs(100 * count.theirs / seconds / 989e12 - mfu) < 0.06
+
+
+def test_flops_are_those_of_a_forward_and_backward():
+    """Ours against torch's counter, whose attention is not causal: as if every query saw every key."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from benchmarks.steps import MODELS, NUM_ROWS, make_config, make_policy
+    from utils import process_group
+
+    with process_group(60) as device:
+        model = make_policy("quick", make_config(False, "bf16"), device)
+        model.gradient_checkpointing_disable()
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter:
+            model(torch.zeros(1, 64, dtype=torch.long)).logits.sum().backward()
+    s = MODELS["quick"]
+    unseen = 12 * s["num_hidden_layers"] * s["num_attention_heads"] * s["head_dim"] * 64 * 63 // 2
+    # the first layer's embedding needs no product; nothing else is left out
+    assert counter.get_total_flops() == flops("quick", 64, None).ours / NUM_ROWS + unseen
+
+
+def test_what_an_operation_belongs_to():
+    def event(*names):
+        found = None
+        for name in names:
+            found = SimpleNamespace(name=name, cpu_parent=found)
+        return found
+
+    cascade, kernel = "prefix_attention::cascade", "aten::_flash_attention_forward"
+    assert kind_of(event("Checkpoint", cascade, kernel, "aten::empty")) == "attention"
+    assert kind_of(event(cascade, "aten::logaddexp")) == "merge"
+    assert kind_of(event("_TokenLogprobsBackward", "aten::mm")) == "head"
+    assert kind_of(event("aten::linear", "aten::mm")) == "rest"
+
+
+@pytest.mark.server
+def test_micro(tmp_path):
+    """Rows come one by one; every variant that runs gives the same attention and log-probs, to fp32's rounding."""
+    path = tmp_path / "micro.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "micro.py"), "--quick", "--json", str(path)]
+    process = subprocess.Popen(command, env=ON_CPU, stdout=subprocess.DEVNULL)
+    seen = set()
+    deadline = time.monotonic() + 120
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        if path.exists():
+            seen.add(len(rows_of(path)))  # valid at any moment
+        time.sleep(0.01)
+    assert process.returncode == 0
+    assert len(seen) > 5
+    rows = rows_of(path)
+    assert not [row for row in rows if "error" in row]
+    ran = {part: [row for row in rows if row["part"] == part and "ms" in row] for part in ("attention", "head")}
+    assert {row["groups"] for row in ran["attention"] if row["variant"] == "ours"} == {1, 10, 40}
+    assert all(row["difference"] < 1e-5 for row in ran["attention"])
+    assert all(row["difference"] < 1e-5 for row in ran["head"])
+    assert {row["variant"] for row in ran["head"]} > {"ours", "all logits, cross_entropy", "chunks under checkpoint"}
+    assert all(row["skipped"] for row in rows if "difference" not in row and row["part"] != "layer")
+
+
+@pytest.mark.server
+def test_steps(tmp_path):
+    """All modes take the same step, to bf16's rounding: 2⁻⁸ of each product."""
+    path = tmp_path / "steps.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "steps.py"), "--quick", "--json", str(path)]
+    subprocess.run(command, env=ON_CPU, check=True, timeout=120, capture_output=True)
+    rows = rows_of(path)
+    assert [row["mode"] for row in rows] == ["bf16", "fsdp_bf16", "bf16", "fsdp_bf16", "bf16 weights"]
+    for method in ("full", "LoRA r16"):
+        norms = [row["grad_norm"] for row in rows if row["method"] == method]
+        assert max(norms) - min(norms) < 0.01 * max(norms)
+    assert all(row["seconds"] > 0 and row["peak_gib"] > 0 for row in rows)
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("part", ["tests", "server"])
+def test_what_needs_a_gpu_says_so(part, tmp_path):
+    """Here nvidia-smi answers, but torch sees no GPU."""
+    done = gpu_sh(part, "--out", tmp_path / "out", env=with_nvidia_smi(tmp_path), timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert "nvidia-smi answers, but this torch sees no GPU" in done.stdout
+    (row,) = rows_of(tmp_path / "out" / f"{part}.json")
+    assert "CUDA device" in row["skipped"]
+
+
+@pytest.mark.slow
+def test_every_part_without_a_gpu(tmp_path):
+    """About three minutes."""
+    done = gpu_sh("--out", tmp_path, timeout_s=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "no GPU here: what can run runs small on the CPU" in done.stdout
+    rows = {part: rows_of(tmp_path / f"{part}.json") for part in PARTS}
+    assert not [row for of_part in rows.values() for row in of_part if "error" in row]
+    for part in PARTS:
+        assert "cores" in json.loads((tmp_path / f"{part}.json").read_text())["machine"]
+        assert [part] == [part] if part in ("tests", "server") else any("skipped" not in row for row in rows[part])
+    assert all(row["ours_difference"] < 1e-4 for part in PARTS[2:4] for row in rows[part])
+    exact = next(row for row in rows["train"] if row.get("mode") == "FSDP2 fp32")
+    assert exact["loss_difference"] < 1e-5  # the same arithmetic on the same data
+    profile = rows["train"][-1]
+    assert min(profile[f"{kind}_percent"] for kind in ("attention", "merge", "head", "rest")) > 0.5
