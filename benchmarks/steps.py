@@ -29,7 +29,6 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import Rows, durations, median, memory_mb, peak_flops, reset_peak
-from benchmarks.prefix_attention import unshared
 from config import TrainConfig
 from prefix_attention import PackedBatch, attach, pack
 from recipes.rewards import exact_match
@@ -116,7 +115,7 @@ def sequence(num_tokens: int, vocab: int, seed: int) -> MicroBatch:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocab, (num_tokens + 1,), generator=generator).tolist()
     (row,) = pack([(ids[:1], [ids[1:]])])
-    return micro_batch(unshared(row))
+    return micro_batch(row)
 
 
 class Flops(NamedTuple):

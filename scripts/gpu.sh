@@ -38,7 +38,7 @@ if [ -n "${PYTHON:-}" ]; then
     cd "$(dirname "${BASH_SOURCE[0]}")/.."
 else
     source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-    make_environment
+    make_environment gpu
     install dev -r requirements-dev.txt
 fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} HF_HUB_OFFLINE=1
