@@ -179,16 +179,16 @@ def test_what_is_not_exact_is_refused(monkeypatch):
         attach(make_model("Gemma3"), verify=True, example=example)
 
 
-@pytest.mark.parametrize("share_prefix", [False, True])
+@pytest.mark.parametrize("layout", [{"share_prefix": False}, {"share_prefix": False, "padded": False}, {}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_rows_of_any_split(family, share_prefix):
-    """Padded rows, where a prompt's images come once per completion, and shared ones in which a prompt comes twice."""
+def test_rows_of_any_split(family, layout):
+    """A prompt's images once per completion, padded and not, and shared rows in which a prompt comes twice."""
     model = make_model(family)
     groups, images = make_batch(family)
     expected = plain_logprobs(model, groups, images).detach()
-    if share_prefix:
+    if layout != {"share_prefix": False}:
         attach(model)
-    rows = pack(groups, 36, share_prefix=share_prefix)
+    rows = pack(groups, 36, **layout)
     assert len(rows) > 2
     for row in rows:
         got = completion_logprobs(model, row, **of_row(row, images))

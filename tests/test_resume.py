@@ -27,6 +27,7 @@ from rollouts import stream
 from train import main
 from training.checkpoints import _detached, _remove, find_checkpoint, read_state, saved_in
 from training.logs import _cut_lines
+from training.model import with_bf16
 
 
 @pytest.fixture
@@ -101,7 +102,7 @@ def test_auto_and_keep_last(start, tmp_path):
     main(parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 2)))
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
-    assert find_checkpoint(parse_args(start("--resume_from_checkpoint", "auto"))) == folder / "checkpoint-4"
+    assert find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto")))) == folder / "checkpoint-4"
     (folder / "checkpoint-9.part").mkdir()
     (folder / "checkpoint-8").mkdir()  # of something else
     (folder / "checkpoint-of-9").mkdir()
@@ -148,7 +149,7 @@ def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path):
     main(parse_args(start("--save_steps", 2)))
     earlier = tmp_path / "run" / "checkpoint-2"
     main(parse_args(start("--resume_from_checkpoint", earlier, "--max_steps", 2)))
-    assert find_checkpoint(parse_args(start("--resume_from_checkpoint", "auto"))) == earlier
+    assert find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto")))) == earlier
     assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2]
     later = read_state(tmp_path / "run" / "checkpoint-4")["saved_s"]
     main(parse_args(start("--resume_from_checkpoint", "auto")))
@@ -159,11 +160,14 @@ def test_auto_leaves_an_earlier_run_alone(start, tmp_path, capsys):
     """One that starts anew in its folder, and dies before it saves, does not go on from the other's end."""
     main(parse_args(start("--max_steps", 2)))
     (tmp_path / "run" / "run_id").write_text("another")  # as a start does
-    assert find_checkpoint(parse_args(start("--resume_from_checkpoint", "auto"))) is None
+    assert find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto")))) is None
     assert "are of an earlier run than its last: name one" in capsys.readouterr().out
     named = str(tmp_path / "run" / "checkpoint-2")
     main(parse_args(start("--max_steps", 3, "--resume_from_checkpoint", named)))
-    assert find_checkpoint(parse_args(start("--resume_from_checkpoint", "auto"))) == tmp_path / "run" / "checkpoint-3"
+    assert (
+        find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto"))))
+        == tmp_path / "run" / "checkpoint-3"
+    )
 
 
 def test_two_runs_in_one_folder(start, tmp_path):
