@@ -218,9 +218,10 @@ def training_masks(groups: list[Group], config: TrainConfig) -> list[list[bool]]
     """Which tokens of each completion train: those sampled; none without a reward, or where truncation masks it."""
     masks = []
     for group in groups:
-        for c, has_reward in zip(group.completions, group.have_reward, strict=True):
-            is_left_out = config.mask_truncated_completions and c.finish_reason == "length"
-            masks.append(c.sampled if has_reward and not is_left_out else [False] * len(c.token_ids))
+        rewards = group.reward or [0.0] * len(group.completions)  # a group need not have been scored
+        for c, reward in zip(group.completions, rewards, strict=True):
+            is_left_out = math.isnan(reward) or (config.mask_truncated_completions and c.finish_reason == "length")
+            masks.append([False] * len(c.token_ids) if is_left_out else c.sampled)
     return masks
 
 

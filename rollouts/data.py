@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import requests
 import torch
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from config import TrainConfig, UserError
 from vllm_client import Completion
+
+DROP_REASONS = ("stale", "zero_advantage")  # why a group is not trained
 
 
 @dataclass(frozen=True)
@@ -63,21 +65,9 @@ class Group:
         return min(versions, default=self.finished_version)
 
     @property
-    def have_reward(self) -> list[bool]:
-        """For each completion, whether it has a reward; True for all before any is scored."""
-        return [not math.isnan(r) for r in self.reward] or [True] * len(self.completions)
-
-    @property
     def can_teach(self) -> bool:
         """Whether its rewards differ, so that its advantages do."""
         return len({r for r in self.reward if not math.isnan(r)}) > 1
-
-
-class Dropped(NamedTuple):
-    """A group that is not trained; `reason` is one of `DROP_REASONS`."""
-
-    group: Group
-    reason: str
 
 
 @dataclass
@@ -85,7 +75,7 @@ class Batch:
     """The groups of a step: those that it trained, and those that were dropped since the step before it."""
 
     groups: list[Group] = field(default_factory=list)
-    dropped: list[Dropped] = field(default_factory=list)
+    dropped: dict[str, list[Group]] = field(default_factory=lambda: {reason: [] for reason in DROP_REASONS})
     metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -18,13 +18,12 @@ from torch import nn
 from config import TrainConfig, UserError, describe
 from prefix_attention import pack
 from rollouts import data
-from rollouts.data import Batch, Dropped, Group, Prompt
+from rollouts.data import Batch, Group, Prompt
 from rollouts.scoring import Scorer, check_rewards, reward_means
 from training.model import load_model_config, published_weights, token_logprobs
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
 
-DROP_REASONS = ("stale", "zero_advantage")
 Fill = Callable[[Group], None]  # fills in a part of a group
 
 
@@ -165,8 +164,7 @@ class GroupStream:
         """The groups taken and dropped since this was last called, with metrics of the queues."""
         with self._changed:
             batch, self._batch = self._batch, Batch()
-            reasons = [reason for _, reason in batch.dropped]
-            batch.metrics = {f"groups/dropped_{reason}": float(reasons.count(reason)) for reason in DROP_REASONS}
+            batch.metrics = {f"groups/dropped_{reason}": float(len(groups)) for reason, groups in batch.dropped.items()}
             batch.metrics |= {"queue/ready": float(len(self._ready)), "queue/running": float(len(self._running))}
             return batch
 
@@ -205,8 +203,8 @@ class GroupStream:
         group.finished_version = self.version
         self.num_sampled_tokens += sum(sum(c.sampled) for c in group.completions)
         if self.config.drop_zero_advantage and not group.can_teach:
-            self._batch.dropped.append(Dropped(group, "zero_advantage"))
-            num = sum(reason == "zero_advantage" for _, reason in self._batch.dropped)
+            self._batch.dropped["zero_advantage"].append(group)
+            num = len(self._batch.dropped["zero_advantage"])
             if num >= self.config.max_dropped_batches * self.config.batch_size:
                 cause = "all rewards within each were equal; look at the rewards, or raise max_dropped_batches"
                 raise UserError(f"nothing to learn: {num} groups of this step were dropped, as {cause}")
@@ -226,7 +224,7 @@ class GroupStream:
             for group in [g for g in self._ready if self.version - g.oldest_version > staleness]:
                 self._ready.remove(group)
                 self._num_accepted -= 1
-                self._batch.dropped.append(Dropped(group, "stale"))
+                self._batch.dropped["stale"].append(group)
             self._admit()
             return self._ready[0] if self._ready else None
         by_deadline = sorted(self._ready, key=lambda group: group.started_version)  # equal ones as they were completed
@@ -361,7 +359,7 @@ class Rollouts:
             self.failure = UserError("no reward function gave any completion of this batch a number: nothing to learn")
         num_tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in batch.groups for c in g.completions)
         self.num_tokens += num_tokens
-        self.ended |= {group.id for group in [*batch.groups, *(group for group, _ in batch.dropped)]}
+        self.ended |= {group.id for groups in (batch.groups, *batch.dropped.values()) for group in groups}
         elapsed_s = time.monotonic() - self.clock_s
         batch.metrics |= {
             "num_tokens": self.num_tokens,

@@ -66,7 +66,7 @@ class Trainer:
         batch = self.stream.end_batch()
         assert batch.groups == taken
         self.trained += [(version, group) for group in taken]
-        self.dropped += [(group.id, reason) for group, reason in batch.dropped]
+        self.dropped += [(group.id, reason) for reason, groups in batch.dropped.items() for group in groups]
         return [group.id for group in taken]
 
     def run(self):

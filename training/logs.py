@@ -153,7 +153,8 @@ class RunLog:
             metrics = batch_metrics(batch.groups, step - 1, self.config) | batch.metrics | metrics
             metrics["time/train_s"] -= metrics["time/wait_s"]
             samples = batch_samples(batch.groups, self.config)
-            dropped = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in batch.dropped]
+            pairs = ((group, reason) for reason, groups in batch.dropped.items() for group in groups)
+            dropped = [{"group": group.id, "row": group.prompt.index, "reason": reason} for group, reason in pairs]
         for name, rows in {"metrics": [metrics], "completions": samples, "dropped": dropped}.items():
             try:
                 data = ENCODER.encode_lines({"step": step, **row} for row in rows)
