@@ -262,7 +262,7 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
                 kept: list[dict[str, str]] = []  # without the keys that `datasets` adds for parts of other rows
                 for part in parts:
                     if part.get("type") in IMAGE_TYPES:
-                        places.append(part)
+                        places.append(part.get("image") or part.get("url") or part.get("path") or part.get("image_url"))
                         kept.append(IMAGE)
                     elif part.get("type") == "text" and isinstance(part.get("text"), str):
                         kept.append({"type": "text", "text": part["text"]})
@@ -270,8 +270,7 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
                         raise ValueError(f"it has a message with a part neither of type text nor image: {part!r:.100}")
                 message = {**message, "content": kept}
             content.append(message)
-    given = [place.get("image") or place.get("url") or place.get("path") or place.get("image_url") for place in places]
-    inside = [image for image in given if image]
+    inside = [image for image in places if image]
     if len(columns) + bool(inside) > 1:
         raise ValueError("it has images in two places of `image`, `images` and its messages: leave one")
     images = inside or images

@@ -6,8 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable
-from itertools import chain, product
+from itertools import product
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -32,13 +31,12 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
             cloudpickle.dumps(function)
 
 
-def reward_means(rewards: Iterable[list[list[float | None]]], config: TrainConfig) -> dict[str, float]:
-    """`rewards/<function>`: mean of what it gave, NaN for none; `rewards` is [group][completion][function]."""
-    columns = zip(*chain.from_iterable(rewards), strict=True)
+def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
+    """`rewards/<function>`: the mean of what it gave for the completions of all groups, NaN where it gave nothing."""
     means = {}
     function: Any
-    for function, column in zip(config.reward_funcs, columns, strict=True):
-        given = [value for value in column if value is not None]
+    for number, function in enumerate(config.reward_funcs):
+        given = [value for group in groups for row in group.rewards if (value := row[number]) is not None]
         means[f"rewards/{function.__name__}"] = sum(given) / len(given) if given else math.nan
     return means
 
@@ -51,7 +49,6 @@ class Scorer:
         self.config = config
         self.num_failed = 0
         self.failed_path = Path(config.output_dir) / "failed_rewards.jsonl"
-        self._is_closed = False
         self._in_a_row: Counter[str] = Counter()  # failures of each function since its last success
         self._calls = CallPool(config.reward_workers)
         self._lock = threading.Lock()
@@ -81,7 +78,7 @@ class Scorer:
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:
-            if self._is_closed:
+            if self._calls.is_closed:
                 raise
             self._note_failure(function.__name__, f"{where} {error}", group)
             return [self.config.failed_reward] * num
@@ -109,5 +106,4 @@ class Scorer:
 
     def close(self) -> None:
         """End the workers."""
-        self._is_closed = True
         self._calls.close()

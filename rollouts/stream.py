@@ -408,7 +408,7 @@ class Rollouts:
             return {}
         rewards = torch.tensor([group.reward for group in groups])
         values["eval/reward"] = rewards.nanmean().item()
-        values |= {f"eval/{name}": value for name, value in reward_means([g.rewards for g in groups], config).items()}
+        values |= {f"eval/{name}": value for name, value in reward_means(groups, config).items()}
         if {0.0, 1.0} >= set(rewards[~rewards.isnan()].tolist()) > set():
             values["eval/accuracy"] = values["eval/reward"]
         return values

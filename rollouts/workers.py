@@ -33,7 +33,7 @@ class CallPool:
         self._threads = ThreadPoolExecutor(num_workers)  # each has a worker, which Linux ends with the thread
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.Lock()
-        self._is_closed = False
+        self.is_closed = False
 
     def call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
         """`function(**arguments)`, awaited if need be, or a CallError; a first call may take `IMPORT_GRACE_S` more."""
@@ -50,7 +50,7 @@ class CallPool:
 
     def _call(self, key: int, message: bytes, timeout_s: float) -> Any:
         with self._lock:
-            if self._is_closed:
+            if self.is_closed:
                 raise CallError("was not called, as the pool of workers is closed")
             worker = self._workers.get(threading.get_ident())
             if worker is None or worker.process.poll() is not None:
@@ -74,7 +74,7 @@ class CallPool:
     def close(self) -> None:
         """End all workers, those in a call too."""
         with self._lock:
-            self._is_closed = True
+            self.is_closed = True
         for worker in self._workers.values():
             worker.end()
 

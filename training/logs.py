@@ -78,7 +78,7 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
         "reward": rewards.nanmean().item(),
         "reward_std": spread.mean().item(),
         "frac_reward_zero_std": sum(not group.can_teach for group in groups) / num_groups,
-        **reward_means([group.rewards for group in groups], config),
+        **reward_means(groups, config),
         "staleness/mean": sum(staleness) / num_completions,
         "staleness/max": float(max(staleness)),
         "staleness/in_flight": sum(g.finished_version - g.started_version for g in groups) / num_groups,
