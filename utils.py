@@ -148,7 +148,6 @@ class TransferGroup:
         self._workers = range(1, world_size)
         self._group: Any = None
         self._is_closed = False
-        self._sending: Any = None  # what `send` has started
         self._number = 0  # of the next bucket
         store.set(f"member/{rank}", json.dumps([gpu_of(device), str(dtype).removeprefix("torch.")]))
         members = [json.loads(store.get(f"member/{member}")) for member in range(world_size)]
@@ -185,7 +184,7 @@ class TransferGroup:
             self._group = kind(prefix, self._rank, world_size, options)
         finally:
             os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)
-        self._finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
+        self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
     def _try_to_share(self) -> None:
         """Let the worker open memory of the trainer: drivers and containers may forbid it, and gloo takes its place."""
@@ -197,11 +196,11 @@ class TransferGroup:
                 backend = "ipc"
         self._store.set("backend" if self._rank else "trial", backend if self._rank else json.dumps(handle))
 
-    def send(self, bucket: dict[str, Tensor]) -> None:
-        """Start to send named tensors, of any shape and dtype, from rank 0; an empty bucket ends the stream.
+    def send(self, bucket: dict[str, Tensor]) -> Any:
+        """Start to send named tensors, of any shape and dtype, from rank 0; returns what `finish` waits for.
 
         They travel as one buffer. What is alone in its bucket, contiguous and on the group's device (the CPU for gloo)
-        is not copied: it must not change until `wait_for_sent` returns.
+        is not copied, and must not change meanwhile. An empty bucket ends the stream; for it there is nothing to wait.
         """
         entries, parts, start = [], [], 0
         for name, tensor in bucket.items():
@@ -216,16 +215,10 @@ class TransferGroup:
         handle = _handle(buffer) if self.backend == "ipc" and parts else None
         for worker in self._workers:
             self._store.set(f"bucket/{worker}/{self._number}", json.dumps([start, entries, handle]))
-        if parts:
-            taken = _Key(self._store, f"taken/{self._number}", buffer)
-            self._sending = taken if handle else self._broadcast(buffer)
         self._number += 1
-
-    def wait_for_sent(self, check: Callable[[], object]) -> None:
-        """Wait until the last bucket has arrived; `check` is called meanwhile, and may raise."""
-        if self._sending:
-            self._finish(self._sending, check)
-        self._sending = None
+        if handle:
+            return _Key(self._store, f"taken/{self._number - 1}", buffer)
+        return self._broadcast(buffer) if parts else None
 
     def receive(self) -> dict[str, Tensor]:
         """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream.
@@ -233,13 +226,13 @@ class TransferGroup:
         Shapes are the sender's, and dtypes, but for rounded matrices; the tensors are on the group's device.
         """
         header = _Key(self._store, f"bucket/{self._rank}/{self._number}")
-        num_bytes, entries, handle = json.loads(self._finish(header))
+        num_bytes, entries, handle = json.loads(self.finish(header))
         if handle:
             buffer = _opened(handle, self.device)
             self._store.set(f"taken/{self._number}", "")
         elif entries:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            self._finish(self._broadcast(buffer))
+            self.finish(self._broadcast(buffer))
         self._number += 1
         bucket = {}
         for name, kind, shape, start in entries:
@@ -252,8 +245,8 @@ class TransferGroup:
             raise RuntimeError("the transfer group is closed")
         return self._group.broadcast([data], dist.BroadcastOptions())
 
-    def _finish(self, work: Any, check: Callable[[], object] = lambda: None) -> Any:
-        """What `work.wait()` returns or raises; asks until then, as `wait` would not end with the other side."""
+    def finish(self, work: Any, check: Callable[[], object] = lambda: None) -> Any:
+        """What `work.wait()` returns or raises, once the work is over; `check` is called meanwhile, and may raise."""
         deadline = time.monotonic() + self._timeout_s
         while not work.is_completed():
             check()
@@ -281,7 +274,6 @@ class TransferGroup:
                 self._store.set("left", "")
             if self._group is not None:
                 _within(1.0, self._group.abort if self.backend == "nccl" else self._group.shutdown)
-        self._sending = None
 
 
 @dataclass

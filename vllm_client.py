@@ -158,6 +158,7 @@ class Server:
         self.why_out = ""  # the last reason not to take it back
         self.in_flight = 0
         self.transfer: TransferGroup | None = None
+        self.sending: Any = None  # the bucket under way
         self.loading: Future[Any]  # the server's reply to the update under way
 
     def request(self, method: str, path: str, timeout_s: Any = None, read: Any = None, **kwargs: Any) -> Any:
@@ -257,7 +258,7 @@ class Server:
     def disconnect(self) -> None:
         """Leave the transfer group."""
         self.is_connected = self.has_weights = False
-        transfer, self.transfer = self.transfer, None
+        transfer, self.transfer, self.sending = self.transfer, None, None
         if transfer is not None:
             transfer.close()
 
@@ -281,19 +282,15 @@ class Server:
 
         Its tensors, of any shapes, must not change until the next call.
         """
-        self.wait_for_sent().send(bucket)
-
-    def wait_for_sent(self) -> TransferGroup:
-        """Wait until the last bucket has arrived; raises what the server's reply to the update failed with."""
         if (transfer := self.transfer) is None:
             raise ServerLost(f"{self.url} was lost in this update")
-        transfer.wait_for_sent(lambda: self.loading.done() and self.loading.result())
-        return transfer
+        if self.sending:  # what the server's reply to the update failed with is raised here
+            transfer.finish(self.sending, lambda: self.loading.done() and self.loading.result())
+        self.sending = transfer.send(bucket)
 
     def end_update(self, version: int) -> None:
         """End the stream, wait until everything is loaded, and let the server sample on as `version`."""
         self.send({})
-        self.wait_for_sent()
         try:
             self.loading.result(self.sync_timeout_s)
         except TimeoutError:

@@ -124,8 +124,8 @@ def transfer(trainer, worker, *buckets):
         received = []
         for bucket in buckets:
             reply = pool.submit(worker.receive)
-            trainer.send(bucket)
-            trainer.wait_for_sent(lambda: None)
+            if work := trainer.send(bucket):
+                trainer.finish(work)
             received.append(reply.result())
         return received
 
@@ -193,8 +193,8 @@ def test_one_gpu(nccl, monkeypatch, forbidden):
     assert torch.equal(second["c"], FULL.T)
     assert end == {}
     if forbidden == "nothing":
-        trainer.send({"d": FULL})  # the worker does not take it
-        message, seconds = error_of(lambda: trainer.wait_for_sent(lambda: None))
+        work = trainer.send({"d": FULL})  # the worker does not take it
+        message, seconds = error_of(lambda: trainer.finish(work))
         assert "nothing moved over ipc" in message
         assert seconds < TIMEOUT_S + 2
         trainer.close()
@@ -220,8 +220,8 @@ def test_nccl_fails(nccl, fault, side):
     """The error comes where a member waits, within the time-out, and closing never waits for a kernel."""
     nccl(lambda rank, number: fault if rank == side and number > 0 else None)
     trainer, worker = join([0, 1])
-    trainer.send({"a": FULL})
-    call = worker.receive if side else lambda: trainer.wait_for_sent(lambda: None)
+    work = trainer.send({"a": FULL})
+    call = worker.receive if side else lambda: trainer.finish(work)
     message, seconds = error_of(call)
     assert ("remote process exited" if fault == "raises" else "nothing moved over nccl for 2 s") in message
     assert seconds < TIMEOUT_S + 1
@@ -235,12 +235,12 @@ def test_nccl_fails(nccl, fault, side):
 def test_a_server_that_fails_wakes_the_trainer(nccl):
     nccl(lambda rank, number: "never" if rank == 0 and number > 0 else None)
     trainer, _ = join([0, 1])
-    trainer.send({"a": FULL})
+    work = trainer.send({"a": FULL})
 
     def check():
         raise RuntimeError("the server answered 500")
 
-    assert error_of(lambda: trainer.wait_for_sent(check))[1] < 0.5
+    assert error_of(lambda: trainer.finish(work, check))[1] < 0.5
 
 
 @pytest.mark.parametrize("gpus", [[0, 1], [-1, -1]])
@@ -298,7 +298,7 @@ def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
     release = threading.Event()
     nccl(lambda rank, number: None)
     trainer, worker = join([0, 1], timeout_s=TIMEOUT_S)
-    StandIn.made[0].fault = lambda rank, number: "never" if number == 1 else None
+    trainer._group.fault = lambda rank, number: "never" if number == 1 else None
     client = make_client("http://a")
     (server,) = client.servers
     server.transfer, server.has_weights, server.loading = trainer, True, Future()
@@ -320,7 +320,7 @@ def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
         assert gathered == [0, 1, 2]  # the third closes the second's bucket
         release.set()
         StandIn.board[1].set_result(torch.zeros(20).view(torch.uint8))
-        StandIn.made[0].works[1].result.set_result(None)
+        trainer._group.works[1].result.set_result(None)
         update.result(10)
         assert [bucket[f"w{n}"][0].item() for n, bucket in enumerate(received.result(10))] == [0, 1, 2, 3]
 
