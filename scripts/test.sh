@@ -4,7 +4,7 @@
 set -euo pipefail
 if [ "${1:-}" = --quick ]; then set -- -m "not server and not slow" "${@:2}"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
-if [ "$*" = "-m gpu" ]; then
+if [[ " $* " == *" -m gpu "* ]]; then
     has_gpu || die "no GPU answers to nvidia-smi"
     make_environment gpu
 else

@@ -16,7 +16,7 @@ os.environ["STARTED_BY"] = uuid.uuid4().hex
 WATCH = [sys.executable, str(TESTS / "watch.py"), os.environ["STARTED_BY"]]
 watching = subprocess.Popen(WATCH, stdin=subprocess.PIPE, process_group=0)
 
-from helpers import RECIPE, make_model, server  # noqa: E402
+from helpers import ENV, RECIPE, make_model, server  # noqa: E402
 
 torch.set_num_threads(1)  # with more some kernels sum in another order, and equal is not equal to the bit
 SERVERS = {"servers", "vlm_server", "url", "place", "chat", "recipe"}  # fixtures of servers, real or not
@@ -30,6 +30,12 @@ LONGEST = (
     "test_rewards",
     "test_tools",
 )
+
+
+def pytest_configure(config):
+    """Only `-m gpu` sees GPUs: on one, all other tests would share it, and its kernels are not equal to the bit."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ENV["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def pytest_collection_modifyitems(items):

@@ -1,8 +1,11 @@
 """What is refused before anything is loaded, and what a GPU changes without being asked: on a machine without one."""
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ from helpers import ENV, ROOT, answer_in
 from config import TrainConfig, UserError, describe, parse_args
 from train import main
 from training import model as builders
+from training.checkpoints import find_checkpoint
 from training.model import build_optimizer, build_policy, share_prefixes, with_bf16
 from utils import VLLM_VERSION, process_group
+
+GENERATE = "/inference/v1/generate"
 
 # -- versions, drivers, ranks ----------------------------------------------------------------------------------------
 
@@ -27,6 +33,8 @@ def test_the_locks_hold_what_is_asked_for():
     wanted, gpu, cpu = pins("requirements.txt"), pins("requirements-gpu.txt"), pins("requirements-cpu.txt")
     assert wanted["vllm"] == VLLM_VERSION
     assert wanted.items() <= gpu.items()
+    assert int(gpu["setuptools"].partition(".")[0]) < 81  # vLLM's bound from Python 3.12 on
+    assert "six" in gpu  # and it takes this one there
     on_cpu = {name.removesuffix("-cpu"): version.partition("+")[0] for name, version in cpu.items()}
     assert {name: on_cpu[name] for name in wanted} == wanted
 
@@ -37,6 +45,29 @@ def test_another_vllm_is_refused(models, recipe):
         with pytest.raises(RuntimeError, match=message):
             main(parse_args([recipe(server)]))
         assert "/init_weight_transfer_engine" not in [path for path, _ in server.log]
+
+
+def test_a_server_that_returns_with_another_vllm_stays_out(models, recipe, capsys):
+    """It was started anew in another environment; the other server waits until that is known, and ends the run."""
+    with fake_server(models["untied"], answer_in(0.0)) as one, fake_server(models["untied"], answer_in(0.0)) as two:
+        lost, asked_again = threading.Event(), threading.Event()
+
+        def ill(path):
+            if path == "/pause" and lost.is_set():  # the first that a lost server is asked for
+                two.vllm_version = "0.31.1"
+            elif path == "/version" and lost.is_set():
+                asked_again.set()
+            elif "1" in two.versions and two.vllm_version == VLLM_VERSION and (path == GENERATE or lost.is_set()):
+                lost.set()
+                raise ConnectionError("out of order")
+
+        two.fault = ill
+        one.fault = lambda path: "1" in two.versions and path == GENERATE and asked_again.wait(60)
+        main(parse_args([recipe(one, two)]))
+    reason = f"{two.url} runs vLLM 0.31.1, and the trainer speaks to {VLLM_VERSION}"
+    output = capsys.readouterr().out
+    assert f"answers again, but stays left out: {reason}" in output
+    assert f"{two.url} is back" not in output
 
 
 @pytest.mark.server
@@ -104,6 +135,38 @@ def test_each_machine_gets_its_set(shell):
     ]:
         done = shell(driver, f"find_python() {{ echo true; }}; make_environment {kind}")
         assert re.search(rf"^{ROOT}/{re.escape(folder)} \w+ .*-r {lock}$", done.stdout, re.M), (done, driver, kind)
+
+
+def test_the_suite_sees_no_gpu():
+    """Neither this process, nor any that a test starts: only `-m gpu` does, which this test is not part of."""
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ENV["CUDA_VISIBLE_DEVICES"] == ""
+
+
+@pytest.mark.parametrize(
+    ("driver", "words", "folder", "lock", "visible"),
+    [
+        ("580.65.06", [], ".venv-cpu", "cpu", ""),
+        ("570.86.15", ["--quick"], ".venv-cpu", "cpu", ""),
+        ("580.65.06", ["-m", "gpu"], ".venv", "gpu", "0"),
+        ("580.65.06", ["-x", "-m", "gpu", "-k", "bf16"], ".venv", "gpu", "0"),
+        (None, [], ".venv", "cpu", ""),
+    ],
+)
+def test_the_suite_is_one_of_the_cpu(tmp_path, driver, words, folder, lock, visible):
+    """`scripts/test.sh` on machines with and without a GPU, with a stand-in for the environments' Pythons."""
+    shutil.copytree(ROOT / "scripts", tmp_path / "scripts")
+    (tmp_path / "requirements.txt").touch()
+    for name in (".venv/bin/python", ".venv-cpu/bin/python", "nvidia-smi"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text('#!/bin/sh\necho "$0 [$CUDA_VISIBLE_DEVICES] $*"\n')
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{f'echo {driver}' if driver else 'exit 9'}\n")
+    env = {**ENV, "PATH": f"{tmp_path}:{ENV['PATH']}", "CUDA_VISIBLE_DEVICES": "0"}
+    command = ["bash", tmp_path / "scripts" / "test.sh", *words]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    assert f"-r requirements-{lock}.txt" in done.stdout
+    ran = f"{tmp_path}/{folder}/bin/python [{visible}] -m pytest -n 2"
+    assert done.stdout.splitlines()[-1].startswith(ran)
 
 
 # -- bfloat16 --------------------------------------------------------------------------------------------------------
@@ -178,3 +241,16 @@ def test_adam_is_fused_on_cuda(monkeypatch):
         patched.setattr(torch.Tensor, "is_cuda", True)
         build_optimizer(torch.nn.Linear(2, 2), 1, make_config())
     assert made == [None, True]
+
+
+def test_a_run_goes_on_with_the_other_bf16(models, recipe, tmp_path):
+    """A run that computes in bfloat16 goes on with FSDP2 switched off, by autocast; in fp32 it is another run."""
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        command = [recipe(server), "--max_steps", "1", "--resume_from_checkpoint", "auto"]
+        main(parse_args([*command, "--use_fsdp", "true", "--fsdp_bf16", "true"]))
+    saved = tmp_path / "run" / "checkpoint-1"
+    assert find_checkpoint(parse_args([*command, "--bf16", "true"])) == saved
+    assert find_checkpoint(parse_args([*command, "--use_fsdp", "true", "--bf16", "true"])) == saved
+    for other in ([], ["--use_fsdp", "true"], ["--bf16", "false"]):
+        with pytest.raises(UserError, match="was trained with bf16=True, not False: use that, or another output_dir"):
+            find_checkpoint(parse_args([*command, *other]))

@@ -385,6 +385,27 @@ def test_two_ranks_equal_plain_rows(models, tmp_path):
         assert_same(got, plain_gradient(make_config(model, **fields)))
 
 
+def sums_of_adapters(output, model):
+    """Runs on each of two ranks: a LoRA on bfloat16 weights under FSDP2; every rank's gradient is another."""
+    config = make_config(model, dtype="bfloat16", use_peft=True, use_fsdp=True, fsdp_bf16=True)
+    with process_group(60) as device:
+        torch.manual_seed(0)
+        policy = build_policy(config, device)
+        logits = policy(input_ids=torch.arange(5, 25)[None] + 7 * dist.get_rank()).logits
+        logits.float().log_softmax(-1)[..., 3].sum().backward()
+        gradients = [p.grad.full_tensor() for p in policy.parameters() if p.grad is not None]
+        torch.save(gradients, output)
+
+
+def test_sums_of_adapters_are_not_rounded(models, tmp_path):
+    """The adapters are fp32, and so are their sums over ranks: in bfloat16 all of them would have 8 bits."""
+    on_ranks(2, tmp_path, "test_gradients.sums_of_adapters", tmp_path / "out.pt", models["tied"])
+    gradients = [gradient for gradient in torch.load(tmp_path / "out.pt") if gradient.any()]
+    assert gradients
+    assert all(gradient.dtype == torch.float32 for gradient in gradients)
+    assert not any(torch.equal(gradient, gradient.bfloat16().float()) for gradient in gradients)
+
+
 # -- the optimizer's side --------------------------------------------------------------------------------------------
 
 

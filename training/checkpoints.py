@@ -46,8 +46,10 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
         return None
     if not (path / TRAINER / "state.pt").is_file():
         raise UserError(f"resume_from_checkpoint={path}: no such folder, or one without {TRAINER}/state.pt")
-    before = json.loads((path / TRAINER / "config.json").read_text())
-    for name, value in json.loads(json.dumps(to_json(config))).items():
+    before, now = json.loads((path / TRAINER / "config.json").read_text()), to_json(config)
+    for settings in (before, now):  # `use_fsdp` may change, and by default decides which of the two is on
+        settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings.get("bf16"))
+    for name, value in now.items():
         if name not in MAY_CHANGE and (old := before.get(name, value)) != value:
             raise UserError(f"{path} was trained with {name}={old}, not {value}: use that, or another output_dir")
     return path
