@@ -61,8 +61,11 @@ def test_a_server_that_returns_with_another_vllm_stays_out(models, recipe, capsy
                 lost.set()
                 raise ConnectionError("out of order")
 
-        two.fault = ill
-        one.fault = lambda path: "1" in two.versions and path == GENERATE and asked_again.wait(60)
+        def slow(path):
+            if "1" in two.versions and path == GENERATE:
+                asked_again.wait(60)
+
+        one.fault, two.fault = slow, ill
         main(parse_args([recipe(one, two)]))
     reason = f"{two.url} runs vLLM 0.31.1, and the trainer speaks to {VLLM_VERSION}"
     output = capsys.readouterr().out

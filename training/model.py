@@ -132,7 +132,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
 
         mesh = init_device_mesh(device.type, (world_size,))
         sums = torch.float32 if config.use_peft else getattr(torch, config.dtype)  # that of the weights that train
-        bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": sums}
+        bf16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": sums}
         policy = MixedPrecisionPolicy(**bf16 if config.fsdp_bf16 else {})
         kinds = base_model(model)._no_split_modules or ()
         sharded = [*(module for module in model.modules() if type(module).__name__ in kinds), model]
