@@ -24,7 +24,7 @@ from training.model import load_model_config, published_weights, token_logprobs
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
 
-Fill = Callable[[Group], None]  # fills in a part of a group
+Fill = Callable[[Group], None]  # fills in a group's completions and rewards
 
 
 # -- One group ---------------------------------------------------------------------------------------------------------
@@ -109,18 +109,16 @@ class GroupStream:
     version v always fit into the batches up to v + max_staleness, so that each can still be trained in time if new ones
     wait. Every group ends once: taken, or dropped with a reason.
 
-    `groups` are fresh ones without end, in the order of admission. `sample` and `score` fill in the completions and
-    rewards of one, `num_threads` at a time. The run has `num_steps` batches.
+    `groups` are fresh ones without end, in the order of admission, and `fill` is called for `num_threads` of them at a
+    time. The run has `num_steps` batches.
     """
 
-    def __init__(
-        self, groups: Iterator[Group], sample: Fill, score: Fill, num_threads: int, num_steps: int, config: TrainConfig
-    ):
+    def __init__(self, groups: Iterator[Group], fill: Fill, num_threads: int, num_steps: int, config: TrainConfig):
         self.config = config
         self.version = -1  # of the policy that the servers have
         self.num_sampled_tokens = 0  # since the stream was made
         self._num_steps = num_steps
-        self._groups, self._sample, self._score = groups, sample, score
+        self._groups, self._fill = groups, fill
         self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="rollout")
         self._changed = threading.Condition()
         self._running: dict[int, Group] = {}
@@ -185,11 +183,8 @@ class GroupStream:
     def _run(self, group: Group) -> None:
         try:
             with self._changed:
-                if self._failure:
-                    return
                 group.started_version, group.started_s = self.version, time.monotonic()
-            self._sample(group)
-            self._score(group)
+            self._fill(group)
             with self._changed:
                 self._finish(group)
         except BaseException as error:  # for the trainer's thread, which raises it
@@ -260,7 +255,6 @@ class Rollouts:
         self.gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         # Of the run; the shortest prompt with images, processed (None in a run without); what servers are probed with.
         self.num_steps, self.example, self.probe_prompt = broadcast_object(self._open(resumed) if is_main() else None)
-        self._restart_clocks()
 
     def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None, Prompt]:
         """Check and load everything that rank 0 needs; returns `num_steps`, `example` and the prompt of probes."""
@@ -290,7 +284,7 @@ class Rollouts:
         order = enumerate(data.epochs(len(self.prompts), config.seed))
         groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
         num_threads = len(config.vllm_urls) * config.max_concurrent_requests + config.reward_workers
-        self.stream = GroupStream(groups, self._sample, self.scorer.score, num_threads, num_steps, config)
+        self.stream = GroupStream(groups, self._fill, num_threads, num_steps, config)
         return num_steps, example, example or self.prompts[0]
 
     def _load(self, source: Any, split: str) -> list[Prompt]:
@@ -298,8 +292,9 @@ class Rollouts:
         check_rewards(prompts, self.config)
         return prompts
 
-    def _sample(self, group: Group, **changes: Any) -> None:
+    def _fill(self, group: Group, **changes: Any) -> None:
         sample_group(group, self.client, self.processor, sampling_params(self.config) | changes, self.config)
+        self.scorer.score(group)
 
     # -- groups
 
@@ -393,7 +388,7 @@ class Rollouts:
         values: dict[str, float] = {}
         with timed("time/eval_s", values):
             pool = ThreadPoolExecutor(config.max_concurrent_requests * len(config.vllm_urls))
-            answers = [pool.submit(self._answer, group) for group in groups]
+            answers = [pool.submit(self._fill, group, n=1, temperature=0.0) for group in groups]
 
             def look() -> str | None:
                 done, running = wait(answers, 1, FIRST_EXCEPTION)
@@ -412,10 +407,6 @@ class Rollouts:
         if {0.0, 1.0} >= set(rewards[~rewards.isnan()].tolist()) > set():
             values["eval/accuracy"] = values["eval/reward"]
         return values
-
-    def _answer(self, group: Group) -> None:
-        self._sample(group, n=1, temperature=0.0)
-        self.scorer.score(group)
 
     # -- the policy
 

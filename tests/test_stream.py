@@ -43,7 +43,11 @@ class Trainer:
         self.dropped: list[tuple[int, str]] = []
         groups = (Group(Prompt(i, [5], "", {}), id=i) for i in itertools.count())
         num_threads = (self.config.max_staleness + 1) * BATCH  # all that is admitted can be under way
-        self.stream = GroupStream(groups, self.sample, self.score, num_threads, STEPS, self.config)
+        self.stream = GroupStream(groups, self.fill, num_threads, STEPS, self.config)
+
+    def fill(self, group):
+        self.sample(group)
+        group.reward = [1.0, 0.0] if self.teaches(group) else [1.0, 1.0]
 
     def sample(self, group):
         start = self.stream.version
@@ -52,9 +56,6 @@ class Trainer:
         end = self.stream.version
         spans = [Span(start, 0, 1), Span(end, 1, 2)] if end > start else [Span(start, 0, 2)]
         group.completions = [Completion([5, 6], [-1.0, -1.0], "stop", spans)] * 2
-
-    def score(self, group):
-        group.reward = [1.0, 0.0] if self.teaches(group) else [1.0, 1.0]
 
     def step(self, version):
         """Take the batch of one step; returns the ids of its groups."""
@@ -113,7 +114,7 @@ def test_fast_new_groups_leave_room_for_slow_old_ones(staleness):
         time.sleep(0.05 if version == 0 and group.id >= BATCH else 0)
         group.completions = [Completion([5], [-1.0], "stop", [Span(version, 0, 1)])] * 2
 
-    trainer.stream._sample = sample
+    trainer.stream._fill = sample
     for version, group in trainer.run().trained:
         assert version - group.oldest_version <= staleness
 
@@ -122,7 +123,7 @@ def test_a_straggler_is_waited_for_or_dropped():
     """The first group takes as long as several batches; with staleness 1 it must be in the second one, or go."""
     for policy in ("wait", "drop"):
         slow = Trainer(0, max_staleness=1, stale_policy=policy)
-        sample = slow.stream._sample
+        sample = slow.stream._fill
         release = threading.Event()
 
         def slowly(group, slow=slow, release=release, sample=sample):
@@ -133,7 +134,7 @@ def test_a_straggler_is_waited_for_or_dropped():
             else:
                 sample(group)
 
-        slow.stream._sample = slowly
+        slow.stream._fill = slowly
         assert 0 not in slow.step(0)
         if policy == "wait":
             threading.Timer(0.2, release.set).start()
@@ -157,7 +158,7 @@ def test_nothing_to_learn_stops_loudly():
 
 def test_errors_of_sampling_and_scoring_reach_the_trainer():
     broken = Trainer(0)
-    broken.stream._score = lambda group: [][0]
+    broken.teaches = lambda group: [][0]
     with pytest.raises(IndexError):
         broken.run()
 

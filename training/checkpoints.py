@@ -139,8 +139,6 @@ class Checkpoints:
         state = {**state, "step": step, "scheduler": self.scheduler.state_dict()}
         self.steps.append(step)
         self._writing = self._pool.submit(self._write, part, written, _detached(self.policy), weights, state)
-        if self._last_failed:
-            self._wait()
 
     def finish(self, step: int, state: dict[str, Any], is_last: bool) -> None:
         """Save this step if it was not, again if that fails; push the run's last one to the hub. Raises as `save`."""

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from tqdm import tqdm
 
-from config import TrainConfig, UserError, to_json
-from rollouts.data import Batch, Group
+from config import TrainConfig, to_json
+from rollouts.data import Batch, Group, naming
 from rollouts.scoring import reward_means
 from utils import is_main, over_ranks
 
@@ -156,12 +156,10 @@ class RunLog:
             pairs = ((group, reason) for reason, groups in batch.dropped.items() for group in groups)
             dropped = [{"group": group.id, "row": group.prompt.index, "reason": reason} for group, reason in pairs]
         for name, rows in {"metrics": [metrics], "completions": samples, "dropped": dropped}.items():
-            try:
+            with naming(f"{self._files[name].name} cannot be written"):
                 data = ENCODER.encode_lines({"step": step, **row} for row in rows)
                 if self._files[name].write(data) < len(data):
-                    raise OSError(None, "the disk is full")
-            except OSError as error:
-                raise UserError(f"{self._files[name].name} cannot be written: {error.strerror}") from error
+                    raise ValueError("the disk is full")
         every = self.config.log_completions_steps
         shown = samples[:256] if every and step % every == 0 else []
         self._print(step, metrics, shown[:8])
