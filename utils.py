@@ -127,12 +127,11 @@ class TransferGroup:
 
     Every member names its GPU in `store`, a TCPStore that the trainer hosts, and from these follows the `backend`:
 
-        nccl  all members have GPUs of their own, which no other rank of the trainer uses
+        nccl  all members have GPUs of their own, which no rank of the trainer (`gpus`) uses beside
         ipc   the only worker is on the trainer's GPU, and opens its memory (NCCL below 2.30 refuses to share a device)
         gloo  everything else, through the memory of the host
 
-    `gpus` are those of all the trainer's ranks. Matrices wider than `dtype`, a worker's, are rounded to it before they
-    travel, as the worker would do itself.
+    Matrices wider than a worker's `dtype` are rounded to it before they travel, as the worker would do itself.
 
     What goes wrong is a RuntimeError where a member waits, within `timeout_s`, as gloo has it. nccl does so where
     TORCH_NCCL_BLOCKING_WAIT is set while the group is made: no watchdog ends the process whose peer is gone,
@@ -194,7 +193,9 @@ class TransferGroup:
                 handle = _handle(trial)
             elif (given := json.loads(self._store.get("trial"))) and torch.equal(_opened(given, self.device), trial):
                 backend = "ipc"
-        self._store.set("backend" if self._rank else "trial", backend if self._rank else json.dumps(handle))
+        self._store.set(
+            "backend" if self._rank else "trial", backend if self._rank else json.dumps(handle, default=bytes.hex)
+        )
 
     def send(self, bucket: dict[str, Tensor]) -> Any:
         """Start to send named tensors, of any shape and dtype, from rank 0; returns what `finish` waits for.
@@ -214,7 +215,7 @@ class TransferGroup:
         buffer = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
         handle = _handle(buffer) if self.backend == "ipc" and parts else None
         for worker in self._workers:
-            self._store.set(f"bucket/{worker}/{self._number}", json.dumps([start, entries, handle]))
+            self._store.set(f"bucket/{worker}/{self._number}", json.dumps([start, entries, handle], default=bytes.hex))
         self._number += 1
         if handle:
             return _Key(self._store, f"taken/{self._number - 1}", buffer)
@@ -294,10 +295,9 @@ class _Key:
 
 
 def _handle(buffer: Tensor) -> list[Any]:
-    """What another process needs to open the memory of a GPU's tensor of bytes by CUDA IPC, as JSON has it."""
+    """What another process needs to open the memory of a GPU's tensor of bytes by CUDA IPC: numbers and bytes."""
     torch.cuda.current_stream(buffer.device).synchronize()  # its bytes are there
     _, *fields = buffer.untyped_storage()._share_cuda_()
-    fields = [field.hex() if isinstance(field, bytes) else field for field in fields]
     return [buffer.storage_offset(), len(buffer), *fields]
 
 

@@ -348,12 +348,10 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
     with_sources = [prompt for prompt in prompts if prompt.sources]
     if hasattr(processor, "image_processor"):
         print(f"{len(with_sources)} of {len(prompts)} prompts have images", flush=True)
-    if with_sources:
-        shortest = min(with_sources, key=lambda prompt: len(prompt.token_ids))
-        return replace(with_images(shortest, processor, config), sources=[])  # no rank needs the files
-    if config.freeze_vision_tower:
+    if config.freeze_vision_tower and not with_sources:
         raise UserError("freeze_vision_tower has no effect: no prompt has an image")
-    return None
+    shortest = min(with_sources, key=lambda prompt: len(prompt.token_ids), default=None)
+    return shortest and replace(with_images(shortest, processor, config), sources=[])  # no rank needs the files
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:

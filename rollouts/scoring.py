@@ -51,6 +51,7 @@ class Scorer:
         self.failed_path = Path(config.output_dir) / "failed_rewards.jsonl"
         self._in_a_row: Counter[str] = Counter()  # failures of each function since its last success
         self._calls = CallPool(config.reward_workers)
+        self.close = self._calls.close
         self._lock = threading.Lock()
 
     def score(self, group: Group) -> None:
@@ -103,7 +104,3 @@ class Scorer:
                 print(f"{message} (later ones are counted in rewards_failed, and in {self.failed_path})", flush=True)
             if self._in_a_row[name] >= max(self.config.batch_size, 4):
                 raise UserError(f"{message}; so did its last {self._in_a_row[name]} calls, see failed_rewards.jsonl")
-
-    def close(self) -> None:
-        """End the workers."""
-        self._calls.close()

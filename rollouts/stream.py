@@ -24,8 +24,6 @@ from training.model import load_model_config, published_weights, token_logprobs
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
 
-Fill = Callable[[Group], None]  # fills in a group's completions and rewards
-
 
 # -- One group ---------------------------------------------------------------------------------------------------------
 
@@ -109,11 +107,11 @@ class GroupStream:
     version v always fit into the batches up to v + max_staleness, so that each can still be trained in time if new ones
     wait. Every group ends once: taken, or dropped with a reason.
 
-    `groups` are fresh ones without end, in the order of admission, and `fill` is called for `num_threads` of them at a
-    time. The run has `num_steps` batches.
+    `groups` are fresh ones without end, in the order of admission; `fill(group)` fills in completions and rewards, of
+    `num_threads` groups at a time. The run has `num_steps` batches.
     """
 
-    def __init__(self, groups: Iterator[Group], fill: Fill, num_threads: int, num_steps: int, config: TrainConfig):
+    def __init__(self, groups: Iterator[Group], fill: Any, num_threads: int, num_steps: int, config: TrainConfig):
         self.config = config
         self.version = -1  # of the policy that the servers have
         self.num_sampled_tokens = 0  # since the stream was made
@@ -149,8 +147,8 @@ class GroupStream:
                 self._told_s = time.monotonic()
             elif self._running and time.monotonic() > self._told_s + 60:
                 self._told_s = time.monotonic()
-                row = self._running[min(self._running)].prompt.index
-                print(f"waiting for rollouts; the oldest is of dataset row {row}", flush=True)
+                oldest = self._running[min(self._running)].prompt
+                print(f"waiting for rollouts; the oldest is of dataset row {oldest.index}", flush=True)
             return group
 
     @property

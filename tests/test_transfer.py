@@ -5,11 +5,13 @@ starts a kernel and returns; `is_completed` asks whether it is over, by a result
 and one of its own after the group's time-out; `abort` ends kernels under way with an error; `shutdown` waits for them.
 """
 
+import json
 import os
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -199,6 +201,22 @@ def test_one_gpu(nccl, monkeypatch, forbidden):
         assert seconds < TIMEOUT_S + 2
         trainer.close()
         assert "left" in error_of(lambda: [worker.receive(), worker.receive()])[0]
+
+
+def test_a_handle_travels_as_json(monkeypatch):
+    """CUDA's own fields reach the other process as they are, and the tensor is found in its storage."""
+    buffer = torch.arange(64, dtype=torch.uint8)[8:40]
+    fields = (b"\x00handle\xff", 64, 0, b"counter", 3, b"event", True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: (0, *fields))
+
+    def shared(index, *given):
+        assert (index, given) == (1, fields)
+        return buffer.untyped_storage()
+
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", shared)
+    sent = json.loads(json.dumps(utils._handle(buffer), default=bytes.hex))
+    assert torch.equal(utils._opened(sent, torch.device("cpu", 1)), buffer)
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------

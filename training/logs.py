@@ -4,6 +4,7 @@ import json
 import time
 import uuid
 from contextlib import ExitStack
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -206,9 +207,5 @@ class RunLog:
 def _cut_lines(path: Path, step: int) -> None:
     """Cut off the lines after `step`, which come again, and one that a crash left without its end."""
     with path.open("rb+") as lines:  # in bytes, a line ends with \n alone
-        num_kept = 0
-        for line in lines:
-            if not line.endswith(b"\n") or json.loads(line)["step"] > step:
-                break
-            num_kept += len(line)
-        lines.truncate(num_kept)
+        kept = takewhile(lambda line: line.endswith(b"\n") and json.loads(line)["step"] <= step, lines)
+        lines.truncate(sum(map(len, kept)))

@@ -22,10 +22,7 @@ from utils import gather_objects, is_main
 
 
 def with_bf16(config: TrainConfig) -> TrainConfig:
-    """Decide `bf16` where it is None: on where CUDA computes in bfloat16, for fp32 weights or LoRA's fp32 adapters.
-
-    Under FSDP2 it is `fsdp_bf16`: autocast would run norms, and the experts of a mixture, in fp32.
-    """
+    """Decide a `bf16` of None: on where CUDA computes in it and what trains is fp32; under FSDP2 by `fsdp_bf16`."""
     if config.bf16 is not None:
         return config
     can = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
