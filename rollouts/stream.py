@@ -24,7 +24,6 @@ from training.model import load_model_config, published_weights, token_logprobs
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
 
-
 # -- One group ---------------------------------------------------------------------------------------------------------
 
 
