@@ -131,6 +131,7 @@ def pack(
     """
     budget = math.inf if max_tokens is None else max_tokens
     padded = padded and not share_prefix
+    size: Any = (lambda lengths: len(lengths) * max(lengths)) if padded else sum  # positions, padding included
     batches: list[list[_Tree]] = []
     number = place = 0
     for g, (prompt, completions) in enumerate(groups):
@@ -148,7 +149,8 @@ def pack(
         alone = (_Tree(prompt, [leaf]) for leaf in leaves)
         for tree in _trees(prompt, leaves, budget, share_completions) if share_prefix and leaves else alone:
             candidates = batches[-1:] if padded else batches
-            batch = next((trees for trees in candidates if _size([*trees, tree], padded) <= budget), None)
+            fits = (trees for trees in candidates if size([len(t.tokens) for t in [*trees, tree]]) <= budget)
+            batch = next(fits, None)
             if batch is None:
                 batches.append(batch := [])
             batch.append(tree)
@@ -217,12 +219,6 @@ def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completi
         parts[-1].append(leaf)
         room -= length
     return [_Tree(prompt, part, share_completions) for part in parts]
-
-
-def _size(trees: list[_Tree], padded: bool) -> int:
-    """Positions of a batch of these trees, padding included."""
-    lengths = [len(tree.tokens) for tree in trees]
-    return len(lengths) * max(lengths) if padded else sum(lengths)
 
 
 def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
