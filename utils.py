@@ -46,9 +46,7 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
     if torch.cuda.is_available() and num_ranks > num_gpus:
-        raise UserError(
-            f"torchrun starts {num_ranks} ranks here, where there are {num_gpus} GPUs: --nproc_per_node {num_gpus}"
-        )
+        raise UserError(f"torchrun starts {num_ranks} ranks here, for {num_gpus} GPUs: --nproc_per_node {num_gpus}")
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -193,9 +191,8 @@ class TransferGroup:
                 handle = _handle(trial)
             elif (given := json.loads(self._store.get("trial"))) and torch.equal(_opened(given, self.device), trial):
                 backend = "ipc"
-        self._store.set(
-            "backend" if self._rank else "trial", backend if self._rank else json.dumps(handle, default=bytes.hex)
-        )
+        found = ("backend", backend) if self._rank else ("trial", json.dumps(handle, default=bytes.hex))
+        self._store.set(*found)
 
     def send(self, bucket: dict[str, Tensor]) -> Any:
         """Start to send named tensors, of any shape and dtype, from rank 0; returns what `finish` waits for.
@@ -242,9 +239,10 @@ class TransferGroup:
         return bucket
 
     def _broadcast(self, data: Tensor) -> Any:
-        if self._is_closed:
+        group = None if self._is_closed else self._group
+        if group is None:
             raise RuntimeError("the transfer group is closed")
-        return self._group.broadcast([data], dist.BroadcastOptions())
+        return group.broadcast([data], dist.BroadcastOptions())
 
     def finish(self, work: Any, check: Callable[[], object] = lambda: None) -> Any:
         """What `work.wait()` returns or raises, once the work is over; `check` is called meanwhile, and may raise."""
@@ -273,8 +271,10 @@ class TransferGroup:
         with suppress(RuntimeError, TimeoutError):
             if self._rank == 0:
                 self._store.set("left", "")
-            if self._group is not None:
-                _within(1.0, self._group.abort if self.backend == "nccl" else self._group.shutdown)
+            # In a thread of its own: the end of a gloo group waits for a broadcast that its peer does not take.
+            last, self._group = [self._group], None
+            is_nccl = self.backend == "nccl" and last[0] is not None
+            _within(1.0, lambda: last.pop().abort() if is_nccl else last.clear())
 
 
 @dataclass

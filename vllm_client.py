@@ -383,6 +383,8 @@ class VLLMClient:
 
     def _free_servers(self) -> list[Server]:
         """Servers that can take another group; none while `drained` holds them."""
+        if self._is_closed.is_set():
+            raise ServerError("the run has ended")
         serving = [server for server in self.servers if server.has_weights]
         if not serving and time.monotonic() > self._all_lost_s + self.config.server_timeout:
             cure = "start one, and go on with --resume_from_checkpoint auto"

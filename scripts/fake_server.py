@@ -80,6 +80,8 @@ class FakeServer:
         if path == "/init_weight_transfer_engine":
             info = body["init_info"]
             store = TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=info["timeout_s"]))
+            if self.group is not None:
+                self.group.close()
             self.group = TransferGroup(store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"])
         elif path == "/weight_checker":
             for tensor in self.model.state_dict().values():

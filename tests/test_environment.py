@@ -90,7 +90,7 @@ def test_more_ranks_than_gpus(monkeypatch):
     for rank in range(4):  # each says so: nobody waits for the others
         monkeypatch.setenv("LOCAL_RANK", str(rank))
         with (
-            pytest.raises(UserError, match="4 ranks here, where there are 2 GPUs: --nproc_per_node 2"),
+            pytest.raises(UserError, match="4 ranks here, for 2 GPUs: --nproc_per_node 2"),
             process_group(9),
         ):
             pass

@@ -83,7 +83,7 @@ def rows():
 def make_config(model="m", url="http://x", **fields):
     defaults = {
         "dataset_id": rows, "reward_funcs": [no_reward], "num_generations": 2, "batch_size": 4,
-        "max_completion_len": 12, "server_timeout": 5.0, "grad_norm": 0, "off_policy_correction": "none",
+        "max_completion_len": 12, "server_timeout": 60.0, "grad_norm": 0, "off_policy_correction": "none",
     }  # fmt: skip
     return TrainConfig(model_id=model, vllm_urls=[url], **{**defaults, **fields})
 

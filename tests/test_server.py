@@ -53,7 +53,7 @@ def no_reward(completions, **_):
 
 
 def make_config(model, url, **fields):
-    defaults = {"dataset_id": prompts, "reward_funcs": [no_reward], "max_completion_len": 16, "server_timeout": 5.0}
+    defaults = {"dataset_id": prompts, "reward_funcs": [no_reward], "max_completion_len": 16, "server_timeout": 60.0}
     return TrainConfig(model_id=model, vllm_urls=[url], **{**defaults, **fields})
 
 
@@ -196,6 +196,7 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
 def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monkeypatch):
     """A trainer that dies between two layers: the server resumes, and the next trainer's sync is whole."""
     monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 10_000)
+    monkeypatch.setattr("vllm_client.PROBE_S", 3600.0)  # a trainer that is dead takes no server back
     complete = published_weights
 
     def half(policy):

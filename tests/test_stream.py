@@ -319,16 +319,35 @@ def test_two_servers_share_the_work_and_groups_stay_together(models, recipe, tmp
     assert len(read(tmp_path, "completions")) == 72
 
 
+GENERATE = "/inference/v1/generate"
+
+
+def asked(server, path=GENERATE):
+    """How often a server was asked."""
+    return [path for path, _ in server.log].count(path)
+
+
+def hold(server, until):
+    """Let a server answer no rollouts before `until()` holds: on a fast machine a run would be over before it."""
+
+    def wait(path):
+        deadline = time.monotonic() + 20
+        while path == GENERATE and not until() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    server.fault = wait
+
+
 def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
     """It answers only errors for a while: its groups go to the other one, and the next sync after that has it back."""
     with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
 
         def ill(path):
-            asked = [path for path, _ in two.log].count("/inference/v1/generate")
-            if asked > 4 and "2" not in one.versions:
+            if asked(two) > 4 and "2" not in one.versions:
                 raise ConnectionError("out of order")
 
         two.fault = ill
+        hold(one, lambda: "2" not in one.versions or asked(two, "/init_weight_transfer_engine") == 2)
         main(parse_args([recipe(one, two), "--max_staleness", "1", "--max_steps", "10"]))
     output = capsys.readouterr().out
     assert output.count(f"{two.url} is left out until it answers again") == 1
@@ -336,9 +355,9 @@ def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
     samples = read(tmp_path, "completions")
     assert sorted({row["group"] for row in samples}) == list(range(60))
     assert len(samples) == 60 * 4
-    asked = [number for number, (path, _) in enumerate(two.log) if path == "/inference/v1/generate"]
+    served = [number for number, (path, _) in enumerate(two.log) if path == GENERATE]
     back = max(number for number, (path, _) in enumerate(two.log) if path == "/init_weight_transfer_engine")
-    assert min(asked) < back < max(asked)
+    assert min(served) < back < max(served)
     for name, weight in one.versions["10"].items():
         assert torch.equal(weight, two.versions["10"][name])
     assert "1" not in two.versions  # it was ill then, and may be back as soon as the other one has version 2
@@ -349,12 +368,12 @@ def test_a_server_that_comes_back_shorter_stays_out(models, recipe, capsys):
     with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
 
         def ill(path):
-            asked = [path for path, _ in two.log].count("/inference/v1/generate")
-            if asked > 4 and "2" not in one.versions:
+            if asked(two) > 4 and "2" not in one.versions:
                 two.max_model_len = 9
                 raise ConnectionError("out of order")
 
         two.fault = ill
+        hold(one, lambda: "2" not in one.versions or asked(two, "/v1/models") == 2)
         main(parse_args([recipe(one, two), "--max_steps", "6"]))
     output = capsys.readouterr().out
     assert output.count("answers again, but stays left out: its --max-model-len is 9") == 1
@@ -415,11 +434,12 @@ def test_a_restarted_server_gets_the_weights_again(models, recipe, tmp_path, cap
 
         def restart(path):
             if path == "/resume" and int(two.version) >= 2 and len(restarts) < 2:
-                restarts.append(path)
+                restarts.append(asked(two, "/finish_weight_update"))
                 two.version = "default"
 
         two.fault = restart
-        restarts: list[str] = []
+        restarts: list[int] = []
+        hold(one, lambda: not restarts or asked(two, "/finish_weight_update") >= restarts[0] + 2)
         main(parse_args([recipe(one, two), "--max_steps", "12"]))
     assert len(restarts) == 2  # the second one when it was given the weights again
     assert "was it restarted?" in capsys.readouterr().out

@@ -5,6 +5,7 @@ starts a kernel and returns; `is_completed` asks whether it is over, by a result
 and one of its own after the group's time-out; `abort` ends kernels under way with an error; `shutdown` waits for them.
 """
 
+import gc
 import json
 import os
 import threading
@@ -229,7 +230,7 @@ def test_nccl_late(nccl):
     (got,) = transfer(trainer, worker, {"a": FULL})
     assert torch.equal(got["a"], FULL)
     trainer.close()
-    assert trainer._group.is_aborted
+    assert StandIn.made[0].is_aborted
 
 
 @pytest.mark.parametrize("fault", ["never", "raises"])
@@ -308,6 +309,18 @@ def test_a_server_that_is_left_out_is_left_at_once(monkeypatch):
 
     assert client._on(client.servers, step) == client.servers[:1]
     assert left.is_set()
+
+
+def test_the_end_of_gloo_keeps_nobody_waiting():
+    """The worker does not take what it is sent: the broadcast goes on for the whole time-out, and we do not."""
+    trainer, worker = join([-1, -1], timeout_s=40.0)
+    trainer.send({"a": torch.zeros(50_000_000)})  # more than a socket's buffers
+    started = time.monotonic()
+    trainer.close()
+    del trainer
+    gc.collect()
+    assert time.monotonic() - started < 20
+    worker.close()
 
 
 def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):

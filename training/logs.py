@@ -161,8 +161,7 @@ class RunLog:
                 data = ENCODER.encode_lines({"step": step, **row} for row in rows)
                 if self._files[name].write(data) < len(data):
                     raise ValueError("the disk is full")
-        every = self.config.log_completions_steps
-        shown = samples[:256] if every and step % every == 0 else []
+        shown = samples[:256] if (every := self.config.log_completions_steps) and step % every == 0 else []
         self._print(step, metrics, shown[:8])
         if self._wandb:
             # wandb makes a section of panels for each word before a slash.
