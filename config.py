@@ -254,7 +254,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     resume_from_checkpoint: str | None = None
     """A `checkpoint-<step>` to go on from, or `auto`: the newest one in `output_dir`, if there is one."""
     max_skipped_steps: OneOrMore = 10
-    """A step whose loss or gradient is not finite is skipped; after so many in a row the run ends."""
+    """An update whose gradient is not finite is skipped; after so many steps in a row without one the run ends."""
     push_to_hub: bool = False
     """Upload the last checkpoint to the Hugging Face hub."""
     hub_repo_id: str | None = None

@@ -2,7 +2,7 @@
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
     for row in pack(groups, max_tokens=8192):                     # groups: (prompt_ids, [completion_ids, ...])
-        logprobs = completion_logprobs(model, row)                # [N], in the order group, completion, token
+        logprobs = completion_logprobs(model, row)                # [N], of the tokens `row.index`
 
 `pack` lays groups into rows of segments without padding: the prompts, each once, and then all completions. `attach`
 teaches a Hugging Face model to run such a row: a segment sees itself causally and its ancestors whole, and its
@@ -65,7 +65,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 class PackedBatch:
     """One forward's worth of tokens; R rows of T positions hold N completion tokens.
 
-    An attached model takes one row of segments without padding, others one right-padded row per completion.
+    With segments, for attached models, R is 1; without, each completion is a right-padded row.
 
     Attributes:
         input_ids, position_ids: [R, T] int64; positions restart in every completion where its prompt ended.
@@ -113,7 +113,7 @@ def pack(
     groups: Groups, max_tokens: int | None = None, share_prefix: bool = True, share_completions: bool = False,
     padded: bool = True,
 ) -> list[PackedBatch]:  # fmt: skip
-    """Lay groups out as forwards of at most `max_tokens` positions, in the given order.
+    """Lay groups out as forwards of at most `max_tokens` positions.
 
     Groups go first-fit into rows of segments, and a group larger than the budget is split with its prompt repeated. A
     completion's last token predicts nothing and is not forwarded; one that is alone with its prompt is one segment.
@@ -257,9 +257,9 @@ def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
 
 # -- Attention over a row of segments --------------------------------------------------------------------------------
 # The cascade: every segment attends causally to itself, then to its parent, to its parent's parent, and so on. A
-# softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: this is exact. As rows
-# are laid out by depth, the queries and keys of a level are adjacent where prompts and completions are the only levels:
-# on CUDA a level is one kernel call, which copies nothing.
+# softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: this is exact.
+# On CUDA a level (own segment, parent, and so on) is one kernel call. As rows are laid out by depth, it copies nothing
+# where every prompt has completions below it, and these have no segments below them.
 # The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But
 # flash attention's backward makes p = exp(q·k - lse) again and needs only rowsum(grad·out) besides: from the *merged*
 # output and log-sum-exp it computes the part of the whole gradient that belongs to its block of keys.
@@ -291,7 +291,7 @@ class _Block(NamedTuple):
 
 
 def _levels(segments: list[Segment]) -> dict[tuple[int, int], list[tuple[range, range]]]:
-    """Queries and the keys they see: at level 0 themselves (by `sees_all`), at level n their n-th ancestor."""
+    """Queries and the keys they see, by level and `sees_all`: at level 0 themselves, at n their n-th ancestor."""
     levels: dict[tuple[int, int], list[tuple[range, range]]] = {}
     for *above, segment in _paths(segments):
         own = range(segment.start, segment.start + segment.length)

@@ -39,7 +39,7 @@ from utils import Stopped, exits, is_main, process_group, scatter_objects, stop_
 from vllm_client import ServerError
 
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # sums over tokens that a loss_fn may return, besides loss/...
-MIN_SAVED = 0.05  # of a row's tokens: where sharing prompts saves less, each completion is a padded row of its own
+MIN_SAVED = 0.05  # of a row's tokens: where sharing prompts saves less, each completion repeats its prompt
 
 # -- Advantages --------------------------------------------------------------------------------------------------------
 
@@ -160,10 +160,10 @@ def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
 
 
 def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: TrainConfig) -> Tensor:
-    """Importance weights p(trainer) / p(server), bounded, on the advantages, where `old_logprobs` is the trainer's.
+    """Bounded importance weights p(trainer) / p(server) on the advantages; 1 where config.old_logprobs is `sampler`.
 
     w = exp(old_logprobs - sampler_logprobs): min(w, cap) for `truncate` (TIS), w within [floor, cap] and 0 outside for
-    `mask` (IcePop, arXiv:2510.18855); 1 where the config corrects nothing. All tensors and the result are [N],
+    `mask` (IcePop, arXiv:2510.18855), 1 for `none`. All tensors and the result are [N],
     log-probs in nats, the mask 1 on tokens that train.
     """
     if config.old_logprobs == "sampler" or config.off_policy_correction == "none":

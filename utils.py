@@ -125,16 +125,15 @@ class TransferGroup:
 
     Every member names its GPU in `store`, a TCPStore that the trainer hosts, and from these follows the `backend`:
 
-        nccl  all members have GPUs of their own, which no rank of the trainer (`gpus`) uses beside
-        ipc   the only worker is on the trainer's GPU, and opens its memory (NCCL below 2.30 refuses to share a device)
+        nccl  every worker has a GPU of its own, apart from those of all ranks of the trainer (`gpus`)
+        ipc   the only worker is on the trainer's GPU, and CUDA lets it open memory (NCCL below 2.30 shares no device)
         gloo  everything else, through the memory of the host
 
-    Matrices wider than a worker's `dtype` are rounded to it before they travel, as the worker would do itself.
+    Matrices of a longer dtype than a worker's `dtype` are rounded to it first, as the worker would do itself.
 
-    What goes wrong is a RuntimeError where a member waits, within `timeout_s`, as gloo has it. nccl does so where
-    TORCH_NCCL_BLOCKING_WAIT is set while the group is made: no watchdog ends the process whose peer is gone,
-    `is_completed()` only asks, `wait()` raises what failed, and `abort()` ends a kernel that waits for a lost peer,
-    where `shutdown()` would wait for the kernel (torch's ProcessGroupNCCL, 2.11 to 2.13).
+    A member that waits for a lost one gets a RuntimeError within `timeout_s`. For nccl this needs (torch 2.11 to 2.13)
+    TORCH_NCCL_BLOCKING_WAIT, set while the group is made: else a watchdog ends the waiting process. `is_completed()`
+    then only asks, and `wait()` raises what failed. `close` calls `abort()`, as `shutdown()` waits for a stuck kernel.
     """
 
     def __init__(
@@ -197,8 +196,8 @@ class TransferGroup:
     def send(self, bucket: dict[str, Tensor]) -> Any:
         """Start to send named tensors, of any shape and dtype, from rank 0; returns what `finish` waits for.
 
-        They travel as one buffer. What is alone in its bucket, contiguous and on the group's device (the CPU for gloo)
-        is not copied, and must not change meanwhile. An empty bucket ends the stream; for it there is nothing to wait.
+        They travel as one buffer, which may be the memory of a lone tensor: that must not change meanwhile. An empty
+        bucket ends the stream; for it there is nothing to wait.
         """
         entries, parts, start = [], [], 0
         for name, tensor in bucket.items():
@@ -228,9 +227,10 @@ class TransferGroup:
         if handle:
             buffer = _opened(handle, self.device)
             self._store.set(f"taken/{self._number}", "")
-        elif entries:
+        else:
             buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            self.finish(self._broadcast(buffer))
+            if num_bytes:
+                self.finish(self._broadcast(buffer))
         self._number += 1
         bucket = {}
         for name, kind, shape, start in entries:
@@ -257,7 +257,7 @@ class TransferGroup:
         return work.wait()
 
     def trainer_lives(self) -> bool:
-        """Whether the process that hosts the store still does, and is in the group."""
+        """Whether the trainer still hosts the store, and has not left the group."""
         try:
             return not self._store.check(["left"])
         except RuntimeError:  # torch's DistError: its end of the connection is closed

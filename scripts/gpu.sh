@@ -9,8 +9,8 @@
 #   train          train.py in its modes against a stand-in for the server, compared with the CPU; a profile
 #   server         the real vLLM: syncs, an update in flight, a run that learns
 # Without a GPU every part that can run runs small on the CPU, and the others say why not.
-# PYTHON=python3 takes that interpreter as it is, with its PYTHONPATH, in place of the environment in .venv, and
-# GPU_PART_SECONDS another limit than nine minutes. A part that reaches it is cut, and the next one follows.
+# PYTHON=python3 takes that interpreter as it is, with its PYTHONPATH, in place of the environment in .venv.
+# GPU_PART_SECONDS sets another limit. A part that reaches it is cut, and the next one follows; the status is then 1.
 set -euo pipefail
 
 out=outputs/gpu
@@ -62,11 +62,12 @@ run() {
     timeout --foreground -k 10 "$limit" "$python" "benchmarks/$2" --json "$json" "${@:3}" || ended=$?
     case $ended in
         0) ;;
-        124 | 137) echo "$1: cut after $limit s" ;;
+        124) echo "$1: cut after $limit s"; status=1 ;;
+        137) echo "$1: killed, after $limit s or for want of memory"; status=1 ;;
         130 | 143) exit $ended ;;
         *) echo "$1: failed with status $ended"; status=1 ;;
     esac
-    echo "$1: the rows are in $json"
+    if [ -e "$json" ]; then echo "$1: the rows are in $json"; fi
 }
 
 for part in "${parts[@]}"; do

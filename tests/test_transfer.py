@@ -324,6 +324,17 @@ def test_the_end_of_gloo_keeps_nobody_waiting():
     worker.close()
 
 
+def test_a_bucket_of_nothing():
+    """A tensor without elements travels by its name alone, and does not end the stream."""
+    trainer, worker = join([-1, -1])
+    got = transfer(trainer, worker, {"none": torch.empty(0, 3)}, {"a": FULL}, {})
+    assert [{name: list(t.shape) for name, t in bucket.items()} for bucket in got] == [
+        {"none": [0, 3]},
+        {"a": [40, 30]},
+        {},
+    ]
+
+
 def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
     """One bucket is gathered while the one before is held back, and no more: a gather never waits for a broadcast."""
     monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 100)
