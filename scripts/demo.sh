@@ -2,6 +2,7 @@
 # Train recipes/tiny.py end to end on this machine: environment, model, vLLM server, GRPO, reward curve.
 # Arguments go to train.py: bash scripts/demo.sh --max_steps 20, or another recipe for that model: demo.sh my_recipe.py
 set -euo pipefail
+case " $* " in *" -h "* | *" --help "*) sed -n '2,3s/^# //p' "${BASH_SOURCE[0]}"; exit ;; esac
 if [[ ${1:-} == *.py ]]; then set -- "$(realpath "$1")" "${@:2}"; else set -- recipes/tiny.py "$@"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 make_environment gpu

@@ -44,7 +44,7 @@ make_environment() {
     if has_gpu && [ "$1" = cpu ]; then venv=$root/.venv-cpu; fi
     python=$venv/bin/python
     if has_gpu && [ "$1" = gpu ]; then refuse_old_driver; fi
-    if ! "$python" -c '' 2>/dev/null; then
+    if ! "$python" -c 'import pip' 2>/dev/null; then  # none yet, or one whose making was interrupted
         "$(find_python)" -m venv --clear "$venv" || die "python could not make $venv (on Debian: apt install python3-venv)"
     fi
     if has_gpu && [ "$1" = gpu ]; then

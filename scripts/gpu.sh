@@ -17,6 +17,7 @@ out=outputs/gpu
 words=()
 while [ $# -gt 0 ]; do
     case $1 in
+        -h | --help) sed -n '2,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
         --out) [ -n "${2:-}" ] || { echo "error: --out needs a folder" >&2; exit 2; }; out=$2; shift 2 ;;
         -*) echo "error: unknown option $1: there is --out FOLDER" >&2; exit 2 ;;
         *) words+=("$1"); shift ;;
