@@ -81,7 +81,7 @@ def test_all_parts_in_order(stand_in, tmp_path, device):
 def test_a_part_that_takes_too_long_is_cut(stand_in, tmp_path):
     env = stand_in("cuda", hangs_in="micro") | {"GPU_PART_SECONDS": "1"}
     done = gpu_sh("--out", tmp_path / "out", env=env)
-    assert done.returncode == 0
+    assert done.returncode == 1
     assert "micro: cut after 1 s\n" in done.stdout
     assert len((tmp_path / "ran").read_text().splitlines()) == len(PARTS)
 
