@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
-from operator import ne
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -36,7 +35,8 @@ HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at 
 QUERY_BLOCK = 512  # queries at a time in `_loop`
 SMALL = 64  # on the CPU, calls of at most SMALL² scores are made together: each costs more than its work
 
-Groups = Sequence[tuple[list[int], list[list[int]]]]  # (prompt_ids, [completion_ids, ...])
+Tokens = Sequence[int] | Tensor  # a tensor is [n] int64, on the CPU
+Groups = Sequence[tuple[Tokens, Sequence[Tokens]]]  # (prompt_ids, [completion_ids, ...])
 
 
 class Segment(NamedTuple):
@@ -109,6 +109,13 @@ def unpad(input_ids: Tensor, mask: Tensor) -> list[list[int]]:
     return [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
 
 
+def as_tokens(ids: Tokens) -> Tensor:
+    """Token ids as [n] int64."""
+    if isinstance(ids, Tensor) or not len(ids):
+        return torch.as_tensor(ids, dtype=torch.int64)
+    return torch.frombuffer(array("q", ids), dtype=torch.int64)  # many times as fast as `torch.tensor` of a long list
+
+
 def pack(
     groups: Groups, max_tokens: int | None = None, share_prefix: bool = True, share_completions: bool = False,
     padded: bool = True,
@@ -134,22 +141,23 @@ def pack(
     size: Any = (lambda lengths: len(lengths) * max(lengths)) if padded else sum  # positions, padding included
     batches: list[list[_Tree]] = []
     number = place = 0
-    for g, (prompt, completions) in enumerate(groups):
-        if not prompt:
+    for g, (prompt_ids, completions) in enumerate(groups):
+        prompt = as_tokens(prompt_ids)
+        if not len(prompt):
             raise ValueError(f"group {g} has an empty prompt: nothing predicts the first completion token")
         leaves = []
-        for c, tokens in enumerate(completions):
+        for c, tokens in enumerate(map(as_tokens, completions)):
             total = len(prompt) + len(tokens)
-            if tokens and total - 1 > budget:
+            if len(tokens) and total - 1 > budget:
                 raise ValueError(f"completion {c} of group {g} has {total} tokens with its prompt, over {max_tokens=}")
-            if tokens:
+            if len(tokens):
                 leaves.append(_Leaf(tokens, g, number, place))
             number += 1
             place += len(tokens)
         alone = (_Tree(prompt, [leaf]) for leaf in leaves)
         for tree in _trees(prompt, leaves, budget, share_completions) if share_prefix and leaves else alone:
             candidates = batches[-1:] if padded else batches
-            fits = (trees for trees in candidates if size([len(t.tokens) for t in [*trees, tree]]) <= budget)
+            fits = (trees for trees in candidates if size([t.num_tokens for t in [*trees, tree]]) <= budget)
             batch = next(fits, None)
             if batch is None:
                 batches.append(batch := [])
@@ -160,54 +168,66 @@ def pack(
 class _Leaf(NamedTuple):
     """A completion that is not empty; its first token has this `place` among all completion tokens."""
 
-    tokens: list[int]
+    tokens: Tensor
     group: int
     number: int
     place: int
 
 
+class _Piece(NamedTuple):
+    """The tokens of a segment of a tree: its parent there, and the position of the first token."""
+
+    tokens: Tensor
+    parent: int
+    depth: int
+    position: int
+
+
 class _Tree:
     """A prompt and its completions as segments, depth first; completions that begin alike may share segments."""
 
-    def __init__(self, prompt: list[int], leaves: list[_Leaf], share_completions: bool = False):
-        self.tokens: list[int] = []
-        self.positions: list[int] = []
-        self.segments: list[Segment] = []
-        self.depths: list[int] = []  # of the segments
+    def __init__(self, prompt: Tensor, leaves: list[_Leaf], share_completions: bool = False):
+        self.pieces: list[_Piece] = []
         self.leaves = leaves
-        # by the number of a leaf, the places where its tokens are predicted: the first one at the prompt's end
-        self.sources = {leaf.number: [len(prompt) - 1] for leaf in leaves}
+        # by the number of a leaf, where its tokens are predicted: piece, first token there, how many of them
+        self.sources = {leaf.number: [(0, len(prompt) - 1, 1)] for leaf in leaves}
+        if len(leaves) == 1:  # nothing to share: plain causal attention, in one piece
+            (leaf,) = leaves
+            self.pieces = [_Piece(torch.cat([prompt, leaf.tokens[:-1]]), -1, 0, 0)]
+            self.sources = {leaf.number: [(0, len(prompt) - 1, len(leaf.tokens))]}
         # segments to come: parent, completion tokens above (negative: none), leaves. A stack: Python's own is too small
-        branches = [(-1, -len(prompt), leaves)]
+        branches = [(-1, -len(prompt), leaves)] if len(leaves) > 1 else []
         while branches:
             parent, depth, branch = branches.pop()
             stop = min(len(leaf.tokens) for leaf in branch) - 1  # one that ends is a branching
-            rest = [leaf.tokens[depth:stop] for leaf in branch]
-            first, last = min(rest), max(rest)  # in lexicographic order: what these two share, all share
-            num_shared = [*map(ne, first, last), True].index(True)
-            tokens = prompt if parent < 0 else first[:num_shared]
-            start = len(self.tokens)
-            self.tokens += tokens
-            self.positions += range(len(prompt) + depth, len(prompt) + depth + len(tokens))
-            self.segments.append(Segment(start, len(tokens), parent))
-            self.depths.append(0 if parent < 0 else self.depths[parent] + 1)
+            (first, *others), number = [leaf.tokens[max(depth, 0) : stop] for leaf in branch], len(self.pieces)
+            tokens = (
+                prompt if parent < 0 else first[: min((_num_equal(first, other) for other in others), default=None)]
+            )
+            above = 0 if parent < 0 else self.pieces[parent].depth + 1
+            self.pieces.append(_Piece(tokens, parent, above, len(prompt) + depth))
             depth += len(tokens)
             children: dict[int, list[_Leaf]] = {}
             for leaf in branch:
                 if parent >= 0:
-                    self.sources[leaf.number] += range(start, start + len(tokens))
+                    self.sources[leaf.number].append((number, 0, len(tokens)))
                 if len(leaf.tokens) - 1 > depth:
-                    key = leaf.tokens[depth] if share_completions else leaf.number
+                    key = int(leaf.tokens[depth]) if share_completions else leaf.number
                     children.setdefault(key, []).append(leaf)
-            branches += [(len(self.segments) - 1, depth, child) for child in reversed(children.values())]
-        if len(leaves) == 1:  # nothing to share: plain causal attention, in one piece
-            self.segments, self.depths = [Segment(0, len(self.tokens), -1)], [0]
+            branches += [(number, depth, child) for child in reversed(children.values())]
+        self.num_tokens = sum(len(piece.tokens) for piece in self.pieces)
 
 
-def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
+def _num_equal(one: Tensor, other: Tensor) -> int:
+    """How many leading tokens two sequences of the same length have in common."""
+    different = (one != other).nonzero()
+    return int(different[0]) if len(different) else len(one)
+
+
+def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
     """A group as one tree; or, where it exceeds the budget, as several that each repeat the prompt."""
     whole = _Tree(prompt, leaves, share_completions)
-    if len(whole.tokens) <= budget:
+    if whole.num_tokens <= budget:
         return [whole]
     parts: list[list[_Leaf]] = []
     room = 0.0
@@ -223,36 +243,34 @@ def _trees(prompt: list[int], leaves: list[_Leaf], budget: float, share_completi
 
 def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
     """The segments of all trees by depth in a single row; or, padded, a row for each tree."""
-    order = [(tree.depths[s], t, s) for t, tree in enumerate(trees) for s in range(len(tree.segments))]
-    numbers: dict[tuple[int, int], int] = {}  # of the segments in the row, by tree and number there
-    segments: list[tuple[int, int, int]] = []
-    places = [torch.arange(len(tree.tokens)) for tree in trees]  # in its row, of each token
-    start = 0
-    for _, t, s in sorted(order) if not padded else ():
-        segment = trees[t].segments[s]
-        numbers[t, s] = len(segments)
-        segments.append((start, segment.length, numbers.get((t, segment.parent), -1)))
-        places[t][segment.tokens] += start - segment.start
-        start += segment.length
+    pieces = [(t, p, piece) for t, tree in enumerate(trees) for p, piece in enumerate(tree.pieces)]
+    pieces.sort(key=lambda entry: entry[2].depth)  # equal ones keep their order
+    numbers = {(t, p): number for number, (t, p, _) in enumerate(pieces)}
+    lengths = [len(piece.tokens) for _, _, piece in pieces]
+    starts = [0] * len(pieces) if padded else [0, *accumulate(lengths)]
+    plan = [(starts[i], lengths[i], numbers.get((t, piece.parent), -1)) for i, (t, _, piece) in enumerate(pieces)]
+    ids = torch.cat([piece.tokens for _, _, piece in pieces])
+    rows = [ids, _ranges([(piece.position, len(piece.tokens)) for _, _, piece in pieces]), torch.ones_like(ids)]
+    rows = [pad_sequence(list(tokens.split(lengths)), True) if padded else tokens[None] for tokens in rows]
+    leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.leaves]
+    of_leaves = torch.tensor([(t if padded else 0, leaf.group, leaf.number, len(leaf.tokens)) for t, leaf in leaves])
+    row, group, completion = of_leaves[:, :3].repeat_interleave(of_leaves[:, 3], 0).T.contiguous()
+    sources = [
+        (starts[numbers[t, p]] + first, num) for t, leaf in leaves for p, first, num in trees[t].sources[leaf.number]
+    ]
+    targets = torch.cat([leaf.tokens for _, leaf in leaves])
+    index = _ranges([(leaf.place, len(leaf.tokens)) for _, leaf in leaves])
+    mask, segments = (rows[2], None) if padded else (None, torch.tensor(plan))
+    prompts = [tree.leaves[0].group for tree in trees]
+    return PackedBatch(
+        rows[0], rows[1], mask, segments, row, _ranges(sources), targets, group, completion, index, prompts
+    )
 
-    def tensor(numbers: list[int]) -> Tensor:  # many times as fast as `torch.tensor` of a long list
-        return torch.frombuffer(array("q", numbers), dtype=torch.int64)
 
-    def rows_of(values: list[list[int]]) -> Tensor:
-        tensors = [tensor(value) for value in values]
-        return pad_sequence(tensors, True) if padded else torch.cat(tensors)[torch.cat(places).argsort()][None]
-
-    leaves = [(number, leaf) for number, tree in enumerate(trees) for leaf in tree.leaves]
-    of_leaves = torch.tensor([(number if padded else 0, leaf.group, leaf.number) for number, leaf in leaves])
-    lengths = torch.tensor([len(leaf.tokens) for _, leaf in leaves])
-    row, group, completion = of_leaves.repeat_interleave(lengths, 0).T.contiguous()
-    position = torch.cat([places[number][tensor(trees[number].sources[leaf.number])] for number, leaf in leaves])
-    targets = torch.cat([tensor(leaf.tokens) for _, leaf in leaves])
-    index = torch.cat([torch.arange(leaf.place, leaf.place + len(leaf.tokens)) for _, leaf in leaves])
-    ids, positions = rows_of([tree.tokens for tree in trees]), rows_of([tree.positions for tree in trees])
-    mask = rows_of([[1] * len(tree.tokens) for tree in trees]) if padded else None
-    plan, prompts = None if padded else torch.tensor(segments), [tree.leaves[0].group for tree in trees]
-    return PackedBatch(ids, positions, mask, plan, row, position, targets, group, completion, index, prompts)
+def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
+    """`range(start, start + length)` of every (start, length), one after the other: [sum of lengths] int64."""
+    starts, sizes = torch.tensor(pairs).T
+    return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
 
 
 # -- Attention over a row of segments --------------------------------------------------------------------------------
