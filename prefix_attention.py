@@ -157,8 +157,7 @@ def pack(
         alone = (_Tree(prompt, [leaf]) for leaf in leaves)
         for tree in _trees(prompt, leaves, budget, share_completions) if share_prefix and leaves else alone:
             candidates = batches[-1:] if padded else batches
-            fits = (trees for trees in candidates if size([t.num_tokens for t in [*trees, tree]]) <= budget)
-            batch = next(fits, None)
+            batch = next((b for b in candidates if size([t.num_tokens for t in [*b, tree]]) <= budget), None)
             if batch is None:
                 batches.append(batch := [])
             batch.append(tree)
@@ -189,22 +188,17 @@ class _Tree:
     def __init__(self, prompt: Tensor, leaves: list[_Leaf], share_completions: bool = False):
         self.pieces: list[_Piece] = []
         self.leaves = leaves
+        # A completion that is alone with its prompt has nothing to share: plain causal attention, in one piece.
+        root = torch.cat([prompt, leaves[0].tokens[:-1]]) if len(leaves) == 1 else prompt
         # by the number of a leaf, where its tokens are predicted: piece, first token there, how many of them
-        self.sources = {leaf.number: [(0, len(prompt) - 1, 1)] for leaf in leaves}
-        if len(leaves) == 1:  # nothing to share: plain causal attention, in one piece
-            (leaf,) = leaves
-            self.pieces = [_Piece(torch.cat([prompt, leaf.tokens[:-1]]), -1, 0, 0)]
-            self.sources = {leaf.number: [(0, len(prompt) - 1, len(leaf.tokens))]}
+        self.sources = {leaf.number: [(0, len(prompt) - 1, len(root) - len(prompt) + 1)] for leaf in leaves}
         # segments to come: parent, completion tokens above (negative: none), leaves. A stack: Python's own is too small
-        branches = [(-1, -len(prompt), leaves)] if len(leaves) > 1 else []
+        branches = [(-1, -len(prompt), leaves)]
         while branches:
             parent, depth, branch = branches.pop()
             stop = min(len(leaf.tokens) for leaf in branch) - 1  # one that ends is a branching
-            (first, *others), number = [leaf.tokens[max(depth, 0) : stop] for leaf in branch], len(self.pieces)
-            tokens = (
-                prompt if parent < 0 else first[: min((_num_equal(first, other) for other in others), default=None)]
-            )
-            above = 0 if parent < 0 else self.pieces[parent].depth + 1
+            tokens = root if parent < 0 else _common([leaf.tokens[depth:stop] for leaf in branch])
+            number, above = len(self.pieces), self.pieces[parent].depth + 1 if parent >= 0 else 0
             self.pieces.append(_Piece(tokens, parent, above, len(prompt) + depth))
             depth += len(tokens)
             children: dict[int, list[_Leaf]] = {}
@@ -218,10 +212,11 @@ class _Tree:
         self.num_tokens = sum(len(piece.tokens) for piece in self.pieces)
 
 
-def _num_equal(one: Tensor, other: Tensor) -> int:
-    """How many leading tokens two sequences of the same length have in common."""
-    different = (one != other).nonzero()
-    return int(different[0]) if len(different) else len(one)
+def _common(sequences: list[Tensor]) -> Tensor:
+    """The leading tokens that sequences of the same length have in common."""
+    first = sequences[0]
+    differ = sum((first != other for other in sequences[1:]), torch.zeros(len(first))).nonzero()
+    return first[: int(differ[0, 0])] if len(differ) else first
 
 
 def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
@@ -250,20 +245,21 @@ def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
     starts = [0] * len(pieces) if padded else [0, *accumulate(lengths)]
     plan = [(starts[i], lengths[i], numbers.get((t, piece.parent), -1)) for i, (t, _, piece) in enumerate(pieces)]
     ids = torch.cat([piece.tokens for _, _, piece in pieces])
-    rows = [ids, _ranges([(piece.position, len(piece.tokens)) for _, _, piece in pieces]), torch.ones_like(ids)]
+    rows = [ids, _ranges([(piece.position, len(piece.tokens)) for *_, piece in pieces]), torch.ones_like(ids)]
     rows = [pad_sequence(list(tokens.split(lengths)), True) if padded else tokens[None] for tokens in rows]
     leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.leaves]
     of_leaves = torch.tensor([(t if padded else 0, leaf.group, leaf.number, len(leaf.tokens)) for t, leaf in leaves])
     row, group, completion = of_leaves[:, :3].repeat_interleave(of_leaves[:, 3], 0).T.contiguous()
     sources = [
-        (starts[numbers[t, p]] + first, num) for t, leaf in leaves for p, first, num in trees[t].sources[leaf.number]
+        (starts[numbers[t, p]] + first, n) for t, leaf in leaves for p, first, n in trees[t].sources[leaf.number]
     ]
     targets = torch.cat([leaf.tokens for _, leaf in leaves])
     index = _ranges([(leaf.place, len(leaf.tokens)) for _, leaf in leaves])
     mask, segments = (rows[2], None) if padded else (None, torch.tensor(plan))
     prompts = [tree.leaves[0].group for tree in trees]
+    ids, positions, _ = rows
     return PackedBatch(
-        rows[0], rows[1], mask, segments, row, _ranges(sources), targets, group, completion, index, prompts
+        ids, positions, mask, segments, row, _ranges(sources), targets, group, completion, index, prompts
     )
 
 

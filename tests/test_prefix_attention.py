@@ -584,7 +584,7 @@ MUTATIONS = [
     ("the parent's number", "Llama", "numbers.get((t, piece.parent), -1)", "piece.parent"),
     ("the order of tokens", "Llama", "ids = torch.cat([piece.tokens for _, _, piece in pieces])",
      "ids = torch.cat([piece.tokens for tree in trees for piece in tree.pieces])"),
-    ("the source of first tokens", "Llama", "(0, len(prompt) - 1, 1)", "(0, len(prompt) - 2, 1)"),
+    ("the source of first tokens", "Llama", "[(0, len(prompt) - 1,", "[(0, len(prompt) - 2,"),
     ("the window", "Mistral", "(distance < (window or math.inf))", "(distance <= (window or math.inf))"),
     ("the loop's mask", "Gemma2", "((distance >= 0) |", "((distance >= -1) |"),
     ("softcap", "Gemma2", "scores = softcap * torch.tanh(scores / softcap)", "scores = torch.tanh(scores / softcap)"),
