@@ -143,17 +143,17 @@ def pack(
     number = place = 0
     for g, (prompt_ids, completions) in enumerate(groups):
         prompt = as_tokens(prompt_ids)
-        if not len(prompt):
+        if not prompt.numel():
             raise ValueError(f"group {g} has an empty prompt: nothing predicts the first completion token")
         leaves = []
         for c, tokens in enumerate(map(as_tokens, completions)):
-            total = len(prompt) + len(tokens)
-            if len(tokens) and total - 1 > budget:
+            total = prompt.numel() + tokens.numel()
+            if tokens.numel() and total - 1 > budget:
                 raise ValueError(f"completion {c} of group {g} has {total} tokens with its prompt, over {max_tokens=}")
-            if len(tokens):
+            if tokens.numel():
                 leaves.append(_Leaf(tokens, g, number, place))
             number += 1
-            place += len(tokens)
+            place += tokens.numel()
         alone = (_Tree(prompt, [leaf]) for leaf in leaves)
         for tree in _trees(prompt, leaves, budget, share_completions) if share_prefix and leaves else alone:
             candidates = batches[-1:] if padded else batches
@@ -191,32 +191,32 @@ class _Tree:
         # A completion that is alone with its prompt has nothing to share: plain causal attention, in one piece.
         root = torch.cat([prompt, leaves[0].tokens[:-1]]) if len(leaves) == 1 else prompt
         # by the number of a leaf, where its tokens are predicted: piece, first token there, how many of them
-        self.sources = {leaf.number: [(0, len(prompt) - 1, len(root) - len(prompt) + 1)] for leaf in leaves}
+        self.sources = {leaf.number: [(0, prompt.numel() - 1, root.numel() - prompt.numel() + 1)] for leaf in leaves}
         # segments to come: parent, completion tokens above (negative: none), leaves. A stack: Python's own is too small
-        branches = [(-1, -len(prompt), leaves)]
+        branches = [(-1, -prompt.numel(), leaves)]
         while branches:
             parent, depth, branch = branches.pop()
-            stop = min(len(leaf.tokens) for leaf in branch) - 1  # one that ends is a branching
+            stop = min(leaf.tokens.numel() for leaf in branch) - 1  # one that ends is a branching
             tokens = root if parent < 0 else _common([leaf.tokens[depth:stop] for leaf in branch])
             number, above = len(self.pieces), self.pieces[parent].depth + 1 if parent >= 0 else 0
-            self.pieces.append(_Piece(tokens, parent, above, len(prompt) + depth))
-            depth += len(tokens)
+            self.pieces.append(_Piece(tokens, parent, above, prompt.numel() + depth))
+            depth += tokens.numel()
             children: dict[int, list[_Leaf]] = {}
             for leaf in branch:
                 if parent >= 0:
-                    self.sources[leaf.number].append((number, 0, len(tokens)))
-                if len(leaf.tokens) - 1 > depth:
+                    self.sources[leaf.number].append((number, 0, tokens.numel()))
+                if leaf.tokens.numel() - 1 > depth:
                     key = int(leaf.tokens[depth]) if share_completions else leaf.number
                     children.setdefault(key, []).append(leaf)
             branches += [(number, depth, child) for child in reversed(children.values())]
-        self.num_tokens = sum(len(piece.tokens) for piece in self.pieces)
+        self.num_tokens = sum(piece.tokens.numel() for piece in self.pieces)
 
 
 def _common(sequences: list[Tensor]) -> Tensor:
     """The leading tokens that sequences of the same length have in common."""
-    first = sequences[0]
-    differ = sum((first != other for other in sequences[1:]), torch.zeros(len(first))).nonzero()
-    return first[: int(differ[0, 0])] if len(differ) else first
+    first, *others = sequences
+    differ = torch.stack([first != other for other in others]).any(0).nonzero() if others else torch.empty(0)
+    return first[: int(differ[0])] if differ.numel() else first
 
 
 def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
@@ -227,10 +227,10 @@ def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions
     parts: list[list[_Leaf]] = []
     room = 0.0
     for leaf in leaves:
-        length = len(leaf.tokens) - 1
+        length = leaf.tokens.numel() - 1
         if not parts or length > room:
             parts.append([])
-            room = budget - len(prompt)
+            room = budget - prompt.numel()
         parts[-1].append(leaf)
         room -= length
     return [_Tree(prompt, part, share_completions) for part in parts]
@@ -241,20 +241,20 @@ def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
     pieces = [(t, p, piece) for t, tree in enumerate(trees) for p, piece in enumerate(tree.pieces)]
     pieces.sort(key=lambda entry: entry[2].depth)  # equal ones keep their order
     numbers = {(t, p): number for number, (t, p, _) in enumerate(pieces)}
-    lengths = [len(piece.tokens) for _, _, piece in pieces]
+    lengths = [piece.tokens.numel() for _, _, piece in pieces]
     starts = [0] * len(pieces) if padded else [0, *accumulate(lengths)]
     plan = [(starts[i], lengths[i], numbers.get((t, piece.parent), -1)) for i, (t, _, piece) in enumerate(pieces)]
     ids = torch.cat([piece.tokens for _, _, piece in pieces])
-    rows = [ids, _ranges([(piece.position, len(piece.tokens)) for *_, piece in pieces]), torch.ones_like(ids)]
+    rows = [ids, _ranges([(piece.position, piece.tokens.numel()) for *_, piece in pieces]), torch.ones_like(ids)]
     rows = [pad_sequence(list(tokens.split(lengths)), True) if padded else tokens[None] for tokens in rows]
     leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.leaves]
-    of_leaves = torch.tensor([(t if padded else 0, leaf.group, leaf.number, len(leaf.tokens)) for t, leaf in leaves])
+    of_leaves = torch.tensor([(t if padded else 0, leaf.group, leaf.number, leaf.tokens.numel()) for t, leaf in leaves])
     row, group, completion = of_leaves[:, :3].repeat_interleave(of_leaves[:, 3], 0).T.contiguous()
     sources = [
         (starts[numbers[t, p]] + first, n) for t, leaf in leaves for p, first, n in trees[t].sources[leaf.number]
     ]
     targets = torch.cat([leaf.tokens for _, leaf in leaves])
-    index = _ranges([(leaf.place, len(leaf.tokens)) for _, leaf in leaves])
+    index = _ranges([(leaf.place, leaf.tokens.numel()) for _, leaf in leaves])
     mask, segments = (rows[2], None) if padded else (None, torch.tensor(plan))
     prompts = [tree.leaves[0].group for tree in trees]
     ids, positions, _ = rows

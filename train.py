@@ -203,35 +203,35 @@ class Layout(NamedTuple):
 
 def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
     """Share prompts only where that saves `MIN_SAVED` of the tokens, as it takes more and smaller kernel calls."""
-    shared = alone = padded = 0
-    for group in groups:
-        prompt, lengths = len(group.prompt.token_ids), [len(c.token_ids) for c in group.completions]
-        shared += prompt + sum(lengths)
-        alone += len(lengths) * prompt + sum(lengths)
-        padded += len(lengths) * (prompt + max(lengths))
+    shared, alone, padded = map(sum, zip((0, 0, 0), *(group.row_sizes for group in groups), strict=True))
     if not config.share_prefix:
         return Layout(False, padded)
     return Layout(True, shared) if shared <= (1 - MIN_SAVED) * alone else Layout(False, alone)
 
 
-def training_masks(groups: list[Group], config: TrainConfig) -> list[list[bool]]:
-    """Which tokens of each completion train: those sampled; none without a reward, or where truncation masks it."""
-    masks = []
-    for group in groups:
-        rewards = group.reward or [0.0] * len(group.completions)  # a group need not have been scored
-        for c, reward in zip(group.completions, rewards, strict=True):
-            is_left_out = math.isnan(reward) or (config.mask_truncated_completions and c.finish_reason == "length")
-            masks.append([False] * len(c.token_ids) if is_left_out else c.sampled)
-    return masks
+def which_train(groups: list[Group], config: TrainConfig) -> list[bool]:
+    """Whether the sampled tokens of each completion train: not without a reward, or where truncation masks them."""
+    return [
+        not (math.isnan(reward) or (config.mask_truncated_completions and c.finish_reason == "length"))
+        for group in groups  # which need not have been scored
+        for c, reward in zip(group.completions, group.reward or [0.0] * len(group.completions), strict=True)
+    ]
+
+
+def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
+    """How many tokens of each completion train."""
+    completions = (c for group in groups for c in group.completions)
+    return [c.num_sampled * trains for c, trains in zip(completions, which_train(groups, config), strict=True)]
 
 
 def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> list[MicroBatch]:
     """Groups packed into rows of at most `max_tokens`, with what their tokens need for the loss."""
     completions = [c for group in groups for c in group.completions]
-    sizes = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.long)
+    sizes = torch.tensor([c.token_ids.numel() for c in completions], dtype=torch.long)
     advantages = torch.tensor([a for group in groups for a in group.advantages]).float().repeat_interleave(sizes)
-    mask = torch.tensor([float(trains) for mask in training_masks(groups, config) for trains in mask])
-    sampler_logprobs = torch.tensor([x for c in completions for x in c.sampler_logprobs])
+    mask = torch.tensor(which_train(groups, config)).repeat_interleave(sizes)
+    mask = (mask & torch.cat([c.loss_mask for c in completions])).float()
+    sampler_logprobs = torch.cat([c.sampler_logprobs for c in completions])
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     batches = []
     shares_prompts = row_layout(groups, config).shares_prompts
@@ -277,15 +277,14 @@ class Dealer:
         # Several parts only for several mini-batches, for which `missing_tokens` waits for the whole batch.
         parts = [self._shares(groups[start : start + size], is_complete) for start in range(0, len(groups), size)]
         if config.num_minibatches > 1 and config.loss_type in ("dapo", "cispo"):  # a token weighs the same in each
-            lengths = [sum(mask) for mask in training_masks(groups, config)]
-            mean = loss_normalizer(lengths, config) / config.num_minibatches
+            mean = loss_normalizer(trained_lengths(groups, config), config) / config.num_minibatches
             parts = [[share._replace(normalizer=mean) for share in part] for part in parts]
         return [list(of_rank) for of_rank in zip(*parts, strict=True)]
 
     def _shares(self, groups: list[Group], ends_update: bool) -> list[Share]:
         """Each rank's share of a mini-batch, or of the part of it that fills whole rounds."""
         config, num_ranks = self.config, len(self.loads)
-        self.lengths += [sum(mask) for mask in training_masks(groups, config)]
+        self.lengths += trained_lengths(groups, config)
         for group in groups:
             if self.waiting and row_layout([*self.waiting, group], config).num_tokens > config.max_tokens_per_gpu:
                 self.rows += micro_batches(self.waiting, config.max_tokens_per_gpu, config)
@@ -295,7 +294,7 @@ class Dealer:
         if ends_update:  # Spread the waiting groups evenly over the rows that the round lacks.
             num_missing = num_ranks - len(self.rows) % num_ranks
             tokens_each = math.ceil(row_layout(self.waiting, config).num_tokens / num_missing)
-            longest = max(len(g.prompt.token_ids) + len(c.token_ids) for g in self.waiting for c in g.completions)
+            longest = max(len(g.prompt.token_ids) + c.token_ids.numel() for g in self.waiting for c in g.completions)
             budget = min(max(tokens_each, longest), config.max_tokens_per_gpu)
             self.rows += micro_batches(self.waiting, budget, config)
             smallest = min(self.rows, key=lambda micro: micro.packed.num_tokens)

@@ -4,23 +4,25 @@
 ones that are lost and takes them back. Nothing here imports vLLM.
 """
 
-import json
 import math
 import os
 import resource
 import threading
 import time
 import uuid
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
+import msgspec
 import requests
 import torch
 from torch import Tensor
@@ -52,85 +54,139 @@ class Span(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Completion:
-    """What was sampled for a prompt."""
+    """What was sampled for a prompt; lists are taken as tensors."""
 
-    token_ids: list[int]  # with the end-of-sequence token, where one was sampled
-    sampler_logprobs: list[float]  # nats, of each token, by the server: after temperature (and top-k/p)
+    token_ids: Any  # [n] int64, with the end-of-sequence token, where one was sampled
+    sampler_logprobs: Any  # [n] float32, nats, of each token, by the server: after temperature (and top-k/p)
     finish_reason: str  # `stop` (the completion ended by itself) or `length` (it was cut off)
     weight_versions: list[Span]  # the tokens that were sampled, by policy version
-    loss_mask: list[bool] | None = None  # False on tokens that an environment wrote; None where all were sampled
+    loss_mask: Any = None  # [n] bool, False on tokens that an environment wrote; all True where it is not given
 
     def __post_init__(self) -> None:
-        places = [place for place, was_sampled in enumerate(self.sampled) if was_sampled]
-        covered = [place for span in self.weight_versions for place in range(span.start, span.end)]
-        if not len(self.token_ids) == len(self.sampler_logprobs) == len(self.sampled) > 0 or covered != places:
+        num = len(self.token_ids)
+        edges = [0, *(edge for _, start, end in self.weight_versions for edge in (start, end)), num]
+        is_covered = edges[::2] == edges[1::2]  # each span begins where the one before ended
+        mask = torch.ones(num, dtype=torch.bool)
+        if self.loss_mask is not None:
+            covered, mask = torch.zeros(num, dtype=torch.bool), torch.as_tensor(self.loss_mask)
+            for _, start, end in self.weight_versions if edges == sorted(edges) else ():
+                covered[start:end] = True
+            is_covered = edges == sorted(edges) and torch.equal(covered, mask)
+        values = {
+            "token_ids": (self.token_ids, torch.int64),
+            "sampler_logprobs": (self.sampler_logprobs, torch.float32),
+        }
+        for name, (value, dtype) in (values | {"loss_mask": (mask, torch.bool)}).items():
+            object.__setattr__(self, name, torch.as_tensor(value, dtype=dtype))
+        if not len(self.sampler_logprobs) == num > 0 or not is_covered or edges != sorted(edges):
             raise ValueError("a completion needs tokens, with a log-prob each, and a version of each that was sampled")
 
     @property
-    def sampled(self) -> list[bool]:
-        """For each token, whether it was sampled, and not written by an environment."""
-        return [True] * len(self.token_ids) if self.loss_mask is None else self.loss_mask
+    def num_sampled(self) -> int:
+        """How many of its tokens were sampled."""
+        return sum(end - start for _, start, end in self.weight_versions)
 
-    def then(self, environment_ids: list[int], reply: "Completion") -> "Completion":
+    def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
         """Join this turn, the environment's answer and the policy's next turn; nothing is tokenized again."""
-        start = len(self.token_ids) + len(environment_ids)
+        num, start = len(environment_ids), len(self.token_ids) + len(environment_ids)
         moved = [Span(version, start + first, start + last) for version, first, last in reply.weight_versions]
         return Completion(
-            [*self.token_ids, *environment_ids, *reply.token_ids],
-            [*self.sampler_logprobs, *[0.0] * len(environment_ids), *reply.sampler_logprobs],
+            torch.cat([self.token_ids, torch.as_tensor(environment_ids, dtype=torch.int64), reply.token_ids]),
+            torch.cat([self.sampler_logprobs, torch.zeros(num), reply.sampler_logprobs]),
             reply.finish_reason,
             [*self.weight_versions, *moved],
-            [*self.sampled, *[False] * len(environment_ids), *reply.sampled],
+            torch.cat([self.loss_mask, torch.zeros(num, dtype=torch.bool), reply.loss_mask]),
         )
 
 
 # -- Replies -----------------------------------------------------------------------------------------------------------
 
 
+class _Token(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Token] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    """What we read of a choice of /inference/v1/generate, or of a part of one in a stream."""
+
+    index: int = 0
+    finish_reason: str | None = None
+    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
+    logprobs: _Logprobs | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
+    error: Any = None
+
+
+DECODER = msgspec.json.Decoder(_Reply)
+
+
+def _completions(choices: list[_Choice]) -> list[Completion]:
+    """The choices, checked: ValueError where a part of one is missing or makes no sense."""
+    lengths = [len(choice.token_ids or ()) for choice in choices]
+    for choice, length in zip(choices, lengths, strict=True):
+        if not length or choice.finish_reason not in ("stop", "length"):
+            raise ServerLost(f"a server ended a completion by {choice.finish_reason!r} after {length} tokens")
+    given = [choice.logprobs.content or [] if choice.logprobs else [] for choice in choices]
+    ids = torch.frombuffer(array("q", chain.from_iterable(c.token_ids or () for c in choices)), dtype=torch.int64)
+    values = array("f", [token.logprob for content in given for token in content])
+    logprobs = torch.frombuffer(values, dtype=torch.float32) if values else torch.full((1,), NO_LOGPROB)
+    if list(map(len, given)) != lengths or not NO_LOGPROB < logprobs.min() <= logprobs.max() < math.inf:
+        raise ValueError(f"of {sum(lengths)} tokens some log-probs are missing, or no finite numbers")
+    versions = [
+        [Span(int(s.version) if s.version.isdecimal() else -1, s.start, s.end) for s in choice.weight_versions or ()]
+        for choice in choices
+    ]
+    parts = zip(ids.split(lengths), logprobs.split(lengths), choices, versions, strict=True)
+    return [Completion(tokens, values, str(c.finish_reason), spans) for tokens, values, c, spans in parts]
+
+
 def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
     """The `num` completions of a reply, and the prompt's tokens as the server expanded them; or ValueError."""
-    body = reply.json()
-    if len(body["choices"]) != num:
-        raise ValueError(f"{len(body['choices'])} of {num} completions")
-    return [_completion(choice) for choice in body["choices"]], body.get("prompt_token_ids") or []
+    body = DECODER.decode(reply.content)
+    if len(body.choices) != num:
+        raise ValueError(f"{len(body.choices)} of {num} completions")
+    return _completions(body.choices), body.prompt_token_ids or []
 
 
 def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
     """The same from a stream: the `num` completions that end first."""
-    found: dict[int, dict[str, Any]] = {}
-    finished: list[dict[str, Any]] = []
+    found: dict[int, tuple[list[int], list[_Token]]] = {}
+    finished: list[_Choice] = []
     prompt_ids: list[int] = []
     for line in reply.iter_lines():
         if not line.startswith(b"data: {"):
             continue
-        chunk = json.loads(line.removeprefix(b"data: "))
-        if "error" in chunk:
-            raise ValueError(f"the stream broke off: {chunk['error']}")
-        prompt_ids = chunk.get("prompt_token_ids") or prompt_ids  # only the first chunk has them
-        for part in chunk["choices"]:
-            choice = found.setdefault(part["index"], {"token_ids": [], "logprobs": {"content": []}})
-            choice["token_ids"] += part["token_ids"] or []
-            choice["logprobs"]["content"] += (part["logprobs"] or {}).get("content") or []
-            if part["finish_reason"]:
-                finished.append({**part, **choice})
+        chunk = DECODER.decode(line.removeprefix(b"data: "))
+        if chunk.error:
+            raise ValueError(f"the stream broke off: {chunk.error}")
+        prompt_ids = chunk.prompt_token_ids or prompt_ids  # only the first chunk has them
+        for part in chunk.choices:
+            ids, content = found.setdefault(part.index, ([], []))
+            ids += part.token_ids or []
+            content += (part.logprobs and part.logprobs.content) or []
+            if part.finish_reason:
+                part.token_ids, part.logprobs = ids, _Logprobs(content)
+                finished.append(part)
         if len(finished) >= num:
-            return [_completion(choice) for choice in finished[:num]], prompt_ids
+            return _completions(finished[:num]), prompt_ids
     raise ValueError(f"the stream ended after {len(finished)} of {num} completions")
-
-
-def _completion(choice: dict[str, Any]) -> Completion:
-    """One choice of /inference/v1/generate, checked: ValueError where a part of it is missing or makes no sense."""
-    ids, versions = choice["token_ids"] or [], choice["weight_versions"]
-    logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
-    spans = [Span(int(s["version"]) if s["version"].isdecimal() else -1, s["start"], s["end"]) for s in versions]
-    if not ids or choice["finish_reason"] not in ("stop", "length"):
-        raise ServerLost(f"a server ended a completion by {choice['finish_reason']!r} after {len(ids)} tokens")
-    are_ids = all(isinstance(token, int) and token >= 0 for token in ids)
-    if not are_ids or not all(isinstance(p, int | float) and NO_LOGPROB < p < math.inf for p in logprobs):
-        raise ValueError(f"of {len(ids)} tokens some ids or log-probs are no finite numbers")
-    return Completion(ids, logprobs, choice["finish_reason"], spans)
 
 
 # -- One server --------------------------------------------------------------------------------------------------------
@@ -183,7 +239,7 @@ class Server:
                     if read:
                         return read(reply)
                     return reply.json() if reply.content else None
-        except (requests.RequestException, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (requests.RequestException, msgspec.MsgspecError, ValueError) as error:
             cause: BaseException = error
             while isinstance(error, requests.ConnectionError) and cause.__context__:  # below "max retries exceeded"
                 cause = cause.__context__
@@ -194,15 +250,15 @@ class Server:
         return self.request("POST", path, timeout_s, json=body)
 
     def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], extra: int = 0, images: Any = None, timeout_s: Any = None
+        self, prompt: Any, sampling: dict[str, Any], extra: int = 0, images: Any = None, timeout_s: Any = None
     ) -> list[Completion]:
-        """Sample `sampling["n"]` completions of `prompt_ids`, the prompt's tokens and those of earlier turns.
+        """Sample `sampling["n"]` completions of `prompt`, the ids (a list, or [n]) of it and of earlier turns.
 
         `sampling` are vLLM's own parameters. So many as `extra` are sampled beside them: the first `n` to finish are
-        kept, the rest aborted. The placeholders of `images` (`rollouts.data.Images`) stand first in `prompt_ids`.
+        kept, the rest aborted. The placeholders of `images` (`rollouts.data.Images`) stand first in `prompt`.
         Raises a ServerError as `request` does, or where the server expands the images to other tokens than the trainer.
         """
-        num = sampling.get("n", 1)
+        prompt_ids, num = torch.as_tensor(prompt).tolist(), sampling.get("n", 1)
         params = {**sampling, "n": num + extra, "logprobs": 0}
         if self.forbidden:  # -100 is the lowest that the server takes, and as good as -inf
             params["logit_bias"] = (sampling.get("logit_bias") or {}) | dict.fromkeys(self.forbidden, -100.0)

@@ -76,7 +76,7 @@ def disturbed(config: TrainConfig, device: torch.device, seed: int) -> Any:
 def differences(policy: Any, completion: Any, device: torch.device) -> torch.Tensor:
     """|trainer - server| of every token, nats."""
     (row,) = pack([(PROMPT, [completion.token_ids])], share_prefix=False)
-    return (completion_logprobs(policy, row.to(device)).cpu() - torch.tensor(completion.sampler_logprobs)).abs()
+    return (completion_logprobs(policy, row.to(device)).cpu() - completion.sampler_logprobs).abs()
 
 
 def syncs(rollouts: Rollouts, config: TrainConfig, device: torch.device, repeats: int) -> dict[str, Any]:

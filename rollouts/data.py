@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -57,6 +58,13 @@ class Group:
     started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0
+
+    @cached_property
+    def row_sizes(self) -> tuple[int, int, int]:
+        """Its tokens in a row: with the prompt once, with the prompt before each completion, and this padded."""
+        prompt, lengths = len(self.prompt.token_ids), [c.token_ids.numel() for c in self.completions]
+        repeated = len(lengths) * prompt
+        return prompt + sum(lengths), repeated + sum(lengths), repeated + len(lengths) * max(lengths)
 
     @property
     def oldest_version(self) -> int:

@@ -59,21 +59,22 @@ class Scorer:
 
         UserError where a function returns no finite numbers, or fails time after time; CallError once it is closed.
         """
-        group.texts = [self.tokenizer.decode(c.token_ids, skip_special_tokens=True) for c in group.completions]
-        columns = [self._call(function, group) for function in self.config.reward_funcs]
+        ids = [completion.token_ids.tolist() for completion in group.completions]
+        group.texts = [self.tokenizer.decode(of_one, skip_special_tokens=True) for of_one in ids]
+        columns = [self._call(function, group, ids) for function in self.config.reward_funcs]
         group.rewards = [list(row) for row in zip(*columns, strict=True)]
         weights = self.config.reward_weights or [1.0] * len(columns)
         given = [[w * r for w, r in zip(weights, row, strict=True) if r is not None] for row in group.rewards]
         group.reward = [sum(row) if row else math.nan for row in given]
         group.scored_s = time.monotonic()
 
-    def _call(self, function: Any, group: Group) -> list[float | None]:
+    def _call(self, function: Any, group: Group, ids: list[list[int]]) -> list[float | None]:
         num = len(group.completions)
         where = f"reward {function.__name__} on dataset row {group.prompt.index}"
         arguments = {
             "prompts": [group.prompt.content] * num,
             "completions": group.texts,
-            "completion_ids": [c.token_ids for c in group.completions],
+            "completion_ids": ids,
             **{column: [value] * num for column, value in group.prompt.columns.items()},
         }
         try:

@@ -82,11 +82,11 @@ def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: Train
         completions = [replace(completion) for completion in rollout_fn(server, prompt, sampling)]  # which checks them
         if len(completions) != sampling["n"]:
             raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
-        ids = [token for completion in completions for token in completion.token_ids]
+        ids = torch.cat([completion.token_ids for completion in completions])
         longest = max(len(prompt.token_ids) + len(completion.token_ids) for completion in completions)
         if longest > config.max_tokens_per_gpu:
             raise ValueError(f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu")
-        if not set(server.forbidden).isdisjoint(ids):
+        if torch.isin(ids, torch.tensor(server.forbidden, dtype=torch.int64)).any():
             raise ValueError("a completion has a placeholder of an image, which no policy takes")
     except ServerError:
         raise
@@ -193,7 +193,7 @@ class GroupStream:
         """Accept or drop a scored group, and admit what that makes room for. The caller holds the lock."""
         del self._running[group.id]
         group.finished_version = self.version
-        self.num_sampled_tokens += sum(sum(c.sampled) for c in group.completions)
+        self.num_sampled_tokens += sum(c.num_sampled for c in group.completions)
         if self.config.drop_zero_advantage and not group.can_teach:
             self._batch.dropped["zero_advantage"].append(group)
             num = len(self._batch.dropped["zero_advantage"])
@@ -308,8 +308,7 @@ class Rollouts:
             if (group := self.stream.take()) is None:
                 return None
             groups.append(group)
-            prompt, lengths = len(group.prompt.token_ids), [len(c.token_ids) for c in group.completions]
-            num_tokens -= prompt + sum(lengths) if self.config.share_prefix else len(lengths) * (prompt + max(lengths))
+            num_tokens -= group.row_sizes[0 if self.config.share_prefix else 2]
             if self.stream.missing == 0:
                 return "complete"
             return "enough" if num_tokens <= 0 else None
@@ -467,7 +466,7 @@ class Rollouts:
         images = {name: value.to(self.device) for name, value in prompt.inputs.items()}
         with torch.no_grad():
             logprobs = token_logprobs(self.policy, row.to(self.device), images, self.config)
-        sampler_logprobs = torch.tensor([value for c in completions for value in c.sampler_logprobs])
+        sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
         mismatch = (logprobs.cpu() - sampler_logprobs).abs().mean().item()
         if mismatch <= self.config.max_logprob_mismatch:
             return ""

@@ -216,12 +216,12 @@ def test_turns_are_joined():
     first = Completion([5, 6], [-1.0, -2.0], "stop", [Span(3, 0, 2)])
     last = Completion([9], [-0.5], "length", [Span(3, 0, 1), Span(4, 1, 1)])
     joined = first.then([7, 8], last)
-    assert joined.token_ids == [5, 6, 7, 8, 9]
-    assert joined.sampler_logprobs == [-1.0, -2.0, 0.0, 0.0, -0.5]
-    assert joined.sampled == [True, True, False, False, True]
+    assert joined.token_ids.tolist() == [5, 6, 7, 8, 9]
+    assert joined.sampler_logprobs.tolist() == [-1.0, -2.0, 0.0, 0.0, -0.5]
+    assert joined.loss_mask.tolist() == [True, True, False, False, True]
     assert joined.weight_versions == [(3, 0, 2), (3, 4, 5), (4, 5, 5)]
     assert joined.finish_reason == "length"
-    assert joined.then([1], first).sampled == [True, True, False, False, True, False, True, True]
+    assert joined.then([1], first).loss_mask.tolist() == [True, True, False, False, True, False, True, True]
 
 
 def test_the_tail_is_spread_over_the_ranks():

@@ -707,7 +707,7 @@ def test_a_second_turn_after_an_image(vlm, url):
         prompt = with_images(rollouts.prompts[0], build_processor(), config)
         (turn,) = client.generate(prompt.token_ids, {"n": 1, "max_tokens": 3}, images=prompt.images)
         words = [30, 31]
-        so_far = prompt.token_ids + turn.token_ids + words
+        so_far = [*prompt.token_ids, *turn.token_ids, *words]
         (reply,) = client.generate(so_far, {"n": 1, "max_tokens": 4}, images=prompt.images)
         group = Group(prompt, [turn.then(words, reply)], advantages=[0.0])
         (micro,) = micro_batches([group], 10_000, config)

@@ -101,7 +101,7 @@ def mismatch(policy, rollouts, config, device):
     with torch.no_grad():
         (row,) = pack(pairs, share_prefix=False)
         logprobs = completion_logprobs(policy, row.to(device), config.temperature)
-    sampled = torch.tensor([x for c in replies for x in c.sampler_logprobs])
+    sampled = torch.cat([c.sampler_logprobs for c in replies])
     return (logprobs - sampled).abs().mean().item(), sorted({span[0] for c in replies for span in c.weight_versions})
 
 
@@ -249,7 +249,7 @@ def test_updates_in_flight_keep_both_versions(models, servers):
         (row,) = pack([(PROMPT, [completion.token_ids])], share_prefix=False)
         with torch.no_grad():
             under_old, under_new = (completion_logprobs(model, row) for model in (old, new))
-        sampled = torch.tensor(completion.sampler_logprobs)
+        sampled = completion.sampler_logprobs
         assert (under_old - sampled)[:change].abs().max() <= 1e-4
         assert (under_new - sampled)[change:].abs().max() <= 1e-4
 
@@ -270,21 +270,21 @@ def test_merged_weights_are_temporaries(models):
 def test_sampling_parameters_take_effect(client):
     ask = lambda **fields: client.generate(PROMPT, {"n": 2, "max_tokens": 12, "temperature": 1.0, **fields})  # noqa: E731
     greedy = ask(temperature=0.0, n=1)
-    assert greedy[0].token_ids == ask(top_k=1)[0].token_ids == ask(top_p=1e-6)[1].token_ids
-    assert ask(min_p=1.0)[0].token_ids == greedy[0].token_ids
+    for same in (ask(top_k=1)[0], ask(top_p=1e-6)[1], ask(min_p=1.0)[0]):
+        assert torch.equal(same.token_ids, greedy[0].token_ids)
     cut = ask(ignore_eos=True)[0]
     assert cut.finish_reason == "length"
     assert len(cut.token_ids) == len(cut.sampler_logprobs) == 12
     digits = ask(structured_outputs={"regex": "[0-9]{3}"}, max_tokens=8)
-    texts = ["".join(chr(token + 28) for token in c.token_ids if token > 3) for c in digits]
+    texts = ["".join(chr(token + 28) for token in c.token_ids.tolist() if token > 3) for c in digits]
     assert all(re.fullmatch("[0-9]{3}", text) for text in texts), texts
     (reply, _) = ask(structured_outputs={"json": {"enum": [173, 426]}}, max_tokens=8)
-    assert "".join(chr(t + 28) for t in reply.token_ids if t > 3) in ("173", "426")
+    assert "".join(chr(t + 28) for t in reply.token_ids.tolist() if t > 3) in ("173", "426")
 
 
 def test_stop_strings(client):
     token = client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True})[0].token_ids[2]
-    stopped = client.generate(PROMPT, {"n": 1, "max_tokens": 20, "temperature": 0.0, "stop": [chr(token + 28)]})[0]
+    stopped = client.generate(PROMPT, {"n": 1, "max_tokens": 20, "temperature": 0.0, "stop": [chr(int(token) + 28)]})[0]
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] == token
 
@@ -300,9 +300,9 @@ def test_the_first_to_finish_of_a_stream(client, models):
         assert len(c.token_ids) == len(c.sampler_logprobs)
         assert c.weight_versions == [(version, 0, len(c.token_ids))]
         if version == -1:  # the weights that the server started with
-            logits = model(input_ids=torch.tensor([PROMPT + c.token_ids])).logits[0, len(PROMPT) - 1 : -1]
+            logits = model(input_ids=torch.tensor([[*PROMPT, *c.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
             logprobs = logits.log_softmax(-1)[range(len(c.token_ids)), c.token_ids]
-            assert (logprobs - torch.tensor(c.sampler_logprobs)).abs().max() < 1e-4
+            assert (logprobs - c.sampler_logprobs).abs().max() < 1e-4
     with pytest.raises(ServerError, match="answered 400"):
         client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0}, extra=1)
 
