@@ -225,14 +225,13 @@ def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions
     if whole.num_tokens <= budget:
         return [whole]
     parts: list[list[_Leaf]] = []
-    room = 0.0
+    room = -1.0
     for leaf in leaves:
-        length = leaf.tokens.numel() - 1
-        if not parts or length > room:
+        room -= leaf.tokens.numel() - 1
+        if room < 0:
             parts.append([])
-            room = budget - prompt.numel()
+            room = budget - prompt.numel() - leaf.tokens.numel() + 1
         parts[-1].append(leaf)
-        room -= length
     return [_Tree(prompt, part, share_completions) for part in parts]
 
 
@@ -243,24 +242,20 @@ def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
     numbers = {(t, p): number for number, (t, p, _) in enumerate(pieces)}
     lengths = [piece.tokens.numel() for _, _, piece in pieces]
     starts = [0] * len(pieces) if padded else [0, *accumulate(lengths)]
-    plan = [(starts[i], lengths[i], numbers.get((t, piece.parent), -1)) for i, (t, _, piece) in enumerate(pieces)]
+    segments = [(starts[i], lengths[i], numbers.get((t, piece.parent), -1)) for i, (t, _, piece) in enumerate(pieces)]
     ids = torch.cat([piece.tokens for _, _, piece in pieces])
     rows = [ids, _ranges([(piece.position, piece.tokens.numel()) for *_, piece in pieces]), torch.ones_like(ids)]
     rows = [pad_sequence(list(tokens.split(lengths)), True) if padded else tokens[None] for tokens in rows]
     leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.leaves]
     of_leaves = torch.tensor([(t if padded else 0, leaf.group, leaf.number, leaf.tokens.numel()) for t, leaf in leaves])
     row, group, completion = of_leaves[:, :3].repeat_interleave(of_leaves[:, 3], 0).T.contiguous()
-    sources = [
-        (starts[numbers[t, p]] + first, n) for t, leaf in leaves for p, first, n in trees[t].sources[leaf.number]
-    ]
+    sources = [(starts[numbers[t, p]] + a, n) for t, leaf in leaves for p, a, n in trees[t].sources[leaf.number]]
     targets = torch.cat([leaf.tokens for _, leaf in leaves])
     index = _ranges([(leaf.place, leaf.tokens.numel()) for _, leaf in leaves])
-    mask, segments = (rows[2], None) if padded else (None, torch.tensor(plan))
+    ids, positions, ones = rows
+    mask, plan = (ones, None) if padded else (None, torch.tensor(segments))
     prompts = [tree.leaves[0].group for tree in trees]
-    ids, positions, _ = rows
-    return PackedBatch(
-        ids, positions, mask, segments, row, _ranges(sources), targets, group, completion, index, prompts
-    )
+    return PackedBatch(ids, positions, mask, plan, row, _ranges(sources), targets, group, completion, index, prompts)
 
 
 def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
