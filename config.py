@@ -231,6 +231,10 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Shard weights, gradients and optimizer state over the ranks (FSDP2) instead of replicating them (DDP)."""
     fsdp_bf16: bool = False
     """FSDP2 mixed precision: bfloat16 compute and gathers, weights and gradient sums in `dtype`."""
+    fsdp_offload: bool = False
+    """Keep FSDP2's weights, gradients and optimizer state in host memory; slower, for models that fit no other way."""
+    fsdp_shard_size: OneOrMore | None = None
+    """Ranks that one copy of the model is sharded over, replicated between them (HSDP), as one node's; None: all."""
     collective_timeout: Positive = 3600.0
     """Seconds after which a collective that some rank never entered ends the run."""
 
@@ -295,7 +299,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             ("correction_cap", self.off_policy_correction != "none", "with off_policy_correction=none"),
             ("correction_floor", masks, "without off_policy_correction=mask"),
             ("extra_generations", not self.rollout_fn, "with a rollout_fn, which samples itself"),
-            ("fsdp_bf16", self.use_fsdp, "without use_fsdp (bf16 has)"),
+            ("fsdp_bf16 fsdp_offload fsdp_shard_size", self.use_fsdp, "without use_fsdp"),
             ("num_epochs", self.max_steps is None, "beside max_steps, which --max_steps none unsets"),
             ("delta", self.loss_type != "cispo", "with loss_type=cispo"),
         ):

@@ -87,7 +87,7 @@ def make_config(model, **fields):
 def make_policy(config, device):
     """As build_policy, with LoRA's B away from zero, so that A has a gradient too."""
     torch.manual_seed(1)
-    model = load_model(config)
+    model = load_model(config, on_meta=dist.get_rank() > 0)
     if config.use_peft:
         model = add_lora(model, config)
         for name, weight in model.named_parameters():
@@ -132,7 +132,7 @@ def plain_gradient(config):
         for c, completion in enumerate(group.completions):
             if config.mask_truncated_completions and (g, c) == TRUNCATED:
                 continue
-            start, ids = len(group.prompt.token_ids), group.prompt.token_ids + completion.token_ids
+            start, ids = len(group.prompt.token_ids), group.prompt.token_ids + completion.token_ids.tolist()
             logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1] / config.temperature
             logprobs = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
             ratio = (logprobs.detach() + 3.0).exp()  # to the sampler's log-probs
@@ -186,7 +186,7 @@ def test_tokens_of_an_environment_are_context_only(models, device, loss_type):
     model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
     total, count = torch.zeros(()), 0
     for group, c, completion in _numbered(make_groups()):
-        start, ids = len(group.prompt.token_ids), group.prompt.token_ids + completion.token_ids
+        start, ids = len(group.prompt.token_ids), group.prompt.token_ids + completion.token_ids.tolist()
         logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
         logprobs = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
         own = logprobs[[0]] if len(logprobs) == 1 else logprobs[[0, -1]]
@@ -508,7 +508,7 @@ def test_several_updates_on_one_batch(models, device):
 
     model = make_policy(config, device)
     steps = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    rows = [(g, c, g.prompt.token_ids, k.token_ids) for g, c, k in _numbered(make_groups())]
+    rows = [(g, c, g.prompt.token_ids, k.token_ids.tolist()) for g, c, k in _numbered(make_groups())]
 
     def logprobs(prompt, ids):
         logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]

@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -13,12 +13,13 @@ from warnings import catch_warnings, simplefilter
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 from config import TrainConfig, UserError
 from prefix_attention import PackedBatch, attach, completion_logprobs
 from rollouts.data import Prompt, naming, placeholder_ids
-from utils import gather_objects, is_main
+from utils import broadcast_object, gather_objects, is_main
 
 
 def with_bf16(config: TrainConfig) -> TrainConfig:
@@ -41,10 +42,11 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     return model_config, AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
 
 
-def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
+def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: bool = False) -> Any:
     """The model named by the config or of a checkpoint, on the CPU, in `dtype`, without dropout and router noise.
 
-    These would make log-probs differ from the server's and between forwards, and the first KL would not be 0.
+    These would make log-probs differ from the server's and between forwards, and the first KL would not be 0. With
+    `on_meta` it has no values and takes no memory: `parallelize` brings it rank 0's.
     """
     from transformers.utils.logging import disable_progress_bar
 
@@ -61,6 +63,7 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None) -> Any:
         dtype=getattr(torch, config.dtype),
         attn_implementation=attention,
         trust_remote_code=config.trust_remote_code,
+        device_map="meta" if on_meta else None,
     )
     generation: Any = getattr(model, "generation_config", None)
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
@@ -121,32 +124,65 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
-    """FSDP2 or DDP over all ranks, with gradients *summed* over them, as `optimizer_step` normalizes them once."""
-    world_size = dist.get_world_size()
-    if config.use_fsdp:
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    """FSDP2 or DDP over all ranks, with rank 0's weights, on `device` (FSDP2's on the CPU with `fsdp_offload`).
 
-        mesh = init_device_mesh(device.type, (world_size,))
-        sums = torch.float32 if config.use_peft else getattr(torch, config.dtype)  # that of the weights that train
-        bf16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": sums}
-        policy = MixedPrecisionPolicy(**bf16 if config.fsdp_bf16 else {})
-        kinds = base_model(model)._no_split_modules or ()
-        sharded = [*(module for module in model.modules() if type(module).__name__ in kinds), model]
-        for module in sharded:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        model.to(device)
-        for module in sharded:
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
-        return model
-    model.to(device)
-    if world_size > 1 and any(p.requires_grad for p in model.parameters()):
+    Gradients are *summed* over ranks, as `optimizer_step` normalizes them once. Collective. Other ranks' weights may be
+    on `meta`: only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
+    """
+    world_size = dist.get_world_size()
+    if world_size == 1 and not config.use_fsdp:
+        return model.to(device)
+    named = (*model.named_parameters(), *model.named_buffers())
+    whole = {name: tensor.detach() for name, tensor in named} if is_main() else {}
+    del named
+    model.to("meta")
+    base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
+    sharded = _shard(model, config, device) if config.use_fsdp else []
+    home = torch.device("cpu") if config.fsdp_offload else device
+    model._apply(lambda t: torch.empty_like(t, device=home if isinstance(t, nn.Parameter) else device))
+    base_model(model).tie_weights()
+    with torch.no_grad():
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            _from_main(tensor, whole.pop(name, None), device)
+    for module in sharded:
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+    if not config.use_fsdp and any(p.requires_grad for p in model.parameters()):
         with catch_warnings():
             simplefilter("ignore", FutureWarning)  # of `broadcast_buffers`, whose successor torch 2.11 lacks
             model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
         model.register_comm_hook(None, _sum_over_ranks)
     return model
+
+
+def _shard(model: Any, config: TrainConfig, device: torch.device) -> list[Any]:
+    """Let FSDP2 shard every layer, and what is left, over all ranks or groups of `fsdp_shard_size`; returns them."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    world_size, size = dist.get_world_size(), config.fsdp_shard_size
+    sizes = {"replicas": world_size // size, "shards": size} if size else {"shards": world_size}
+    mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    sums = torch.float32 if config.use_peft else getattr(torch, config.dtype)  # that of the weights that train
+    bf16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": sums}
+    policy = MixedPrecisionPolicy(**bf16 if config.fsdp_bf16 else {})
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp_offload else OffloadPolicy()
+    kinds = base_model(model)._no_split_modules or ()
+    modules = [*(module for module in model.modules() if type(module).__name__ in kinds), model]
+    for module in modules:
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+    return modules
+
+
+def _from_main(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:
+    """Fill a tensor, or this rank's part of an FSDP2 shard, from rank 0's whole one. Collective."""
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if whole is None else whole.to(device)
+    if isinstance(tensor, DTensor):
+        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
+        tensor.to_local().copy_(part.to_local())
+    else:
+        dist.broadcast(whole, 0)
+        tensor.copy_(whole)
 
 
 def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -167,14 +203,16 @@ def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
 def freeze_unused(model: nn.Module, example: Prompt) -> None:
     """Freeze weights of the tower that no feature depends on: LLaVA takes its features before the last layer.
 
-    Ranks would wait for their gradients. The model is whole, and on the CPU.
+    Ranks would wait for their gradients. Rank 0's model is whole, and on the CPU. Collective.
     """
     weights = [p for p in base_model(model).get_encoder(modality="image").parameters() if p.requires_grad]
-    if weights:
+    gradients: Any = ()
+    if weights and is_main():
         total = torch.stack([feature.sum() for feature in image_features(model, example.inputs)]).sum()
         gradients = torch.autograd.grad(total, weights, allow_unused=True)
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.requires_grad_(gradient is not None)
+    is_used = broadcast_object([gradient is not None for gradient in gradients])
+    for weight, trains in zip(weights, is_used, strict=True):
+        weight.requires_grad_(trains)
 
 
 def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
@@ -208,7 +246,7 @@ def build_policy(
 
     `example` is a prompt with images, None in a run without. It starts from `checkpoint`, or else from `model_id`.
     """
-    model = load_model(config, None if config.use_peft else checkpoint)
+    model = load_model(config, None if config.use_peft else checkpoint, on_meta=not is_main())
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     frozen = frozen_modules(model, config, example is not None)
@@ -255,7 +293,7 @@ def build_reference(
         return None
     model = unwrap(policy)
     if not config.use_peft:
-        model = load_model(config).requires_grad_(False).eval()
+        model = load_model(config, on_meta=not is_main()).requires_grad_(False).eval()
         if example:
             run_tower_always(model, example, device)
         model = parallelize(model, config, device)
