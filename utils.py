@@ -193,29 +193,24 @@ class TransferGroup:
         found = ("backend", backend) if self._rank else ("trial", json.dumps(handle, default=bytes.hex))
         self._store.set(*found)
 
-    def send(self, bucket: dict[str, Tensor]) -> Any:
+    def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any] | None = None) -> Any:
         """Start to send named tensors, of any shape and dtype, from rank 0; returns what `finish` waits for.
 
-        They travel as one buffer, which may be the memory of a lone tensor: that must not change meanwhile. An empty
-        bucket ends the stream; for it there is nothing to wait.
+        They travel as one buffer, which may be the memory of a lone tensor: that must not change meanwhile. Groups that
+        are given the same `buffers` make one buffer for all. An empty bucket ends the stream, without a wait.
         """
-        entries, parts, start = [], [], 0
-        for name, tensor in bucket.items():
-            is_wide = self._dtype and tensor.is_floating_point() and tensor.itemsize > self._dtype.itemsize
-            data = tensor.to(self.device, self._dtype if is_wide and tensor.ndim > 1 else tensor.dtype)
-            entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start))
-            parts.append(data.reshape(-1).view(torch.uint8))
-            parts.append(parts[-1].new_zeros(-data.nbytes % 16))  # a tensor of any dtype may begin there
-            start += data.nbytes + len(parts[-1])
-        parts = [part for part in parts if len(part)]
-        buffer = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
-        handle = _handle(buffer) if self.backend == "ipc" and parts else None
+        kind, buffers = (self.device, self._dtype), {} if buffers is None else buffers
+        if kind not in buffers:
+            buffers[kind] = _flat(bucket, *kind)
+        entries, buffer = buffers[kind]
+        handle = _handle(buffer) if self.backend == "ipc" and len(buffer) else None
+        header = json.dumps([len(buffer), entries, handle], default=bytes.hex)
         for worker in self._workers:
-            self._store.set(f"bucket/{worker}/{self._number}", json.dumps([start, entries, handle], default=bytes.hex))
+            self._store.set(f"bucket/{worker}/{self._number}", header)
         self._number += 1
         if handle:
             return _Key(self._store, f"taken/{self._number - 1}", buffer)
-        return self._broadcast(buffer) if parts else None
+        return self._broadcast(buffer) if len(buffer) else None
 
     def receive(self) -> dict[str, Tensor]:
         """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream.
@@ -244,9 +239,12 @@ class TransferGroup:
             raise RuntimeError("the transfer group is closed")
         return group.broadcast([data], dist.BroadcastOptions())
 
-    def finish(self, work: Any, check: Callable[[], object] = lambda: None) -> Any:
-        """What `work.wait()` returns or raises, once the work is over; `check` is called meanwhile, and may raise."""
-        deadline = time.monotonic() + self._timeout_s
+    def finish(self, work: Any, check: Callable[[], object] = lambda: None, begun_s: float | None = None) -> Any:
+        """What `work.wait()` returns or raises, once the work is over; `check` is called meanwhile, and may raise.
+
+        The work may take `timeout_s` from `begun_s`, on the monotonic clock, or else from now.
+        """
+        deadline = (begun_s or time.monotonic()) + self._timeout_s
         while not work.is_completed():
             check()
             if self._is_closed or (self._rank > 0 and not self.trainer_lives()):
@@ -275,6 +273,20 @@ class TransferGroup:
             last, self._group = [self._group], None
             is_nccl = self.backend == "nccl" and last[0] is not None
             _within(1.0, lambda: last.pop().abort() if is_nccl else last.clear())
+
+
+def _flat(bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | None) -> tuple[list[Any], Tensor]:
+    """Named tensors as one buffer of bytes on `device`, matrices rounded to `dtype`; and where each of them begins."""
+    entries, parts, start = [], [], 0
+    for name, tensor in bucket.items():
+        is_wide = dtype and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
+        data = tensor.to(device, dtype if is_wide and tensor.ndim > 1 else tensor.dtype)
+        entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start))
+        parts.append(data.reshape(-1).view(torch.uint8))
+        parts.append(parts[-1].new_zeros(-data.nbytes % 16))  # a tensor of any dtype may begin there
+        start += data.nbytes + len(parts[-1])
+    parts = [part for part in parts if len(part)]
+    return entries, parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
 
 @dataclass

@@ -214,7 +214,8 @@ class Server:
         self.why_out = ""  # the last reason not to take it back
         self.in_flight = 0
         self.transfer: TransferGroup | None = None
-        self.sending: Any = None  # the bucket under way
+        self.sending: Any = None  # the bucket under way, since `sending_s`
+        self.sending_s = 0.0
         self.loading: Future[Any]  # the server's reply to the update under way
 
     def request(self, method: str, path: str, timeout_s: Any = None, read: Any = None, **kwargs: Any) -> Any:
@@ -333,20 +334,19 @@ class Server:
         """Start to receive a stream of weights. Each broadcast has a time-out, so the request itself needs none."""
         self.loading = self.receiver.submit(self.post, "/update_weights", {"update_info": {}}, (5, None))
 
-    def send(self, bucket: dict[str, Tensor]) -> None:
+    def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any] | None = None) -> None:
         """Start to send a bucket, once the one before has arrived; an empty one ends the stream.
 
-        Its tensors, of any shapes, must not change until the next call.
+        Its tensors, of any shapes, must not change until the next call. `buffers` are those of `TransferGroup.send`.
         """
         if (transfer := self.transfer) is None:
             raise ServerLost(f"{self.url} was lost in this update")
         if self.sending:  # what the server's reply to the update failed with is raised here
-            transfer.finish(self.sending, lambda: self.loading.done() and self.loading.result())
-        self.sending = transfer.send(bucket)
+            transfer.finish(self.sending, lambda: self.loading.done() and self.loading.result(), self.sending_s)
+        self.sending, self.sending_s = transfer.send(bucket, buffers), time.monotonic()
 
     def end_update(self, version: int) -> None:
-        """End the stream, wait until everything is loaded, and let the server sample on as `version`."""
-        self.send({})
+        """Wait until everything is loaded, and let the server sample on as `version`."""
         try:
             self.loading.result(self.sync_timeout_s)
         except TimeoutError:
@@ -369,7 +369,8 @@ class VLLMClient:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
-        self._control = ThreadPoolExecutor(len(self.servers), thread_name_prefix="control")  # never waits for rollouts
+        self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never waits for rollouts
+        self._sender = ThreadPoolExecutor(1)  # waits for one server after the other, while all of them receive
         self._slots = threading.Condition()
         self._is_held = False
         self._why_lost: BaseException | None = None
@@ -541,8 +542,8 @@ class VLLMClient:
             servers = self._on(servers, Server.pause)  # all of them first: one that hangs keeps no other waiting
             for server in servers:
                 server.begin_update()
-            for bucket in buckets(weights):  # one loads while the trainer gathers the next
-                servers = self._on(servers, partial(Server.send, bucket=bucket))
+            for bucket in chain(buckets(weights), [{}]):  # one loads while the trainer gathers the next
+                servers = self._on(servers, partial(Server.send, bucket=bucket, buffers={}), self._sender)
             servers = self._on(servers, partial(Server.end_update, version=version))
             return [server for server in servers if server in returned]
         except BaseException:
@@ -550,9 +551,9 @@ class VLLMClient:
             self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
             raise
 
-    def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
+    def _on(self, servers: list[Server], step: Callable[[Server], Any], pool: Any = None) -> list[Server]:
         """Do a step on every server, side by side; returns those that did it. The others are left out."""
-        replies = [(server, self._control.submit(step, server)) for server in servers]
+        replies = [(server, (pool or self._control).submit(step, server)) for server in servers]
         for server, reply in replies:
             error = reply.exception()
             if error and not isinstance(error, RuntimeError):  # ServerError is one, and so is a lost group's error
@@ -565,6 +566,7 @@ class VLLMClient:
     def close(self) -> None:
         """Leave the transfer groups and drop what is still waiting."""
         self._is_closed.set()
-        self._control.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._control, self._sender):
+            pool.shutdown(wait=False, cancel_futures=True)
         for server in self.servers:
             server.disconnect()
