@@ -46,7 +46,7 @@ class _OneLineErrors(type):
 # The types of the fields. Messages and `--help` call a type by its title.
 T = TypeVar("T")
 Values = Annotated[list[T], Field(min_length=1)]
-Address = Annotated[str, Field(title="http://host:port", pattern=r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$")]
+Address = Annotated[str, Field(title="http://host:port", pattern=r"^(@.+|https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?)$")]
 Function = Annotated[Callable[..., Any] | str, ImportString, Field(title="function")]  # a str is imported
 OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
 ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
@@ -112,7 +112,8 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     # -- rollouts ------------------------------------------------------------------------------------------------
     vllm_urls: Values[Address] = dataclasses.field(default_factory=lambda: ["http://127.0.0.1:8000"])
-    """Addresses of the rollout servers; a token for them belongs into the environment variable `VLLM_API_KEY`."""
+    """Addresses of the rollout servers, or `@file` with one in each line, which a run reads again as it changes. Their
+    token belongs into the environment variable `VLLM_API_KEY`."""
     num_generations: Annotated[int, Field(title="int >= 2", ge=2)] = 8
     """Completions per prompt: the group whose mean is the baseline."""
     max_completion_len: OneOrMore = 512

@@ -13,8 +13,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -115,6 +115,20 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         yield bucket
 
 
+_making_nccl = threading.Lock()
+
+
+@contextmanager
+def _blocking_wait() -> Iterator[None]:
+    """Let a nccl group that is made in this block be one whose errors are raised; one thread at a time."""
+    with _making_nccl:
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        try:
+            yield
+        finally:
+            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
+
+
 def gpu_of(device: torch.device) -> str | None:
     """What tells a GPU from all others, on any machine; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -160,9 +174,9 @@ class TransferGroup:
         try:
             if self.backend != "ipc":
                 _within(timeout_s, partial(self._connect, world_size))
-        except (RuntimeError, TimeoutError) as error:
+        except RuntimeError as error:
             self.close()
-            cause = str(error).partition("\n")[0] or f"no byte came through in {timeout_s:.0f} s"
+            cause = str(error).partition("\n")[0]
             cure = f"name the interface between them, {self.backend.upper()}_SOCKET_IFNAME, and open its ports"
             raise RuntimeError(f"trainer and server do not meet over {self.backend}: {cause}; {cure}") from error
 
@@ -175,11 +189,8 @@ class TransferGroup:
         if is_gloo:
             options._devices = [kind.create_device(hostname=address_towards(self._store.host))]
         prefix = dist.PrefixStore(f"weights/{self.backend}", self._store)
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        try:
+        with nullcontext() if is_gloo else _blocking_wait():
             self._group = kind(prefix, self._rank, world_size, options)
-        finally:
-            os.environ.pop("TORCH_NCCL_BLOCKING_WAIT", None)
         self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
     def _try_to_share(self) -> None:
@@ -203,6 +214,8 @@ class TransferGroup:
         if kind not in buffers:
             buffers[kind] = _flat(bucket, *kind)
         entries, buffer = buffers[kind]
+        if self.backend == "ipc" and len(entries) == 1:  # it may be the model's memory, whose storage would be wrapped
+            buffer = buffer.clone()
         handle = _handle(buffer) if self.backend == "ipc" and len(buffer) else None
         header = json.dumps([len(buffer), entries, handle], default=bytes.hex)
         for worker in self._workers:
@@ -217,8 +230,14 @@ class TransferGroup:
 
         Shapes are the sender's, and dtypes, but for rounded matrices; the tensors are on the group's device.
         """
-        header = _Key(self._store, f"bucket/{self._rank}/{self._number}")
-        num_bytes, entries, handle = json.loads(self.finish(header))
+        key = f"bucket/{self._rank}/{self._number}"
+        limit_s = 2 * self._timeout_s + 10  # the trainer may be waiting its own time-out for another server
+        _within(limit_s, lambda: self._store.wait([key], timedelta(seconds=limit_s + 60)))
+        header = self._store.get(key)
+        self._store.delete_key(key)
+        if not header:
+            raise RuntimeError("the trainer has left")
+        num_bytes, entries, handle = json.loads(header)
         if handle:
             buffer = _opened(handle, self.device)
             self._store.set(f"taken/{self._number}", "")
@@ -239,26 +258,32 @@ class TransferGroup:
             raise RuntimeError("the transfer group is closed")
         return group.broadcast([data], dist.BroadcastOptions())
 
-    def finish(self, work: Any, check: Callable[[], object] = lambda: None, begun_s: float | None = None) -> Any:
-        """What `work.wait()` returns or raises, once the work is over; `check` is called meanwhile, and may raise.
+    def is_over(self, work: Any, begun_s: float) -> bool:
+        """Whether work that began at `begun_s`, on the monotonic clock, is over; RuntimeError where it failed."""
+        if work.is_completed():
+            work.wait()
+            return True
+        if self._is_closed:
+            raise RuntimeError("the transfer group was closed")
+        if time.monotonic() > begun_s + self._timeout_s:
+            raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
+        return False
 
-        The work may take `timeout_s` from `begun_s`, on the monotonic clock, or else from now.
-        """
-        deadline = (begun_s or time.monotonic()) + self._timeout_s
-        while not work.is_completed():
-            check()
-            if self._is_closed or (self._rank > 0 and not self.trainer_lives()):
-                raise RuntimeError("the transfer group was closed" if self._is_closed else "the trainer has left")
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
+    def finish(self, work: Any) -> None:
+        """Wait until the work is over; RuntimeError where it fails, takes longer than `timeout_s`, or a side leaves."""
+        begun_s = asked_s = time.monotonic()
+        while not self.is_over(work, begun_s):
+            if self._rank > 0 and time.monotonic() > asked_s + 0.5:
+                asked_s = time.monotonic()
+                if not self.trainer_lives():
+                    raise RuntimeError("the trainer has left")
             time.sleep(2e-4)
-        return work.wait()
 
     def trainer_lives(self) -> bool:
-        """Whether the trainer still hosts the store, and has not left the group."""
+        """Whether the trainer still hosts the store, answers, and has not left the group."""
         try:
-            return not self._store.check(["left"])
-        except RuntimeError:  # torch's DistError: its end of the connection is closed
+            return not _within(5.0, lambda: self._store.check(["left"]))  # of a host that is lost nothing comes, ever
+        except RuntimeError:
             return False
 
     def close(self) -> None:
@@ -266,9 +291,10 @@ class TransferGroup:
         if self._is_closed:
             return
         self._is_closed = True
-        with suppress(RuntimeError, TimeoutError):
+        with suppress(RuntimeError):
             if self._rank == 0:
-                self._store.set("left", "")
+                for key in ("left", *(f"bucket/{worker}/{self._number}" for worker in self._workers)):
+                    self._store.set(key, "")
             # In a thread of its own: the end of a gloo group waits for a broadcast that its peer does not take.
             last, self._group = [self._group], None
             is_nccl = self.backend == "nccl" and last[0] is not None
@@ -291,26 +317,24 @@ def _flat(bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | 
 
 @dataclass
 class _Key:
-    """Work that is over once the store has a key, whose value `wait` returns; it keeps a buffer alive until then."""
+    """Work that is over once the worker has set a key in the store; it keeps a buffer alive until then."""
 
     store: dist.TCPStore
     key: str
-    buffer: Tensor | None = None
+    buffer: Tensor
 
     def is_completed(self) -> bool:
         return self.store.check([self.key])
 
-    def wait(self) -> bytes:
-        value = self.store.get(self.key)
+    def wait(self) -> None:
         self.store.delete_key(self.key)
-        return value
 
 
 def _handle(buffer: Tensor) -> list[Any]:
     """What another process needs to open the memory of a GPU's tensor of bytes by CUDA IPC: numbers and bytes."""
     torch.cuda.current_stream(buffer.device).synchronize()  # its bytes are there
-    _, *fields = buffer.untyped_storage()._share_cuda_()
-    return [buffer.storage_offset(), len(buffer), *fields]
+    _, *fields, _ = buffer.untyped_storage()._share_cuda_()
+    return [buffer.storage_offset(), len(buffer), *fields, False]  # there is nothing to wait for, and no event to leak
 
 
 def _opened(handle: list[Any], device: torch.device) -> Tensor:
@@ -323,9 +347,9 @@ def _opened(handle: list[Any], device: torch.device) -> Tensor:
     return copy
 
 
-def _within(timeout_s: float, call: Callable[[], object]) -> None:
-    """Make a call that nothing can end in a thread of its own; TimeoutError where it takes longer."""
-    outcome: Future[object] = Future()
+def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
+    """What a call returns or raises that nothing can end, made in a thread; RuntimeError where it takes longer."""
+    outcome: Future[Any] = Future()
 
     def run() -> None:
         try:
@@ -334,7 +358,9 @@ def _within(timeout_s: float, call: Callable[[], object]) -> None:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
-    outcome.result(timeout_s)
+    if not wait([outcome], timeout_s).done:
+        raise RuntimeError(f"nothing came through in {timeout_s:.0f} s")
+    return outcome.result()
 
 
 def address_towards(host: str) -> str:

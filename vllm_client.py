@@ -6,6 +6,7 @@ ones that are lost and takes them back. Nothing here imports vLLM.
 
 import math
 import os
+import re
 import resource
 import threading
 import time
@@ -216,6 +217,7 @@ class Server:
         self.transfer: TransferGroup | None = None
         self.sending: Any = None  # the bucket under way, since `sending_s`
         self.sending_s = 0.0
+        self.lag_s = 0.0  # for how long it was later than half of the servers, in this update
         self.loading: Future[Any]  # the server's reply to the update under way
 
     def request(self, method: str, path: str, timeout_s: Any = None, read: Any = None, **kwargs: Any) -> Any:
@@ -328,22 +330,31 @@ class Server:
     def pause(self) -> None:
         """Stop sampling, and make ready for new weights."""
         self.post("/pause?mode=keep&clear_cache=true")
-        self.post("/start_weight_update")
+        try:
+            self.post("/start_weight_update")
+        except ServerLost:  # perhaps as a trainer died between this and its first bucket
+            with suppress(ServerError):
+                self.post("/finish_weight_update")
+            self.post("/start_weight_update")
 
     def begin_update(self) -> None:
         """Start to receive a stream of weights. Each broadcast has a time-out, so the request itself needs none."""
         self.loading = self.receiver.submit(self.post, "/update_weights", {"update_info": {}}, (5, None))
 
-    def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any] | None = None) -> None:
-        """Start to send a bucket, once the one before has arrived; an empty one ends the stream.
+    def try_to_send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> bool:
+        """Start to send a bucket, if the one before has arrived; whether it has. An empty one ends the stream.
 
-        Its tensors, of any shapes, must not change until the next call. `buffers` are those of `TransferGroup.send`.
+        Its tensors, of any shapes, must not change until the next one is sent. `buffers` are those of
+        `TransferGroup.send`. Raises also what the server's reply to the update failed with.
         """
         if (transfer := self.transfer) is None:
             raise ServerLost(f"{self.url} was lost in this update")
-        if self.sending:  # what the server's reply to the update failed with is raised here
-            transfer.finish(self.sending, lambda: self.loading.done() and self.loading.result(), self.sending_s)
+        if self.sending and not transfer.is_over(self.sending, self.sending_s):
+            if self.loading.done():
+                self.loading.result()
+            return False
         self.sending, self.sending_s = transfer.send(bucket, buffers), time.monotonic()
+        return True
 
     def end_update(self, version: int) -> None:
         """Wait until everything is loaded, and let the server sample on as `version`."""
@@ -358,6 +369,22 @@ class Server:
 # -- All servers -------------------------------------------------------------------------------------------------------
 
 
+def server_urls(config: TrainConfig) -> list[str]:
+    """The addresses that `vllm_urls` means now, each once: those of a file for `@file`. UserError where it has none."""
+    urls: dict[str, None] = {}
+    for word in config.vllm_urls:
+        found = [word]
+        if word.startswith("@"):
+            try:
+                found = Path(word[1:]).read_text().split()
+            except OSError as error:
+                raise UserError(f"vllm_urls={word}: {error}") from error
+            if wrong := [url for url in found if not re.match("https?://.", url)] or not found:
+                raise UserError(f"vllm_urls={word} needs lines of http://host:port, and has {wrong or 'none'}")
+        urls |= dict.fromkeys(url.rstrip("/") for url in found)
+    return list(urls)
+
+
 class VLLMClient:
     """The rollout servers of a run, thread-safe; `tokenizer`, `forbidden` as of `Server`. Raises the file limit."""
 
@@ -365,15 +392,19 @@ class VLLMClient:
         if not api_token().isascii():
             raise UserError("VLLM_API_KEY has other characters than ASCII: no header can carry it")
         self.config = config
-        self.servers = [Server(url, config.request_timeout, tokenizer, forbidden) for url in config.vllm_urls]
+        self._make = partial(Server, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden)
+        self.servers = list(map(self._make, server_urls(config)))  # replaced as a whole, by the watcher
+        self._leaving: list[Server] = []  # out of the list, with groups in flight
+        self._updating = threading.Lock()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
         self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never waits for rollouts
-        self._sender = ThreadPoolExecutor(1)  # waits for one server after the other, while all of them receive
-        self._slots = threading.Condition()
+        self._lock = threading.RLock()
+        self._slots, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
         self._is_held = False
         self._why_lost: BaseException | None = None
+        self._why_kept = ""  # the last reason not to follow a file of addresses
         self._all_lost_s = math.inf  # when the last server was lost
         self._idle_s, self._counted_s = 0.0, time.monotonic()
         self._is_closed = threading.Event()
@@ -410,12 +441,12 @@ class VLLMClient:
     def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:
         """Connect every server, or raise a ServerError; from now on lost servers are watched for and taken back."""
         self._where = (device, self.config.sync_timeout, gpus)
-        for server in self.servers:
-            try:
-                server.connect(*self._where)
-            except RuntimeError as error:
+        replies = {server.url: self._control.submit(server.connect, *self._where) for server in self.servers}
+        for url, reply in replies.items():
+            if isinstance(error := reply.exception(), RuntimeError):
                 cause = str(error).partition("\n")[0]
-                raise ServerError(f"{server.url}: no weight-transfer group: {cause}") from error
+                raise ServerError(f"{url}: no weight-transfer group: {cause}") from error
+            reply.result()
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager
@@ -426,7 +457,7 @@ class VLLMClient:
         """
         with self._slots:
             while not (free := self._free_servers()):
-                self._slots.wait(1)
+                self._slots.wait(10)
             server = min(free, key=lambda server: server.in_flight)
             self._count_idle()
             server.in_flight += 1
@@ -436,7 +467,8 @@ class VLLMClient:
             with self._slots:
                 self._count_idle()
                 server.in_flight -= 1
-                self._slots.notify_all()
+                self._slots.notify()
+                self._ended.notify_all()
 
     def _free_servers(self) -> list[Server]:
         """Servers that can take another group; none while `drained` holds them."""
@@ -455,7 +487,7 @@ class VLLMClient:
         with self._slots:
             self._is_held = True
             while any(server.in_flight for server in self.servers) and not stop.is_set():
-                self._slots.wait(1)
+                self._ended.wait(1)
         try:
             yield
         finally:
@@ -482,7 +514,8 @@ class VLLMClient:
         with self._slots:
             if not server.has_weights:
                 return
-            print(f"{server.url} is left out until it answers again: {error}", flush=True)
+            until = "until it answers again" if server in self.servers else "from now on"
+            print(f"{server.url} is left out {until}: {error}", flush=True)
             server.is_connected = server.has_weights = False
             self._why_lost = error
             if not any(server.has_weights for server in self.servers):
@@ -511,8 +544,12 @@ class VLLMClient:
         return [server for server in self.servers if server.is_connected and not server.has_weights]
 
     def _watch(self) -> None:
-        """Connect lost servers that answer again, until the run ends."""
+        """Connect new servers, and lost ones that answer again, until the run ends."""
         while not self._is_closed.wait(PROBE_S):
+            self._read_list()
+            if not any(server.has_weights for server in self.servers):
+                with self._slots:
+                    self._slots.notify_all()  # they raise an error once it is too late
             for server in self.servers:
                 if server.is_connected or time.monotonic() < server.retry_s:
                     continue
@@ -526,6 +563,27 @@ class VLLMClient:
                 except Exception as error:  # whatever it is, the watcher goes on for the other servers
                     self.keep_out(server, error)
 
+    def _read_list(self) -> None:
+        """Take in what files of addresses name now, and leave what they do not name any more."""
+        here = {server.url: server for server in self.servers}
+        try:
+            urls = server_urls(self.config)
+        except UserError as error:
+            urls = [*here]
+            if str(error) != self._why_kept:
+                print(f"the servers stay as they are: {error}", flush=True)
+            self._why_kept = str(error)
+        if urls != [*here]:
+            print(f"{self.config.vllm_urls} names {len(urls)} servers now", flush=True)
+            self.servers = [here.pop(url, None) or self._make(url) for url in urls]
+            for server in here.values():
+                self.lose(server, ServerLost("the list does not name it any more"))
+                self._leaving.append(server)
+        for server in [server for server in self._leaving if not server.in_flight]:
+            with self._updating:
+                server.disconnect()
+            self._leaving.remove(server)
+
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], version: int, only_returned: bool = False
     ) -> list[Server]:
@@ -536,37 +594,59 @@ class VLLMClient:
         shape)`, consumed to the end; with `only_returned` they go to servers that wait for weights alone. Returns
         those that waited and have the weights now: they serve once they are passed to `admit`.
         """
-        returned = self.returned
-        servers = returned if only_returned else [s for s in self.servers if s.has_weights] + returned
-        try:
-            servers = self._on(servers, Server.pause)  # all of them first: one that hangs keeps no other waiting
+        with self._updating:
+            returned = self.returned
+            servers = returned if only_returned else [s for s in self.servers if s.has_weights] + returned
             for server in servers:
-                server.begin_update()
-            for bucket in chain(buckets(weights), [{}]):  # one loads while the trainer gathers the next
-                servers = self._on(servers, partial(Server.send, bucket=bucket, buffers={}), self._sender)
-            servers = self._on(servers, partial(Server.end_update, version=version))
-            return [server for server in servers if server in returned]
-        except BaseException:
-            # To go on with half of the weights would end an engine. Wait for its answer: the next sync resumes it.
-            self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
-            raise
+                server.lag_s = 0.0
+            try:
+                servers = self._on(servers, Server.pause)  # all of them first: one that hangs keeps no other waiting
+                for server in servers:
+                    server.begin_update()
+                for bucket in chain(buckets(weights), [{}]):  # one loads while the trainer gathers the next
+                    servers = self._until(servers, partial(Server.try_to_send, bucket=bucket, buffers={}))
+                servers = self._on(servers, partial(Server.end_update, version=version))
+                return [server for server in servers if server in returned]
+            except BaseException:
+                # To go on with half of the weights would end an engine. Wait for its answer: the next sync resumes it.
+                self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
+                raise
 
-    def _on(self, servers: list[Server], step: Callable[[Server], Any], pool: Any = None) -> list[Server]:
+    def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
         """Do a step on every server, side by side; returns those that did it. The others are left out."""
-        replies = [(server, (pool or self._control).submit(step, server)) for server in servers]
-        for server, reply in replies:
-            error = reply.exception()
-            if error and not isinstance(error, RuntimeError):  # ServerError is one, and so is a lost group's error
-                raise error
-            if error:
-                (self.lose if server.has_weights else self.keep_out)(server, error)
-                server.disconnect()  # a worker that waits for the rest gets an error
-        return [server for server, reply in replies if not reply.exception()]
+        replies = {server: self._control.submit(step, server) for server in servers}
+        return self._until(servers, lambda server: replies[server].done() and [replies[server].result()])
+
+    def _until(self, servers: list[Server], is_done: Callable[[Server], Any]) -> list[Server]:
+        """Ask every server until it is done; returns those. One that fails is left out.
+
+        So is one that was later than half of them by `sync_timeout`, all steps of the update together.
+        """
+        late, lost, asked_s = servers, [], time.monotonic()
+        while late:
+            now_s, waiting = time.monotonic(), late
+            late = []
+            for server in waiting:
+                server.lag_s += (now_s - asked_s) * (2 * len(waiting) <= len(servers))
+                try:
+                    if is_done(server):
+                        continue
+                    if server.lag_s > self.config.sync_timeout:
+                        raise ServerLost("it kept the other servers waiting for sync_timeout")
+                    late.append(server)
+                except RuntimeError as error:  # ServerError is one, and so is a lost group's error
+                    lost.append(server)
+                    (self.lose if server.has_weights else self.keep_out)(server, error)
+                    server.disconnect()  # a worker that waits for the rest gets an error
+            asked_s = now_s
+            time.sleep(2e-5 * (10 + len(late)) * bool(late))
+        return [server for server in servers if server not in lost]
 
     def close(self) -> None:
         """Leave the transfer groups and drop what is still waiting."""
         self._is_closed.set()
-        for pool in (self._control, self._sender):
-            pool.shutdown(wait=False, cancel_futures=True)
-        for server in self.servers:
+        self._control.shutdown(wait=False, cancel_futures=True)
+        with self._slots:
+            self._slots.notify_all()
+        for server in (*self.servers, *self._leaving):
             server.disconnect()

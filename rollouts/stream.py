@@ -24,6 +24,8 @@ from training.model import load_model_config, published_weights, token_logprobs
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
 
+MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server or a reward
+
 # -- One group ---------------------------------------------------------------------------------------------------------
 
 
@@ -106,17 +108,17 @@ class GroupStream:
     version v always fit into the batches up to v + max_staleness, so that each can still be trained in time if new ones
     wait. Every group ends once: taken, or dropped with a reason.
 
-    `groups` are fresh ones without end, in the order of admission; `fill(group)` fills in completions and rewards, of
-    `num_threads` groups at a time. The run has `num_steps` batches.
+    `groups` are fresh ones without end, in the order of admission; `fill(group)` fills in completions and rewards. The
+    run has `num_steps` batches.
     """
 
-    def __init__(self, groups: Iterator[Group], fill: Any, num_threads: int, num_steps: int, config: TrainConfig):
+    def __init__(self, groups: Iterator[Group], fill: Any, num_steps: int, config: TrainConfig):
         self.config = config
         self.version = -1  # of the policy that the servers have
         self.num_sampled_tokens = 0  # since the stream was made
         self._num_steps = num_steps
         self._groups, self._fill = groups, fill
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="rollout")
+        self._pool = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
         self._changed = threading.Condition()
         self._running: dict[int, Group] = {}
         self._ready: list[Group] = []  # accepted and not yet taken, in the order they were completed
@@ -280,8 +282,7 @@ class Rollouts:
         self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
         order = enumerate(data.epochs(len(self.prompts), config.seed))
         groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
-        num_threads = len(config.vllm_urls) * config.max_concurrent_requests + config.reward_workers
-        self.stream = GroupStream(groups, self._fill, num_threads, num_steps, config)
+        self.stream = GroupStream(groups, self._fill, num_steps, config)
         return num_steps, example, example or self.prompts[0]
 
     def _load(self, source: Any, split: str) -> list[Prompt]:
@@ -383,7 +384,7 @@ class Rollouts:
         groups = [Group(prompt) for prompt in self.held_out] if is_main() else []
         values: dict[str, float] = {}
         with timed("time/eval_s", values):
-            pool = ThreadPoolExecutor(config.max_concurrent_requests * len(config.vllm_urls))
+            pool = ThreadPoolExecutor(MAX_GROUPS)
             answers = [pool.submit(self._fill, group, n=1, temperature=0.0) for group in groups]
 
             def look() -> str | None:
@@ -435,28 +436,28 @@ class Rollouts:
 
     def _prove(self, servers: list[Server], is_first: bool = False) -> None:
         """Let rank 0's servers serve, except for those that do not agree. Collective."""
-        probes = broadcast_object([self._probe(server) for server in servers] if is_main() else None)
+        with ThreadPoolExecutor(64) as pool:
+            probes = broadcast_object([*pool.map(self._probe, servers)] if is_main() else None)
         self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
-        reasons = [failure or self._difference(completions) for completions, failure in probes]
+        reasons = [failure or self._difference(completions) for _, completions, failure in probes]
         self.policy.train()
         if is_first and any(reasons):
-            faults = [f"{url} {why}" for url, why in zip(self.config.vllm_urls, reasons, strict=True) if why]
-            raise ServerError("; ".join(faults))
+            raise ServerError("; ".join(f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why))
         for server, reason in zip(servers, reasons, strict=False):  # there are servers on rank 0 alone
             if reason:
                 self.client.keep_out(server, reason)
             else:
                 self.client.admit(server)
 
-    def _probe(self, server: Server) -> tuple[list[Completion], str]:
+    def _probe(self, server: Server) -> tuple[str, list[Completion], str]:
         prompt, max_tokens = self.probe_prompt, min(16, self.config.max_completion_len)
         sampling = {"n": 2, "max_tokens": max_tokens, "temperature": self.config.temperature}
         try:
             completions = server.generate(prompt.token_ids, sampling, 0, prompt.images, CONTROL_TIMEOUT_S)
         except ServerError as error:
-            return [], str(error)
+            return server.url, [], str(error)
         is_current = all(span.version == self.version for c in completions for span in c.weight_versions)
-        return completions, "" if is_current else "answers with other weights than it was sent"
+        return server.url, completions, "" if is_current else "answers with other weights than it was sent"
 
     def _difference(self, completions: list[Completion]) -> str:
         """In words, how far log-probs of the policy are from the server's; empty where they are close enough."""

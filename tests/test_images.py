@@ -364,7 +364,8 @@ def plain_gradient(model_id):
     total = torch.zeros(())
     for group in make_groups(model_id):
         for advantage, completion in zip(group.advantages, group.completions, strict=True):
-            start, ids = len(group.prompt.token_ids), torch.tensor([group.prompt.token_ids + completion.token_ids.tolist()])
+            start = len(group.prompt.token_ids)
+            ids = torch.tensor([group.prompt.token_ids + completion.token_ids.tolist()])
             inputs = dict(group.prompt.images.inputs) if group.prompt.images else {}
             if inputs and kinds:
                 inputs[kinds] = (ids == model.config.image_token_id).int()

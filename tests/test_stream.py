@@ -42,8 +42,7 @@ class Trainer:
         self.trained: list[tuple[int, Group]] = []
         self.dropped: list[tuple[int, str]] = []
         groups = (Group(Prompt(i, [5], "", {}), id=i) for i in itertools.count())
-        num_threads = (self.config.max_staleness + 1) * BATCH  # all that is admitted can be under way
-        self.stream = GroupStream(groups, self.fill, num_threads, STEPS, self.config)
+        self.stream = GroupStream(groups, self.fill, STEPS, self.config)
 
     def fill(self, group):
         self.sample(group)

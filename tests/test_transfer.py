@@ -5,6 +5,7 @@ starts a kernel and returns; `is_completed` asks whether it is over, by a result
 and one of its own after the group's time-out; `abort` ends kernels under way with an error; `shutdown` waits for them.
 """
 
+import dataclasses
 import gc
 import json
 import os
@@ -96,7 +97,7 @@ def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
     monkeypatch.setattr(StandIn, "board", {})
     monkeypatch.setattr(StandIn, "made", [])
-    monkeypatch.setattr(utils, "gpu_of", lambda device: f"gpu {device.index}")
+    monkeypatch.setattr(utils, "gpu_of", lambda device: None if device.index is None else f"gpu {device.index}")
     return lambda fault: monkeypatch.setattr(StandIn, "fault", staticmethod(fault))
 
 
@@ -148,6 +149,9 @@ def error_of(call):
     ("gpus", "ranks_gpus", "backend"),
     [
         ([0, 1], ["gpu 0"], "nccl"),
+        ([0, -1], ["gpu 0"], "gloo"),
+        ([-1, 0], [None], "gloo"),
+        ([0, 1, -1], ["gpu 0"], "gloo"),
         ([0, 2, 3], ["gpu 0", "gpu 1"], "nccl"),
         ([0, 1], ["gpu 0", "gpu 1"], "gloo"),  # a GPU of another rank
         ([0, 1, 1], ["gpu 0"], "gloo"),  # two workers on one
@@ -162,8 +166,7 @@ def test_a_shared_gpu_never_gets_nccl(nccl, gpus, ranks_gpus, backend):
         member.close()
 
 
-def test_cpus_take_gloo(nccl, monkeypatch):
-    monkeypatch.setattr(utils, "gpu_of", lambda device: None)
+def test_cpus_take_gloo(nccl):
     assert [member.backend for member in join([-1, -1])] == ["gloo"] * 2
 
 
@@ -217,6 +220,7 @@ def test_a_handle_travels_as_json(monkeypatch):
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", shared)
     sent = json.loads(json.dumps(utils._handle(buffer), default=bytes.hex))
+    fields = (*fields[:-1], False)  # an event to wait for would be opened, and never closed
     assert torch.equal(utils._opened(sent, torch.device("cpu", 1)), buffer)
 
 
@@ -254,20 +258,18 @@ def test_nccl_fails(nccl, fault, side):
 
 def test_a_server_that_fails_wakes_the_trainer(nccl):
     nccl(lambda rank, number: "never" if rank == 0 and number > 0 else None)
-    trainer, _ = join([0, 1])
-    work = trainer.send({"a": FULL})
-
-    def check():
-        raise RuntimeError("the server answered 500")
-
-    assert error_of(lambda: trainer.finish(work, check))[1] < 0.5
+    server = make_client("http://a").servers[0]
+    server.transfer, _ = join([0, 1])
+    server.loading = Future()
+    assert server.try_to_send({"a": FULL}, {})
+    assert not server.try_to_send({"a": FULL}, {})
+    server.loading.set_exception(RuntimeError("the server answered 500"))
+    assert "500" in error_of(lambda: server.try_to_send({"a": FULL}, {}))[0]
 
 
 @pytest.mark.parametrize("gpus", [[0, 1], [-1, -1]])
-def test_a_trainer_that_leaves_wakes_the_worker(nccl, gpus, monkeypatch):
+def test_a_trainer_that_leaves_wakes_the_worker(nccl, gpus):
     """At any place: before a bucket, and in the middle of one."""
-    if gpus == [-1, -1]:
-        monkeypatch.setattr(utils, "gpu_of", lambda device: None)
     nccl(lambda rank, number: "never" if number == 2 else None)
     trainer, worker = join(gpus, timeout_s=TIMEOUT_S if gpus[0] == 0 else 30.0)
     transfer(trainer, worker, {"a": FULL})
@@ -281,6 +283,68 @@ def test_a_trainer_that_leaves_wakes_the_worker(nccl, gpus, monkeypatch):
     assert "left" in message or "losed" in message
     assert seconds < 1.5
     assert not worker.trainer_lives()
+
+
+def test_a_frozen_trainer_keeps_no_worker(nccl, monkeypatch):
+    """Its host is lost, or it is stopped: nothing answers, and no connection is closed."""
+    nccl(lambda rank, number: "never" if rank == 1 and number == 1 else None)
+    trainer, worker = join([0, 1])
+    frozen = threading.Event()
+
+    class Store:
+        def __getattr__(self, name):
+            return lambda *_: frozen.wait(60)
+
+    trainer.send({"a": FULL})
+    header = worker._store.get("bucket/1/0")
+    monkeypatch.setattr(worker, "_store", Store())
+    message, seconds = error_of(lambda: worker.receive())
+    assert "nothing came through in 14 s" in message
+    assert 14 <= seconds < 17
+    Store.wait, Store.get, Store.delete_key = (lambda *_: None), (lambda *_: header), (lambda *_: None)
+    message, seconds = error_of(lambda: worker.receive())
+    assert "nothing moved over nccl for 2 s" in message or "left" in message
+    assert seconds < TIMEOUT_S + 6
+    frozen.set()
+    trainer.close()
+
+
+class Receiver:
+    """A transfer group on the trainer's side, whose peer takes each bucket after `seconds`."""
+
+    def __init__(self, seconds):
+        self.seconds, self.taken, self.is_closed = seconds, [], False
+
+    def send(self, bucket, buffers):
+        self.taken.append((time.monotonic(), [*bucket]))
+        return self
+
+    def is_over(self, work, begun_s):
+        return time.monotonic() > begun_s + self.seconds
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.mark.parametrize(
+    ("seconds", "num_left"), [([0, 0, 100], 2), ([0, 0, 0.4], 2), ([0.4, 0.4, 0], 3), ([0.4, 0.4], 2), ([0.4], 1)]
+)
+def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
+    """Once it was later than half of the servers by `sync_timeout` in all; where most are as slow, they are waited for."""
+    monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 1)
+    client = make_client(*(f"http://{i}" for i in range(len(seconds))))
+    client.config = dataclasses.replace(client.config, sync_timeout=1.0)
+    for step in ("pause", "begin_update", "end_update"):
+        monkeypatch.setattr(Server, step, lambda *_, **__: None)
+    for server, pause_s in zip(client.servers, seconds, strict=True):
+        server.transfer, server.has_weights, server.loading = Receiver(pause_s), True, Future()
+    groups = [server.transfer for server in client.servers]
+    started = time.monotonic()
+    client.update_weights(((f"w{n}", FULL) for n in range(5)), 1)
+    assert [server.has_weights for server in client.servers] == [True] * num_left + [False] * (len(seconds) - num_left)
+    assert [group.is_closed for group in groups] == [not server.has_weights for server in client.servers]
+    assert [names for _, names in groups[0].taken] == [[f"w{n}"] for n in range(5)] + [[]]
+    assert time.monotonic() - started < (1.5 if num_left < len(seconds) else 5 * max(seconds) + 1)
 
 
 @pytest.mark.parametrize("fault", ["never", "blocks", "raises"])
