@@ -16,7 +16,7 @@ from helpers import ENV, RECIPE, ROOT, answer_in, free_port, on_forked_ranks, re
 from safetensors.torch import load_file
 
 import train
-from config import parse_args
+from config import UserError, parse_args
 from train import main
 from vllm_client import Server, ServerError, ServerLost
 
@@ -68,7 +68,7 @@ def test_a_slow_reward_keeps_no_rank_waiting(models, tmp_path):
 def test_a_server_lost_while_weights_are_sent():
     """A rollout found it restarted: its end of the group is gone, which the sync takes for a lost server."""
     with pytest.raises(ServerLost, match="127.0.0.1:9 was lost in this update"):
-        Server("http://127.0.0.1:9", 1.0).send({})
+        Server("http://127.0.0.1:9", 1.0).try_to_send({}, {})
 
 
 def test_a_server_that_takes_the_invitation_and_does_not_come(monkeypatch):
@@ -94,6 +94,44 @@ def test_all_servers_gone_are_waited_for(models, recipe, tmp_path, capsys, more)
     assert "no rollout server is left: waiting 60 s for one" in output
     assert f"{server.url} is back" in output
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
+
+
+def test_servers_join_and_leave(models, recipe, tmp_path, capsys):
+    """One takes the place of the other, whose groups in flight end where they began."""
+    with fake_server(models["untied"], answer_in(0.3)) as one, fake_server(models["untied"], answer_in(0.3)) as two:
+        names = tmp_path / "servers.txt"
+        names.write_text(f"{one.url}\n")
+        left_s: list[float] = []
+
+        def swap(path):
+            if "1" in one.versions and not left_s:
+                names.write_text("\n".join([one.url, two.url]))
+            if "2" in two.versions and not left_s:
+                left_s.append(time.monotonic())
+                names.write_text(f"{two.url}/\n")
+            if "3" in two.versions and names.exists():
+                names.unlink()
+
+        one.fault = two.fault = swap
+        options = ["--max_steps", "5", "--max_concurrent_requests", "2", "--batch_size", "24", "--max_staleness", "1"]
+        main(parse_args([recipe(one), *options, "--vllm_urls", f"@{names}"]))
+        assert max(two.versions, key=lambda name: int(name) if name.isdigit() else -1) == "5"
+        assert "5" not in one.versions
+        assert max(asked(one)) < left_s[0] + 2.5  # the list is read each second
+        assert not one.group.trainer_lives()
+    output = capsys.readouterr().out
+    assert f"{one.url} is left out from now on: the list does not name it any more" in output
+    assert output.count("the servers stay as they are: vllm_urls=@") == 1
+    assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(120))
+
+
+@pytest.mark.parametrize("text", [None, "", "localhost:8000"])
+def test_a_list_without_addresses(recipe, models, tmp_path, text):
+    names = tmp_path / "servers.txt"
+    if text is not None:
+        names.write_text(text)
+    with fake_server(models["untied"], answer_in(0)) as server, pytest.raises(UserError, match="vllm_urls=@"):
+        main(parse_args([recipe(server), "--vllm_urls", f"@{names}"]))
 
 
 def test_when_none_comes_back_the_run_ends_with_a_checkpoint(models, recipe, tmp_path):

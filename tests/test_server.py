@@ -193,6 +193,14 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
         rollouts.close()
 
 
+def test_a_trainer_that_dies_before_its_first_bucket_leaves_a_usable_server(models, servers):
+    server = Server(servers["untied"], 60.0)
+    server.connect(torch.device("cpu"), 60.0)
+    server.pause()
+    server.disconnect()
+    assert_agreement(make_config(models["untied"], servers["untied"]))
+
+
 def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monkeypatch):
     """A trainer that dies between two layers: the server resumes, and the next trainer's sync is whole."""
     monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 10_000)
