@@ -244,6 +244,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Where metrics, completions and checkpoints go."""
     log_steps: OneOrMore = 1
     """Steps between lines on the terminal; `metrics.jsonl` has every step."""
+    logged_groups: ZeroOrMore | None = 8
+    """Groups of each step whose completions go into `completions.jsonl`: the first that were begun; None logs all."""
     log_completions_steps: ZeroOrMore = 0
     """Steps between printed tables of sampled completions; 0 prints none."""
     eval_steps: ZeroOrMore = 0

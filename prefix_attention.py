@@ -713,6 +713,12 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
         raise ValueError(f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}")
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model computes, which is not where FSDP2 keeps weights that it offloads."""
+    weight: Any = next(model.parameters())
+    return torch.device(weight.device_mesh.device_type) if hasattr(weight, "device_mesh") else weight.device
+
+
 def _trial(model: Any, attention: str, groups: Groups, images: Any) -> tuple[Tensor, list[Any]]:
     """Log-probs of the groups and the gradients of every trainable parameter, with eager attention or with ours."""
     base, is_shared = _base(model), attention == NAME
@@ -721,7 +727,7 @@ def _trial(model: Any, attention: str, groups: Groups, images: Any) -> tuple[Ten
         p.grad = None
     _use(base, attention)
     (row,) = pack(groups, share_prefix=is_shared)
-    row = row.to(next(base.parameters()).device)
+    row = row.to(device_of(base))
     times = row.prompts.count(2)  # the prompt with images is that of the third group
     images = {name: torch.cat([value.to(row.input_ids.device)] * times) for name, value in images.items()}
     with torch.set_grad_enabled(bool(trainable)):  # whatever the caller's mode

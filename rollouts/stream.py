@@ -442,7 +442,8 @@ class Rollouts:
         reasons = [failure or self._difference(completions) for _, completions, failure in probes]
         self.policy.train()
         if is_first and any(reasons):
-            raise ServerError("; ".join(f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why))
+            faults = [f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why]
+            raise ServerError("; ".join(faults))
         for server, reason in zip(servers, reasons, strict=False):  # there are servers on rank 0 alone
             if reason:
                 self.client.keep_out(server, reason)

@@ -126,7 +126,7 @@ def mean_id(completion_ids, **_): return [sum(ids) / len(ids) / 50 for ids in co
 config = TrainConfig(
     model_id={model!r}, vllm_urls={urls!r}, dataset_id=rows, reward_funcs=[mean_id], max_completion_len=12,
     batch_size=6, num_generations=4, max_steps=3, learning_rate=1e-2, output_dir={output!r}, max_staleness=0,
-    reward_workers=1,
+    reward_workers=1, logged_groups=None,
 )
 """
 

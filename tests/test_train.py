@@ -30,7 +30,7 @@ def broken(prompts, completions, completion_ids, answer): return [1 / 0]
 config = TrainConfig(
     model_id={model!r}, vllm_urls=[{url!r}], dataset_id=rows, eval_dataset_id=held_out, reward_funcs=[ones],
     max_completion_len=12, batch_size=6, num_generations=4, max_steps=3, learning_rate=1e-2, max_tokens_per_gpu=96,
-    output_dir={output!r}, server_timeout=60.0, max_staleness=0,
+    output_dir={output!r}, server_timeout=60.0, max_staleness=0, logged_groups=None,
 )
 """
 NAMES = {

@@ -330,7 +330,7 @@ class Receiver:
     ("seconds", "num_left"), [([0, 0, 100], 2), ([0, 0, 0.4], 2), ([0.4, 0.4, 0], 3), ([0.4, 0.4], 2), ([0.4], 1)]
 )
 def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
-    """Once it was later than half of the servers by `sync_timeout` in all; where most are as slow, they are waited for."""
+    """Once it was later than half of them by `sync_timeout` in all; where most are as slow, they are waited for."""
     monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 1)
     client = make_client(*(f"http://{i}" for i in range(len(seconds))))
     client.config = dataclasses.replace(client.config, sync_timeout=1.0)

@@ -3,6 +3,7 @@
 import json
 import time
 import uuid
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import takewhile
 from pathlib import Path
@@ -133,6 +134,9 @@ class RunLog:
             elif path in paths.values():
                 _cut_lines(path, resumed["step"])
         self._files = {name: files.enter_context(path.open("ab", 0)) for name, path in paths.items()}
+        self._writer = files.enter_context(ThreadPoolExecutor(1))
+        self._written: Future[None] = self._writer.submit(lambda: None)
+        files.callback(lambda: self._written.result())
         self._bar = files.enter_context(tqdm(disable=None, bar_format="{desc}"))
         self._started_s, self._first_step, self._num_steps = time.monotonic(), start["step"], num_steps
         self._held_out: list[str] = []  # the last evaluation's reward, for the live line
@@ -153,14 +157,13 @@ class RunLog:
         if batch:
             metrics = batch_metrics(batch.groups, step - 1, self.config) | batch.metrics | metrics
             metrics["time/train_s"] -= metrics["time/wait_s"]
-            samples = batch_samples(batch.groups, self.config)
+            logged = sorted(batch.groups, key=lambda group: group.id)[: self.config.logged_groups]
+            samples = batch_samples(logged, self.config)
             pairs = ((group, reason) for reason, groups in batch.dropped.items() for group in groups)
             dropped = [{"group": group.id, "row": group.prompt.index, "reason": reason} for group, reason in pairs]
-        for name, rows in {"metrics": [metrics], "completions": samples, "dropped": dropped}.items():
-            with naming(f"{self._files[name].name} cannot be written"):
-                data = ENCODER.encode_lines({"step": step, **row} for row in rows)
-                if self._files[name].write(data) < len(data):
-                    raise ValueError("the disk is full")
+        self._written.result()  # of the step before: raises what it failed with
+        rows = {"metrics": [metrics], "completions": samples, "dropped": dropped}
+        self._written = self._writer.submit(self._write, step, rows)
         shown = samples[:256] if (every := self.config.log_completions_steps) and step % every == 0 else []
         self._print(step, metrics, shown[:8])
         if self._wandb:
@@ -170,6 +173,13 @@ class RunLog:
                 cells = [[v if isinstance(v, float | int) else str(v)[:10_000] for v in s.values()] for s in shown]
                 sent["completions/table"] = self._wandb.Table(columns=list(shown[0]), data=cells)
             self._wandb.log(sent, step=step)
+
+    def _write(self, step: int, rows: dict[str, list[dict[str, Any]]]) -> None:
+        for name, file in self._files.items():
+            with naming(f"{file.name} cannot be written"):
+                data = ENCODER.encode_lines({"step": step, **row} for row in rows[name])
+                if file.write(data) < len(data):
+                    raise ValueError("the disk is full")
 
     def _print(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Renew the live line, print one every `log_steps` and after an evaluation, and print some samples."""
@@ -199,7 +209,9 @@ class RunLog:
         return pace
 
     def state(self) -> dict[str, Any]:
-        """What a later run needs to go on with what is written."""
+        """What a later run needs to go on with what is written: all steps until now."""
+        if is_main():
+            self._written.result()
         return {"wandb_id": self.wandb_id, "run_id": self.run_id}
 
 

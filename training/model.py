@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 from config import TrainConfig, UserError
-from prefix_attention import PackedBatch, attach, completion_logprobs
+from prefix_attention import PackedBatch, attach, completion_logprobs, device_of
 from rollouts.data import Prompt, naming, placeholder_ids
 from utils import broadcast_object, gather_objects, is_main
 
@@ -246,6 +246,9 @@ def build_policy(
 
     `example` is a prompt with images, None in a run without. It starts from `checkpoint`, or else from `model_id`.
     """
+    num_ranks, size = dist.get_world_size(), config.fsdp_shard_size or 1
+    if num_ranks % size:
+        raise UserError(f"fsdp_shard_size={size}: {num_ranks} ranks are no multiple of it")
     model = load_model(config, None if config.use_peft else checkpoint, on_meta=not is_main())
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -271,7 +274,7 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
         return config
     reason = None
     try:
-        with autocast(config, next(policy.parameters()).device):
+        with autocast(config, device_of(policy)):
             attach(policy, verify=True, example=(example.token_ids, example.inputs) if example else None)
     except ValueError as error:
         reason = str(error)
@@ -314,7 +317,8 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    betas, fused = (config.adam_beta1, config.adam_beta2), True if any(p.is_cuda for p in trainable) else None
+    is_fused = config.fsdp_offload or any(p.is_cuda for p in trainable)
+    betas, fused = (config.adam_beta1, config.adam_beta2), True if is_fused else None
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
     num_warmup = round(config.warmup_ratio * num_updates)
 
@@ -369,8 +373,9 @@ def base_model(model: nn.Module) -> Any:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, detached, in its shape and dtype. Of an FSDP2 shard it is an all-gather: collective."""
-    gather = getattr(tensor, "full_tensor", None)
-    return (gather() if gather else tensor).detach()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    return tensor.detach().to(tensor.device_mesh.device_type).full_tensor()  # from where `fsdp_offload` keeps it
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
