@@ -174,8 +174,8 @@ def main() -> None:
                 command = [
                     sys.executable, "train.py", "recipes/tiny.py", "--model_id", model, "--vllm_urls", server.wait(),
                     "--dataset_id", folder / "train.jsonl", "--eval_dataset_id", folder / "heldout.jsonl",
-                    "--output_dir", output, "--logged_groups", "none", "--max_steps", num_steps, "--save_steps", 2, "--keep_last_n", 2,
-                    "--resume_from_checkpoint", "auto", "--server_timeout", 300,
+                    "--output_dir", output, "--max_steps", num_steps, "--save_steps", 2, "--keep_last_n", 2,
+                    "--resume_from_checkpoint", "auto", "--server_timeout", 300, "--logged_groups", "none",
                 ]  # fmt: skip
                 words = [str(word) for word in command]
                 took = train(words, output, server, num_steps, num, random.Random(args.seed))

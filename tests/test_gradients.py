@@ -325,6 +325,8 @@ def test_minibatches_of_dapo_weigh_every_token_alike(models, device):
     halves = dealt(make_groups(), ADVANTAGES, 1, config)[0]
     whole = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, num_minibatches=1))[0]
     assert normalizers(halves) == [normalizers(whole)[0] / 2] * 2
+    cispo = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, loss_type="cispo"))[0]
+    assert normalizers(cispo) == normalizers(halves)
     bnpo = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, loss_type="bnpo"))[0]
     assert normalizers(bnpo) == [14 + 13, 19 + 15]
 

@@ -1,0 +1,171 @@
+"""Rank 0 alone reads the model, and every rank has its part of it: weights, buffers, adapters, the reference."""
+
+import dataclasses
+import json
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+import vision_models
+from helpers import on_ranks
+from test_gradients import (
+    ADVANTAGES,
+    assert_same,
+    dealt,
+    make_config,
+    make_groups,
+    plain_gradient,
+    rows_of,
+    trained_difference,
+)
+from test_prefix_models import FAMILIES
+from test_prefix_models import make_model as make_family
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from config import UserError
+from training import model as model_module
+from training.model import add_lora, base_model, build_policy, build_reference, full_tensor, load_model
+from utils import process_group
+
+WRAPPERS = [{}, {"use_fsdp": True}, {"use_fsdp": True, "fsdp_offload": True}]
+
+
+def state_of(model):
+    """Everything a model computes with, whole: weights, buffers, and tensors that are neither."""
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    found = {name: full_tensor(tensor).cpu() for name, tensor in named}
+    for name, module in model.named_modules():
+        loose = {n: value for n, value in vars(module).items() if isinstance(value, Tensor)}
+        found |= {f"{name}.{n}": value for n, value in loose.items()}
+    return found
+
+
+def load_on_ranks(output, *paths):
+    """Runs on two ranks; the second has nothing but shapes until rank 0 sends it values."""
+    with process_group(60) as device:
+        shapes = load_model(make_config(paths[0]), on_meta=dist.get_rank() == 1)
+        assert {weight.is_meta for weight in shapes.parameters()} == {dist.get_rank() == 1}
+        states = []
+        for path in paths:
+            for fields in WRAPPERS:
+                policy = build_policy(make_config(path, **fields), device)
+                assert all(not t.is_meta for t in chain(policy.parameters(), policy.buffers()))
+                states.append(state_of(base_model(policy)))
+                kinds = {p.device.type for p in policy.parameters()}
+                assert kinds == {"cpu"}
+        torch.save(states, f"{output}.{dist.get_rank()}")
+
+
+@pytest.fixture(scope="module")
+def saved_models(tmp_path_factory):
+    """The path of every family of the tests, saved."""
+    folder = tmp_path_factory.mktemp("families")
+    for family in FAMILIES:
+        make_family(family).save_pretrained(folder / family)
+    for family in ("qwen3_vl", "llava", "gemma3"):
+        vision_models.save(family, folder / family)
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("part", [0, 1, 2])
+def test_every_rank_has_rank_0s_model(saved_models, tmp_path, part):
+    paths = [path for _, path in sorted(saved_models.items())][part::3]
+    on_ranks(2, tmp_path, "test_loading.load_on_ranks", tmp_path / "out", *paths)
+    of_ranks = [torch.load(tmp_path / f"out.{rank}") for rank in (0, 1)]
+    for number, path in enumerate(paths):
+        has_vision = "vision_config" in json.loads((path / "config.json").read_text())
+        kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
+        expected = state_of(kind.from_pretrained(path, dtype=torch.float32))
+        for state in (of_rank[3 * number + wrapper] for of_rank in of_ranks for wrapper in range(3)):
+            assert state.keys() == expected.keys(), path.name
+            for name, tensor in expected.items():
+                assert torch.equal(state[name], tensor), (path.name, name)
+
+
+def adapters_on_ranks(output, model, checkpoint):
+    """Runs on two ranks: a fresh adapter, one of a checkpoint, and the reference of a policy that has moved."""
+    found = []
+    with process_group(60) as device:
+        for fields in WRAPPERS:
+            torch.manual_seed(7 + dist.get_rank())  # each rank would draw another adapter
+            config = make_config(model, use_peft=True, lora_rank=4, **fields)
+            found += [state_of(build_policy(config, device)), state_of(build_policy(config, device, None, checkpoint))]
+            config = make_config(model, beta=0.1, **fields)
+            policy = build_policy(config, device)
+            reference = build_reference(policy, config, device)
+            with torch.no_grad():
+                for weight in policy.parameters():
+                    weight.mul_(1.5)
+            (row,) = [micro.packed for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])]
+            found.append({"reference": reference(row, {})})
+        torch.save(found, f"{output}.{dist.get_rank()}")
+
+
+def test_adapters_and_reference(models, tmp_path):
+    config = make_config(models["tied"], use_peft=True, lora_rank=4)
+    torch.manual_seed(7)
+    fresh = state_of(add_lora(load_model(config), config))
+    torch.manual_seed(3)
+    trained = add_lora(load_model(config), config)
+    for name, weight in trained.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(weight)
+    trained.save_pretrained(tmp_path / "adapter")
+    config = make_config(models["tied"], beta=0.1)
+    with process_group(60) as device:
+        reference = build_reference(build_policy(config, device), config, device)
+        (row,) = [micro.packed for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])]
+        expected = reference(row, {})
+    on_ranks(2, tmp_path, "test_loading.adapters_on_ranks", tmp_path / "out", models["tied"], tmp_path / "adapter")
+    for rank in (0, 1):
+        found = torch.load(tmp_path / f"out.{rank}")
+        for number in range(0, 9, 3):
+            for got, wanted in zip(found[number : number + 2], (fresh, state_of(trained)), strict=True):
+                got = {name.removeprefix("module."): tensor for name, tensor in got.items()}
+                assert got.keys() == wanted.keys()
+                assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+            # Rows that are laid out alike through kernels that may be called with other shapes.
+            torch.testing.assert_close(found[number + 2]["reference"], expected, rtol=0, atol=1e-4)
+
+
+SHARDS = [
+    {"use_fsdp": True, "fsdp_shard_size": 2},
+    {"use_fsdp": True, "fsdp_shard_size": 1},
+    {"use_fsdp": True, "fsdp_shard_size": 4, "fsdp_offload": True},
+    {"use_fsdp": True, "fsdp_shard_size": 2, "use_peft": True, "lora_rank": 4},
+    {"use_fsdp": True, "fsdp_offload": True, "use_peft": True, "lora_rank": 4, "gradient_checkpoint": True},
+]
+
+
+def shards_on_ranks(output, model):
+    """Runs on four ranks."""
+    with process_group(60) as device:
+        got = [trained_difference(make_config(model, max_tokens_per_gpu=30, **fields), device) for fields in SHARDS]
+        if dist.get_rank() == 0:
+            torch.save(got, output)
+        with pytest.raises(UserError, match="fsdp_shard_size=3: 4 ranks are no multiple of it"):
+            build_policy(make_config(model, use_fsdp=True, fsdp_shard_size=3), device)
+
+
+def test_replicas_of_shards_equal_plain_rows(models, tmp_path):
+    """HSDP, and weights in host memory: the same sum of gradients over four ranks."""
+    on_ranks(4, tmp_path, "test_loading.shards_on_ranks", tmp_path / "out.pt", models["tied"])
+    for fields, got in zip(SHARDS, torch.load(tmp_path / "out.pt"), strict=True):
+        assert_same(got, plain_gradient(make_config(models["tied"], **fields)))
+
+
+def test_the_mesh_of_replicas(models, tmp_path, monkeypatch):
+    """Shards lie within consecutive ranks, as torchrun numbers those of a node."""
+    shapes = []
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 8)
+    monkeypatch.setattr(
+        "torch.distributed.device_mesh.init_device_mesh", lambda *args, **kwargs: shapes.append((args, kwargs)) or 1 / 0
+    )
+    config = make_config(models["tied"], use_fsdp=True, fsdp_shard_size=4)
+    with pytest.raises(ZeroDivisionError):
+        model_module._shard(nn.Linear(1, 1), config, torch.device("cpu"))
+    with pytest.raises(ZeroDivisionError):
+        model_module._shard(nn.Linear(1, 1), dataclasses.replace(config, fsdp_shard_size=None), torch.device("cpu"))
+    assert [args[1] for args, _ in shapes] == [(2, 4), (8,)]
