@@ -1,0 +1,592 @@
+"""What rank 0, the servers and the loading cost, and how these costs grow: measured on one machine, without GPUs.
+
+    python benchmarks/scale.py [--parts tokens ranks servers loading rank0] [--against CHECKOUT] --json PATH
+
+    tokens    rank 0's CPU time per completion token, from the bytes of a reply to the bytes for the other ranks
+    ranks     the same of dealing alone, for as many ranks as there may be; none of them is started
+    servers   CPU time of the trainer with stand-in servers: connecting, leasing, watching, syncing
+    loading   peak memory of all ranks together while FSDP2 loads a model of 350 MB
+    rank0     a step on rank 0, while rollouts arrive at 200,000 tokens/s, against rank 1's and one without rollouts
+
+Every part runs in a process of its own. With `--against` each runs for that checkout, too, of another commit.
+"""
+
+import argparse
+import json
+import os
+import pickle
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, suppress
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+HERE = Path(__file__).resolve().parent.parent
+RATE = 200_000  # completion tokens per second that the stand-in servers of `rank0` deliver
+GROUPS_PER_S = 50  # at which the servers' bookkeeping is stated
+
+
+def best_us(call: Any, num_tokens: int, repeats: int) -> tuple[float, Any]:
+    """The least time of a call in us per token, as everything else on the machine only adds to it; and its result."""
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        result = call()
+        times.append(time.perf_counter() - started)
+    return min(times) / num_tokens * 1e6, result
+
+
+# -- tokens and ranks --------------------------------------------------------------------------------------------------
+
+
+def reply_bytes(num: int, length: int, seed: int = 0) -> bytes:
+    """The body of a reply with `num` completions, as vLLM 0.32 writes it."""
+    rng = random.Random(seed)
+
+    def choice(index: int) -> dict[str, Any]:
+        ids = [rng.randrange(150_000) for _ in range(length)]
+        content = [
+            {"token_id": t, "logprob": -3 * rng.random(), "rank": rng.randrange(1, 9), "top_logprobs": []} for t in ids
+        ]
+        return {
+            "index": index, "logprobs": {"content": content}, "finish_reason": "stop", "stop_reason": None,
+            "token_ids": ids, "routed_experts": None, "sampling_mask": None,
+            "weight_versions": [{"version": "3", "start": 0, "end": length}],
+        }  # fmt: skip
+
+    choices = [choice(index) for index in range(num)]
+    return json.dumps({"request_id": "x", "choices": choices}, separators=(",", ":")).encode()
+
+
+def make_config(**fields: Any) -> Any:
+    """A configuration for a part of a run."""
+    from config import TrainConfig
+
+    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": [lambda **_: []], **fields})
+
+
+def make_groups(num: int, prompt: int, completion: int, generations: int) -> tuple[Any, list[Any]]:
+    """Replies' bytes of a few groups, used again and again, and what reads one; and `num` scored groups made of them."""
+    from rollouts.data import Group, Prompt
+    from vllm_client import _all_choices
+
+    rng = random.Random(0)
+    bodies = [reply_bytes(generations, completion, seed) for seed in range(min(num, 4))]
+
+    def read(number: int) -> Any:
+        body = bodies[number % len(bodies)]
+        return _all_choices(generations, SimpleNamespace(content=body, json=lambda: json.loads(body)))[0]
+
+    few = [read(number) for number in range(len(bodies))]
+    groups = []
+    for number in range(num):
+        ids = [rng.randrange(150_000) for _ in range(prompt)]
+        completions = list(few[number % len(few)])
+        rewards = [rng.random() for _ in range(generations)]
+        groups.append(Group(Prompt(number, ids, "", {}), completions=completions, reward=rewards, id=number))
+    return read, groups
+
+
+def deal(groups: list[Any], num_ranks: int, config: Any) -> list[Any]:
+    """What each rank gets of groups that come one after the other."""
+    from train import Dealer, set_advantages
+
+    dealer, dealt = Dealer(num_ranks, config), []
+    for number, group in enumerate(groups):
+        set_advantages([group], config)
+        dealt.append(dealer.deal([group], number == len(groups) - 1))
+    return dealt
+
+
+def tokens(quick: bool) -> list[dict[str, Any]]:
+    """us per completion token of each stage, for completions, groups and prompts of several sizes."""
+    lengths = [(512, length, 16) for length in ((32, 512) if quick else (32, 128, 512, 2048, 8192))]
+    sizes = [(512, 512, size) for size in (() if quick else (2, 8, 64, 256))]
+    prompts = [(prompt, 64, 16) for prompt in (() if quick else (32, 8192))]
+    rows = []
+    for prompt, completion, generations in lengths + sizes + prompts:
+        of_group = completion * generations
+        num = max(2, min(256, (60_000 if quick else 400_000) // (of_group + prompt)))
+        config = make_config(max_tokens_per_gpu=65_536, batch_size=num, num_generations=generations)
+        read, groups = make_groups(num, prompt, completion, generations)
+        repeats = 2 if quick else 5
+        reply, _ = best_us(lambda: [read(n) for n in range(num)], num * of_group, repeats)  # noqa: B023
+        dealing, dealt = best_us(lambda: deal(groups, 2, config), num * of_group, repeats)  # noqa: B023
+        dumping, sent = best_us(lambda: [[pickle.dumps(s) for s in d] for d in dealt], num * of_group, repeats)  # noqa: B023
+        loading, _ = best_us(lambda: [pickle.loads(d[1]) for d in sent], num * of_group / 2, repeats)  # noqa: B023
+        stages = {"reply": reply, "deal": dealing, "scatter": dumping, "rank_0": reply + dealing + dumping}
+        sizes_of = {"prompt": prompt, "completion": completion, "generations": generations}
+        rows.append({**sizes_of, **{f"{name}_us": us for name, us in stages.items()}, "other_ranks_us": loading})
+    return rows
+
+
+def ranks(quick: bool) -> list[dict[str, Any]]:
+    """us per completion token of dealing a batch of a few rows for each rank."""
+    rows = []
+    for num_ranks in (8, 32) if quick else (8, 64, 256, 1024):
+        config = make_config(max_tokens_per_gpu=4096, batch_size=2 * num_ranks, num_generations=4)
+        _, groups = make_groups(2 * num_ranks, 256, 400, 4)
+        num_tokens = 2 * num_ranks * 4 * 400
+        dealing, dealt = best_us(lambda: deal(groups, num_ranks, config), num_tokens, 3)  # noqa: B023
+        dumping, sent = best_us(lambda: [[pickle.dumps(s) for s in d] for d in dealt], num_tokens, 3)  # noqa: B023
+        mb = sum(len(data) for of_rank in sent for data in of_rank) / 1e6
+        rows.append({"ranks": num_ranks, "deal_us": dealing, "scatter_us": dumping, "bytes_per_token": mb / num_tokens * 1e6})
+    return rows
+
+
+# -- servers -----------------------------------------------------------------------------------------------------------
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The routes of a rollout server, for all stand-ins of a process: they differ by the address that was asked."""
+
+    protocol_version = "HTTP/1.1"
+    groups: dict[str, Any] = {}  # noqa: RUF012
+    body = b"{}"  # of every completion
+    delay_s = 0.0
+
+    def log_message(self, *_: Any) -> None:
+        """Silence."""
+
+    def do_GET(self) -> None:
+        """As POST."""
+        self.do_POST()
+
+    def do_POST(self) -> None:
+        """One request."""
+        from utils import VLLM_VERSION
+
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        path, host, reply = self.path.partition("?")[0], self.headers["Host"], b"{}"
+        if path == "/version":
+            reply = json.dumps({"version": VLLM_VERSION}).encode()
+        elif path == "/v1/models":
+            reply = json.dumps({"data": [{"id": "m", "root": "m", "max_model_len": 10**6}]}).encode()
+        elif path == "/get_world_size":
+            reply = b'{"world_size": 1}'
+        elif path == "/init_weight_transfer_engine":
+            self.join(host, json.loads(data)["init_info"])
+        elif path == "/update_weights":
+            while self.groups[host].receive():
+                pass
+        elif path == "/inference/v1/generate":
+            time.sleep(self.delay_s)
+            reply = self.body
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def join(self, host: str, info: dict[str, Any]) -> None:
+        """Enter the trainer's transfer group."""
+        from datetime import timedelta
+
+        import torch
+        from torch.distributed import TCPStore
+
+        from utils import TransferGroup
+
+        store = TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=info["timeout_s"]))
+        self.groups[host] = TransferGroup(store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"])
+
+
+class Listener(ThreadingHTTPServer):
+    """Many servers at one port: each has an address of its own in 127/8."""
+
+    daemon_threads = True
+    request_queue_size = 4096
+
+
+def stand_ins(delay_s: float = 0.0, generations: int = 0, length: int = 0) -> None:
+    """Serve until standard input ends, after a line with the port."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if generations:
+        Handler.body, Handler.delay_s = reply_bytes(generations, length), delay_s
+    listener = Listener(("0.0.0.0", 0), Handler)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    print(listener.server_address[1], flush=True)
+    sys.stdin.read()
+    os._exit(0)
+
+
+class StandIns:
+    """`num` servers in one process, while the block runs; `urls` are theirs."""
+
+    def __init__(self, num: int, *arguments: float):
+        command = [sys.executable, __file__, "--checkout", str(root()), "--child", "stand_ins", *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout
+        port = int(self.process.stdout.readline())
+        self.urls = [f"http://127.0.{n // 250 + 1}.{n % 250 + 1}:{port}" for n in range(num)]
+
+    def close(self) -> None:
+        """End the process."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(30)
+
+
+def cpu_s(call: Any) -> tuple[float, float]:
+    """Seconds of this process's processor time that a call takes, and those on the clock."""
+    started, began = time.process_time(), time.perf_counter()
+    call()
+    return time.process_time() - started, time.perf_counter() - began
+
+
+def servers(quick: bool) -> list[dict[str, Any]]:
+    """CPU time of the trainer for 1 to 500 servers that answer at once and compute nothing."""
+    import torch
+
+    from vllm_client import VLLMClient
+
+    rows = []
+    for num in (1, 8) if quick else (1, 8, 64, 500):
+        with closing(StandIns(num)) as started:
+            config = make_config(vllm_urls=started.urls, request_timeout=120.0)
+            with closing(VLLMClient(config)) as client:
+                client.wait_until_ready()
+                connect_s, _ = cpu_s(lambda: client.connect(torch.device("cpu")))  # noqa: B023
+                weights = {f"w{n}": torch.zeros(64, 64) for n in range(4)}
+                client.update_weights(iter(weights.items()), 0)
+                for server in client.servers:
+                    client.admit(server)
+                sync_s, wall_s = min(cpu_s(lambda: client.update_weights(iter(weights.items()), 1)) for _ in range(3))  # noqa: B023
+
+                def lease_all(times: int) -> None:
+                    with ThreadPoolExecutor(1) as pool:  # as rollouts do it: another thread than the trainer's
+                        pool.submit(lambda: [lease() for _ in range(times)]).result()
+
+                def lease() -> None:
+                    with client.lease():  # noqa: B023
+                        pass
+
+                lease_s, _ = cpu_s(lambda: lease_all(2000))
+                watch_s, watched_s = cpu_s(lambda: time.sleep(2 if quick else 10))
+                metrics_s, _ = cpu_s(lambda: [client.idle_seconds() for _ in range(100)])  # noqa: B023
+                rows.append(
+                    {
+                        "servers": num,
+                        "connect_ms_each": connect_s / num * 1e3,
+                        "lease_us": lease_s / 2000 * 1e6,
+                        "metrics_us": metrics_s / 100 * 1e6,
+                        "bookkeeping_percent": 100 * (lease_s / 2000 * GROUPS_PER_S + watch_s / watched_s),
+                        "sync_cpu_ms_each": sync_s / num * 1e3,
+                        "sync_s": wall_s,
+                    }
+                )
+    return rows
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def anonymous_mb(pid: int) -> float:
+    """Memory of a process that is its own: without the files that it has mapped."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("RssAnon"):
+                return int(line.split()[1]) / 1e3
+    return 0.0
+
+
+def load_on_rank(model: str, folder: str) -> None:
+    """Runs on every rank: says when it begins and what its own pid is, and loads."""
+    from training.model import build_policy
+    from utils import process_group
+
+    with process_group(300) as device:
+        import torch.distributed as dist
+        import transformers  # noqa: F401  # its memory is not the model's
+
+        config = make_config(model_id=model, use_fsdp=True)
+        rank = dist.get_rank()
+        (Path(folder) / f"ready{rank}").write_text(str(os.getpid()))
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.01)
+        policy = build_policy(config, device)
+        (Path(folder) / f"done{rank}").write_text("")
+        while not (Path(folder) / "end").exists():
+            time.sleep(0.01)
+        del policy
+
+
+def loading(quick: bool) -> list[dict[str, Any]]:
+    """The peak of all ranks' memory together, above what they had before, over the model's size."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    large = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 11}
+    shape = {"vocab_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 96}
+    rows = []
+    with TemporaryDirectory() as path:
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, **(small if quick else large)))
+        size_mb = sum(weight.nbytes for weight in model.parameters()) / 1e6
+        model.save_pretrained(f"{path}/model", max_shard_size="100MB")
+        del model
+        for num_ranks in (1, 2) if quick else (1, 2, 4):
+            folder = Path(path) / str(num_ranks)
+            folder.mkdir()
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks)]
+            command += ["--master_port", str(free_port()), __file__, "--checkout", str(root())]
+            command += ["--child", "load_on_rank", f"{path}/model", str(folder)]
+            process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            wait_for(folder, "ready", num_ranks, process)
+            pids = [int((folder / f"ready{rank}").read_text()) for rank in range(num_ranks)]
+            time.sleep(1)
+            before = sum(map(anonymous_mb, pids))
+            (folder / "go").touch()
+            peak, started = before, time.perf_counter()
+            while len(list(folder.glob("done*"))) < num_ranks and process.poll() is None:
+                peak = max(peak, sum(map(anonymous_mb, pids)))
+                time.sleep(0.002)
+            took_s = time.perf_counter() - started
+            after = sum(map(anonymous_mb, pids))
+            (folder / "end").touch()
+            if process.wait(120):
+                raise RuntimeError(f"the ranks ended with {process.returncode}")
+            sizes = {"peak_of_model": (peak - before) / size_mb, "after_of_model": (after - before) / size_mb}
+            rows.append({"ranks": num_ranks, "model_mb": size_mb, **sizes, "seconds": took_s})
+    return rows
+
+
+def wait_for(folder: Path, word: str, num: int, process: Any) -> None:
+    """Wait for a file of every rank."""
+    while len(list(folder.glob(f"{word}*"))) < num:
+        if process.poll() is not None:
+            raise RuntimeError(f"the ranks ended with {process.returncode}")
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# -- rank 0 ------------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """A GPU to the thread that launches: what it is given takes its time, one after the other, while the thread goes on."""
+
+    def __init__(self) -> None:
+        self.free_s = 0.0
+
+    def run(self, seconds: float) -> None:
+        """Launch work of so many seconds."""
+        self.free_s = max(self.free_s, time.perf_counter()) + seconds
+
+    def synchronize(self) -> None:
+        """Wait for its end."""
+        time.sleep(max(0.0, self.free_s - time.perf_counter()))
+
+
+def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
+    """The rollouts of a run without data, rewards and policy; real clients and streams."""
+    import inspect
+
+    from rollouts.data import Group, Prompt
+    from rollouts.stream import GroupStream, Rollouts
+    from utils import is_main
+    from vllm_client import VLLMClient
+
+    rollouts: Any = Rollouts.__new__(Rollouts)
+    rollouts.config, rollouts.stop, rollouts.failure, rollouts.waited_s = config, threading.Event(), None, 0.0
+    if not is_main():
+        return rollouts
+    rollouts.client = VLLMClient(config)
+    for server in rollouts.client.servers:
+        server.is_connected = server.has_weights = True
+    ids = list(range(512))
+    sampling = {"n": config.num_generations, "max_tokens": config.max_completion_len}
+
+    def fill(group: Any) -> None:
+        with rollouts.client.lease() as server:
+            group.completions = server.generate(ids, sampling)
+        group.reward = [random.random() for _ in group.completions]
+
+    groups = (Group(Prompt(number, ids, "", {}), id=number) for number in range(10**9))
+    arguments = [64] if "num_threads" in inspect.signature(GroupStream).parameters else []
+    rollouts.stream = GroupStream(groups, fill, *arguments, num_steps, config)
+    return rollouts
+
+
+def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
+    """Runs on two ranks: steps with rollouts that arrive, or without `urls` steps on data that is there."""
+    import torch
+    import torch.distributed as dist
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    from train import arriving_shares
+    from utils import broadcast_object, is_main, process_group
+
+    # As many calls of kernels as a model of 28 layers needs, on next to nothing.
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_hidden_layers=28, head_dim=16, **sizes))
+    ids = torch.arange(8)[None]
+    config = make_config(
+        vllm_urls=list(urls) or ["http://none"], batch_size=12, num_generations=16, max_completion_len=2048,
+        max_tokens_per_gpu=36_000,
+    )  # fmt: skip
+    times: dict[str, list[float]] = {"step_s": [], "busy_s": [], "launch_s": []}
+    with process_group(300) as device:
+        rollouts = make_rollouts(list(urls), int(num_steps), config)
+        _, groups = make_groups(12, 512, 2048, 16) if not urls and is_main() else (None, [])
+        ready = [[] for _ in range(2)]
+        if groups:
+            ready = [list(of_rank) for of_rank in zip(*deal(groups, 2, config), strict=True)]
+        stored = broadcast_object(ready)[dist.get_rank()]
+        for step in range(int(num_steps)):
+            if urls and is_main():
+                rollouts.stream.advance_to(step)
+            broadcast_object(None)
+            started_s, gpu, launch_s, busy_from = time.perf_counter(), Device(), 0.0, 0.0
+            for share in arriving_shares(rollouts, config) if urls else (s for shares in stored for s in shares):
+                busy_from = busy_from or time.perf_counter()
+                for micro in share.micro_batches:
+                    began_s = time.perf_counter()
+                    micro.to(device)
+                    model(input_ids=ids).logits.sum().backward()
+                    gpu.run(float(row_s))
+                    launch_s += time.perf_counter() - began_s
+            gpu.synchronize()
+            ended_s = time.perf_counter()
+            if urls and is_main():
+                rollouts.stream.end_batch()
+            for name, value in zip(times, (ended_s - started_s, ended_s - busy_from, launch_s), strict=True):
+                times[name].append(value)
+        (Path(folder) / f"rank{dist.get_rank()}").write_text(json.dumps(times))
+        broadcast_object(None)
+        os._exit(0)  # requests are in flight
+
+
+def rank0(quick: bool) -> list[dict[str, Any]]:
+    """Seconds of a step on both ranks, with data that arrives and with data that is there."""
+    from statistics import median
+
+    num_steps, row_s = (3, 0.05) if quick else (12, 12 * 16 * 2048 / RATE / 6)  # 12 groups in rows of one, on two ranks
+    num_streams = 2 if quick else 16
+    delay_s = 0.02 if quick else num_streams * 16 * 2048 / (1.2 * RATE)
+    rows = []
+    with TemporaryDirectory() as path, closing(StandIns(4, delay_s, 16, 2048)) as started:
+        for data, urls in (("there", []), ("arrives", started.urls)) * (1 if quick else 2):
+            command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+            command += ["--master_port", str(free_port()), __file__, "--checkout", str(root()), "--child"]
+            command += ["train_on_rank", path, str(num_steps), str(row_s), *urls]
+            subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+            for rank in (0, 1):
+                found = json.loads((Path(path) / f"rank{rank}").read_text())
+                means = {name: median(values[2:]) for name, values in found.items()}  # the first waits for its data
+                tokens_per_s = 12 * 16 * 2048 / means["step_s"]
+                rows.append({"data": data, "rank": rank, **means, "tokens_per_s": tokens_per_s})
+    return rows
+
+
+# -- all of it ---------------------------------------------------------------------------------------------------------
+
+PARTS = {part.__name__: part for part in (tokens, ranks, servers, loading, rank0)}
+CHILDREN = {child.__name__: child for child in (load_on_rank, train_on_rank)}
+
+
+@cache
+def root() -> Path:
+    """The checkout whose trainer is measured."""
+    return Path(sys.argv[sys.argv.index("--checkout") + 1]) if "--checkout" in sys.argv else HERE
+
+
+def slope(xs: list[float], ys: list[float]) -> float:
+    """The exponent of y ~ x^slope by least squares: 1 is proportional, 0 is flat."""
+    import numpy as np
+
+    return float(np.polyfit(np.log(xs), np.log(ys), 1)[0]) if len(xs) > 1 else 0.0
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """A panel for each part that grows with something, with every line's slope."""
+    import matplotlib.pyplot as plt
+
+    def of(part: str, **fixed: Any) -> list[dict[str, Any]]:
+        return [r for r in rows if r["part"] == part and all(r[name] == value for name, value in fixed.items())]
+
+    panels = [
+        ("completion", "us per token, rank 0", "rank_0_us", lambda w: of("tokens", when=w, prompt=512, generations=16)),
+        ("generations", "us per token, rank 0", "rank_0_us", lambda w: of("tokens", when=w, prompt=512, completion=512)),
+        ("ranks", "us per token, dealing", "deal_us", lambda w: of("ranks", when=w)),
+        ("servers", "CPU ms of a sync, each", "sync_cpu_ms_each", lambda w: of("servers", when=w)),
+        ("ranks", "peak memory / model", "peak_of_model", lambda w: of("loading", when=w)),
+    ]
+    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.4))
+    for axis, (x, title, y, select) in zip(axes, panels, strict=True):
+        for when in ("before", "now"):
+            if points := select(when):
+                xs, ys = [p[x] for p in points], [p[y] for p in points]
+                axis.loglog(xs, ys, "o-", label=f"{when}: slope {slope(xs, ys):+.2f}")
+        axis.set_xlabel(x)
+        axis.set_title(title)
+        axis.legend()
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    """Run the parts, each in a process of its own, and print and write what they found."""
+    from common import report
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--against", type=Path, help="the checkout of another commit, measured beside this one")
+    parser.add_argument("--json", type=Path, help="write the rows there")
+    parser.add_argument("--picture", type=Path, help="draw how they grow, as SVG")
+    parser.add_argument("--quick", action="store_true", help="small sizes, in a minute")
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for part in args.parts:
+        for when, checkout in (("before", args.against), ("now", HERE)):
+            if checkout:
+                command = [sys.executable, __file__, "--checkout", str(checkout.resolve()), "--child", part]
+                done = subprocess.run([*command, *["quick"] * args.quick], stdout=subprocess.PIPE, text=True, check=True)
+                rows += [{"part": part, "when": when, **row} for row in json.loads(done.stdout.splitlines()[-1])]
+    for part in args.parts:
+        report([row for row in rows if row["part"] == part], None)
+        print()
+    report_all(rows, args.json)
+    if args.picture:
+        draw(rows, args.picture)
+
+
+def report_all(rows: list[dict[str, Any]], path: Path | None) -> None:
+    """Write all rows as one file."""
+    from common import write
+
+    write(rows, path)
+
+
+if __name__ == "__main__":
+    if "--child" in sys.argv:
+        sys.path.insert(0, str(root()))
+        import torch
+
+        torch.set_num_threads(1)
+        name, *words = sys.argv[sys.argv.index("--child") + 1 :]
+        if name == "stand_ins":
+            stand_ins(*(kind(word) for kind, word in zip((float, int, int), words, strict=False)))
+        elif name in CHILDREN:
+            CHILDREN[name](*words)
+        else:
+            print(json.dumps(PARTS[name](bool(words))), flush=True)
+            os._exit(0)
+    main()
