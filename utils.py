@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -118,6 +118,12 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 _making_nccl = threading.Lock()
 
 
+@cache
+def _gloo_device(address: str) -> Any:
+    """One for all groups: each has a thread that wakes up a hundred times a second."""
+    return dist.ProcessGroupGloo.create_device(hostname=address)
+
+
 @contextmanager
 def _blocking_wait() -> Iterator[None]:
     """Let a nccl group that is made in this block be one whose errors are raised; one thread at a time."""
@@ -187,7 +193,7 @@ class TransferGroup:
         options = kind._Options() if is_gloo else kind.Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         if is_gloo:
-            options._devices = [kind.create_device(hostname=address_towards(self._store.host))]
+            options._devices = [_gloo_device(address_towards(self._store.host))]
         prefix = dist.PrefixStore(f"weights/{self.backend}", self._store)
         with nullcontext() if is_gloo else _blocking_wait():
             self._group = kind(prefix, self._rank, world_size, options)

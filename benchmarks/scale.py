@@ -226,7 +226,8 @@ class StandIns:
 
     def __init__(self, num: int, *arguments: float):
         command = [sys.executable, __file__, "--checkout", str(root()), "--child", "stand_ins", *map(str, arguments)]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # an address in 127/8 has no name
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         assert self.process.stdout
         port = int(self.process.stdout.readline())
         self.urls = [f"http://127.0.{n // 250 + 1}.{n % 250 + 1}:{port}" for n in range(num)]
@@ -588,5 +589,5 @@ if __name__ == "__main__":
             CHILDREN[name](*words)
         else:
             print(json.dumps(PARTS[name](bool(words))), flush=True)
-            os._exit(0)
+        os._exit(0)
     main()
