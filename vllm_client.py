@@ -55,9 +55,9 @@ class Span(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Completion:
-    """What was sampled for a prompt; lists are taken as tensors."""
+    """What was sampled for a prompt; lists are taken as tensors. ValueError where the parts do not fit together."""
 
     token_ids: Any  # [n] int64, with the end-of-sequence token, where one was sampled
     sampler_logprobs: Any  # [n] float32, nats, of each token, by the server: after temperature (and top-k/p)
@@ -67,21 +67,16 @@ class Completion:
 
     def __post_init__(self) -> None:
         num = len(self.token_ids)
+        mask = torch.ones(num, dtype=torch.bool) if self.loss_mask is None else self.loss_mask
+        self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
+        self.sampler_logprobs = torch.as_tensor(self.sampler_logprobs, dtype=torch.float32)
+        self.loss_mask = torch.as_tensor(mask, dtype=torch.bool)
         edges = [0, *(edge for _, start, end in self.weight_versions for edge in (start, end)), num]
-        is_covered = edges[::2] == edges[1::2]  # each span begins where the one before ended
-        mask = torch.ones(num, dtype=torch.bool)
-        if self.loss_mask is not None:
-            covered, mask = torch.zeros(num, dtype=torch.bool), torch.as_tensor(self.loss_mask)
-            for _, start, end in self.weight_versions if edges == sorted(edges) else ():
-                covered[start:end] = True
-            is_covered = edges == sorted(edges) and torch.equal(covered, mask)
-        values = {
-            "token_ids": (self.token_ids, torch.int64),
-            "sampler_logprobs": (self.sampler_logprobs, torch.float32),
-        }
-        for name, (value, dtype) in (values | {"loss_mask": (mask, torch.bool)}).items():
-            object.__setattr__(self, name, torch.as_tensor(value, dtype=dtype))
-        if not len(self.sampler_logprobs) == num > 0 or not is_covered or edges != sorted(edges):
+        sampled = torch.zeros(num, dtype=torch.bool)
+        for _, start, end in self.weight_versions:
+            sampled[start:end] = True
+        are_right = edges == sorted(edges) and torch.equal(sampled, self.loss_mask)
+        if not len(self.sampler_logprobs) == num > 0 or not are_right:
             raise ValueError("a completion needs tokens, with a log-prob each, and a version of each that was sampled")
 
     @property
@@ -138,24 +133,20 @@ class _Reply(msgspec.Struct):
 DECODER = msgspec.json.Decoder(_Reply)
 
 
-def _completions(choices: list[_Choice]) -> list[Completion]:
-    """The choices, checked: ValueError where a part of one is missing or makes no sense."""
-    lengths = [len(choice.token_ids or ()) for choice in choices]
-    for choice, length in zip(choices, lengths, strict=True):
-        if not length or choice.finish_reason not in ("stop", "length"):
-            raise ServerLost(f"a server ended a completion by {choice.finish_reason!r} after {length} tokens")
-    given = [choice.logprobs.content or [] if choice.logprobs else [] for choice in choices]
-    ids = torch.frombuffer(array("q", chain.from_iterable(c.token_ids or () for c in choices)), dtype=torch.int64)
-    values = array("f", [token.logprob for content in given for token in content])
-    logprobs = torch.frombuffer(values, dtype=torch.float32) if values else torch.full((1,), NO_LOGPROB)
-    if list(map(len, given)) != lengths or not NO_LOGPROB < logprobs.min() <= logprobs.max() < math.inf:
-        raise ValueError(f"of {sum(lengths)} tokens some log-probs are missing, or no finite numbers")
-    versions = [
-        [Span(int(s.version) if s.version.isdecimal() else -1, s.start, s.end) for s in choice.weight_versions or ()]
-        for choice in choices
+def _completion(choice: _Choice) -> Completion:
+    """What a server sampled, checked: ValueError where a part of it is missing or makes no sense."""
+    ids, content = choice.token_ids or [], (choice.logprobs and choice.logprobs.content) or []
+    if not ids or choice.finish_reason not in ("stop", "length"):
+        raise ServerLost(f"a server ended a completion by {choice.finish_reason!r} after {len(ids)} tokens")
+    values = array("f", [token.logprob for token in content])
+    if len(values) != len(ids) or not math.isfinite(sum(values)) or min(values) <= NO_LOGPROB:
+        raise ValueError(f"of {len(ids)} tokens some log-probs are missing, or no finite numbers")
+    spans = [
+        Span(int(span.version) if span.version.isdecimal() else -1, span.start, span.end)
+        for span in choice.weight_versions or ()
     ]
-    parts = zip(ids.split(lengths), logprobs.split(lengths), choices, versions, strict=True)
-    return [Completion(tokens, values, str(c.finish_reason), spans) for tokens, values, c, spans in parts]
+    token_ids = torch.frombuffer(array("q", ids), dtype=torch.int64)  # torch.tensor would take eight times as long
+    return Completion(token_ids, torch.frombuffer(values, dtype=torch.float32), choice.finish_reason, spans)
 
 
 def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
@@ -163,7 +154,7 @@ def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], 
     body = DECODER.decode(reply.content)
     if len(body.choices) != num:
         raise ValueError(f"{len(body.choices)} of {num} completions")
-    return _completions(body.choices), body.prompt_token_ids or []
+    return [*map(_completion, body.choices)], body.prompt_token_ids or []
 
 
 def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
@@ -186,7 +177,7 @@ def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completio
                 part.token_ids, part.logprobs = ids, _Logprobs(content)
                 finished.append(part)
         if len(finished) >= num:
-            return _completions(finished[:num]), prompt_ids
+            return [*map(_completion, finished[:num])], prompt_ids
     raise ValueError(f"the stream ended after {len(finished)} of {num} completions")
 
 
@@ -394,7 +385,6 @@ class VLLMClient:
         self.config = config
         self._make = partial(Server, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden)
         self.servers = list(map(self._make, server_urls(config)))  # replaced as a whole, by the watcher
-        self._leaving: list[Server] = []  # out of the list, with groups in flight
         self._updating = threading.Lock()
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
         wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
@@ -576,13 +566,10 @@ class VLLMClient:
         if urls != [*here]:
             print(f"{self.config.vllm_urls} names {len(urls)} servers now", flush=True)
             self.servers = [here.pop(url, None) or self._make(url) for url in urls]
-            for server in here.values():
+            for server in here.values():  # which ends what it has in flight
                 self.lose(server, ServerLost("the list does not name it any more"))
-                self._leaving.append(server)
-        for server in [server for server in self._leaving if not server.in_flight]:
-            with self._updating:
-                server.disconnect()
-            self._leaving.remove(server)
+                with self._updating:
+                    server.disconnect()
 
     def update_weights(
         self, weights: Iterable[tuple[str, Tensor]], version: int, only_returned: bool = False
@@ -648,5 +635,5 @@ class VLLMClient:
         self._control.shutdown(wait=False, cancel_futures=True)
         with self._slots:
             self._slots.notify_all()
-        for server in (*self.servers, *self._leaving):
+        for server in self.servers:
             server.disconnect()

@@ -104,12 +104,13 @@ def test_servers_join_and_leave(models, recipe, tmp_path, capsys):
         left_s: list[float] = []
 
         def swap(path):
-            if "1" in one.versions and not left_s:
+            joined = {name for name in two.versions if name.isdigit()}
+            if "0" in one.versions and not joined and two.url not in names.read_text():
                 names.write_text("\n".join([one.url, two.url]))
-            if "2" in two.versions and not left_s:
+            if joined and not left_s:
                 left_s.append(time.monotonic())
                 names.write_text(f"{two.url}/\n")
-            if "3" in two.versions and names.exists():
+            if "4" in joined and names.exists():
                 names.unlink()
 
         one.fault = two.fault = swap
