@@ -141,10 +141,8 @@ def _completion(choice: _Choice) -> Completion:
     values = array("f", [token.logprob for token in content])
     if len(values) != len(ids) or not math.isfinite(sum(values)) or min(values) <= NO_LOGPROB:
         raise ValueError(f"of {len(ids)} tokens some log-probs are missing, or no finite numbers")
-    spans = [
-        Span(int(span.version) if span.version.isdecimal() else -1, span.start, span.end)
-        for span in choice.weight_versions or ()
-    ]
+    parts = choice.weight_versions or ()
+    spans = [Span(int(part.version) if part.version.isdecimal() else -1, part.start, part.end) for part in parts]
     token_ids = torch.frombuffer(array("q", ids), dtype=torch.int64)  # torch.tensor would take eight times as long
     return Completion(token_ids, torch.frombuffer(values, dtype=torch.float32), choice.finish_reason, spans)
 
@@ -196,18 +194,14 @@ class Server:
     """
 
     def __init__(self, url: str, timeout_s: float, tokenizer: Any = None, forbidden: Sequence[int] = ()):
-        self.url = url.rstrip("/")
-        self.timeout_s = timeout_s
-        self.tokenizer = tokenizer
-        self.forbidden = forbidden  # tokens that are never sampled
-        self.is_connected = False
-        self.has_weights = False
+        self.url, self.timeout_s = url.rstrip("/"), timeout_s
+        self.tokenizer, self.forbidden = tokenizer, forbidden  # tokens that are never sampled
+        self.is_connected = self.has_weights = False
         self.retry_s = 0.0  # when a lost server may be tried again, on the monotonic clock
         self.why_out = ""  # the last reason not to take it back
         self.in_flight = 0
         self.transfer: TransferGroup | None = None
-        self.sending: Any = None  # the bucket under way, since `sending_s`
-        self.sending_s = 0.0
+        self.sending, self.sending_s = None, 0.0  # the bucket under way, and since when
         self.lag_s = 0.0  # for how long it was later than half of the servers, in this update
         self.loading: Future[Any]  # the server's reply to the update under way
 
