@@ -60,7 +60,7 @@ def reply_bytes(num: int, length: int, seed: int = 0) -> bytes:
         return {
             "index": index, "logprobs": {"content": content}, "finish_reason": "stop", "stop_reason": None,
             "token_ids": ids, "routed_experts": None, "sampling_mask": None,
-            "weight_versions": [{"version": "3", "start": 0, "end": length}],
+            "weight_versions": [{"version": "999", "start": 0, "end": length}],
         }  # fmt: skip
 
     choices = [choice(index) for index in range(num)]
@@ -75,7 +75,7 @@ def make_config(**fields: Any) -> Any:
 
 
 def make_groups(num: int, prompt: int, completion: int, generations: int) -> tuple[Any, list[Any]]:
-    """Replies' bytes of a few groups, used again and again, and what reads one; and `num` scored groups made of them."""
+    """`num` scored groups, made of the bytes of a few replies again and again; and what reads the next of these."""
     from rollouts.data import Group, Prompt
     from vllm_client import _all_choices
 
@@ -139,7 +139,8 @@ def ranks(quick: bool) -> list[dict[str, Any]]:
         dealing, dealt = best_us(lambda: deal(groups, num_ranks, config), num_tokens, 3)  # noqa: B023
         dumping, sent = best_us(lambda: [[pickle.dumps(s) for s in d] for d in dealt], num_tokens, 3)  # noqa: B023
         mb = sum(len(data) for of_rank in sent for data in of_rank) / 1e6
-        rows.append({"ranks": num_ranks, "deal_us": dealing, "scatter_us": dumping, "bytes_per_token": mb / num_tokens * 1e6})
+        us = {"deal_us": dealing, "scatter_us": dumping, "bytes_per_token": mb / num_tokens * 1e6}
+        rows.append({"ranks": num_ranks, **us})
     return rows
 
 
@@ -258,7 +259,7 @@ def servers(quick: bool) -> list[dict[str, Any]]:
             config = make_config(vllm_urls=started.urls, request_timeout=120.0)
             with closing(VLLMClient(config)) as client:
                 client.wait_until_ready()
-                connect_s, _ = cpu_s(lambda: client.connect(torch.device("cpu")))  # noqa: B023
+                connect_s, _ = cpu_s(lambda: client.connect(torch.device("cpu")))
                 weights = {f"w{n}": torch.zeros(64, 64) for n in range(4)}
                 client.update_weights(iter(weights.items()), 0)
                 for server in client.servers:
@@ -270,12 +271,12 @@ def servers(quick: bool) -> list[dict[str, Any]]:
                         pool.submit(lambda: [lease() for _ in range(times)]).result()
 
                 def lease() -> None:
-                    with client.lease():  # noqa: B023
+                    with client.lease():
                         pass
 
                 lease_s, _ = cpu_s(lambda: lease_all(2000))
                 watch_s, watched_s = cpu_s(lambda: time.sleep(2 if quick else 10))
-                metrics_s, _ = cpu_s(lambda: [client.idle_seconds() for _ in range(100)])  # noqa: B023
+                metrics_s, _ = cpu_s(lambda: [client.idle_seconds() for _ in range(100)])
                 rows.append(
                     {
                         "servers": num,
@@ -381,7 +382,7 @@ def free_port() -> int:
 
 
 class Device:
-    """A GPU to the thread that launches: what it is given takes its time, one after the other, while the thread goes on."""
+    """What a GPU is to the thread that launches work: it is done one after the other, while the thread goes on."""
 
     def __init__(self) -> None:
         self.free_s = 0.0
@@ -524,7 +525,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
     panels = [
         ("completion", "us per token, rank 0", "rank_0_us", lambda w: of("tokens", when=w, prompt=512, generations=16)),
-        ("generations", "us per token, rank 0", "rank_0_us", lambda w: of("tokens", when=w, prompt=512, completion=512)),
+        ("generations", "us per token, rank 0", "rank_0_us", lambda w: of("tokens", when=w, completion=512)),
         ("ranks", "us per token, dealing", "deal_us", lambda w: of("ranks", when=w)),
         ("servers", "CPU ms of a sync, each", "sync_cpu_ms_each", lambda w: of("servers", when=w)),
         ("ranks", "peak memory / model", "peak_of_model", lambda w: of("loading", when=w)),
@@ -545,7 +546,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Run the parts, each in a process of its own, and print and write what they found."""
-    from common import report
+    from common import report, write
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -559,21 +560,15 @@ def main() -> None:
         for when, checkout in (("before", args.against), ("now", HERE)):
             if checkout:
                 command = [sys.executable, __file__, "--checkout", str(checkout.resolve()), "--child", part]
-                done = subprocess.run([*command, *["quick"] * args.quick], stdout=subprocess.PIPE, text=True, check=True)
+                command += ["quick"] * args.quick
+                done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 rows += [{"part": part, "when": when, **row} for row in json.loads(done.stdout.splitlines()[-1])]
     for part in args.parts:
         report([row for row in rows if row["part"] == part], None)
         print()
-    report_all(rows, args.json)
+    write(rows, args.json)
     if args.picture:
         draw(rows, args.picture)
-
-
-def report_all(rows: list[dict[str, Any]], path: Path | None) -> None:
-    """Write all rows as one file."""
-    from common import write
-
-    write(rows, path)
 
 
 if __name__ == "__main__":

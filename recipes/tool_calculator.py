@@ -31,9 +31,8 @@ def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[A
         room = sampling["max_tokens"] - len(turn.token_ids) - len(said)
         if not call.endswith("?") or room < 1:
             return turn
-        (reply,) = client.generate(
-            [*prompt.token_ids, *turn.token_ids.tolist(), *said], {**sampling, "n": 1, "max_tokens": room}
-        )
+        ids = [*prompt.token_ids, *turn.token_ids.tolist(), *said]
+        (reply,) = client.generate(ids, {**sampling, "n": 1, "max_tokens": room})
         return turn.then(said, reply)
 
     turns = client.generate(prompt.token_ids, {**sampling, "stop": ["?"]})
