@@ -559,7 +559,7 @@ class VLLMClient:
             self._why_kept = str(error)
         if urls != [*here]:
             print(f"{self.config.vllm_urls} names {len(urls)} servers now", flush=True)
-            self.servers = [here.pop(url, None) or self._make(url) for url in urls]
+            self.servers = [here.pop(url) if url in here else self._make(url) for url in urls]
             for server in here.values():  # which ends what it has in flight
                 self.lose(server, ServerLost("the list does not name it any more"))
                 with self._updating:

@@ -35,7 +35,7 @@ RATE = 200_000  # completion tokens per second that the stand-in servers of `ran
 GROUPS_PER_S = 50  # at which the servers' bookkeeping is stated
 
 
-def best_us(call: Any, num_tokens: int, repeats: int) -> tuple[float, Any]:
+def best_us(call: Any, num_tokens: float, repeats: int) -> tuple[float, Any]:
     """The least time of a call in us per token, as everything else on the machine only adds to it; and its result."""
     times = []
     for _ in range(repeats):
@@ -84,7 +84,8 @@ def make_groups(num: int, prompt: int, completion: int, generations: int) -> tup
 
     def read(number: int) -> Any:
         body = bodies[number % len(bodies)]
-        return _all_choices(generations, SimpleNamespace(content=body, json=lambda: json.loads(body)))[0]
+        reply: Any = SimpleNamespace(content=body, json=lambda: json.loads(body))
+        return _all_choices(generations, reply)[0]
 
     few = [read(number) for number in range(len(bodies))]
     groups = []
@@ -270,7 +271,7 @@ def servers(quick: bool) -> list[dict[str, Any]]:
                     with ThreadPoolExecutor(1) as pool:  # as rollouts do it: another thread than the trainer's
                         pool.submit(lambda: [lease() for _ in range(times)]).result()
 
-                def lease() -> None:
+                def lease() -> Any:
                     with client.lease():
                         pass
 
@@ -328,9 +329,9 @@ def loading(quick: bool) -> list[dict[str, Any]]:
     """The peak of all ranks' memory together, above what they had before, over the model's size."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    small = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    large = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 11}
-    shape = {"vocab_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 96}
+    small: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    large: Any = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 11}
+    shape: Any = {"vocab_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 96}
     rows = []
     with TemporaryDirectory() as path:
         model = Qwen3ForCausalLM(Qwen3Config(**shape, **(small if quick else large)))
@@ -421,8 +422,9 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
         group.reward = [random.random() for _ in group.completions]
 
     groups = (Group(Prompt(number, ids, "", {}), id=number) for number in range(10**9))
-    arguments = [64] if "num_threads" in inspect.signature(GroupStream).parameters else []
-    rollouts.stream = GroupStream(groups, fill, *arguments, num_steps, config)
+    arguments: Any = [64] if "num_threads" in inspect.signature(GroupStream).parameters else []
+    stream: Any = GroupStream
+    rollouts.stream = stream(groups, fill, *arguments, num_steps, config)
     return rollouts
 
 
@@ -436,7 +438,7 @@ def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
     from utils import broadcast_object, is_main, process_group
 
     # As many calls of kernels as a model of 28 layers needs, on next to nothing.
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_hidden_layers=28, head_dim=16, **sizes))
     ids = torch.arange(8)[None]
     config = make_config(
@@ -447,7 +449,7 @@ def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
     with process_group(300) as device:
         rollouts = make_rollouts(list(urls), int(num_steps), config)
         _, groups = make_groups(12, 512, 2048, 16) if not urls and is_main() else (None, [])
-        ready = [[] for _ in range(2)]
+        ready: Any = [[], []]
         if groups:
             ready = [list(of_rank) for of_rank in zip(*deal(groups, 2, config), strict=True)]
         stored = broadcast_object(ready)[dist.get_rank()]

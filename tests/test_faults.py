@@ -119,6 +119,7 @@ def test_servers_join_and_leave(models, recipe, tmp_path, capsys):
         assert max(two.versions, key=lambda name: int(name) if name.isdigit() else -1) == "5"
         assert "5" not in one.versions
         assert max(asked(one)) < left_s[0] + 2.5  # the list is read each second
+        assert one.group
         assert not one.group.trainer_lives()
     output = capsys.readouterr().out
     assert f"{one.url} is left out from now on: the list does not name it any more" in output

@@ -99,6 +99,7 @@ def adapters_on_ranks(output, model, checkpoint):
                 for weight in policy.parameters():
                     weight.mul_(1.5)
             (row,) = [micro.packed for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])]
+            assert reference
             found.append({"reference": reference(row, {})})
         torch.save(found, f"{output}.{dist.get_rank()}")
 
@@ -117,6 +118,7 @@ def test_adapters_and_reference(models, tmp_path):
     with process_group(60) as device:
         reference = build_reference(build_policy(config, device), config, device)
         (row,) = [micro.packed for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])]
+        assert reference
         expected = reference(row, {})
     on_ranks(2, tmp_path, "test_loading.adapters_on_ranks", tmp_path / "out", models["tied"], tmp_path / "adapter")
     for rank in (0, 1):
@@ -159,10 +161,13 @@ def test_replicas_of_shards_equal_plain_rows(models, tmp_path):
 def test_the_mesh_of_replicas(models, tmp_path, monkeypatch):
     """Shards lie within consecutive ranks, as torchrun numbers those of a node."""
     shapes = []
+
+    def note(*args, **kwargs):
+        shapes.append((args, kwargs))
+        raise ZeroDivisionError
+
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 8)
-    monkeypatch.setattr(
-        "torch.distributed.device_mesh.init_device_mesh", lambda *args, **kwargs: shapes.append((args, kwargs)) or 1 / 0
-    )
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", note)
     config = make_config(models["tied"], use_fsdp=True, fsdp_shard_size=4)
     with pytest.raises(ZeroDivisionError):
         model_module._shard(nn.Linear(1, 1), config, torch.device("cpu"))

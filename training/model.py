@@ -375,7 +375,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, detached, in its shape and dtype. Of an FSDP2 shard it is an all-gather: collective."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    return tensor.detach().to(tensor.device_mesh.device_type).full_tensor()  # from where `fsdp_offload` keeps it
+    near: Any = tensor.detach().to(tensor.device_mesh.device_type)  # from where `fsdp_offload` keeps it
+    return near.full_tensor()
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
