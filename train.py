@@ -209,19 +209,14 @@ def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
     return Layout(True, shared) if shared <= (1 - MIN_SAVED) * alone else Layout(False, alone)
 
 
-def which_train(groups: list[Group], config: TrainConfig) -> list[bool]:
-    """Whether the sampled tokens of each completion train: not without a reward, or where truncation masks them."""
+def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
+    """How many tokens of each completion train: none without a reward, or where truncation masks them."""
+    masks_cut = config.mask_truncated_completions
     return [
-        not (math.isnan(reward) or (config.mask_truncated_completions and c.finish_reason == "length"))
+        0 if math.isnan(reward) or (masks_cut and c.finish_reason == "length") else c.num_sampled
         for group in groups  # which need not have been scored
         for c, reward in zip(group.completions, group.reward or [0.0] * len(group.completions), strict=True)
     ]
-
-
-def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
-    """How many tokens of each completion train."""
-    completions = (c for group in groups for c in group.completions)
-    return [c.num_sampled * trains for c, trains in zip(completions, which_train(groups, config), strict=True)]
 
 
 def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> list[MicroBatch]:
@@ -229,8 +224,8 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     completions = [c for group in groups for c in group.completions]
     sizes = torch.tensor([c.token_ids.numel() for c in completions], dtype=torch.long)
     advantages = torch.tensor([a for group in groups for a in group.advantages]).float().repeat_interleave(sizes)
-    mask = torch.tensor(which_train(groups, config)).repeat_interleave(sizes)
-    mask = (mask & torch.cat([c.loss_mask for c in completions])).float()
+    trains = torch.tensor(trained_lengths(groups, config)) > 0
+    mask = (trains.repeat_interleave(sizes) & torch.cat([c.loss_mask for c in completions])).float()
     sampler_logprobs = torch.cat([c.sampler_logprobs for c in completions])
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     batches = []
