@@ -304,7 +304,7 @@ def anonymous_mb(pid: int) -> float:
     return 0.0
 
 
-def load_on_rank(model: str, folder: str) -> None:
+def load_on_rank(model: str, folder: str, dtype: str) -> None:
     """Runs on every rank: says when it begins and what its own pid is, and loads."""
     from training.model import build_policy
     from utils import process_group
@@ -313,7 +313,7 @@ def load_on_rank(model: str, folder: str) -> None:
         import torch.distributed as dist
         import transformers  # noqa: F401  # its memory is not the model's
 
-        config = make_config(model_id=model, use_fsdp=True)
+        config = make_config(model_id=model, use_fsdp=True, dtype=dtype)
         rank = dist.get_rank()
         (Path(folder) / f"ready{rank}").write_text(str(os.getpid()))
         while not (Path(folder) / "go").exists():
@@ -326,24 +326,29 @@ def load_on_rank(model: str, folder: str) -> None:
 
 
 def loading(quick: bool) -> list[dict[str, Any]]:
-    """The peak of all ranks' memory together, above what they had before, over the model's size."""
+    """The peak of all ranks' memory together, above what they had before, over the size of the checkpoint."""
+    import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     small: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     large: Any = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 11}
     shape: Any = {"vocab_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 96}
-    rows = []
+    rows, full, half = [], "float32", "bfloat16"
+    cases = [(full, full, num) for num in ((1, 2) if quick else (1, 2, 4))]
+    cases += [] if quick else [(half, kept, num) for kept in (half, full) for num in (1, 2, 4)]
     with TemporaryDirectory() as path:
-        model = Qwen3ForCausalLM(Qwen3Config(**shape, **(small if quick else large)))
-        size_mb = sum(weight.nbytes for weight in model.parameters()) / 1e6
-        model.save_pretrained(f"{path}/model", max_shard_size="100MB")
-        del model
-        for num_ranks in (1, 2) if quick else (1, 2, 4):
-            folder = Path(path) / str(num_ranks)
+        sizes_mb = {}
+        for stored in {case[0] for case in cases}:
+            model = Qwen3ForCausalLM(Qwen3Config(**shape, **(small if quick else large))).to(getattr(torch, stored))
+            sizes_mb[stored] = sum(weight.nbytes for weight in model.parameters()) / 1e6
+            model.save_pretrained(f"{path}/{stored}", max_shard_size="100MB")
+            del model
+        for stored, kept, num_ranks in cases:
+            size_mb, folder = sizes_mb[stored], Path(path) / f"{stored}-{kept}-{num_ranks}"
             folder.mkdir()
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks)]
             command += ["--master_port", str(free_port()), __file__, "--checkout", str(root())]
-            command += ["--child", "load_on_rank", f"{path}/model", str(folder)]
+            command += ["--child", "load_on_rank", f"{path}/{stored}", str(folder), kept]
             process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
             wait_for(folder, "ready", num_ranks, process)
             pids = [int((folder / f"ready{rank}").read_text()) for rank in range(num_ranks)]
@@ -359,8 +364,9 @@ def loading(quick: bool) -> list[dict[str, Any]]:
             (folder / "end").touch()
             if process.wait(120):
                 raise RuntimeError(f"the ranks ended with {process.returncode}")
-            sizes = {"peak_of_model": (peak - before) / size_mb, "after_of_model": (after - before) / size_mb}
-            rows.append({"ranks": num_ranks, "model_mb": size_mb, **sizes, "seconds": took_s})
+            sizes = {"peak_of_checkpoint": (peak - before) / size_mb, "after": (after - before) / size_mb}
+            about = {"checkpoint": stored, "dtype": kept, "ranks": num_ranks, "checkpoint_mb": size_mb}
+            rows.append({**about, **sizes, "seconds": took_s})
     return rows
 
 
@@ -482,8 +488,7 @@ def rank0(quick: bool) -> list[dict[str, Any]]:
     from statistics import median
 
     num_steps, row_s = (3, 0.05) if quick else (12, 12 * 16 * 2048 / RATE / 6)  # 12 groups in rows of one, on two ranks
-    num_streams = 2 if quick else 16
-    delay_s = 0.02 if quick else num_streams * 16 * 2048 / (1.2 * RATE)
+    delay_s = 0.02 if quick else 1.0  # half a step: replies come in while the batch before is trained
     rows = []
     with TemporaryDirectory() as path, closing(StandIns(4, delay_s, 16, 2048)) as started:
         for data, urls in (("there", []), ("arrives", started.urls)) * (1 if quick else 2):
@@ -530,7 +535,12 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         ("generations", "us per token, rank 0", "rank_0_us", lambda w: of("tokens", when=w, completion=512)),
         ("ranks", "us per token, dealing", "deal_us", lambda w: of("ranks", when=w)),
         ("servers", "CPU ms of a sync, each", "sync_cpu_ms_each", lambda w: of("servers", when=w)),
-        ("ranks", "peak memory / model", "peak_of_model", lambda w: of("loading", when=w)),
+        (
+            "ranks",
+            "peak memory / checkpoint",
+            "peak_of_checkpoint",
+            lambda w: of("loading", when=w, checkpoint="bfloat16", dtype="float32"),
+        ),
     ]
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.4))
     for axis, (x, title, y, select) in zip(axes, panels, strict=True):
