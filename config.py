@@ -55,7 +55,9 @@ NotNegative = Annotated[float, Field(title="float >= 0", ge=0)]
 Fraction = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
 BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
-_RESERVED = {"n", "max_tokens", "temperature", "top_k", "top_p", "min_p", "stop", "logprobs", "structured_outputs"}
+_RESERVED = {"n", "max_tokens", "temperature", "top_k", "stop", "logprobs"}
+_BENDING = {"top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "logit_bias"}
+_BENDING |= {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"}
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -112,8 +114,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     # -- rollouts ------------------------------------------------------------------------------------------------
     vllm_urls: Values[Address] = dataclasses.field(default_factory=lambda: ["http://127.0.0.1:8000"])
-    """Addresses of the rollout servers, or `@file` with one in each line, which a run reads again as it changes. Their
-    token belongs into the environment variable `VLLM_API_KEY`."""
+    """Addresses of the servers, or `@file` with one a line, which may change; their token is in `VLLM_API_KEY`."""
     num_generations: Annotated[int, Field(title="int >= 2", ge=2)] = 8
     """Completions per prompt: the group whose mean is the baseline."""
     max_completion_len: OneOrMore = 512
@@ -122,18 +123,10 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     top_k: OneOrMore | None = None
     """Sample among the k likeliest tokens only. Anything but None makes the server's log-probs inexact."""
-    top_p: Annotated[float, Field(title="float > 0 and <= 1", gt=0, le=1)] | None = None
-    """Sample from the smallest set of tokens with this mass. See `top_k`."""
-    min_p: Fraction | None = None
-    """Leave out tokens below this fraction of the likeliest. See `top_k`."""
     stop: Values[str] | None = None
     """Strings that end a completion."""
-    guided_regex: str | None = None
-    """Completions must match this regular expression. See `top_k`."""
-    guided_json: dict[str, Any] | None = None
-    """Completions must be JSON of this schema. See `top_k`."""
     sampling_params: dict[str, Any] | None = None
-    """Further vLLM sampling parameters, passed through as they are; penalties act on log-probs as `top_k` does."""
+    """Further parameters of vLLM, as `{"top_p": 0.9}`; what bends the distribution acts as `top_k` does."""
     rollout_fn: Function | None = None
     """`f(server, prompt, sampling) -> completions` in place of `server.generate`: see `recipes/tool_calculator.py`."""
     extra_generations: ZeroOrMore = 0
@@ -276,7 +269,6 @@ class TrainConfig(metaclass=_OneLineErrors):
         for is_wrong, message in (
             (len(set(names) - {""}) < len(names), "reward_funcs: each needs a __name__ of its own, for its metric"),
             (len(self.reward_weights or names) != len(names), "reward_weights must be as many as reward_funcs"),
-            (len(set(self.vllm_urls)) < len(self.vllm_urls), "vllm_urls names a server twice"),
             (self.batch_size % self.num_minibatches, "batch_size must be a multiple of num_minibatches"),
             (self.max_tokens_per_gpu <= self.max_completion_len, "max_tokens_per_gpu must exceed max_completion_len"),
             (masks and self.correction_floor >= self.correction_cap, "correction_floor must be below correction_cap"),
@@ -335,8 +327,8 @@ def describe(config: TrainConfig) -> str:
     """What differs from the defaults, one line per field, and warnings."""
     changed = changed_fields(config)
     lines = [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
-    if restricting := ", ".join(sorted({"top_k", "top_p", "min_p", "guided_regex", "guided_json"} & changed.keys())):
-        lines.append(f"warning: {restricting}: tokens are not drawn from the policy itself; ratios are then inexact")
+    if bending := ", ".join(sorted(_BENDING & {*changed, *(config.sampling_params or {})})):
+        lines.append(f"warning: {bending}: tokens are not drawn from the policy itself; ratios are then inexact")
     idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed.keys()))
     if idle and config.old_logprobs == "trainer" and config.updates_per_batch == 1:
         lines.append(f"warning: {idle} without effect: all ratios are 1 with one update per batch")
@@ -414,8 +406,8 @@ def parse_args(argv: list[str]) -> TrainConfig:
     )
     for name, field in _FIELDS.items():
         default = "required" if field.is_required() else f"default {str(_DEFAULTS[name]).lower()}"
-        kind = f"{_type_in_words(_HINTS[name])} ({default})"
-        parser.add_argument(f"--{name}", metavar=kind, help=field.description.replace("%", "%%"))
+        kind, text = f"{_type_in_words(_HINTS[name])} ({default})", field.description.replace("%", "%%")
+        parser.add_argument(f"--{name}", metavar=kind, help=text)
     words = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
     path = words.pop(0) if words and not words[0].startswith("-") else None
     given, rest = parser.parse_known_args(words)

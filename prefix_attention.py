@@ -104,11 +104,6 @@ class PackedBatch:
         return replace(self, **moved)
 
 
-def unpad(input_ids: Tensor, mask: Tensor) -> list[list[int]]:
-    """The rows of a left- or right-padded batch [B, T] as lists of token ids, for `pack`; `mask` is 1 on them."""
-    return [row[keep.bool()].tolist() for row, keep in zip(input_ids, mask, strict=True)]
-
-
 def as_tokens(ids: Tokens) -> Tensor:
     """Token ids as [n] int64."""
     if isinstance(ids, Tensor) or not len(ids):
@@ -589,7 +584,7 @@ def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str,
         ValueError: shared prefixes would not be exact for this model; names the reason.
         OutOfMemoryError: there is no room for the comparison.
     """
-    base = _base(model)
+    base = base_model(model)
     refused = f"{type(base).__name__} cannot share prefixes: {{}}; go without (share_prefix=False)"
     if reason := _refusal(base):
         raise ValueError(refused.format(reason))
@@ -625,7 +620,7 @@ def _plan_on_host(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any,
     return args, inputs
 
 
-def _base(model: Any) -> Any:
+def base_model(model: Any) -> Any:
     """The Hugging Face model inside torch.compile, DDP and peft."""
     while True:
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -663,9 +658,8 @@ def _refusal(base: Any) -> str | None:
     for name, module in base.named_modules():
         kind = type(module).__name__
         above, _, last = name.rpartition(".")
-        share = getattr(module, "attention_dropout", 0.0)
-        if isinstance(module, nn.Dropout) and "att" in last:
-            share = module.p
+        is_dropout = isinstance(module, nn.Dropout) and "att" in last
+        share = module.p if is_dropout else getattr(module, "attention_dropout", 0.0)
         if isinstance(share, float) and share > 0:
             return f"dropout in attention ({name})"
         recurrent = isinstance(module, nn.Conv1d | nn.RNNBase) or any(w in kind for w in ("Mamba", "Recurrent", "SSM"))
@@ -681,7 +675,7 @@ def _use(base: Any, name: str) -> None:
 
 def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> None:
     """Compare log-probs and gradients of a few groups: shared rows against plain ones through eager attention."""
-    base = _base(model)
+    base = base_model(model)
     placeholders = {getattr(base.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
     vocab_size = base.config.get_text_config(decoder=True).vocab_size
     words = [token for token in range(min(vocab_size, 1000)) if token not in placeholders]
@@ -705,9 +699,8 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
     pairs = [pair for pair in zip(plain_gradients, shared_gradients, strict=True) if pair[0] is not None]
     norms = [plain.double().norm().item() for plain, _ in pairs]
     least = 0.01 * max(norms, default=0.0) or 1.0  # some gradients, as of a bias of all keys, are nothing but rounding
-    for (plain, shared), norm in zip(pairs, norms, strict=True):
-        error = (shared - plain).double().norm().item() / max(norm, least)
-        errors.append(error / 10)  # gradients are ten times as rough
+    for (plain, shared), norm in zip(pairs, norms, strict=True):  # gradients are ten times as rough
+        errors.append((shared - plain).double().norm().item() / max(norm, least) / 10)
     limit = 5e-2 if is_half else 1e-4
     if not all(error <= limit for error in errors):  # NaN is over it, too
         raise ValueError(f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}")
@@ -721,22 +714,19 @@ def device_of(model: nn.Module) -> torch.device:
 
 def _trial(model: Any, attention: str, groups: Groups, images: Any) -> tuple[Tensor, list[Any]]:
     """Log-probs of the groups and the gradients of every trainable parameter, with eager attention or with ours."""
-    base, is_shared = _base(model), attention == NAME
+    base, is_shared = base_model(model), attention == NAME
     trainable = [p for p in base.parameters() if p.requires_grad]
-    for p in trainable:
-        p.grad = None
+    base.zero_grad()
     _use(base, attention)
-    (row,) = pack(groups, share_prefix=is_shared)
-    row = row.to(device_of(base))
+    row = pack(groups, share_prefix=is_shared)[0].to(device_of(base))
     times = row.prompts.count(2)  # the prompt with images is that of the third group
     images = {name: torch.cat([value.to(row.input_ids.device)] * times) for name, value in images.items()}
     with torch.set_grad_enabled(bool(trainable)):  # whatever the caller's mode
         if is_shared:
             logprobs = completion_logprobs(model, row, **images)
         else:
-            logits = model(**_padded_inputs(base, row, images)).logits
-            chosen = logits[row.row, row.position].float().log_softmax(-1)
-            logprobs = chosen.gather(-1, row.targets[:, None])[:, 0]
+            logits = model(**_padded_inputs(base, row, images)).logits[row.row, row.position]
+            logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
         if trainable:
             (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()
     shards = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in trainable]
@@ -895,13 +885,9 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
 
 
 def completion_logprobs(
-    model: Any,
-    row: PackedBatch,
-    temperature: float = 1.0,
-    return_entropy: bool = False,
-    forbidden: Sequence[int] = (),
-    **inputs: Any,
-) -> Any:
+    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
+    forbidden: Sequence[int] = (), **inputs: Any,
+) -> Any:  # fmt: skip
     """log p(token | prompt, completion so far) at a sampling temperature, for every completion token of `row`.
 
     The head's logits exist a chunk of tokens at a time. During the forward a final softcap or scale of the logits is
@@ -926,7 +912,7 @@ def completion_logprobs(
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
-    base = _base(model)
+    base = base_model(model)
     head = _LogprobHead.of(base)
     inputs = _padded_inputs(base, row, inputs) if row.segments is None else _shared_inputs(base, row, inputs)
     width, column = row.input_ids.shape[1], row.position

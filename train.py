@@ -25,7 +25,6 @@ from rollouts.stream import Group, Rollouts
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
 from training.logs import RunLog, TokenSums
 from training.model import (
-    advise_if_out_of_memory,
     build_optimizer,
     build_policy,
     build_reference,
@@ -163,8 +162,7 @@ def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Ten
     """Bounded importance weights p(trainer) / p(server) on the advantages; 1 where config.old_logprobs is `sampler`.
 
     w = exp(old_logprobs - sampler_logprobs): min(w, cap) for `truncate` (TIS), w within [floor, cap] and 0 outside for
-    `mask` (IcePop, arXiv:2510.18855), 1 for `none`. All tensors and the result are [N],
-    log-probs in nats, the mask 1 on tokens that train.
+    `mask` (IcePop, arXiv:2510.18855), 1 for `none`. All are [N], log-probs in nats, the mask 1 on tokens that train.
     """
     if config.old_logprobs == "sampler" or config.off_policy_correction == "none":
         return torch.ones_like(old_logprobs)
@@ -334,18 +332,12 @@ def set_old_logprobs(shares: list[Share], policy: nn.Module, config: TrainConfig
 
 
 def train_batch(
-    policy: nn.Module,
-    reference: Callable[..., Tensor] | None,
-    optimizer: Any,
-    scheduler: Any,
-    shares: Iterable[Share],
-    config: TrainConfig,
-    device: torch.device,
-) -> dict[str, float]:
+    policy: nn.Module, reference: Callable[..., Tensor] | None, optimizer: Any, scheduler: Any,
+    shares: Iterable[Share], config: TrainConfig, device: torch.device,
+) -> dict[str, float]:  # fmt: skip
     """Every optimizer update on one batch; returns its metrics. Collective: every rank calls it with its shares.
 
-    A batch with one update trains as it arrives; for several it is collected first, as their ratios need the
-    log-probs before its first update.
+    A batch with one update trains as it arrives; several need the log-probs before the first, so it is collected.
     """
     loss_fn: Any = config.loss_fn or grpo_loss
     learning_rate = optimizer.param_groups[0]["lr"]
@@ -448,7 +440,7 @@ def main(config: TrainConfig) -> None:
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))
                 metrics: dict[str, float] = {"policy_version": step}
                 with timed("time/step_s", metrics):
-                    with timed("time/train_s", metrics), advise_if_out_of_memory(config):
+                    with timed("time/train_s", metrics):
                         shares = arriving_shares(rollouts, config)
                         metrics |= train_batch(policy, reference, optimizer, scheduler, shares, config, device)
                     batch = rollouts.end_batch()
@@ -468,5 +460,6 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    with exits(UserError, ServerError):
+    cure = "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
+    with exits({UserError: "", ServerError: "", torch.OutOfMemoryError: cure}):
         main(parse_args(sys.argv[1:]))

@@ -14,10 +14,10 @@ import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,8 +39,7 @@ _from_main: Any = None  # the gloo group that carries objects from rank 0 to the
 def process_group(timeout_s: float) -> Iterator[torch.device]:
     """Bring the world of this run up and down: torchrun's ranks, or a world of one. Yields this rank's device.
 
-    Tensors on CUDA travel over nccl, everything else over gloo. `timeout_s` bounds every collective but the wait for an
-    object from rank 0.
+    CUDA's tensors travel over nccl, all else over gloo. `timeout_s` bounds collectives, not waits for rank 0's objects.
     """
     global _from_main
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -115,24 +114,10 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         yield bucket
 
 
-_making_nccl = threading.Lock()
-
-
 @cache
 def _gloo_device(address: str) -> Any:
     """One for all groups: each has a thread that wakes up a hundred times a second."""
     return dist.ProcessGroupGloo.create_device(hostname=address)
-
-
-@contextmanager
-def _blocking_wait() -> Iterator[None]:
-    """Let a nccl group that is made in this block be one whose errors are raised; one thread at a time."""
-    with _making_nccl:
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        try:
-            yield
-        finally:
-            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
 
 
 def gpu_of(device: torch.device) -> str | None:
@@ -152,7 +137,7 @@ class TransferGroup:
     Matrices of a longer dtype than a worker's `dtype` are rounded to it first, as the worker would do itself.
 
     A member that waits for a lost one gets a RuntimeError within `timeout_s`. For nccl this needs (torch 2.11 to 2.13)
-    TORCH_NCCL_BLOCKING_WAIT, set while the group is made: else a watchdog ends the waiting process. `is_completed()`
+    TORCH_NCCL_BLOCKING_WAIT in the environment: else a watchdog ends the waiting process. `is_completed()`
     then only asks, and `wait()` raises what failed. `close` calls `abort()`, as `shutdown()` waits for a stuck kernel.
     """
 
@@ -195,8 +180,8 @@ class TransferGroup:
         if is_gloo:
             options._devices = [_gloo_device(address_towards(self._store.host))]
         prefix = dist.PrefixStore(f"weights/{self.backend}", self._store)
-        with nullcontext() if is_gloo else _blocking_wait():
-            self._group = kind(prefix, self._rank, world_size, options)
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # read as a group is made: the trainer's own are older
+        self._group = kind(prefix, self._rank, world_size, options)
         self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
     def _try_to_share(self) -> None:
@@ -227,8 +212,10 @@ class TransferGroup:
         for worker in self._workers:
             self._store.set(f"bucket/{worker}/{self._number}", header)
         self._number += 1
-        if handle:
-            return _Key(self._store, f"taken/{self._number - 1}", buffer)
+        if handle:  # work that is over once the worker has taken the buffer, which lives until then
+            key = f"taken/{self._number - 1}"
+            ends = {"is_completed": lambda: self._store.check([key]), "wait": lambda: self._store.delete_key(key)}
+            return SimpleNamespace(buffer=buffer, **ends)
         return self._broadcast(buffer) if len(buffer) else None
 
     def receive(self) -> dict[str, Tensor]:
@@ -319,21 +306,6 @@ def _flat(bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | 
         start += data.nbytes + len(parts[-1])
     parts = [part for part in parts if len(part)]
     return entries, parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
-
-
-@dataclass
-class _Key:
-    """Work that is over once the worker has set a key in the store; it keeps a buffer alive until then."""
-
-    store: dist.TCPStore
-    key: str
-    buffer: Tensor
-
-    def is_completed(self) -> bool:
-        return self.store.check([self.key])
-
-    def wait(self) -> None:
-        self.store.delete_key(self.key)
 
 
 def _handle(buffer: Tensor) -> list[Any]:
@@ -448,8 +420,8 @@ class _Terminal(io.TextIOWrapper):
 
 
 @contextmanager
-def exits(*kinds: type[Exception]) -> Iterator[None]:
-    """Run the block, then end the process: errors of `kinds`, which the user can mend, in one line, others in full.
+def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
+    """Run the block, then end the process: errors that the user can mend in one line, with the cure, others in full.
 
     `os._exit`, because threads with requests in flight, and gloo's own, would keep the process waiting or abort it.
     """
@@ -466,9 +438,10 @@ def exits(*kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
         status = 0
-    except kinds as error:
+    except tuple(cures) as error:
         report.record_exception(error)
-        print(f"error: {error}" if rank == "0" else f"error on rank {rank}: {error}", file=sys.stderr)
+        message = str(error).splitlines()[0] + next(cure for kind, cure in cures.items() if isinstance(error, kind))
+        print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
     except KeyboardInterrupt:
         status = 130
     except Exception as error:

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -104,10 +104,6 @@ class _Token(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Logprobs(msgspec.Struct):
-    content: list[_Token] | None = None
-
-
 class _Span(msgspec.Struct):
     version: str
     start: int
@@ -120,7 +116,7 @@ class _Choice(msgspec.Struct):
     index: int = 0
     finish_reason: str | None = None
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
-    logprobs: _Logprobs | None = None
+    logprobs: dict[str, list[_Token] | None] | None = None  # under the name `content`
     weight_versions: list[_Span] | None = None
 
 
@@ -135,7 +131,7 @@ DECODER = msgspec.json.Decoder(_Reply)
 
 def _completion(choice: _Choice) -> Completion:
     """What a server sampled, checked: ValueError where a part of it is missing or makes no sense."""
-    ids, content = choice.token_ids or [], (choice.logprobs and choice.logprobs.content) or []
+    ids, content = choice.token_ids or [], (choice.logprobs or {}).get("content") or []
     if not ids or choice.finish_reason not in ("stop", "length"):
         raise ServerLost(f"a server ended a completion by {choice.finish_reason!r} after {len(ids)} tokens")
     values = array("f", [token.logprob for token in content])
@@ -170,9 +166,9 @@ def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completio
         for part in chunk.choices:
             ids, content = found.setdefault(part.index, ([], []))
             ids += part.token_ids or []
-            content += (part.logprobs and part.logprobs.content) or []
+            content += (part.logprobs or {}).get("content") or []
             if part.finish_reason:
-                part.token_ids, part.logprobs = ids, _Logprobs(content)
+                part.token_ids, part.logprobs = ids, {"content": content}
                 finished.append(part)
         if len(finished) >= num:
             return [*map(_completion, finished[:num])], prompt_ids
@@ -198,8 +194,7 @@ class Server:
         self.tokenizer, self.forbidden = tokenizer, forbidden  # tokens that are never sampled
         self.is_connected = self.has_weights = False
         self.retry_s = 0.0  # when a lost server may be tried again, on the monotonic clock
-        self.why_out = ""  # the last reason not to take it back
-        self.in_flight = 0
+        self.in_flight, self.idle_since_s = 0, time.monotonic()
         self.transfer: TransferGroup | None = None
         self.sending, self.sending_s = None, 0.0  # the bucket under way, and since when
         self.lag_s = 0.0  # for how long it was later than half of the servers, in this update
@@ -255,9 +250,8 @@ class Server:
         if not set(self.forbidden).isdisjoint(text_ids):
             raise UserError("a prompt with placeholders of images was sent without them: pass images=prompt.images")
         if images:
-            body["token_ids"] = [*images.server_ids, *text_ids]
+            body |= {"token_ids": [*images.server_ids, *text_ids], "return_token_ids": True}
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
-            body["return_token_ids"] = True
         request = partial(self.request, "POST", "/inference/v1/generate", timeout_s, json=body, stream=extra > 0)
         completions, expanded = request(read=partial(_first_to_finish if extra else _all_choices, num))
         if images and expanded != prompt_ids:
@@ -275,9 +269,8 @@ class Server:
     def connect(self, device: torch.device, timeout_s: float, gpus: Sequence[str | None] = ()) -> None:
         """Open a transfer group with the server's workers, and zero its weights.
 
-        With zeroed weights a comparison of log-probs after the first sync can only hold if every weight arrived. The
-        group replaces one that an earlier trainer left; each of its broadcasts may take `timeout_s` seconds. `gpus` are
-        those of all ranks. Raises a RuntimeError where the server refuses (ServerError), or its workers do not come.
+        With zeroed weights a comparison of log-probs after the first sync can only hold if every weight arrived. Each
+        broadcast may take `timeout_s` seconds; `gpus` are those of all ranks. RuntimeError where the server refuses.
         """
         self.sync_timeout_s = timeout_s
         self.receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
@@ -314,6 +307,7 @@ class Server:
 
     def pause(self) -> None:
         """Stop sampling, and make ready for new weights."""
+        self.lag_s = 0.0
         self.post("/pause?mode=keep&clear_cache=true")
         try:
             self.post("/start_weight_update")
@@ -329,8 +323,7 @@ class Server:
     def try_to_send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> bool:
         """Start to send a bucket, if the one before has arrived; whether it has. An empty one ends the stream.
 
-        Its tensors, of any shapes, must not change until the next one is sent. `buffers` are those of
-        `TransferGroup.send`. Raises also what the server's reply to the update failed with.
+        Its tensors must not change until the next is sent; `buffers` are `send`'s. Raises what the update failed with.
         """
         if (transfer := self.transfer) is None:
             raise ServerLost(f"{self.url} was lost in this update")
@@ -356,41 +349,34 @@ class Server:
 
 def server_urls(config: TrainConfig) -> list[str]:
     """The addresses that `vllm_urls` means now, each once: those of a file for `@file`. UserError where it has none."""
-    urls: dict[str, None] = {}
-    for word in config.vllm_urls:
-        found = [word]
-        if word.startswith("@"):
-            try:
-                found = Path(word[1:]).read_text().split()
-            except OSError as error:
-                raise UserError(f"vllm_urls={word}: {error}") from error
-            if wrong := [url for url in found if not re.match("https?://.", url)] or not found:
-                raise UserError(f"vllm_urls={word} needs lines of http://host:port, and has {wrong or 'none'}")
-        urls |= dict.fromkeys(url.rstrip("/") for url in found)
-    return list(urls)
+    try:
+        lists = [Path(word[1:]).read_text().split() if word[0] == "@" else [word] for word in config.vllm_urls]
+    except OSError as error:
+        raise UserError(f"vllm_urls: {error}") from error
+    urls = [url.rstrip("/") for of_word in lists for url in of_word]
+    if not urls or (wrong := [url for url in urls if not re.match("https?://.", url)]):
+        raise UserError(f"vllm_urls: a file needs lines of http://host:port, and has {wrong if urls else 'none'}")
+    return list(dict.fromkeys(urls))
 
 
 class VLLMClient:
     """The rollout servers of a run, thread-safe; `tokenizer`, `forbidden` as of `Server`. Raises the file limit."""
 
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = ()):
-        if not api_token().isascii():
-            raise UserError("VLLM_API_KEY has other characters than ASCII: no header can carry it")
         self.config = config
         self._make = partial(Server, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden)
         self.servers = list(map(self._make, server_urls(config)))  # replaced as a whole, by the watcher
         self._updating = threading.Lock()
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # every request has a connection
-        wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every request has a connection
         self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never waits for rollouts
         self._lock = threading.RLock()
         self._slots, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
         self._is_held = False
         self._why_lost: BaseException | None = None
-        self._why_kept = ""  # the last reason not to follow a file of addresses
+        self._say_once = cache(partial(print, flush=True))  # what is tried again and again
         self._all_lost_s = math.inf  # when the last server was lost
-        self._idle_s, self._counted_s = 0.0, time.monotonic()
+        self._idle_s = 0.0  # of servers that have groups in flight again, since it was asked for
         self._is_closed = threading.Event()
 
     def wait_until_ready(self) -> int:
@@ -443,14 +429,15 @@ class VLLMClient:
             while not (free := self._free_servers()):
                 self._slots.wait(10)
             server = min(free, key=lambda server: server.in_flight)
-            self._count_idle()
+            if server.in_flight == 0:
+                self._idle_s += time.monotonic() - server.idle_since_s
             server.in_flight += 1
         try:
             yield server
         finally:
             with self._slots:
-                self._count_idle()
                 server.in_flight -= 1
+                server.idle_since_s = time.monotonic()
                 self._slots.notify()
                 self._ended.notify_all()
 
@@ -482,16 +469,11 @@ class VLLMClient:
     def idle_seconds(self) -> float:
         """Seconds without a group in flight since this was last asked, mean over the servers."""
         with self._slots:
-            self._count_idle()
-            idle_s, self._idle_s = self._idle_s, 0.0
+            for server in (server for server in self.servers if server.in_flight == 0):
+                self._idle_s += time.monotonic() - server.idle_since_s
+                server.idle_since_s = time.monotonic()
+            idle_s, self._idle_s = self._idle_s / len(self.servers), 0.0
             return idle_s
-
-    def _count_idle(self) -> None:
-        """Add up the idle time since the last call. The caller holds the lock, and then changes what is in flight."""
-        now = time.monotonic()
-        num_idle = sum(server.in_flight == 0 for server in self.servers)
-        self._idle_s += (now - self._counted_s) * num_idle / len(self.servers)
-        self._counted_s = now
 
     def lose(self, server: Server, error: BaseException) -> None:
         """Leave a server out that served, until it answers again and has the current weights."""
@@ -508,11 +490,8 @@ class VLLMClient:
 
     def keep_out(self, server: Server, reason: object) -> None:
         """Leave out a server that answers and cannot be used, for `RETRY_S`. The same reason is printed once."""
-        server.is_connected = False
-        server.retry_s = time.monotonic() + RETRY_S
-        if str(reason) != server.why_out:
-            server.why_out = str(reason)
-            print(f"{server.url} answers again, but stays left out: {reason}", flush=True)
+        server.is_connected, server.retry_s = False, time.monotonic() + RETRY_S
+        self._say_once(f"{server.url} answers again, but stays left out: {reason}")
 
     def admit(self, server: Server) -> None:
         """Let a server serve: it has the current weights, and computes with them what the trainer does."""
@@ -531,9 +510,6 @@ class VLLMClient:
         """Connect new servers, and lost ones that answer again, until the run ends."""
         while not self._is_closed.wait(PROBE_S):
             self._read_list()
-            if not any(server.has_weights for server in self.servers):
-                with self._slots:
-                    self._slots.notify_all()  # they raise an error once it is too late
             for server in self.servers:
                 if server.is_connected or time.monotonic() < server.retry_s:
                     continue
@@ -553,10 +529,7 @@ class VLLMClient:
         try:
             urls = server_urls(self.config)
         except UserError as error:
-            urls = [*here]
-            if str(error) != self._why_kept:
-                print(f"the servers stay as they are: {error}", flush=True)
-            self._why_kept = str(error)
+            return self._say_once(f"the servers stay as they are: {error}")
         if urls != [*here]:
             print(f"{self.config.vllm_urls} names {len(urls)} servers now", flush=True)
             self.servers = [here.pop(url) if url in here else self._make(url) for url in urls]
@@ -570,16 +543,13 @@ class VLLMClient:
     ) -> list[Server]:
         """Publish a policy as `version` on every server, side by side: pause, stream bucket by bucket, resume.
 
-        Requests in flight go on under the new weights; their K/V is recomputed on resume, and the prefix cache is
-        emptied, so that no old K/V serves a new request. `weights` are `(checkpoint name, tensor in its checkpoint's
-        shape)`, consumed to the end; with `only_returned` they go to servers that wait for weights alone. Returns
-        those that waited and have the weights now: they serve once they are passed to `admit`.
+        Requests in flight go on under the new weights, with K/V made anew; the prefix cache is emptied. `weights` are
+        `(checkpoint name, tensor in its checkpoint's shape)`, consumed to the end; with `only_returned` they go to
+        servers that wait for weights alone. Returns those that waited: they serve once they are passed to `admit`.
         """
         with self._updating:
             returned = self.returned
             servers = returned if only_returned else [s for s in self.servers if s.has_weights] + returned
-            for server in servers:
-                server.lag_s = 0.0
             try:
                 servers = self._on(servers, Server.pause)  # all of them first: one that hangs keeps no other waiting
                 for server in servers:

@@ -20,10 +20,13 @@ from utils import VLLM_VERSION, TransferGroup, api_token, die_with
 if vllm.__version__.partition("+")[0] != VLLM_VERSION:  # before an import below fails
     sys.exit(f"error: vLLM {vllm.__version__} is installed, and trainer and server speak to {VLLM_VERSION}")
 
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.nccl import unpinned_nccl_env
 
 BACKEND = "grpo"
@@ -51,8 +54,7 @@ class TransferInit(base.WeightTransferInitInfo):
 class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransferUpdateInfo]):
     """Loads checkpoint-named weights broadcast by the trainer into a running worker.
 
-    Every worker of a tensor-parallel server receives the full tensors and keeps its shard, exactly as when it
-    loads a checkpoint from disk.
+    Every worker of a tensor-parallel server gets the full tensors and keeps its shard, as it does of a checkpoint.
     """
 
     init_info_cls = TransferInit
@@ -79,8 +81,6 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
 
     def start_weight_update(self) -> None:
         """Open vLLM's layerwise reload: layers are rebuilt as soon as all of their weights have arrived."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
         if self.reloading:  # an update broke off, as its trainer died: its layers must be closed to be opened again
             finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = True
@@ -108,12 +108,8 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
     def finish_weight_update(self) -> None:
         """Close the reload and refresh what it leaves behind.
 
-        vLLM keeps copies prepacked for the CPU that the reload does not touch, of a tied embedding and of experts:
-        without the second step a model goes on answering with the old ones, silently.
+        The reload does not touch what vLLM prepacks for the CPU, a tied embedding and experts: it would stay as it was.
         """
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
         finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = False
         for module in self.model.modules() if self.device.type == "cpu" else ():
@@ -154,8 +150,6 @@ class AccessGuard:
         if refusal is None:
             await self.app(scope, receive, send)
             return
-        from starlette.responses import JSONResponse
-
         status, message = refusal
         await JSONResponse({"error": message}, status_code=status)(scope, receive, send)
 

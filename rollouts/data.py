@@ -167,8 +167,7 @@ def naming(where: str) -> Iterator[None]:
 def load_prompts(source: str | Callable[[], Any], split: str, processor: Any, config: TrainConfig) -> list[Prompt]:
     """One prompt per row, with its token ids and reward columns. UserError with a row's number where it makes none.
 
-    Every image is read and processed once here, so that a broken one shows at once, and again when it is sampled: its
-    tokens and the bytes behind a URL are kept.
+    Images are read and processed here, so that a broken one shows at once, and again when sampled; a URL's bytes stay.
     """
 
     def load(index: int, row: dict[str, Any]) -> Prompt:
@@ -322,8 +321,7 @@ def open_image(source: Any) -> Any:
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     """A prompt that has images, with these processed and its tokens expanded.
 
-    A URL among its sources is replaced by what it answered. A UserError names the row of an image that cannot be read,
-    has no place in the prompt, or is refused by the processor.
+    A URL among its sources becomes what it answered. A UserError names the row of one without place or unreadable.
     """
     num = len(prompt.sources)
     with naming(f"dataset row {prompt.index}"):
@@ -365,8 +363,7 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
     """The images of several prompts: each tensor of `Prompt.inputs`, joined along its first dimension; {} for text.
 
-    Images are padded to the largest, with zeros as their processors do. A UserError where sizes differ and
-    the model is not told what is padding.
+    Images are zero-padded to the largest; a UserError where sizes differ and the model is not told what is padding.
     """
     inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
     joined = {}

@@ -71,12 +71,8 @@ class Scorer:
     def _call(self, function: Any, group: Group, ids: list[list[int]]) -> list[float | None]:
         num = len(group.completions)
         where = f"reward {function.__name__} on dataset row {group.prompt.index}"
-        arguments = {
-            "prompts": [group.prompt.content] * num,
-            "completions": group.texts,
-            "completion_ids": ids,
-            **{column: [value] * num for column, value in group.prompt.columns.items()},
-        }
+        arguments = {"prompts": [group.prompt.content] * num, "completions": group.texts, "completion_ids": ids}
+        arguments |= {column: [value] * num for column, value in group.prompt.columns.items()}
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:

@@ -31,12 +31,9 @@ MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server o
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group; what the config leaves at None is not sent."""
-    guides = {"regex": config.guided_regex, "json": config.guided_json}
     params = {
         "n": config.num_generations, "max_tokens": config.max_completion_len, "temperature": config.temperature,
-        "top_k": config.top_k, "top_p": config.top_p, "min_p": config.min_p, "stop": config.stop,
-        "structured_outputs": {name: guide for name, guide in guides.items() if guide} or None,
-        **(config.sampling_params or {}),
+        "top_k": config.top_k, "stop": config.stop, **(config.sampling_params or {}),
     }  # fmt: skip
     return {name: value for name, value in params.items() if value is not None}
 
@@ -116,8 +113,7 @@ class GroupStream:
         self.config = config
         self.version = -1  # of the policy that the servers have
         self.num_sampled_tokens = 0  # since the stream was made
-        self._num_steps = num_steps
-        self._groups, self._fill = groups, fill
+        self._groups, self._fill, self._num_steps = groups, fill, num_steps
         self._pool = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
         self._changed = threading.Condition()
         self._running: dict[int, Group] = {}
@@ -299,8 +295,7 @@ class Rollouts:
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The next groups of the batch, and whether they are its last. Collective; only rank 0 gets groups.
 
-        They have about `num_tokens` together, or are the rest of the batch. Stopped is raised where the run was told to
-        end, or failed: `failure` says how.
+        They have about `num_tokens` together, or are the batch's rest. Stopped where the run ends, or `failure` is set.
         """
         groups: list[Group] = []
 
@@ -324,8 +319,7 @@ class Rollouts:
     def _lead(self, look: Callable[[], str | None]) -> str:
         """Every rank gets the first word that rank 0's `look` returns, or `stop`. Collective.
 
-        `look` takes at most about a second. Between two looks servers that came back get the policy, as all ranks must
-        take part in sending it.
+        `look` takes about a second at most. Between two looks all ranks send the policy to servers that came back.
         """
         while (word := broadcast_object(self._next_word(look) if is_main() else None)) == "resync":
             self._prove(self._send(only_returned=True))
@@ -410,8 +404,7 @@ class Rollouts:
     def publish(self, policy: nn.Module, version: int) -> None:
         """Send the policy to every server as `version`, which lets sampling go on. Collective.
 
-        A server begins to serve once its log-probs on a probe agree with the policy's; all of its weights were zero
-        before it was sent any. ServerError where one does not agree at the first sync.
+        A server, whose weights were zero, serves once its log-probs on a probe agree; if not at first, a ServerError.
         """
         is_first = self.policy is None
         self.policy, self.version = policy, version

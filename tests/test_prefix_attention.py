@@ -26,7 +26,7 @@ from test_prefix_models import (
 from transformers import AutoModelForCausalLM
 
 import prefix_attention
-from prefix_attention import PackedBatch, attach, completion_logprobs, pack, unpad
+from prefix_attention import PackedBatch, attach, completion_logprobs, pack
 
 GROUPS = [
     ([5, 6, 7], [[8, 9, 2], [2], []]),
@@ -150,11 +150,6 @@ def test_first_fit_goes_back_to_a_row_with_room():
 
 def test_empty_completions_only():
     assert pack([([5, 6], [[], []])]) == []
-
-
-def test_unpad_takes_either_side():
-    ids, mask = torch.tensor([[0, 0, 5, 6], [7, 0, 0, 0]]), torch.tensor([[0, 0, 1, 1], [1, 1, 0, 0]])
-    assert unpad(ids, mask) == [[5, 6], [7, 0]]
 
 
 def test_rows_are_laid_out_by_depth():

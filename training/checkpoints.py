@@ -40,10 +40,8 @@ TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's sha
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that the run goes on from; None where it starts anew, as `auto` does where there is none."""
     wanted = config.resume_from_checkpoint
-    if wanted is None:
-        return None
-    path = _newest(Path(config.output_dir)) if wanted == "auto" else Path(wanted)
-    if path is None:
+    path = _newest(Path(config.output_dir)) if wanted == "auto" else wanted and Path(wanted)
+    if not path:
         return None
     if not (path / TRAINER / "state.pt").is_file():
         raise UserError(f"resume_from_checkpoint={path}: no such folder, or one without {TRAINER}/state.pt")
@@ -129,8 +127,7 @@ class Checkpoints:
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copy everything to host memory and start to write it: the model (of LoRA the adapter) in checkpoint form.
 
-        `step` is the number of steps trained. `state`, rank 0's, has tensors and plain values for the run that goes on.
-        Raises a UserError if two saves in a row failed.
+        `state`, rank 0's, has tensors and plain values to go on with. UserError if two saves in a row failed.
         """
         self._wait()
         part = self.folder / f"checkpoint-{step}.part"

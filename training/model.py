@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
 
 from config import TrainConfig, UserError
-from prefix_attention import PackedBatch, attach, completion_logprobs, device_of
+from prefix_attention import PackedBatch, attach, base_model, completion_logprobs, device_of
 from rollouts.data import Prompt, naming, placeholder_ids
 from utils import broadcast_object, gather_objects, is_main
 
@@ -27,10 +27,8 @@ def with_bf16(config: TrainConfig) -> TrainConfig:
     if config.bf16 is not None:
         return config
     can = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    wanted = can and (config.dtype == "float32" or config.use_peft)
-    return replace(
-        config, bf16=wanted and not config.use_fsdp, fsdp_bf16=config.use_fsdp and (wanted or config.fsdp_bf16)
-    )
+    wanted, sharded = can and (config.dtype == "float32" or config.use_peft), config.use_fsdp
+    return replace(config, bf16=wanted and not sharded, fsdp_bf16=sharded and (wanted or config.fsdp_bf16))
 
 
 def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
@@ -60,20 +58,17 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
     local = Path(config.model_id)
     model = loads.from_pretrained(
         checkpoint or (local.resolve() if local.exists() else config.model_id),  # absolute: an adapter names its model
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=attention,
-        trust_remote_code=config.trust_remote_code,
-        device_map="meta" if on_meta else None,
-    )
+        dtype=getattr(torch, config.dtype), attn_implementation=attention,
+        trust_remote_code=config.trust_remote_code, device_map="meta" if on_meta else None,
+    )  # fmt: skip
     generation: Any = getattr(model, "generation_config", None)
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
     if any(getattr(generation, name, None) not in (None, value) for name, value in defaults.items()):
         generation.do_sample = True  # without it, no checkpoint with such values could be saved
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+        random = {"jitter_noise", "input_jitter_noise", "p" if isinstance(module, nn.Dropout) else ""}
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or name in ("jitter_noise", "input_jitter_noise")):
+            if isinstance(value, float) and ("dropout" in name or name in random):
                 setattr(module, name, 0.0)
     return model
 
@@ -109,13 +104,9 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
             leaves = ", ".join(sorted({n.rpartition(".")[2] for n, m in model.named_modules() if m._parameters}))
             raise UserError(f"lora_target_modules: {target} is no module, or a tied embedding; the model has {leaves}")
     lora = LoraConfig(
-        r=config.lora_rank,
-        lora_alpha=config.lora_alpha,
-        lora_dropout=config.lora_dropout,
-        target_modules=config.lora_target_modules or "all-linear",
-        exclude_modules=list(frozen) or None,
-        task_type="CAUSAL_LM",
-    )
+        r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, task_type="CAUSAL_LM",
+        target_modules=config.lora_target_modules or "all-linear", exclude_modules=list(frozen) or None,
+    )  # fmt: skip
     with naming("lora_target_modules"):
         model = get_peft_model(model, lora)
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
@@ -137,16 +128,14 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     del named
     model.to("meta")
     base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
-    sharded = _shard(model, config, device) if config.use_fsdp else []
+    if config.use_fsdp:
+        _shard(model, config, device)
     home = torch.device("cpu") if config.fsdp_offload else device
     model._apply(lambda t: torch.empty_like(t, device=home if isinstance(t, nn.Parameter) else device))
     base_model(model).tie_weights()
     with torch.no_grad():
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
             _from_main(tensor, whole.pop(name, None), device)
-    for module in sharded:
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
     if not config.use_fsdp and any(p.requires_grad for p in model.parameters()):
         with catch_warnings():
             simplefilter("ignore", FutureWarning)  # of `broadcast_buffers`, whose successor torch 2.11 lacks
@@ -155,8 +144,8 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     return model
 
 
-def _shard(model: Any, config: TrainConfig, device: torch.device) -> list[Any]:
-    """Let FSDP2 shard every layer, and what is left, over all ranks or groups of `fsdp_shard_size`; returns them."""
+def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
+    """Let FSDP2 shard every layer, and what is left, over all ranks or groups of `fsdp_shard_size`."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -168,10 +157,10 @@ def _shard(model: Any, config: TrainConfig, device: torch.device) -> list[Any]:
     policy = MixedPrecisionPolicy(**bf16 if config.fsdp_bf16 else {})
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp_offload else OffloadPolicy()
     kinds = base_model(model)._no_split_modules or ()
-    modules = [*(module for module in model.modules() if type(module).__name__ in kinds), model]
-    for module in modules:
+    for module in [*(module for module in model.modules() if type(module).__name__ in kinds), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    return modules
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
 def _from_main(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:
@@ -218,8 +207,8 @@ def freeze_unused(model: nn.Module, example: Prompt) -> None:
 def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
     """Let every forward run the vision tower, with no effect on a row without images.
 
-    Otherwise ranks with and without images in their row would not meet in FSDP2's and DDP's collectives. `example` is
-    any prompt with images, `device` where the model will be.
+    Otherwise ranks with and without images in their row would not meet in collectives. `example` is any prompt with
+    images, `device` where the model will be.
     """
     base = base_model(model)
     image = {name: value.to(device) for name, value in example.inputs.items()}
@@ -253,9 +242,8 @@ def build_policy(
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     frozen = frozen_modules(model, config, example is not None)
-    for name in frozen:
-        for parameter in model.get_submodule(name).parameters(recurse=False):
-            parameter.requires_grad_(False)
+    for parameter in chain(*(model.get_submodule(name).parameters(recurse=False) for name in frozen)):
+        parameter.requires_grad_(False)
     if config.use_peft:
         model = add_lora(model, config, frozen, checkpoint)
     if example:
@@ -267,8 +255,7 @@ def build_policy(
 def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
     """Swap shared-prefix attention into the policy and prove it there, if `share_prefix` is on. Collective.
 
-    Returns the configuration, with `share_prefix` off if the model was refused. `example` is a prompt with images, None
-    in a run without.
+    Returns the configuration, with `share_prefix` off if the model was refused; `example` as of `build_policy`.
     """
     if not config.share_prefix:
         return config
@@ -285,12 +272,10 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
     return config
 
 
-def build_reference(
-    policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None
-) -> Callable[[PackedBatch, dict[str, Tensor]], Tensor] | None:
+def build_reference(policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None) -> Any:
     """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0.
 
-    They are [N] float32, nats, without a gradient, as those of `token_logprobs`; the micro-batch is on `device`.
+    It takes a row and its images, on `device`, and gives [N] float32, nats, without a gradient, as `token_logprobs`.
     """
     if config.beta == 0:
         return None
@@ -313,10 +298,8 @@ def build_reference(
 def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
     """AdamW with weight decay on matrices only, and its schedule over `num_updates` optimizer steps."""
     trainable = [p for p in policy.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
-    ]
+    matrices, others = ([p for p in trainable if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     is_fused = config.fsdp_offload or any(p.is_cuda for p in trainable)
     betas, fused = (config.adam_beta1, config.adam_beta2), True if is_fused else None
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
@@ -350,33 +333,15 @@ def token_logprobs(
         return completion_logprobs(model, row, config.temperature, return_entropy, forbidden, **images)
 
 
-@contextmanager
-def advise_if_out_of_memory(config: TrainConfig) -> Iterator[None]:
-    """Turn running out of memory in the block into a UserError that says what to do."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        cure = f"lower max_tokens_per_gpu={config.max_tokens_per_gpu}, or set gradient_checkpoint or use_fsdp"
-        raise UserError(f"out of memory: {cure} ({str(error).splitlines()[0]})") from error
-
-
 def unwrap(model: nn.Module) -> Any:
     """The module inside DistributedDataParallel; FSDP2 and plain models are their own."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def base_model(model: nn.Module) -> Any:
-    """The Hugging Face model inside DDP and peft wrappers."""
-    inner = unwrap(model)
-    return inner.get_base_model() if hasattr(inner, "peft_config") else inner
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole tensor, detached, in its shape and dtype. Of an FSDP2 shard it is an all-gather: collective."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    near: Any = tensor.detach().to(tensor.device_mesh.device_type)  # from where `fsdp_offload` keeps it
-    return near.full_tensor()
+    whole: Any = tensor.detach()  # which `fsdp_offload` keeps elsewhere
+    return whole.to(whole.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else whole
 
 
 def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
@@ -390,8 +355,7 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
     Shapes and dtypes are those of the plain model in memory, devices the model's. Merged weights are temporaries,
     W + s·B·A computed in the wider of the dtypes and rounded to W's; other tensors may be the model's own storage and
-    must not be written to. Tied weights appear under their first name. Collective: every rank iterates to the end, in
-    the same order.
+    must not be written to. Tied weights appear under their first name. Collective: every rank iterates to the end.
     """
     base = base_model(model)
     weights = base.state_dict(keep_vars=True)
@@ -414,8 +378,8 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """`full_weights` under the names and in the shapes that `save_pretrained` would write, decoder layer by layer.
 
-    transformers keeps some weights in another form in memory (fused experts, renamed towers); its own conversion
-    is undone one layer at a time, so no more than a layer is alive. Collective, as `full_weights`.
+    transformers holds some in another form (fused experts, renamed towers): its own conversion is undone, with no more
+    than one layer alive. Collective, as `full_weights`.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
