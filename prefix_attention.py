@@ -575,10 +575,10 @@ def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str,
 
     Args:
         model: wrapped (DDP, FSDP2, peft) or not.
-        verify: compare log-probs and gradients of a few random groups with one plain row per completion. Model types
-            that the tests of this file do not cover are always compared. Collective where the model is sharded.
-        example: the tokens of a prompt with images, and what the processor makes of these, to compare, too. Model
-            types whose images the tests of this file do not cover need one.
+        verify: compare log-probs and gradients of a few random groups with one plain row per completion; types outside
+            `TESTED` are always compared. Collective where the model is sharded.
+        example: the tokens of a prompt with images, and what the processor makes of these, to compare, too; types
+            outside `VISION` need one.
 
     Raises:
         ValueError: shared prefixes would not be exact for this model; names the reason.
@@ -899,16 +899,15 @@ def completion_logprobs(
         temperature: logits are divided by it; above 0.
         return_entropy: also return the entropy of each of the N distributions, without a gradient.
         forbidden: tokens that the sampler could not draw (the placeholders of images): they have no probability.
-        inputs: what the processor makes of the images of `row.prompts`, in that order (`pixel_values`, ...). With
-            shared prefixes for Qwen2.5-VL, Qwen3-VL, Gemma3, LLaVA, and what was attached with an example.
+        inputs: what the processor makes of the images of `row.prompts`, in that order (`pixel_values`, ...).
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable. With
         `return_entropy` a pair: those, and the entropies [N], nats.
 
     Raises:
-        ValueError: a temperature not above 0; the row shares prefixes and the model is not attached, or not for images;
-            the head is not linear; the model changes its logits in an unknown way.
+        ValueError: a temperature not above 0; a row that shares prefixes, and a model that is not attached (for
+            images); a head that is not linear, or whose logits the model changes in an unknown way.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")

@@ -80,23 +80,15 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
 
 
 def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
-    """For every token the sum of `values` [N] over its completion: [N], of their dtype, differentiable.
-
-    `completion` [N] int64 is the same number for all tokens of a completion, and for no others.
-    """
+    """For every token the sum of `values` [N] over tokens with its number in `completion` [N]; differentiable."""
     numbers, place = completion.unique(return_inverse=True)
     return values.new_zeros(len(numbers)).index_add(0, place, values)[place]
 
 
 def grpo_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    ref_logprobs: Tensor | None,
-    advantages: Tensor,
-    mask: Tensor,
-    completion: Tensor,
-    config: TrainConfig,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, advantages: Tensor, mask: Tensor,
+    completion: Tensor, config: TrainConfig,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The unnormalized policy loss of one micro-batch: a sum over its completion tokens.
 
     With ratio ρ = exp(logprobs - old_logprobs), or its geometric mean over the completion (GSPO, arXiv:2507.18071):
@@ -376,10 +368,7 @@ def train_batch(
 
 
 def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
-    """Normalize the summed gradients, clip, step; returns the gradient norm before clipping. Collective under FSDP2.
-
-    A gradient that is not finite skips the update, but not the schedule.
-    """
+    """Normalize summed gradients, clip, step (none that is not finite); returns the norm before it. Collective."""
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)
     norm = full_tensor(nn.utils.clip_grad_norm_(policy.parameters(), config.grad_norm or math.inf)).item()

@@ -137,8 +137,8 @@ class TransferGroup:
     Matrices of a longer dtype than a worker's `dtype` are rounded to it first, as the worker would do itself.
 
     A member that waits for a lost one gets a RuntimeError within `timeout_s`. For nccl this needs (torch 2.11 to 2.13)
-    TORCH_NCCL_BLOCKING_WAIT in the environment: else a watchdog ends the waiting process. `is_completed()`
-    then only asks, and `wait()` raises what failed. `close` calls `abort()`, as `shutdown()` waits for a stuck kernel.
+    TORCH_NCCL_BLOCKING_WAIT: else a watchdog ends the process. `is_completed()` then only asks, `wait()` raises what
+    failed, and `close` calls `abort()`, as `shutdown()` waits for a stuck kernel.
     """
 
     def __init__(
@@ -373,8 +373,7 @@ class Stopped(Exception):
 def stop_signals(stop: threading.Event) -> Iterator[None]:
     """SIGINT and SIGTERM set the event; a second one ends the process at once.
 
-    A terminal signals torchrun and its ranks, and torchrun passes its own signal on: a second one within half a second
-    is the same. torchrun kills ranks that have not ended after 30 s.
+    As torchrun passes its own on, one within half a second is the same. It kills ranks that still run 30 s later.
     """
     first_s = math.inf
 

@@ -175,9 +175,6 @@ def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completio
     raise ValueError(f"the stream ended after {len(finished)} of {num} completions")
 
 
-# -- One server --------------------------------------------------------------------------------------------------------
-
-
 class Server:
     """One rollout server. A recipe's `rollout_fn` gets it, and uses `generate` and the model's `tokenizer`.
 
@@ -342,9 +339,6 @@ class Server:
             raise ServerLost(f"{self.url} took longer than sync_timeout to load the last weights") from None
         self.post("/finish_weight_update", {"weight_version": str(version)})
         self.post("/resume")
-
-
-# -- All servers -------------------------------------------------------------------------------------------------------
 
 
 def server_urls(config: TrainConfig) -> list[str]:
@@ -569,10 +563,7 @@ class VLLMClient:
         return self._until(servers, lambda server: replies[server].done() and [replies[server].result()])
 
     def _until(self, servers: list[Server], is_done: Callable[[Server], Any]) -> list[Server]:
-        """Ask every server until it is done; returns those. One that fails is left out.
-
-        So is one that was later than half of them by `sync_timeout`, all steps of the update together.
-        """
+        """Ask each until it is done; returns those. One that fails, or is `sync_timeout` behind half, is left out."""
         late, lost, asked_s = servers, [], time.monotonic()
         while late:
             now_s, waiting = time.monotonic(), late

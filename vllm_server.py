@@ -91,10 +91,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: base.WeightTransferUpdateInfo) -> None:
-        """Hand every bucket to the model's own `load_weights`, while the trainer gathers the next.
-
-        Each bucket has memory of its own: layerwise reload keeps views until a layer is whole.
-        """
+        """Load every bucket; each has memory of its own, as layerwise reload keeps views until a layer is whole."""
         if self.group is None:
             raise RuntimeError("no trainer is connected: /init_weight_transfer_engine comes first")
         load_weights: Any = self.model.load_weights

@@ -98,13 +98,18 @@ def make_groups(num: int, prompt: int, completion: int, generations: int) -> tup
 
 
 def deal(groups: list[Any], num_ranks: int, config: Any) -> list[Any]:
-    """What each rank gets of groups that come one after the other."""
+    """What each rank gets of groups that come one after the other, a row of each at a time, as `Rollouts.take` does."""
     from train import Dealer, set_advantages
 
-    dealer, dealt = Dealer(num_ranks, config), []
+    dealer, dealt, taken = Dealer(num_ranks, config), [], []
+    room = dealer.missing_tokens()
     for number, group in enumerate(groups):
         set_advantages([group], config)
-        dealt.append(dealer.deal([group], number == len(groups) - 1))
+        taken.append(group)
+        room -= len(group.prompt.token_ids) + sum(len(c.token_ids) for c in group.completions)
+        if (is_last := number == len(groups) - 1) or room <= 0:
+            dealt.append(dealer.deal(taken, is_last))
+            taken, room = [], dealer.missing_tokens()
     return dealt
 
 

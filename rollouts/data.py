@@ -22,8 +22,6 @@ from torch import Tensor
 from config import TrainConfig, UserError
 from vllm_client import Completion
 
-DROP_REASONS = ("stale", "zero_advantage")  # why a group is not trained
-
 
 @dataclass(frozen=True)
 class Prompt:
@@ -83,7 +81,7 @@ class Batch:
     """The groups of a step: those that it trained, and those that were dropped since the step before it."""
 
     groups: list[Group] = field(default_factory=list)
-    dropped: dict[str, list[Group]] = field(default_factory=lambda: {reason: [] for reason in DROP_REASONS})
+    dropped: dict[str, list[Group]] = field(default_factory=lambda: {"stale": [], "zero_advantage": []})
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -117,9 +115,6 @@ def placeholder_ids(owner: Any) -> list[int]:
     """Tokens that stand for images and the like, by a model's configuration or processor; none may be sampled."""
     names = ("image_token_id", "video_token_id", "audio_token_id")
     return [token for name in names if (token := getattr(owner, name, None)) is not None]
-
-
-# -- Rows --------------------------------------------------------------------------------------------------------------
 
 
 def load_rows(source: str | Callable[[], Any], split: str, config: TrainConfig) -> list[dict[str, Any]]:
@@ -159,9 +154,6 @@ def naming(where: str) -> Iterator[None]:
     except Exception as error:
         kind = "" if type(error) in (ValueError, UserError) else f"{type(error).__name__}: "
         raise UserError(" ".join(f"{where}: {kind}{error}".split())) from error
-
-
-# -- Prompts -----------------------------------------------------------------------------------------------------------
 
 
 def load_prompts(source: str | Callable[[], Any], split: str, processor: Any, config: TrainConfig) -> list[Prompt]:

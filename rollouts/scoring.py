@@ -55,10 +55,7 @@ class Scorer:
         self._lock = threading.Lock()
 
     def score(self, group: Group) -> None:
-        """Fill in the texts and rewards of a group that was sampled. Thread-safe.
-
-        UserError where a function returns no finite numbers, or fails time after time; CallError once it is closed.
-        """
+        """Fill in a group's texts and rewards. UserError for what is no finite number, or fails again and again."""
         ids = [completion.token_ids.tolist() for completion in group.completions]
         group.texts = [self.tokenizer.decode(of_one, skip_special_tokens=True) for of_one in ids]
         columns = [self._call(function, group, ids) for function in self.config.reward_funcs]

@@ -26,8 +26,6 @@ from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, Serv
 
 MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server or a reward
 
-# -- One group ---------------------------------------------------------------------------------------------------------
-
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group; what the config leaves at None is not sent."""
@@ -92,9 +90,6 @@ def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: Train
     except Exception as error:  # whatever the recipe raises
         raise UserError(f"rollout_fn on dataset row {prompt.index}: {type(error).__name__}: {error}") from error
     return completions
-
-
-# -- Ahead of the trainer ----------------------------------------------------------------------------------------------
 
 
 class GroupStream:
@@ -231,9 +226,6 @@ class GroupStream:
         return True
 
 
-# -- What the loop sees ------------------------------------------------------------------------------------------------
-
-
 class Rollouts:
     """Where groups come from and the policy goes to. Data and servers live on rank 0; the methods are collective.
 
@@ -289,8 +281,6 @@ class Rollouts:
     def _fill(self, group: Group, **changes: Any) -> None:
         sample_group(group, self.client, self.processor, sampling_params(self.config) | changes, self.config)
         self.scorer.score(group)
-
-    # -- groups
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The next groups of the batch, and whether they are its last. Collective; only rank 0 gets groups.
@@ -398,8 +388,6 @@ class Rollouts:
         if {0.0, 1.0} >= set(rewards[~rewards.isnan()].tolist()) > set():
             values["eval/accuracy"] = values["eval/reward"]
         return values
-
-    # -- the policy
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Send the policy to every server as `version`, which lets sampling go on. Collective.

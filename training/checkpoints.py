@@ -30,9 +30,9 @@ MAY_CHANGE = frozenset({
     "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout", "max_concurrent_requests",
     "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps", "num_epochs", "use_fsdp", "gradient_checkpoint",
     "fsdp_offload", "fsdp_shard_size", "output_dir", "log_steps", "logged_groups", "log_completions_steps",
-    "eval_steps", "eval_dataset_id", "eval_dataset_split",
-    "use_wandb", "wandb_project", "save_steps", "keep_last_n", "resume_from_checkpoint", "push_to_hub", "hub_repo_id",
-    "hub_private", "reward_workers", "reward_timeout", "max_skipped_steps", "share_prefix",
+    "eval_steps", "eval_dataset_id", "eval_dataset_split", "use_wandb", "wandb_project", "save_steps", "keep_last_n",
+    "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id", "reward_workers", "reward_timeout",
+    "max_skipped_steps", "share_prefix",
 })  # fmt: skip
 TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's shards and state.pt
 

@@ -180,10 +180,7 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """What a vision-language model's decoder gets of images: tensors in the number and shapes of the model's own.
-
-    `inputs` come from its processor, as `Prompt.inputs` or `joined_images`, and are on the model's device.
-    """
+    """What a model's decoder gets of images (`inputs`, on its device): tensors in the model's number and shapes."""
     output = base_model(model).get_image_features(**inputs)
     named = (getattr(output, name, None) for name in ("pooler_output", "deepstack_features"))
     return tree_leaves([part for part in named if part is not None] or dict(output))
@@ -390,10 +387,7 @@ def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def host_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What `save_pretrained` takes as `state_dict`, copied to host memory: all weights, or LoRA's. Collective.
-
-    Whole tensors in the model's own shapes and dtypes; empty on ranks other than 0.
-    """
+    """What `save_pretrained` takes as `state_dict`: whole, on the CPU, of LoRA its own; on rank 0. Collective."""
     weights = full_weights(model)
     if hasattr(unwrap(model), "peft_config"):
         adapted = unwrap(model).state_dict(keep_vars=True)
