@@ -346,10 +346,11 @@ def server_urls(config: TrainConfig) -> list[str]:
     try:
         lists = [Path(word[1:]).read_text().split() if word[0] == "@" else [word] for word in config.vllm_urls]
     except OSError as error:
-        raise UserError(f"vllm_urls: {error}") from error
+        raise UserError(f"vllm_urls={','.join(config.vllm_urls)}: {error}") from error
     urls = [url.rstrip("/") for of_word in lists for url in of_word]
     if not urls or (wrong := [url for url in urls if not re.match("https?://.", url)]):
-        raise UserError(f"vllm_urls: a file needs lines of http://host:port, and has {wrong if urls else 'none'}")
+        found = f"needs lines of http://host:port, and has {wrong if urls else 'none'}"
+        raise UserError(f"vllm_urls={','.join(config.vllm_urls)} {found}")
     return list(dict.fromkeys(urls))
 
 

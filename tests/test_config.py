@@ -108,7 +108,7 @@ def test_overrides(words, field, value):
         (["stray"], "unknown field stray"),
         (["--model"], "unknown field model: did you mean model_id?"),
         (["--top_k", "0"], "top_k=0: Input should be greater than or equal to 1 (int >= 1 | none)"),
-        (["--top_p", "1.5"], "top_p=1.5: Input should be less than or equal to 1 (float > 0 and <= 1 | none)"),
+        (["--warmup_ratio", "1.5"], "warmup_ratio=1.5: Input should be less than or equal to 1 (float >= 0 and <= 1)"),
         (["--lr_scheduler", "x"], "Input should be 'constant', 'linear' or 'cosine' (constant | linear | cosine)"),
         (["--batch_size", "0"], "batch_size=0: Input should be greater than or equal to 1"),
         (

@@ -266,9 +266,13 @@ def test_out_of_memory_names_the_cure(models, recipe, monkeypatch):
     monkeypatch.setattr(train, "grpo_loss", full)
     with (
         fake_server(models["untied"], lambda ids, number: (said(ids, number), 0.0)) as server,
-        pytest.raises(ValueError, match=r"out of memory: lower max_tokens_per_gpu=16384.*7 GiB"),
+        pytest.raises(torch.OutOfMemoryError),
     ):
         main(parse_args([recipe(server)]))
+    code = "import torch; from utils import exits\nwith exits({ValueError: '', torch.OutOfMemoryError: '; lower'}):\n"
+    code += "    raise torch.OutOfMemoryError('tried to allocate 7 GiB\\nmore')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "error: tried to allocate 7 GiB; lower\n")
 
 
 MORTAL = """

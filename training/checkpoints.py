@@ -40,8 +40,10 @@ TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's sha
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that the run goes on from; None where it starts anew, as `auto` does where there is none."""
     wanted = config.resume_from_checkpoint
-    path = _newest(Path(config.output_dir)) if wanted == "auto" else wanted and Path(wanted)
-    if not path:
+    if wanted is None:
+        return None
+    path = _newest(Path(config.output_dir)) if wanted == "auto" else Path(wanted)
+    if path is None:
         return None
     if not (path / TRAINER / "state.pt").is_file():
         raise UserError(f"resume_from_checkpoint={path}: no such folder, or one without {TRAINER}/state.pt")
