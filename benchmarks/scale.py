@@ -550,7 +550,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.4))
     for axis, (x, title, y, select) in zip(axes, panels, strict=True):
         for when in ("before", "now"):
-            if points := select(when):
+            if points := sorted(select(when), key=lambda row: row[x]):
                 xs, ys = [p[x] for p in points], [p[y] for p in points]
                 axis.loglog(xs, ys, "o-", label=f"{when}: slope {slope(xs, ys):+.2f}")
         axis.set_xlabel(x)

@@ -142,6 +142,19 @@ def test_benchmarks_run_quickly(script, figure, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_benchmark_of_scale_runs_quickly(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--quick", "--picture", str(tmp_path / "out.svg")]
+    command += ["--json", str(tmp_path / "out.json")]
+    subprocess.run(command, check=True, timeout=1200, env=ENV, capture_output=True)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    figures = {"tokens": "rank_0_us", "ranks": "deal_us", "servers": "sync_cpu_ms_each", "rank0": "step_s"}
+    figures["loading"] = "peak_of_checkpoint"
+    assert {row["part"] for row in rows} == set(figures)
+    assert all(row[figures[row["part"]]] > 0 for row in rows)
+    assert (tmp_path / "out.svg").stat().st_size > 10_000
+
+
+@pytest.mark.slow
 def test_a_run_survives_its_server_and_its_trainer(tmp_path):
     """About seven minutes: five kills of the real server and three of the trainer, in forty steps."""
     command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--json", str(tmp_path / "out.json")]
