@@ -46,7 +46,8 @@ class _OneLineErrors(type):
 # The types of the fields. Messages and `--help` call a type by its title.
 T = TypeVar("T")
 Values = Annotated[list[T], Field(min_length=1)]
-Address = Annotated[str, Field(title="http://host:port", pattern=r"^(@.+|https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?)$")]
+ADDRESS = r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$"
+Address = Annotated[str, Field(title="http://host:port", pattern=rf"^@.+|{ADDRESS}")]
 Function = Annotated[Callable[..., Any] | str, ImportString, Field(title="function")]  # a str is imported
 OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
 ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
@@ -129,8 +130,6 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Further parameters of vLLM, as `{"top_p": 0.9}`; what bends the distribution acts as `top_k` does."""
     rollout_fn: Function | None = None
     """`f(server, prompt, sampling) -> completions` in place of `server.generate`: see `recipes/tool_calculator.py`."""
-    extra_generations: ZeroOrMore = 0
-    """Completions sampled beyond `num_generations`; the last to finish are aborted. Saves time, favours short ones."""
     max_staleness: ZeroOrMore = 1
     """Policy versions that a completion's oldest token may lie behind the policy that it trains; 0 is synchronous."""
     stale_policy: Literal["wait", "drop"] = "wait"
@@ -146,7 +145,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     request_timeout: Positive = 600.0
     """Seconds one request may take."""
     sync_timeout: Positive = 60.0
-    """Seconds one broadcast of a weight sync (at most 32 MiB) may take."""
+    """Seconds that one broadcast of a weight sync (at most 32 MiB) may take, and that a server may lag in one sync."""
     server_timeout: NotNegative = 600.0
     """Seconds to wait at the start until all servers answer, and later, when all are lost, until one is back."""
     max_logprob_mismatch: Positive = 0.1
@@ -283,6 +282,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         changed = changed_fields(self)
         for fields, has_effect, condition in (
             ("lora_rank lora_alpha lora_dropout lora_target_modules", self.use_peft, "without use_peft"),
+            ("log_completions_steps", self.logged_groups != 0, "with logged_groups=0"),
             ("wandb_project", self.use_wandb, "without use_wandb"),
             ("hub_repo_id hub_private", self.push_to_hub, "without push_to_hub"),
             ("eval_steps", self.eval_dataset_id, "without eval_dataset_id"),
@@ -293,7 +293,6 @@ class TrainConfig(metaclass=_OneLineErrors):
             ("off_policy_correction correction_cap", self.old_logprobs == "trainer", "without old_logprobs=trainer"),
             ("correction_cap", self.off_policy_correction != "none", "with off_policy_correction=none"),
             ("correction_floor", masks, "without off_policy_correction=mask"),
-            ("extra_generations", not self.rollout_fn, "with a rollout_fn, which samples itself"),
             ("fsdp_bf16 fsdp_offload fsdp_shard_size", self.use_fsdp, "without use_fsdp"),
             ("num_epochs", self.max_steps is None, "beside max_steps, which --max_steps none unsets"),
             ("delta", self.loss_type != "cispo", "with loss_type=cispo"),

@@ -243,7 +243,7 @@ def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
     rows = [pad_sequence(list(tokens.split(lengths)), True) if padded else tokens[None] for tokens in rows]
     leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.leaves]
     of_leaves = torch.tensor([(t if padded else 0, leaf.group, leaf.number, leaf.tokens.numel()) for t, leaf in leaves])
-    row, group, completion = of_leaves[:, :3].repeat_interleave(of_leaves[:, 3], 0).T.contiguous()
+    row, group, completion = map(torch.clone, of_leaves[:, :3].repeat_interleave(of_leaves[:, 3], 0).T)
     sources = [(starts[numbers[t, p]] + a, n) for t, leaf in leaves for p, a, n in trees[t].sources[leaf.number]]
     targets = torch.cat([leaf.tokens for _, leaf in leaves])
     index = _ranges([(leaf.place, leaf.tokens.numel()) for _, leaf in leaves])

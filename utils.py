@@ -32,6 +32,7 @@ FOR_EVER = timedelta(days=30)  # ranks wait for rank 0 as long as it waits for t
 
 # -- Ranks and collectives ---------------------------------------------------------------------------------------------
 
+_making = threading.Lock()
 _from_main: Any = None  # the gloo group that carries objects from rank 0 to the other ranks
 
 
@@ -180,8 +181,8 @@ class TransferGroup:
         if is_gloo:
             options._devices = [_gloo_device(address_towards(self._store.host))]
         prefix = dist.PrefixStore(f"weights/{self.backend}", self._store)
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"  # read as a group is made: the trainer's own are older
-        self._group = kind(prefix, self._rank, world_size, options)
+        make = partial(kind, prefix, self._rank, world_size, options)
+        self._group = make() if is_gloo else _blocking(make)
         self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
     def _try_to_share(self) -> None:
@@ -292,6 +293,16 @@ class TransferGroup:
             last, self._group = [self._group], None
             is_nccl = self.backend == "nccl" and last[0] is not None
             _within(1.0, lambda: last.pop().abort() if is_nccl else last.clear())
+
+
+def _blocking(make: Callable[[], Any]) -> Any:
+    """A group made under TORCH_NCCL_BLOCKING_WAIT, which is read then, and must not be set for the trainer's own."""
+    with _making:
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        try:
+            return make()
+        finally:
+            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
 
 
 def _flat(bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | None) -> tuple[list[Any], Tensor]:

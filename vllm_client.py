@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
-from config import TrainConfig, UserError
+from config import ADDRESS, TrainConfig, UserError
 from utils import VLLM_VERSION, TransferGroup, address_towards, api_token, buckets
 
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
@@ -129,7 +129,7 @@ class _Reply(msgspec.Struct):
 DECODER = msgspec.json.Decoder(_Reply)
 
 
-def _completion(choice: _Choice) -> Completion:
+def completion_of(choice: _Choice) -> Completion:
     """What a server sampled, checked: ValueError where a part of it is missing or makes no sense."""
     ids, content = choice.token_ids or [], (choice.logprobs or {}).get("content") or []
     if not ids or choice.finish_reason not in ("stop", "length"):
@@ -143,36 +143,12 @@ def _completion(choice: _Choice) -> Completion:
     return Completion(token_ids, torch.frombuffer(values, dtype=torch.float32), choice.finish_reason, spans)
 
 
-def _all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
+def all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
     """The `num` completions of a reply, and the prompt's tokens as the server expanded them; or ValueError."""
     body = DECODER.decode(reply.content)
     if len(body.choices) != num:
         raise ValueError(f"{len(body.choices)} of {num} completions")
-    return [*map(_completion, body.choices)], body.prompt_token_ids or []
-
-
-def _first_to_finish(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
-    """The same from a stream: the `num` completions that end first."""
-    found: dict[int, tuple[list[int], list[_Token]]] = {}
-    finished: list[_Choice] = []
-    prompt_ids: list[int] = []
-    for line in reply.iter_lines():
-        if not line.startswith(b"data: {"):
-            continue
-        chunk = DECODER.decode(line.removeprefix(b"data: "))
-        if chunk.error:
-            raise ValueError(f"the stream broke off: {chunk.error}")
-        prompt_ids = chunk.prompt_token_ids or prompt_ids  # only the first chunk has them
-        for part in chunk.choices:
-            ids, content = found.setdefault(part.index, ([], []))
-            ids += part.token_ids or []
-            content += (part.logprobs or {}).get("content") or []
-            if part.finish_reason:
-                part.token_ids, part.logprobs = ids, {"content": content}
-                finished.append(part)
-        if len(finished) >= num:
-            return [*map(_completion, finished[:num])], prompt_ids
-    raise ValueError(f"the stream ended after {len(finished)} of {num} completions")
+    return [*map(completion_of, body.choices)], body.prompt_token_ids or []
 
 
 class Server:
@@ -189,7 +165,7 @@ class Server:
     def __init__(self, url: str, timeout_s: float, tokenizer: Any = None, forbidden: Sequence[int] = ()):
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
         self.tokenizer, self.forbidden = tokenizer, forbidden  # tokens that are never sampled
-        self.is_connected = self.has_weights = False
+        self.is_connected = self.has_weights = self.was_ours = False
         self.retry_s = 0.0  # when a lost server may be tried again, on the monotonic clock
         self.in_flight, self.idle_since_s = 0, time.monotonic()
         self.transfer: TransferGroup | None = None
@@ -230,13 +206,15 @@ class Server:
         return self.request("POST", path, timeout_s, json=body)
 
     def generate(
-        self, prompt: Any, sampling: dict[str, Any], extra: int = 0, images: Any = None, timeout_s: Any = None
-    ) -> list[Completion]:
+        self, prompt: Any, sampling: dict[str, Any], images: Any = None, timeout_s: Any = None,
+        read: Callable[[int, requests.Response], tuple[Any, list[int]]] = all_choices, extra: int = 0,
+    ) -> Any:  # fmt: skip
         """Sample `sampling["n"]` completions of `prompt`, the ids (a list, or [n]) of it and of earlier turns.
 
-        `sampling` are vLLM's own parameters. So many as `extra` are sampled beside them: the first `n` to finish are
-        kept, the rest aborted. The placeholders of `images` (`rollouts.data.Images`) stand first in `prompt`.
-        Raises a ServerError as `request` does, or where the server expands the images to other tokens than the trainer.
+        `sampling` are vLLM's own parameters. The placeholders of `images` (`rollouts.data.Images`) stand first in
+        `prompt`. With `extra`, so many more are sampled, as a stream: `read` may leave it, which aborts the rest
+        (`recipes/first_to_finish.py`). Raises a ServerError as `request` does, or where the server expands the images
+        to other tokens than the trainer.
         """
         prompt_ids, num = torch.as_tensor(prompt).tolist(), sampling.get("n", 1)
         params = {**sampling, "n": num + extra, "logprobs": 0}
@@ -250,7 +228,7 @@ class Server:
             body |= {"token_ids": [*images.server_ids, *text_ids], "return_token_ids": True}
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
         request = partial(self.request, "POST", "/inference/v1/generate", timeout_s, json=body, stream=extra > 0)
-        completions, expanded = request(read=partial(_first_to_finish if extra else _all_choices, num))
+        completions, expanded = request(read=partial(read, num))
         if images and expanded != prompt_ids:
             sizes = f"{len(expanded)} tokens on {self.url} and {len(prompt_ids)} here, or others of the same number"
             raise ServerError(f"a prompt has {sizes}: do both process images alike (--mm-processor-kwargs)?")
@@ -287,7 +265,7 @@ class Server:
         reply.result()
         print(f"{self.url} gets its weights over {self.transfer.backend}", flush=True)
         self.post("/weight_checker", {"action": "reset"})
-        self.is_connected = True
+        self.is_connected = self.was_ours = True
 
     def disconnect(self) -> None:
         """Leave the transfer group."""
@@ -345,10 +323,10 @@ def server_urls(config: TrainConfig) -> list[str]:
     """The addresses that `vllm_urls` means now, each once: those of a file for `@file`. UserError where it has none."""
     try:
         lists = [Path(word[1:]).read_text().split() if word[0] == "@" else [word] for word in config.vllm_urls]
-    except OSError as error:
+    except (OSError, ValueError) as error:  # no text
         raise UserError(f"vllm_urls={','.join(config.vllm_urls)}: {error}") from error
     urls = [url.rstrip("/") for of_word in lists for url in of_word]
-    if not urls or (wrong := [url for url in urls if not re.match("https?://.", url)]):
+    if not urls or (wrong := [url for url in urls if not re.match(ADDRESS, url)]):
         found = f"needs lines of http://host:port, and has {wrong if urls else 'none'}"
         raise UserError(f"vllm_urls={','.join(config.vllm_urls)} {found}")
     return list(dict.fromkeys(urls))
@@ -361,6 +339,7 @@ class VLLMClient:
         self.config = config
         self._make = partial(Server, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden)
         self.servers = list(map(self._make, server_urls(config)))  # replaced as a whole, by the watcher
+        self.version = -1  # of the policy that was published last
         self._updating = threading.Lock()
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every request has a connection
@@ -504,12 +483,15 @@ class VLLMClient:
     def _watch(self) -> None:
         """Connect new servers, and lost ones that answer again, until the run ends."""
         while not self._is_closed.wait(PROBE_S):
+            if self.version < 0:  # the servers of the start come first
+                continue
             self._read_list()
             for server in self.servers:
                 if server.is_connected or time.monotonic() < server.retry_s:
                     continue
                 try:
-                    server.break_off()  # what it had in flight has gone to other servers
+                    if server.was_ours:  # else it may be another trainer's
+                        server.break_off()  # what it had in flight has gone to other servers
                     if not server.answers():
                         continue
                     if (longest := self._max_model_len(server)) < self._longest:
@@ -552,6 +534,7 @@ class VLLMClient:
                 for bucket in chain(buckets(weights), [{}]):  # one loads while the trainer gathers the next
                     servers = self._until(servers, partial(Server.try_to_send, bucket=bucket, buffers={}))
                 servers = self._on(servers, partial(Server.end_update, version=version))
+                self.version = version
                 return [server for server in servers if server in returned]
             except BaseException:
                 # To go on with half of the weights would end an engine. Wait for its answer: the next sync resumes it.

@@ -77,7 +77,7 @@ def make_config(**fields: Any) -> Any:
 def make_groups(num: int, prompt: int, completion: int, generations: int) -> tuple[Any, list[Any]]:
     """`num` scored groups, made of the bytes of a few replies again and again; and what reads the next of these."""
     from rollouts.data import Group, Prompt
-    from vllm_client import _all_choices
+    from vllm_client import all_choices
 
     rng = random.Random(0)
     bodies = [reply_bytes(generations, completion, seed) for seed in range(min(num, 4))]
@@ -85,7 +85,7 @@ def make_groups(num: int, prompt: int, completion: int, generations: int) -> tup
     def read(number: int) -> Any:
         body = bodies[number % len(bodies)]
         reply: Any = SimpleNamespace(content=body, json=lambda: json.loads(body))
-        return _all_choices(generations, reply)[0]
+        return all_choices(generations, reply)[0]
 
     few = [read(number) for number in range(len(bodies))]
     groups = []

@@ -40,7 +40,7 @@ class Prompt:
         return self.images.inputs if self.images else {}
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
     """One prompt and its completions: the unit from the dataset to the gradient, filled in on its way."""
 

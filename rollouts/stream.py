@@ -47,12 +47,13 @@ def sample_group(
     if group.prompt.sources:  # of images
         group.prompt = data.with_images(group.prompt, processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:  # completion i of a group gets seed + i from vLLM
-        seed = (config.seed << 40) + group.id * 2 * (sampling["n"] + config.extra_generations)
+        seed = (config.seed << 40) + group.id * 2 * sampling["n"]
         sampling = {"seed": seed % 2**63, **sampling}
     where = f"dataset row {group.prompt.index}"
     num_failed = 0
     while not group.completions:
         with client.lease() as server:
+            group.started_version, group.started_s = client.version, time.monotonic()
             try:
                 completions = _ask(server, group.prompt, sampling, config)
             except ServerLost as error:
@@ -72,8 +73,7 @@ def sample_group(
 
 def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
     if config.rollout_fn is None:
-        extra = config.extra_generations if sampling["n"] > 1 else 0
-        return server.generate(prompt.token_ids, sampling, extra, prompt.images)
+        return server.generate(prompt.token_ids, sampling, prompt.images)
     rollout_fn: Any = config.rollout_fn
     try:
         completions = [replace(completion) for completion in rollout_fn(server, prompt, sampling)]  # which checks them
@@ -100,8 +100,8 @@ class GroupStream:
     version v always fit into the batches up to v + max_staleness, so that each can still be trained in time if new ones
     wait. Every group ends once: taken, or dropped with a reason.
 
-    `groups` are fresh ones without end, in the order of admission; `fill(group)` fills in completions and rewards. The
-    run has `num_steps` batches.
+    `groups` are fresh ones without end, in the order of admission; `fill(group)` fills in completions and rewards, and
+    before it samples `started_version`. The run has `num_steps` batches.
     """
 
     def __init__(self, groups: Iterator[Group], fill: Any, num_steps: int, config: TrainConfig):
@@ -172,8 +172,6 @@ class GroupStream:
 
     def _run(self, group: Group) -> None:
         try:
-            with self._changed:
-                group.started_version, group.started_s = self.version, time.monotonic()
             self._fill(group)
             with self._changed:
                 self._finish(group)
@@ -435,7 +433,7 @@ class Rollouts:
         prompt, max_tokens = self.probe_prompt, min(16, self.config.max_completion_len)
         sampling = {"n": 2, "max_tokens": max_tokens, "temperature": self.config.temperature}
         try:
-            completions = server.generate(prompt.token_ids, sampling, 0, prompt.images, CONTROL_TIMEOUT_S)
+            completions = server.generate(prompt.token_ids, sampling, prompt.images, CONTROL_TIMEOUT_S)
         except ServerError as error:
             return server.url, [], str(error)
         is_current = all(span.version == self.version for c in completions for span in c.weight_versions)

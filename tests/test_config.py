@@ -83,7 +83,10 @@ def test_overrides(words, field, value):
             "correction_cap has no effect with off_policy_correction=none",
         ),
         (["--correction_floor", "0.1"], "correction_floor has no effect without off_policy_correction=mask"),
-        (["--rollout_fn", "os.path.exists", "--extra_generations", "2"], "extra_generations has no effect with a"),
+        (
+            ["--log_completions_steps", "5", "--logged_groups", "0"],
+            "log_completions_steps has no effect with logged_groups=0",
+        ),
         (["--push_to_hub", "true"], "push_to_hub needs hub_repo_id"),
         (["--eval_steps", "5"], "eval_steps has no effect without eval_dataset_id"),
         (["--vllm_urls", "[]"], "vllm_urls=[]: List should have at least 1 item"),

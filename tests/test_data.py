@@ -5,6 +5,8 @@ import dataclasses
 import itertools
 import json
 import math
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,6 +257,8 @@ ROLLOUTS = [
 
 
 class OneServer:
+    version = 0
+
     """A client that leases a server which nobody asks anything."""
 
     @contextlib.contextmanager
@@ -394,3 +398,26 @@ def test_numpy_and_torch_numbers_are_numbers():
     values = lambda **_: [torch.tensor([0.5, 1.5])[i].item() for i in range(2)]  # noqa: E731
     values.__name__ = "values"
     assert score(make_groups(), make_config(reward_funcs=[values]))[0] == [0.5, 1.5]
+
+
+def test_a_group_is_as_old_as_its_oldest_token():
+    one = Completion([5, 6], [-1.0, -1.0], "stop", [Span(4, 0, 1), Span(6, 1, 2)])
+    two = Completion([5], [-1.0], "stop", [Span(5, 0, 1)])
+    assert Group(Prompt(0, [5], "", {}), [two, one]).oldest_version == 4
+
+
+def test_a_group_begins_when_it_has_a_server():
+    """Not when it begins to wait for one, for which two versions passed here."""
+
+    class Busy:
+        version = 1
+
+        @contextmanager
+        def lease(self):
+            self.version = 3
+            yield SimpleNamespace(generate=lambda *_: [Completion([5], [-1.0], "stop", [Span(3, 0, 1)])])
+
+    group, client = Group(Prompt(0, [5], "", {})), Busy()
+    sample_group(group, client, None, {"n": 1}, make_config())  # type: ignore[arg-type]
+    assert group.started_version == 3
+    assert 0 < group.started_s <= group.sampled_s

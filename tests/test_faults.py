@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import train
 from config import UserError, parse_args
 from train import main
-from vllm_client import Server, ServerError, ServerLost
+from vllm_client import Server, ServerError, ServerLost, VLLMClient
 
 
 def asked(server, path="/inference/v1/generate"):
@@ -420,3 +420,60 @@ def test_the_first_cause_is_printed_last(models, recipe):
         output, _ = run.communicate(timeout=120)
     assert run.returncode != 0
     assert "the culprit" in output[output.index("Root Cause") :]
+
+
+def test_an_address_that_is_listed_while_the_model_loads_waits(models, recipe, tmp_path, monkeypatch):
+    """Nobody is there: the run begins with the servers of its start."""
+    with fake_server(models["untied"], answer_in(0.05)) as one:
+        names = tmp_path / "servers.txt"
+        names.write_text(f"{one.url}\n")
+        build = train.build_policy
+
+        def slow(*arguments):
+            names.write_text(f"{one.url}\nhttp://127.0.0.1:9\n")
+            time.sleep(2.5)
+            return build(*arguments)
+
+        monkeypatch.setattr(train, "build_policy", slow)
+        main(parse_args([recipe(one), "--vllm_urls", f"@{names}"]))
+    assert len(read(tmp_path, "metrics")) == 3
+
+
+def test_a_listed_server_of_another_trainer_is_left_alone(models, recipe, tmp_path):
+    """It refuses this one, and is not paused."""
+    with fake_server(models["untied"], answer_in(0.3)) as one, fake_server(models["untied"], answer_in(0.3)) as others:
+        others.refused = lambda path: path == "/init_weight_transfer_engine"
+        names = tmp_path / "servers.txt"
+        names.write_text(f"{one.url}\n")
+
+        def add(_):
+            if "0" in one.versions:
+                names.write_text(f"{one.url}\n{others.url}\n")
+
+        one.fault = add
+        options = ["--batch_size", "24", "--max_concurrent_requests", "2"]
+        main(parse_args([recipe(one), "--vllm_urls", f"@{names}", *options]))
+    asked = {path for path, _ in others.log}
+    assert "/init_weight_transfer_engine" in asked
+    assert "/pause" not in asked
+
+
+@pytest.mark.parametrize("text", [b"\xff\xfehttp://127.0.0.1:9\n", b"http://127.0.0.1:9\nhttp://h:80a\n"])
+def test_a_list_that_cannot_be_read_changes_nothing(tmp_path, text, capsys):
+    names = tmp_path / "servers.txt"
+    names.write_text("http://127.0.0.1:9\n")
+    client = VLLMClient(
+        parse_args(["--model_id=m", "--dataset_id=d", "--reward_funcs=os.path.exists", f"--vllm_urls=@{names}"])
+    )
+    names.write_bytes(text)
+    client._read_list()
+    assert [server.url for server in client.servers] == ["http://127.0.0.1:9"]
+    assert "the servers stay as they are: vllm_urls=@" in capsys.readouterr().out
+
+
+def test_a_new_update_forgets_how_late_a_server_was(monkeypatch):
+    server = Server("http://127.0.0.1:9", 1.0)
+    server.lag_s = 5.0
+    monkeypatch.setattr(server, "post", lambda *_, **__: None)
+    server.pause()
+    assert server.lag_s == 0

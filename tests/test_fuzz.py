@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import TrainConfig, UserError, parse_args
+from recipes.first_to_finish import first_to_finish
 from rollouts.data import leave_out_long, load_prompts
-from vllm_client import Completion, ServerError, _all_choices, _first_to_finish
+from vllm_client import Completion, ServerError, all_choices
 
 settings.register_profile("short", max_examples=150, deadline=None, derandomize=True)
 settings.load_profile("short")
@@ -71,7 +72,7 @@ PATHS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("parse", [_all_choices, _first_to_finish])
+@pytest.mark.parametrize("parse", [all_choices, first_to_finish])
 @given(path=st.sampled_from(PATHS), value=JSON, cut=st.integers(0, 60))
 def test_replies(parse, path, value, cut):
     """A reply with one value replaced, or cut off, is an error that `request` retries, or two valid tokens."""
@@ -105,7 +106,7 @@ def test_a_token_without_a_logprob_is_refused(logprob):
     def parse(value):
         content = [{"logprob": value}]
         choice = {"token_ids": [5], "logprobs": {"content": content}, "finish_reason": "stop", "weight_versions": spans}
-        (completion,), _ = _all_choices(1, reply(json.dumps({"choices": [choice]}).encode()))
+        (completion,), _ = all_choices(1, reply(json.dumps({"choices": [choice]}).encode()))
         return completion
 
     assert parse(-1.0).sampler_logprobs.tolist() == [-1.0]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import vision_models
 from helpers import on_ranks
+from safetensors.torch import load_file, save_file
 from test_gradients import (
     ADVANTAGES,
     assert_same,
@@ -22,11 +23,11 @@ from test_gradients import (
 from test_prefix_models import FAMILIES
 from test_prefix_models import make_model as make_family
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 
 from config import UserError
 from training import model as model_module
-from training.model import add_lora, base_model, build_policy, build_reference, full_tensor, load_model
+from training.model import _shard, add_lora, base_model, build_policy, build_reference, full_tensor, load_model
 from utils import process_group
 
 WRAPPERS = [{}, {"use_fsdp": True}, {"use_fsdp": True, "fsdp_offload": True}]
@@ -174,3 +175,38 @@ def test_the_mesh_of_replicas(models, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         model_module._shard(nn.Linear(1, 1), dataclasses.replace(config, fsdp_shard_size=None), torch.device("cpu"))
     assert [args[1] for args, _ in shapes] == [(2, 4), (8,)]
+
+
+def test_offload_and_time_outs_reach_the_shards(models, monkeypatch):
+    """On a CPU nothing moves: what FSDP2 is asked for, and how long groups of HSDP wait."""
+    asked, limits = [], []
+    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda module, **given: asked.append(given))
+    monkeypatch.setattr(
+        torch.distributed.distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit.total_seconds())
+    )
+    for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
+        monkeypatch.setattr(torch.nn.Module, name, lambda *_: None, raising=False)
+    with process_group(60) as device:
+        for offload in (False, True):
+            config = make_config(
+                models["tied"], use_fsdp=True, fsdp_offload=offload, fsdp_shard_size=1, collective_timeout=77
+            )
+            _shard(load_model(config), config, device)
+    kinds = [type(given["offload_policy"]).__name__ for given in asked]
+    assert kinds == ["OffloadPolicy"] * (len(kinds) // 2) + ["CPUOffloadPolicy"] * (len(kinds) // 2)
+    assert limits == [77.0] * 4
+
+
+def test_a_head_that_only_the_configuration_ties_is_refused(models, tmp_path):
+    """Both matrices are in the checkpoint, and differ: shards would take one of them for both, without a word."""
+    model = AutoModelForCausalLM.from_pretrained(models["untied"])
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    saved["lm_head.weight"] = saved["model.embed_tokens.weight"] + 1.0
+    save_file(saved, tmp_path / "model.safetensors", {"format": "pt"})
+    AutoTokenizer.from_pretrained(models["untied"]).save_pretrained(tmp_path)
+    with process_group(60) as device:
+        build_policy(make_config(str(tmp_path)), device)  # whole, it is what transformers loads
+        with pytest.raises(UserError, match="holds lm_head.weight beside what they are tied to"):
+            build_policy(make_config(str(tmp_path), use_fsdp=True), device)

@@ -26,7 +26,8 @@ GSM8K = [{"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n###
 MATH = [{"problem": f"What is ${i}+{i}$?", "answer": str(2 * i)} for i in range(16)]
 SUMS = [{"prompt": f"{500 + i}+{500 + i}=", "answer": str(1000 + 2 * i)} for i in range(16)]
 DATA: dict[str, Any] = {
-    "tiny": SORT, "own_reward": SORT, "own_loss": SORT, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
+    "tiny": SORT, "first_to_finish": SORT,
+    "own_reward": SORT, "own_loss": SORT, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
     "gsm8k": GSM8K, "lora_7b_one_gpu": GSM8K, "math": MATH, "fsdp_multi_node": MATH,
     "countdown": partial(countdown.problems, 16, held_out=True), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),
     "geometry3k": geometry,

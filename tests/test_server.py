@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 import utils
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
+from recipes.first_to_finish import first_to_finish
 from rollouts import stream
 from rollouts.stream import Rollouts, sampling_params
 from training.model import (
@@ -300,7 +301,7 @@ def test_stop_strings(client):
 def test_the_first_to_finish_of_a_stream(client, models):
     """Ids, log-probs and versions of a streamed group are those of a whole reply; the rest is aborted."""
     sampling = {"n": 3, "max_tokens": 60, "temperature": 1.0}
-    completions = client.generate(PROMPT, sampling, extra=5)
+    completions = client.generate(PROMPT, sampling, read=first_to_finish, extra=5)
     assert len(completions) == 3
     model = AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32)
     version = client.generate(PROMPT, {"n": 1, "max_tokens": 1})[0].weight_versions[0][0]
@@ -312,7 +313,7 @@ def test_the_first_to_finish_of_a_stream(client, models):
             logprobs = logits.log_softmax(-1)[range(len(c.token_ids)), c.token_ids]
             assert (logprobs - c.sampler_logprobs).abs().max() < 1e-4
     with pytest.raises(ServerError, match="answered 400"):
-        client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0}, extra=1)
+        client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0}, read=first_to_finish, extra=1)
 
 
 def test_a_refused_request_is_not_repeated(client):

@@ -49,7 +49,7 @@ class Trainer:
         group.reward = [1.0, 0.0] if self.teaches(group) else [1.0, 1.0]
 
     def sample(self, group):
-        start = self.stream.version
+        start = group.started_version = self.stream.version
         self.most_outstanding = max(self.most_outstanding, len(self.stream._running) + len(self.stream._ready))
         time.sleep(self.random.choice([0, 0.001, 0.002, 0.03]))
         end = self.stream.version
@@ -474,7 +474,7 @@ def test_the_first_to_finish_are_kept(models, recipe, tmp_path):
     slow = lambda ids, number: (said(ids, number), 5.0 if number >= 4 else 0.01)  # noqa: E731
     started = time.monotonic()
     with fake_server(models["untied"], slow) as server:
-        main(parse_args([recipe(server), "--extra_generations", "2", "--max_steps", "1"]))
+        main(parse_args([recipe(server), "--rollout_fn", "recipes.first_to_finish.sample", "--max_steps", "1"]))
     assert time.monotonic() - started < 5 * 3
     kept: dict[int, list[str]] = {}
     for row in read(tmp_path, "completions"):

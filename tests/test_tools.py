@@ -19,7 +19,11 @@ import pytest
 import show
 from helpers import ENV, ROOT
 
+from config import TrainConfig
+from rollouts.data import Batch, Group, Prompt
 from training.logs import RunLog
+from utils import process_group
+from vllm_client import Completion, Span
 
 LOGGED = """
 import sys
@@ -230,3 +234,26 @@ def test_numbers_that_json_has_not(tmp_path):
         "step": 2, "group": 0, "row": 0, "prompt": "a", "columns": {"x": [None]}, "completion": "b", "reward": None,
         "rewards": {"len": None}, "advantage": 0.0, "finish_reason": "stop", "weight_versions": [[1, 0, 1]],
     }  # fmt: skip
+
+
+def test_the_first_groups_that_were_begun_are_logged_before_a_checkpoint_is(tmp_path, monkeypatch):
+    """Whatever order they were trained in; and what `state` promises is on the disk, however slow that is."""
+    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), logged_groups=1)
+    completion = Completion([6], [-1.0], "stop", [Span(1, 0, 1)])
+    groups = [
+        Group(Prompt(0, [5], "a", {}), [completion], ["b"], [[1.0]], [1.0], [0.0], id=number) for number in (3, 1, 2)
+    ]
+    write = RunLog._write
+
+    def slow(*arguments):
+        time.sleep(0.3)
+        write(*arguments)
+
+    monkeypatch.setattr(RunLog, "_write", slow)
+    with process_group(60):
+        log = RunLog(config, 4)
+        log.step(1, {"time/train_s": 1.0, "time/wait_s": 0.0}, Batch(groups))
+        log.state()
+        (line,) = (tmp_path / "completions.jsonl").read_text().splitlines()
+        log.close()
+    assert json.loads(line)["group"] == 1

@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,9 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     base_model(model).tie_weights()
     with torch.no_grad():
         for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            _from_main(tensor, whole.pop(name, None), device)
+            _from_main(tensor, whole.pop(name) if is_main() else None, device)
+    if whole:  # the configuration ties them, and the checkpoint has others: without shards they would be kept
+        raise UserError(f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: untie them")
     if not config.use_fsdp and any(p.requires_grad for p in model.parameters()):
         with catch_warnings():
             simplefilter("ignore", FutureWarning)  # of `broadcast_buffers`, whose successor torch 2.11 lacks
@@ -147,11 +150,14 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
 def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
     """Let FSDP2 shard every layer, and what is left, over all ranks or groups of `fsdp_shard_size`."""
     from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.distributed_c10d import _set_pg_timeout
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     world_size, size = dist.get_world_size(), config.fsdp_shard_size
     sizes = {"replicas": world_size // size, "shards": size} if size else {"shards": world_size}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in sizes if size else ():  # groups of its own, which would have torch's time-out
+        _set_pg_timeout(timedelta(seconds=config.collective_timeout), mesh.get_group(name))
     sums = torch.float32 if config.use_peft else getattr(torch, config.dtype)  # that of the weights that train
     bf16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": sums}
     policy = MixedPrecisionPolicy(**bf16 if config.fsdp_bf16 else {})
