@@ -257,9 +257,9 @@ ROLLOUTS = [
 
 
 class OneServer:
-    version = 0
-
     """A client that leases a server which nobody asks anything."""
+
+    version = 0
 
     @contextlib.contextmanager
     def lease(self):

@@ -109,7 +109,7 @@ def test_fast_new_groups_leave_room_for_slow_old_ones(staleness):
     trainer = Trainer(0, max_staleness=staleness)
 
     def sample(group):
-        version = trainer.stream.version
+        version = group.started_version = trainer.stream.version
         time.sleep(0.05 if version == 0 and group.id >= BATCH else 0)
         group.completions = [Completion([5], [-1.0], "stop", [Span(version, 0, 1)])] * 2
 
@@ -127,7 +127,7 @@ def test_a_straggler_is_waited_for_or_dropped():
 
         def slowly(group, slow=slow, release=release, sample=sample):
             if group.id == 0:
-                version = slow.stream.version
+                version = group.started_version = slow.stream.version
                 release.wait(20)
                 group.completions = [Completion([5], [-1.0], "stop", [Span(version, 0, 1)])] * 2
             else:
