@@ -212,7 +212,7 @@ class Server:
         """Sample `sampling["n"]` completions of `prompt`, the ids (a list, or [n]) of it and of earlier turns.
 
         `sampling` are vLLM's own parameters. The placeholders of `images` (`rollouts.data.Images`) stand first in
-        `prompt`. With `extra`, so many more are sampled, as a stream: `read` may leave it, which aborts the rest
+        `prompt`. With `extra`, so many more are sampled, as a stream for `read`; it may leave it, which aborts the rest
         (`recipes/first_to_finish.py`). Raises a ServerError as `request` does, or where the server expands the images
         to other tokens than the trainer.
         """

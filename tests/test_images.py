@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, Mistral3Config
 import prefix_attention
 from config import TrainConfig, UserError
 from recipes import geometry3k
+from recipes.first_to_finish import first_to_finish
 from recipes.rewards import math_answer
 from recipes.tiny_vlm import squares
 from rollouts.data import (
@@ -734,11 +735,10 @@ def test_other_tokens_for_an_image_are_noticed(vlm, url):
         odd = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]
         with pytest.raises(ValueError, match="pass images=prompt.images"):
             client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3})
-        for extra in (0, 1):
+        for how in ({}, {"read": first_to_finish, "extra": 1}):
             with pytest.raises(ServerError, match="a prompt has 25 tokens on .* and 25 here"):
-                client.generate(odd, {"n": 2, "max_tokens": 3}, extra=extra, images=prompt.images)
-            completions = client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3}, prompt.images, extra=extra)
-            assert len(completions) == 2 + extra
+                client.generate(odd, {"n": 2, "max_tokens": 3}, images=prompt.images, **how)
+            assert len(client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3}, prompt.images, **how)) == 2
         rollouts.close()
 
 
