@@ -10,6 +10,7 @@ import zlib
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
+from typing import Any
 
 import helpers  # noqa: F401  # first: it finds the repository
 import pytest
@@ -735,7 +736,8 @@ def test_other_tokens_for_an_image_are_noticed(vlm, url):
         odd = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]
         with pytest.raises(ValueError, match="pass images=prompt.images"):
             client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3})
-        for how in ({}, {"read": first_to_finish, "extra": 1}):
+        ways: tuple[dict[str, Any], ...] = ({}, {"read": first_to_finish, "extra": 1})
+        for how in ways:
             with pytest.raises(ServerError, match="a prompt has 25 tokens on .* and 25 here"):
                 client.generate(odd, {"n": 2, "max_tokens": 3}, images=prompt.images, **how)
             assert len(client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3}, prompt.images, **how)) == 2
