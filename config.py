@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -169,25 +170,32 @@ class TrainConfig(metaclass=_OneLineErrors):
     mean of the mini-batch. dapo: of the whole batch. cispo: dapo's, of clipped, detached ratios times log-probs."""
     loss_fn: Function | None = None
     """Function in place of `train.grpo_loss`, with its arguments and results. See `recipes/own_loss.py`."""
+    advantage_fn: Function | None = None
+    """`f(rewards, groups) -> advantages` of a whole batch in place of `compute_advantages`: `recipes/advantages.py`."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or the geometric mean of a completion's (GSPO)."""
-    epsilon: BelowOne = 0.2
-    """Lower clip: ratios below 1 - epsilon give no further gradient."""
+    epsilon: NotNegative | None = None
+    """Lower clip: ratios below 1 - epsilon give no further gradient; None: 0.2, and for cispo no lower bound."""
     epsilon_high: NotNegative | None = None
-    """Upper clip: 1 + epsilon_high; None takes epsilon. DAPO uses 0.28."""
+    """Upper clip: 1 + epsilon_high; None takes epsilon, or 0.2 where that is None too. DAPO uses 0.28."""
     delta: Positive | None = None
     """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4); None sets no bound."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Ratios are against the policy before the batch's first update (arXiv:2505.24298), or the server's log-probs."""
-    off_policy_correction: Literal["truncate", "mask", "none"] = "truncate"
+    off_policy_correction: Literal[
+        "truncate", "mask", "sequence", "sequence_mask", "geometric", "geometric_mask", "none"
+    ] = "truncate"
     """Weight of each token at `old_logprobs=trainer`, with w = p(trainer) / p(server). truncate: min(w, correction_cap)
-    (TIS). mask: w between correction_floor and correction_cap, else 0 (IcePop, arXiv:2510.18855). none: 1."""
+    (TIS). mask: w between correction_floor and correction_cap, else 0 (IcePop, arXiv:2510.18855). none: 1. sequence and
+    geometric do either with the product, or the geometric mean, of a completion's w."""
     correction_cap: Positive = 2.0
     """Upper bound on w. IcePop uses 5."""
     correction_floor: NotNegative = 0.5
-    """Lower bound on w, for `mask`."""
+    """Lower bound on w, for the masks."""
     beta: NotNegative = 0.0
-    """Weight of the KL penalty (k3) to the initial policy; 0 keeps no reference model."""
+    """Weight of the KL penalty (k3) to the reference; 0 keeps no reference model."""
+    kl_gradient: Literal["forward", "reverse"] = "forward"
+    """forward: that of k3, KL(reference || policy), as DeepSeekMath has it. reverse: times the ratio, as TRL has it."""
     num_iterations: OneOrMore = 1
     """Passes over each batch of completions."""
     num_minibatches: OneOrMore = 1
@@ -263,14 +271,15 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     def __post_init__(self) -> None:
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
+        masks = self.off_policy_correction.endswith("mask")
         taken = ", ".join(sorted(_RESERVED & set(self.sampling_params or {})))
-        masks = self.off_policy_correction == "mask"
         for is_wrong, message in (
             (len(set(names) - {""}) < len(names), "reward_funcs: each needs a __name__ of its own, for its metric"),
             (len(self.reward_weights or names) != len(names), "reward_weights must be as many as reward_funcs"),
             (self.batch_size % self.num_minibatches, "batch_size must be a multiple of num_minibatches"),
             (self.max_tokens_per_gpu <= self.max_completion_len, "max_tokens_per_gpu must exceed max_completion_len"),
             (masks and self.correction_floor >= self.correction_cap, "correction_floor must be below correction_cap"),
+            (self.clip_low >= 1 and self.loss_type != "cispo", "epsilon must be below 1, but for loss_type=cispo"),
             (self.delta and self.delta <= 1 + self.clip_high, "delta must exceed 1 + epsilon_high"),
             (self.push_to_hub and not self.hub_repo_id, "push_to_hub needs hub_repo_id (user/name)"),
             (taken, f"sampling_params may not set {taken}: use the fields of TrainConfig"),
@@ -293,6 +302,8 @@ class TrainConfig(metaclass=_OneLineErrors):
             ("off_policy_correction correction_cap", self.old_logprobs == "trainer", "without old_logprobs=trainer"),
             ("correction_cap", self.off_policy_correction != "none", "with off_policy_correction=none"),
             ("correction_floor", masks, "without off_policy_correction=mask"),
+            ("kl_gradient", self.beta, "without beta"),
+            ("scale_rewards", self.advantage_fn is None, "with advantage_fn"),
             ("fsdp_bf16 fsdp_offload fsdp_shard_size", self.use_fsdp, "without use_fsdp"),
             ("num_epochs", self.max_steps is None, "beside max_steps, which --max_steps none unsets"),
             ("delta", self.loss_type != "cispo", "with loss_type=cispo"),
@@ -302,9 +313,26 @@ class TrainConfig(metaclass=_OneLineErrors):
                     raise UserError(f"{name} has no effect {condition}: leave it at its default, {_DEFAULTS[name]}")
 
     @property
+    def clip_low(self) -> float:
+        """The lower clip actually used: `epsilon`, or what its None stands for."""
+        default = math.inf if self.loss_type == "cispo" else 0.2
+        return default if self.epsilon is None else self.epsilon
+
+    @property
     def clip_high(self) -> float:
-        """The upper clip actually used: `epsilon_high`, or `epsilon` where it is None."""
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
+        """The upper clip actually used: `epsilon_high`, or what its None stands for."""
+        default = 0.2 if self.epsilon is None else self.epsilon
+        return default if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def weighs_whole_batch(self) -> bool:
+        """Whether advantages depend on the whole batch, so that training cannot start before it is complete."""
+        return self.scale_rewards == "batch" or self.advantage_fn is not None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss gets log-probs of a reference."""
+        return self.beta > 0
 
     @property
     def updates_per_batch(self) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
 from prefix_attention import PackedBatch, pack
-from rollouts.data import joined_images, naming
+from rollouts.data import Prompt, joined_images, naming
 from rollouts.stream import Group, Rollouts
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
 from training.logs import RunLog, TokenSums
@@ -35,9 +35,10 @@ from training.model import (
     with_bf16,
 )
 from utils import Stopped, exits, is_main, process_group, scatter_objects, stop_signals, timed
-from vllm_client import ServerError
+from vllm_client import Completion, ServerError, Span
 
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # sums over tokens that a loss_fn may return, besides loss/...
+MAX_LOG_RATIO = 20.0  # nats: an exp that overflows would give a finite loss a gradient of NaN
 MIN_SAVED = 0.05  # of a row's tokens: where sharing prompts saves less, each completion repeats its prompt
 
 # -- Advantages --------------------------------------------------------------------------------------------------------
@@ -67,13 +68,24 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
-    """Fill in the advantages of groups that have rewards; with `scale_rewards=batch` they must be the whole batch."""
+    """Fill in the advantages of groups that have rewards; they are the batch where `config.weighs_whole_batch`.
+
+    A UserError refuses what an `advantage_fn` gives, unless it is a finite number for each reward.
+    """
     # One by one, as the rounding of a mean over several groups would depend on which came together.
-    parts = [groups] if config.scale_rewards == "batch" else [[group] for group in groups]
+    parts = [groups] if config.weighs_whole_batch else [[group] for group in groups]
+    advantage_fn: Any = config.advantage_fn
     for part in parts:
         rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
-        for group, advantages in zip(part, compute_advantages(rewards, config.scale_rewards).tolist(), strict=True):
-            group.advantages = advantages
+        if advantage_fn is None:
+            advantages = compute_advantages(rewards, config.scale_rewards)
+        else:
+            with naming(f"advantage_fn must return finite numbers [{len(part)}, {config.num_generations}]"):
+                advantages = advantage_fn(rewards.clone(), part).where(~rewards.isnan(), 0.0)
+                if advantages.shape != rewards.shape or not advantages.isfinite().all():
+                    raise ValueError(f"it returned {advantages}")
+        for group, of_group in zip(part, advantages.tolist(), strict=True):
+            group.advantages = of_group
 
 
 # -- The loss and its corrections --------------------------------------------------------------------------------------
@@ -85,55 +97,63 @@ def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
     return values.new_zeros(len(numbers)).index_add(0, place, values)[place]
 
 
+def bounded_log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
+    """log p / q [N] of two log-probs [N], nats, within ±`MAX_LOG_RATIO`; 0 on masked tokens, whatever they hold."""
+    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).where(mask > 0, 0.0)  # 0 times infinity is NaN
+
+
 def grpo_loss(
     logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, advantages: Tensor, mask: Tensor,
     completion: Tensor, config: TrainConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The unnormalized policy loss of one micro-batch: a sum over its completion tokens.
 
-    With ratio ρ = exp(logprobs - old_logprobs), or its geometric mean over the completion (GSPO, arXiv:2507.18071):
-    -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first term (two-sided clip, arXiv:2505.07291); for cispo
-    (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. Plus β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1. For
-    loss_type grpo each token's loss is divided by how many tokens of its completion train. Divide the gradient of the
-    sum over all micro-batches by `loss_normalizer`, once.
+    With ratio ρ = exp(logprobs - old_logprobs), or the geometric mean of a completion's, which has the gradient of the
+    token's own log-prob (GSPO-token, arXiv:2507.18071): -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first
+    term (two-sided clip, arXiv:2505.07291); for cispo (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. Plus β·k3, with
+    k3 = exp(ref - logprobs) - (ref - logprobs) - 1, or β·ρ·k3 for kl_gradient reverse. For loss_type grpo each token's
+    loss is divided by how many tokens of its completion train. Divide the gradient of the sum over all micro-batches by
+    `loss_normalizer`, once.
 
     Args:
         logprobs: [N], one per completion token, nats, under the policy; the gradient goes through them alone.
         old_logprobs: [N], nats: what the ratio is taken against.
-        ref_logprobs: [N], nats, under the initial policy; may be None where config.beta is 0.
+        ref_logprobs: [N], nats, under the reference; may be None where config.beta is 0.
         advantages: [N].
         mask: [N], 1 on tokens that train, 0 elsewhere; any type.
         completion: [N] int64, which completion each token belongs to; a completion is never split over micro-batches.
-        config: loss_type, importance_level, epsilon, epsilon_high, delta, beta.
+        config: loss_type, importance_level, epsilon, epsilon_high, delta, beta, kl_gradient.
 
     Returns:
         The loss sum, 0-d, and 0-d sums over tokens for the metrics: `clip_ratio/low`, `clip_ratio/high`, and `kl`
         (nats) where config.beta is above 0.
     """
     mask = mask.to(logprobs.dtype)
-    log_ratio = (logprobs - old_logprobs).where(mask > 0, 0.0)  # where, not times: a masked infinity would give NaN
-    if config.importance_level == "sequence":
-        log_ratio = completion_sums(log_ratio, completion) / completion_sums(mask, completion).clamp(min=1)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
+    num_tokens = completion_sums(mask, completion).clamp(min=1)
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs, mask)
+    token_ratio = ratio = log_ratio.exp()
+    if config.importance_level == "sequence":  # with a gradient of each token's own, as corrections may mask some
+        mean = completion_sums(log_ratio.detach(), completion) / num_tokens
+        ratio = (mean + log_ratio - log_ratio.detach()).exp()
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.loss_type == "cispo":
         per_token = -clipped.detach() * advantages * logprobs
     else:
         bounded = ratio if config.delta is None else ratio.clamp(max=config.delta)
         per_token = -torch.minimum(bounded * advantages, clipped * advantages)
     sums = {
-        "clip_ratio/low": ((ratio < 1 - config.epsilon) & (advantages < 0)).to(mask.dtype) @ mask,
+        "clip_ratio/low": ((ratio < 1 - config.clip_low) & (advantages < 0)).to(mask.dtype) @ mask,
         "clip_ratio/high": ((ratio > 1 + config.clip_high) & (advantages > 0)).to(mask.dtype) @ mask,
     }
     if config.beta > 0:
         assert ref_logprobs is not None
-        log_gap = (ref_logprobs - logprobs).where(mask > 0, 0.0)
+        log_gap = bounded_log_ratio(ref_logprobs, logprobs, mask)
         k3 = log_gap.exp() - log_gap - 1
-        per_token = per_token + config.beta * k3
+        per_token = per_token + config.beta * (k3 if config.kl_gradient == "forward" else token_ratio * k3)
         sums["kl"] = k3.detach() @ mask
     per_token = per_token.where(mask > 0, 0.0)
     if config.loss_type == "grpo":
-        per_token = per_token / completion_sums(mask, completion).clamp(min=1)
+        per_token = per_token / num_tokens
     return per_token.sum(), sums
 
 
@@ -150,16 +170,26 @@ def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
     return max(sum(lengths), 1)
 
 
-def off_policy_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, config: TrainConfig) -> Tensor:
+def off_policy_weights(
+    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, completion: Tensor, config: TrainConfig
+) -> Tensor:
     """Bounded importance weights p(trainer) / p(server) on the advantages; 1 where config.old_logprobs is `sampler`.
 
-    w = exp(old_logprobs - sampler_logprobs): min(w, cap) for `truncate` (TIS), w within [floor, cap] and 0 outside for
-    `mask` (IcePop, arXiv:2510.18855), 1 for `none`. All are [N], log-probs in nats, the mask 1 on tokens that train.
+    w = exp(old_logprobs - sampler_logprobs) of a token, for `sequence` the product over its completion (unbiased where
+    the cap is not met), for `geometric` that product's mean: min(w, cap) for `truncate` (TIS), `sequence` and
+    `geometric`; w within [floor, cap], and 0 outside, for `mask` (IcePop, arXiv:2510.18855), `sequence_mask` and
+    `geometric_mask`; 1 for `none`. Tensors are as for `grpo_loss`, [N].
     """
-    if config.old_logprobs == "sampler" or config.off_policy_correction == "none":
+    level, _, _ = config.off_policy_correction.partition("_")
+    if config.old_logprobs == "sampler" or level == "none":
         return torch.ones_like(old_logprobs)
-    weights = (old_logprobs - sampler_logprobs).where(mask > 0, 0.0).exp()
-    if config.off_policy_correction == "truncate":
+    log_weights = bounded_log_ratio(old_logprobs, sampler_logprobs, mask)
+    if level in ("sequence", "geometric"):
+        log_weights = completion_sums(log_weights, completion)
+    if level == "geometric":
+        log_weights = log_weights / completion_sums(mask.to(log_weights.dtype), completion).clamp(min=1)
+    weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()
+    if not config.off_policy_correction.endswith("mask"):
         return weights.clamp(max=config.correction_cap)
     return weights.where((weights >= config.correction_floor) & (weights <= config.correction_cap), 0.0)
 
@@ -250,7 +280,7 @@ class Dealer:
 
     def missing_tokens(self) -> float:
         """How many more tokens fill a row on every rank; infinitely many where training needs the whole batch."""
-        if self.config.updates_per_batch > 1 or self.config.scale_rewards == "batch":
+        if self.config.updates_per_batch > 1 or self.config.weighs_whole_batch:
             return math.inf
         num_rows = len(self.loads) - len(self.rows)
         return num_rows * self.config.max_tokens_per_gpu - row_layout(self.waiting, self.config).num_tokens
@@ -347,7 +377,7 @@ def train_batch(
                 logprobs, entropy = token_logprobs(policy, micro.packed, micro.images, config, return_entropy=True)
                 trainer_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
                 old = micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
-                weights = off_policy_weights(old, micro.sampler_logprobs, micro.mask, config)
+                weights = off_policy_weights(old, micro.sampler_logprobs, micro.mask, micro.packed.completion, config)
                 ref = reference(micro.packed, micro.images) if reference else None
                 loss, loss_sums = loss_fn(
                     logprobs, old, ref, micro.advantages * weights, micro.mask, micro.packed.completion, config
@@ -383,18 +413,37 @@ def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer
 
 
 def check_loss(config: TrainConfig) -> None:
-    """Try the config's `loss_fn`, if any, on two tokens of log-probability -1 and advantage 1, or raise a UserError."""
+    """Try the config's `loss_fn`, if any, on two tokens of log-probability -1 and advantage 1, or raise a UserError.
+
+    Masked tokens must get no gradient: the rows that fill up a round of ranks have no others.
+    """
     if config.loss_fn is None:
         return
     loss_fn: Any = config.loss_fn
-    logprobs, ones = torch.full((2,), -1.0, requires_grad=True), torch.ones(2)
-    ref = logprobs.detach() if config.beta > 0 else None
-    with naming(f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)} or loss/...)"):
-        loss, sums = loss_fn(logprobs, logprobs.detach(), ref, ones, ones, torch.zeros(2, dtype=torch.long), config)
-        loss.backward()
-        is_known = [value.ndim == 0 and (name in LOSS_SUMS or name.startswith("loss/")) for name, value in sums.items()]
-        if not loss.isfinite() or not all(is_known):
-            raise ValueError(f"it returned {loss.item()} and {sums}")
+    ones = torch.ones(2)
+    for mask in (ones, 0 * ones):
+        logprobs = (-ones).requires_grad_()
+        ref = logprobs.detach() if config.has_reference else None
+        with naming(
+            f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)} or loss/...)"
+        ):
+            loss, sums = loss_fn(logprobs, logprobs.detach(), ref, ones, mask, torch.zeros(2, dtype=torch.long), config)
+            loss.backward()
+            is_known = [v.ndim == 0 and (name in LOSS_SUMS or name.startswith("loss/")) for name, v in sums.items()]
+            if not loss.isfinite() or not all(is_known):
+                raise ValueError(f"it returned {loss.item()} and {sums}")
+            if not mask.any() and (logprobs.grad is None or logprobs.grad.any()):
+                raise ValueError(f"tokens whose mask is 0 get the gradient {logprobs.grad}")
+
+
+def check_advantages(prompts: list[Prompt], config: TrainConfig) -> None:
+    """Try the config's `advantage_fn`, if any, on two prompts with one-token completions, or raise a UserError."""
+    num = config.num_generations
+    completions = [Completion([0], [-1.0], "stop", [Span(0, 0, 1)]) for _ in range(num)]
+    reward = [float(number) for number in range(num)]
+    rewards: Any = [[value] * len(config.reward_funcs) for value in reward]
+    if config.advantage_fn:
+        set_advantages([Group(prompt, completions, [""] * num, rewards, reward) for prompt in prompts[:2]], config)
 
 
 def main(config: TrainConfig) -> None:
@@ -412,6 +461,8 @@ def main(config: TrainConfig) -> None:
         closing(Rollouts(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):
+        if is_main():
+            check_advantages(rollouts.prompts, config)
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = rollouts.config = share_prefixes(policy, config, rollouts.example)
@@ -449,6 +500,7 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
+    sys.modules["train"] = sys.modules["__main__"]  # a recipe that imports `train`, and changes it, changes this module
     cure = "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
     with exits({UserError: "", ServerError: "", torch.OutOfMemoryError: cure}):
         main(parse_args(sys.argv[1:]))

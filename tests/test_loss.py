@@ -2,15 +2,18 @@
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import read, said
+from helpers import ROOT, on_forked_ranks, read, said
 
 from config import TrainConfig, parse_args
 from rollouts.data import Group, Prompt
 from train import (
+    Dealer,
+    check_advantages,
     check_loss,
     compute_advantages,
     grpo_loss,
@@ -123,10 +126,17 @@ def test_grpo_counts_a_completion_whose_first_token_is_masked():
 
 def test_cispo():
     # -sg(clip ρ)·A·logprob; gradient -clip(ρ)·A: -1.2, -.8 (raised from .5), +.8, +2.2
-    loss, gradient, _ = loss_and_gradient(make_config(loss_type="cispo"))
+    loss, gradient, _ = loss_and_gradient(make_config(loss_type="cispo", epsilon=0.2))
     logprobs = [old + math.log(ratio) for old, ratio in zip(OLD, RATIO, strict=True)]
     assert gradient == pytest.approx([-1.2, -0.8, 0.8, 2.2, 0])
     assert loss == pytest.approx(sum(g * x for g, x in zip([-1.2, -0.8, 0.8, 2.2], logprobs, strict=False)))
+
+
+@pytest.mark.parametrize(("fields", "high"), [({}, 1.2), ({"epsilon": 1.5}, 1.5), ({"epsilon_high": 0.3}, 1.3)])
+def test_cispo_has_no_lower_bound_of_its_own(fields, high):
+    _, gradient, sums = loss_and_gradient(make_config(loss_type="cispo", **fields))
+    assert gradient == pytest.approx([-high, -0.5, 0.5, 2.2, 0])  # .5 is not raised; 1 + 1.5 leaves 1.5 as it is
+    assert sums["clip_ratio/low"] == 0
 
 
 def test_epsilon_high():
@@ -152,6 +162,89 @@ def test_sequence_ratio_is_the_geometric_mean():
     loss, gradient, _ = loss_and_gradient(make_config(importance_level="sequence"))
     assert loss == pytest.approx(-2 * s + 0.8 + 2.2)  # the third completion's ratio is its unmasked token's 1.1
     assert gradient == pytest.approx([-s, -s, 0, 2.2, 0])
+
+
+def test_a_token_that_a_correction_masks_gets_no_gradient_of_its_completion():
+    """Each token's gradient is its own at the sequence level, too: with weights 0 and 1 on completion 4, 0 and -s·A."""
+    config, old = make_config(importance_level="sequence"), rows(*OLD)
+    logprobs = (old + rows(*RATIO).log()).requires_grad_()
+    weighted = rows(*ADVANTAGE) * rows(0, 1, 1, 1, 1)
+    grpo_loss(logprobs, old, None, weighted, rows(*MASK), torch.tensor(COMPLETION), config)[0].backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == pytest.approx([0, -math.sqrt(0.75), 0, 2.2, 0])
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
+@pytest.mark.parametrize("gap", [2000.0, -2000.0])
+def test_no_finite_loss_has_a_gradient_that_is_not(level, loss_type, gap):
+    """exp of either gap is infinity or 0, and infinity times a clipped term's 0 would be NaN."""
+    config = make_config(importance_level=level, loss_type=loss_type, beta=0.5, kl_gradient="reverse")
+    old = rows(-1.0, -1.0, -1.0)
+    for advantages in (rows(1, 1, 1), rows(-1, -1, -1)):
+        logprobs = (old + rows(gap, 0, 0)).requires_grad_()
+        args = (advantages, rows(1, 1, 1), torch.tensor([0, 0, 1]), config)
+        loss, _ = grpo_loss(logprobs, old, old, *args)
+        loss.backward()
+        assert logprobs.grad is not None
+        assert loss.isfinite()
+        assert logprobs.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_which_kl_the_gradient_is_of(direction):
+    """Expected over all tokens of a policy, against autograd through the divergence itself."""
+    generator = torch.Generator().manual_seed(0)
+    scores, ref = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
+    scores.requires_grad_()
+    logprobs, ref = scores.log_softmax(-1), ref.log_softmax(-1)
+    divergence = (ref.exp() * (ref - logprobs)) if direction == "forward" else (logprobs.exp() * (logprobs - ref))
+    (wanted,) = torch.autograd.grad(divergence.sum(), scores, retain_graph=True)
+    config = make_config(beta=0.3, kl_gradient=direction)
+    # One completion of each token, which counts as often as the policy draws it; advantages of 0 leave the penalty.
+    got = torch.zeros_like(scores)
+    for token, chance in enumerate(logprobs.exp().tolist()):
+        drawn = logprobs[token, None]
+        args = (rows(0), rows(1), torch.zeros(1, dtype=torch.long), config)
+        loss, _ = grpo_loss(drawn, drawn.detach(), ref[token, None], *args)
+        got += chance * torch.autograd.grad(loss, scores, retain_graph=True)[0]
+    torch.testing.assert_close(got, 0.3 * wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_sequence_weights_give_the_exact_policy_gradient():
+    """Two tokens of a policy over three, all nine completions weighed by how often the server draws them.
+
+    The exact gradient is that of the expected reward. The product of a completion's ratios gives it, each token's own
+    ratio, which leaves out what comes before, does not.
+    """
+    generator = torch.Generator().manual_seed(1)
+    first, second = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((3,), (3, 3)))
+    first.requires_grad_()
+    second.requires_grad_()
+    server = [torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((3,), (3, 3))]
+    reward = torch.randn(3, 3, generator=generator, dtype=torch.float64)
+
+    def chances(begin, follow):
+        return begin.softmax(-1)[:, None] * follow.softmax(-1)
+
+    wanted = torch.autograd.grad((chances(first, second) * reward).sum(), (first, second))
+    drawn, errors = chances(*server), {}
+    for correction in ("sequence", "truncate", "geometric", "none"):
+        cap = {} if correction == "none" else {"correction_cap": 1e9}
+        config = make_config(off_policy_correction=correction, **cap)
+        total = torch.zeros((), dtype=torch.float64)
+        for a in range(3):
+            for b in range(3):
+                logprobs = torch.stack([first.log_softmax(-1)[a], second.log_softmax(-1)[a, b]])
+                sampler = torch.stack([server[0].log_softmax(-1)[a], server[1].log_softmax(-1)[a, b]])
+                old, mask, completion = logprobs.detach(), rows(1, 1), torch.zeros(2, dtype=torch.long)
+                weights = off_policy_weights(old, sampler, mask, completion, config)
+                loss, _ = grpo_loss(logprobs, old, None, reward[a, b] * weights, mask, completion, config)
+                total = total - drawn[a, b] * loss
+        got = torch.autograd.grad(total, (first, second))
+        errors[correction] = max((g - w).abs().max().item() for g, w in zip(got, wanted, strict=True))
+    assert errors.pop("sequence") < 1e-12
+    assert min(errors.values()) > 1e-3
 
 
 def test_kl_is_k3():
@@ -193,10 +286,17 @@ SAMPLER = [old - math.log(w) for old, w in zip(OLD, W, strict=False)] + [-math.i
         ({"off_policy_correction": "mask", "correction_floor": 0.2, "correction_cap": 5.0}, W),
         ({"off_policy_correction": "none"}, [1, 1, 1, 1]),
         ({"old_logprobs": "sampler"}, [1, 1, 1, 1]),
+        # products 1 * 3, 0.25 and 0.8; the mean of the first is sqrt(3)
+        ({"off_policy_correction": "sequence"}, [2, 2, 0.25, 0.8]),
+        ({"off_policy_correction": "sequence", "correction_cap": 5.0}, [3, 3, 0.25, 0.8]),
+        ({"off_policy_correction": "sequence_mask"}, [0, 0, 0, 0.8]),
+        ({"off_policy_correction": "geometric"}, [math.sqrt(3), math.sqrt(3), 0.25, 0.8]),
+        ({"off_policy_correction": "geometric_mask"}, [math.sqrt(3), math.sqrt(3), 0, 0.8]),
     ],
 )
 def test_off_policy_weights(fields, expected):
-    weights = off_policy_weights(rows(*OLD), rows(*SAMPLER), rows(*MASK), make_config(**fields))
+    config = make_config(**fields)
+    weights = off_policy_weights(rows(*OLD), rows(*SAMPLER), rows(*MASK), torch.tensor(COMPLETION), config)
     assert weights[:4].tolist() == pytest.approx(expected)
     assert math.isfinite(weights[4])
 
@@ -206,7 +306,7 @@ def test_the_decoupled_objective():
     config = make_config()
     old = rows(*OLD)
     logprobs = (old + rows(*RATIO).log()).requires_grad_()
-    weights = off_policy_weights(old, rows(*SAMPLER), rows(*MASK), config)
+    weights = off_policy_weights(old, rows(*SAMPLER), rows(*MASK), torch.tensor(COMPLETION), config)
     args = (rows(*ADVANTAGE) * weights, rows(*MASK), torch.tensor(COMPLETION), config)
     loss, _ = grpo_loss(logprobs, old, None, *args)
     loss.backward()
@@ -221,6 +321,8 @@ def test_the_decoupled_objective():
     [
         {},
         {"off_policy_correction": "mask"},
+        {"off_policy_correction": "sequence"},
+        {"off_policy_correction": "geometric_mask"},
         {"off_policy_correction": "none"},
         {"old_logprobs": "sampler"},
         {"old_logprobs": "sampler", "delta": 4.0},
@@ -232,7 +334,7 @@ def test_on_policy_all_corrections_are_the_same(loss_type, fields):
     config = make_config(loss_type=loss_type, **fields)
     old = rows(*OLD)
     logprobs = old.clone().requires_grad_()
-    weights = off_policy_weights(old, old, rows(*MASK), config)
+    weights = off_policy_weights(old, old, rows(*MASK), torch.tensor(COMPLETION), config)
     args = (rows(*ADVANTAGE) * weights, rows(*MASK), torch.tensor(COMPLETION), config)
     grpo_loss(logprobs, old, None, *args)[0].backward()
     assert logprobs.grad is not None
@@ -309,8 +411,63 @@ def test_a_loss_of_ones_own(models, recipe, tmp_path):
         (lambda logprobs, old, ref, *_: ((logprobs - ref).sum(), {}), "TypeError: "),
         (lambda logprobs: logprobs.sum(), "TypeError: "),
         (lambda logprobs, *_: ((logprobs + 1).log().sum(), {}), "it returned -inf"),
+        (lambda logprobs, *_: (logprobs.sum(), {}), "tokens whose mask is 0 get the gradient tensor"),
+        (lambda *a: ((a[0] * a[4]).sum() / a[4].sum(), {}), "it returned nan"),
+        (lambda *a: ((1 + a[0]).sqrt().where(a[4] > 0, 0.0).sum(), {}), "tokens whose mask is 0 get the gradient"),
     ],
 )
 def test_a_loss_that_is_none(loss_fn, reason):
     with pytest.raises(ValueError, match=rf"loss_fn must return \(a finite scalar .*\): {reason}"):
         check_loss(make_config(loss_fn=loss_fn))
+
+
+# -- advantages of one's own -------------------------------------------------------------------------------------------
+
+
+def first_minus_rest(rewards, groups):
+    """Needs the whole batch: a reward less the batch's mean; of the group only its prompt's row is read."""
+    assert len(groups) == len(rewards)
+    return rewards - rewards.nanmean() + groups[0].prompt.index
+
+
+def scored(*rewards):
+    return [Group(Prompt(0, [5], "", {}), reward=list(reward)) for reward in rewards]
+
+
+def test_advantages_of_ones_own():
+    config = make_config(advantage_fn=first_minus_rest, num_generations=2)
+    groups = scored([1.0, 2.0], [NAN, 6.0])
+    set_advantages(groups, config)
+    assert [group.advantages for group in groups] == [[-2.0, -1.0], [0.0, 3.0]]
+    assert Dealer(1, config).missing_tokens() == math.inf
+    check_advantages([group.prompt for group in groups], config)
+    check_advantages([groups[0].prompt], make_config())
+
+
+@pytest.mark.parametrize(
+    ("advantage_fn", "reason"),
+    [
+        (lambda rewards: rewards, "TypeError: "),
+        (lambda rewards, groups: rewards.tolist(), "AttributeError: "),
+        (lambda rewards, groups: rewards.mean(1), "RuntimeError: |it returned "),
+        (lambda rewards, groups: rewards / 0, "it returned tensor"),
+        (lambda rewards, groups: rewards.std(5), "IndexError: "),
+    ],
+)
+def test_advantages_that_are_none(advantage_fn, reason):
+    with pytest.raises(ValueError, match=rf"advantage_fn must return finite numbers \[2, 8\]: ({reason})"):
+        check_advantages([Prompt(0, [5], "", {}), Prompt(1, [5], "", {})], make_config(advantage_fn=advantage_fn))
+
+
+def test_a_recipe_can_change_what_train_defines(models, recipe, tmp_path):
+    """`train.py` runs as `__main__`: a recipe that imports `train` must not get a second copy of it."""
+    with fake_server(models["untied"], lambda ids, number: (said(ids, number), 0.0)) as one:
+        path = recipe(one)
+        Path(path).write_text(
+            Path(path).read_text() + "\nimport train\ntrain.compute_advantages = lambda r, scale: 0 * r\n"
+        )
+        done = on_forked_ranks(0, ROOT / "train.py", path, "--max_steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (metrics,) = read(tmp_path, "metrics")
+    assert metrics["reward_std"] > 0
+    assert metrics["grad_norm"] == 0
