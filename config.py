@@ -103,10 +103,14 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Configuration (subset) of a `datasets` name. Where `eval_dataset_id` is the same name, it has this one, too."""
     dataset_split: str = "train"
     """Split of a `datasets` name."""
-    eval_dataset_id: str | Callable[[], Any] | None = None
-    """Held-out problems, given as `dataset_id` is; None evaluates nothing."""
+    eval_dataset_id: str | Callable[[], Any] | dict[str, str | Callable[[], Any]] | None = None
+    """Held-out problems, given as `dataset_id` is, or several sets by name; None evaluates nothing."""
     eval_dataset_split: str = "test"
     """Split of `eval_dataset_id` where it is a `datasets` name."""
+    eval_generations: OneOrMore = 1
+    """Completions per held-out problem: `eval/reward` is their mean, `eval/pass@k` that of the best of k."""
+    eval_temperature: NotNegative = 0.0
+    """Sampling temperature of evaluations; 0 is greedy."""
     collate_fn: Function | None = None
     """Turns the list of all rows into rows with a `prompt` before anything else, for data of another shape."""
     extra_columns: Values[str] | None = None
@@ -131,6 +135,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Further parameters of vLLM, as `{"top_p": 0.9}`; what bends the distribution acts as `top_k` does."""
     rollout_fn: Function | None = None
     """`f(server, prompt, sampling) -> completions` in place of `server.generate`: see `recipes/tool_calculator.py`."""
+    replay: str | None = None
+    """`output_dir` of an earlier run with `save_rollouts`: train on its completions, in their order, with no server."""
     max_staleness: ZeroOrMore = 1
     """Policy versions that a completion's oldest token may lie behind the policy that it trains; 0 is synchronous."""
     stale_policy: Literal["wait", "drop"] = "wait"
@@ -150,7 +156,10 @@ class TrainConfig(metaclass=_OneLineErrors):
     server_timeout: NotNegative = 600.0
     """Seconds to wait at the start until all servers answer, and later, when all are lost, until one is back."""
     max_logprob_mismatch: Positive = 0.1
-    """Mean |trainer - server| log-prob (nats) on the probe after the first weight sync above which the run stops."""
+    """Mean |trainer - server| log-prob (nats) on tokens of the current policy above which a server is left out; at the
+    start, on a probe after the first weight sync, the run stops."""
+    probe_steps: OneOrMore = 20
+    """Steps after which a server that sampled too little with the current policy to be compared is probed again."""
 
     # -- loss ----------------------------------------------------------------------------------------------------
     reward_funcs: Values[Function]
@@ -194,6 +203,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Lower bound on w, for the masks."""
     beta: NotNegative = 0.0
     """Weight of the KL penalty (k3) to the reference; 0 keeps no reference model."""
+    reference_id: str | None = None
+    """Model behind `ref_logprobs`, of the same vocabulary, as a teacher; None: the initial policy."""
     kl_gradient: Literal["forward", "reverse"] = "forward"
     """forward: that of k3, KL(reference || policy), as DeepSeekMath has it. reverse: times the ratio, as TRL has it."""
     num_iterations: OneOrMore = 1
@@ -248,6 +259,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Groups of each step whose completions go into `completions.jsonl`: the first that were begun; None logs all."""
     log_completions_steps: ZeroOrMore = 0
     """Steps between printed tables of sampled completions; 0 prints none."""
+    save_rollouts: bool = False
+    """Write all that is trained to `rollouts.jsonl`, for `replay`: about 12 bytes a token."""
     eval_steps: ZeroOrMore = 0
     """Steps between evaluations, beside the first and the last; 0 evaluates only before and after."""
     use_wandb: bool = False
@@ -282,19 +295,25 @@ class TrainConfig(metaclass=_OneLineErrors):
             (self.clip_low >= 1 and self.loss_type != "cispo", "epsilon must be below 1, but for loss_type=cispo"),
             (self.delta and self.delta <= 1 + self.clip_high, "delta must exceed 1 + epsilon_high"),
             (self.push_to_hub and not self.hub_repo_id, "push_to_hub needs hub_repo_id (user/name)"),
+            (
+                self.replay and Path(self.replay).resolve() == Path(self.output_dir).resolve(),
+                "replay must be another folder than output_dir",
+            ),
             (taken, f"sampling_params may not set {taken}: use the fields of TrainConfig"),
         ):
             if is_wrong:
                 raise UserError(message)
-        sources, files = (self.dataset_id, self.eval_dataset_id), (".jsonl", ".parquet")
-        is_name, eval_is_name = (isinstance(source, str) and not source.endswith(files) for source in sources)
+        files = (".jsonl", ".parquet")
+        is_name = isinstance(self.dataset_id, str) and not self.dataset_id.endswith(files)
+        eval_is_name = any(isinstance(s, str) and not s.endswith(files) for s in self.eval_sets.values())
         changed = changed_fields(self)
         for fields, has_effect, condition in (
             ("lora_rank lora_alpha lora_dropout lora_target_modules", self.use_peft, "without use_peft"),
             ("log_completions_steps", self.logged_groups != 0, "with logged_groups=0"),
             ("wandb_project", self.use_wandb, "without use_wandb"),
             ("hub_repo_id hub_private", self.push_to_hub, "without push_to_hub"),
-            ("eval_steps", self.eval_dataset_id, "without eval_dataset_id"),
+            ("eval_steps eval_generations eval_temperature", self.eval_sets, "without eval_dataset_id"),
+            ("eval_generations", self.eval_temperature, "with eval_temperature=0: all of them would be the same"),
             ("eval_dataset_split", eval_is_name, "unless eval_dataset_id is the name of a data set"),
             ("dataset_config dataset_split", is_name, "unless dataset_id is the name of a data set"),
             ("stale_policy inflight_updates", self.max_staleness, "without max_staleness"),
@@ -303,6 +322,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             ("correction_cap", self.off_policy_correction != "none", "with off_policy_correction=none"),
             ("correction_floor", masks, "without off_policy_correction=mask"),
             ("kl_gradient", self.beta, "without beta"),
+            ("reference_id", self.beta or self.loss_fn, "without beta or a loss_fn that uses it"),
             ("scale_rewards", self.advantage_fn is None, "with advantage_fn"),
             ("fsdp_bf16 fsdp_offload fsdp_shard_size", self.use_fsdp, "without use_fsdp"),
             ("num_epochs", self.max_steps is None, "beside max_steps, which --max_steps none unsets"),
@@ -330,9 +350,15 @@ class TrainConfig(metaclass=_OneLineErrors):
         return self.scale_rewards == "batch" or self.advantage_fn is not None
 
     @property
+    def eval_sets(self) -> dict[str, Any]:
+        """Held-out data sets by name; a single one has the name ""."""
+        given = self.eval_dataset_id
+        return given if isinstance(given, dict) else {"": given} if given else {}
+
+    @property
     def has_reference(self) -> bool:
         """Whether the loss gets log-probs of a reference."""
-        return self.beta > 0
+        return self.beta > 0 or self.reference_id is not None
 
     @property
     def updates_per_batch(self) -> int:
@@ -350,12 +376,17 @@ def changed_fields(config: TrainConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
 
 
+def bending(config: TrainConfig) -> list[str]:
+    """The settings by which tokens are not drawn from the policy itself."""
+    return sorted(_BENDING & {*changed_fields(config), *(config.sampling_params or {})})
+
+
 def describe(config: TrainConfig) -> str:
     """What differs from the defaults, one line per field, and warnings."""
     changed = changed_fields(config)
     lines = [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
-    if bending := ", ".join(sorted(_BENDING & {*changed, *(config.sampling_params or {})})):
-        lines.append(f"warning: {bending}: tokens are not drawn from the policy itself; ratios are then inexact")
+    if names := ", ".join(bending(config)):
+        lines.append(f"warning: {names}: tokens are not drawn from the policy itself; ratios are then inexact")
     idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed.keys()))
     if idle and config.old_logprobs == "trainer" and config.updates_per_batch == 1:
         lines.append(f"warning: {idle} without effect: all ratios are 1 with one update per batch")
@@ -412,7 +443,8 @@ def _parsed(text: str, hint: Any, recipe: ModuleType | None) -> Any:
         text = text.lstrip(".")  # there is no relative import
         return text if "." in text or not recipe else f"{recipe.__name__}.{text}"
     if origin in (Annotated, Union, UnionType):
-        return _parsed(text, args[0], recipe)  # str, or the only type beside None
+        takes_dict = text.startswith("{") and any(get_origin(arg) is dict for arg in args)
+        return _parsed(text, dict if takes_dict else args[0], recipe)  # str, or the only type beside None
     parsers: dict[Any, Any] = {int: int, float: float, bool: lambda word: json.loads(word.lower()), dict: json.loads}
     with suppress(ValueError):
         if origin is list:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from config import TrainConfig, UserError, parse_args
 from prefix_attention import PackedBatch, pack
 from rollouts.data import Prompt, joined_images, naming
+from rollouts.replay import Replay
 from rollouts.stream import Group, Rollouts
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
 from training.logs import RunLog, TokenSums
@@ -205,12 +206,14 @@ class MicroBatch:
     advantages: Tensor
     mask: Tensor  # 1 on tokens that train, 0 elsewhere
     sampler_logprobs: Tensor  # nats, the server's
+    servers: Tensor  # int16: 1 + the server's number on tokens of the policy that is trained, 0 on those of older ones
     images: dict[str, Tensor] = field(default_factory=dict)  # those of the row's prompts, from `joined_images`
     old_logprobs: Tensor | None = None  # nats, the policy's before the first of several updates, on its device
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        moved = {name: getattr(self, name).to(device) for name in ("packed", "advantages", "mask", "sampler_logprobs")}
+        names = ("packed", "advantages", "mask", "sampler_logprobs", "servers")
+        moved = {name: getattr(self, name).to(device) for name in names}
         return replace(self, **moved, images={name: value.to(device) for name, value in self.images.items()})
 
 
@@ -247,12 +250,17 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     trains = torch.tensor(trained_lengths(groups, config)) > 0
     mask = (trains.repeat_interleave(sizes) & torch.cat([c.loss_mask for c in completions])).float()
     sampler_logprobs = torch.cat([c.sampler_logprobs for c in completions])
+    starts = torch.tensor([c.start_of(group.trained_version) for group in groups for c in group.completions])
+    numbers = [number for group in groups for _ in group.completions for number in (0, 1 + group.server)]
+    sizes_by_age = torch.stack([starts, sizes - starts], 1).flatten()
+    servers = torch.tensor(numbers, dtype=torch.int16).repeat_interleave(sizes_by_age)
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     batches = []
     shares_prompts = row_layout(groups, config).shares_prompts
     for row in pack(pairs, max_tokens, share_prefix=shares_prompts, padded=not config.share_prefix):
         images = joined_images([groups[number].prompt for number in row.prompts])
-        batches.append(MicroBatch(row, advantages[row.index], mask[row.index], sampler_logprobs[row.index], images))
+        of_row = (values[row.index] for values in (advantages, mask, sampler_logprobs, servers))
+        batches.append(MicroBatch(row, *of_row, images))  # type: ignore[arg-type,call-arg]
     return batches
 
 
@@ -328,7 +336,7 @@ class Dealer:
         return [Share(of_rank, normalizer) for of_rank in dealt]
 
 
-def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
+def arriving_shares(rollouts: Rollouts | Replay, config: TrainConfig) -> Iterator[Share]:
     """This rank's shares of the next batch, each as soon as its groups have come. Collective: every rank iterates."""
     dealer = Dealer(dist.get_world_size(), config)
     is_complete = False
@@ -356,8 +364,8 @@ def set_old_logprobs(shares: list[Share], policy: nn.Module, config: TrainConfig
 def train_batch(
     policy: nn.Module, reference: Callable[..., Tensor] | None, optimizer: Any, scheduler: Any,
     shares: Iterable[Share], config: TrainConfig, device: torch.device,
-) -> dict[str, float]:  # fmt: skip
-    """Every optimizer update on one batch; returns its metrics. Collective: every rank calls it with its shares.
+) -> tuple[dict[str, float], dict[int, float]]:  # fmt: skip
+    """Every optimizer update on one batch; returns `TokenSums.metrics`, with more. Collective, with each rank's shares.
 
     A batch with one update trains as it arrives; several need the log-probs before the first, so it is collected.
     """
@@ -384,17 +392,18 @@ def train_batch(
                 )
                 loss.backward()
                 loss_sum += loss.detach()
-                token_sums.add(loss_sums, entropy, trainer_logprobs, micro.sampler_logprobs, micro.mask)
+                token_sums.add(loss_sums, entropy, trainer_logprobs, micro.sampler_logprobs, micro.mask, micro.servers)
             if share.normalizer is not None:
                 norms.append(optimizer_step(policy, optimizer, scheduler, share.normalizer, config))
                 token_sums.totals["loss"] += loss_sum / share.normalizer / config.updates_per_batch
                 loss_sum = torch.zeros((), device=device)
+    metrics, gaps = token_sums.metrics()
     return {
         "grad_norm": sum(norms) / len(norms),
         "skipped_steps": float(sum(not math.isfinite(norm) for norm in norms)),
         "learning_rate": learning_rate,
-        **token_sums.metrics(),
-    }
+        **metrics,
+    }, gaps
 
 
 def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
@@ -458,7 +467,7 @@ def main(config: TrainConfig) -> None:
     with (
         process_group(config.collective_timeout) as device,
         locked(Path(config.output_dir)),
-        closing(Rollouts(config, device, resumed)) as rollouts,
+        closing((Replay if config.replay else Rollouts)(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):
         if is_main():
@@ -473,7 +482,8 @@ def main(config: TrainConfig) -> None:
         with closing(RunLog(config, rollouts.num_steps, resumed)) as log, suppress(Stopped):
             rollouts.publish(policy, step)
             if step == 0:
-                log.step(0, rollouts.evaluate(0))
+                evaluated, held_out = rollouts.evaluate(0)
+                log.step(0, evaluated, held_out=held_out)
             # `publish` lets groups be sampled and scored, in threads; `arriving_shares` takes, weighs and packs them.
             while step < rollouts.num_steps and num_skipped < config.max_skipped_steps:
                 # Seed dropout per step, so that a resumed run repeats it.
@@ -482,13 +492,15 @@ def main(config: TrainConfig) -> None:
                 with timed("time/step_s", metrics):
                     with timed("time/train_s", metrics):
                         shares = arriving_shares(rollouts, config)
-                        metrics |= train_batch(policy, reference, optimizer, scheduler, shares, config, device)
+                        trained, gaps = train_batch(policy, reference, optimizer, scheduler, shares, config, device)
+                    rollouts.check(gaps)
                     batch = rollouts.end_batch()
                     step += 1
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, step)
-                num_skipped = num_skipped + 1 if metrics["skipped_steps"] == config.updates_per_batch else 0
-                log.step(step, metrics | rollouts.evaluate(step), batch)
+                num_skipped = num_skipped + 1 if trained["skipped_steps"] == config.updates_per_batch else 0
+                evaluated, held_out = rollouts.evaluate(step)
+                log.step(step, metrics | trained | evaluated, batch, held_out)
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())
         checkpoints.finish(step, rollouts.state() | log.state(), is_last=step == rollouts.num_steps)

@@ -15,10 +15,10 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache, partial
-from itertools import chain
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -35,7 +35,9 @@ from utils import VLLM_VERSION, TransferGroup, address_towards, api_token, bucke
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 PROBE_S = 1.0  # between questions to a lost server
+MAX_SERVERS = 1024  # that are told apart by their numbers
 RETRY_S = 30.0  # before a server that answered, and could not be used, is tried again
+_numbers = count()
 TRAINER = uuid.uuid4().hex  # names this process to servers, which take the weights of one trainer at a time
 
 
@@ -64,6 +66,7 @@ class Completion:
     finish_reason: str  # `stop` (the completion ended by itself) or `length` (it was cut off)
     weight_versions: list[Span]  # the tokens that were sampled, by policy version
     loss_mask: Any = None  # [n] bool, False on tokens that an environment wrote; all True where it is not given
+    info: dict[str, Any] = field(default_factory=dict)  # what an environment knows: columns for the rewards, by name
 
     def __post_init__(self) -> None:
         num = len(self.token_ids)
@@ -84,6 +87,10 @@ class Completion:
         """How many of its tokens were sampled."""
         return sum(end - start for _, start, end in self.weight_versions)
 
+    def start_of(self, version: int) -> int:
+        """Where the tokens begin that this policy version, its last, sampled; the length where it sampled none."""
+        return next((span.start for span in self.weight_versions if span.version == version), len(self.token_ids))
+
     def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
         """Join this turn, the environment's answer and the policy's next turn; nothing is tokenized again."""
         num, start = len(environment_ids), len(self.token_ids) + len(environment_ids)
@@ -94,6 +101,7 @@ class Completion:
             reply.finish_reason,
             [*self.weight_versions, *moved],
             torch.cat([self.loss_mask, torch.zeros(num, dtype=torch.bool), reply.loss_mask]),
+            self.info | reply.info,
         )
 
 
@@ -164,6 +172,8 @@ class Server:
 
     def __init__(self, url: str, timeout_s: float, tokenizer: Any = None, forbidden: Sequence[int] = ()):
         self.url, self.timeout_s = url.rstrip("/"), timeout_s
+        self.number = next(_numbers) % MAX_SERVERS
+        self.proved_version = -1  # the last under which its log-probs were found to agree with the trainer's
         self.tokenizer, self.forbidden = tokenizer, forbidden  # tokens that are never sampled
         self.is_connected = self.has_weights = self.was_ours = False
         self.retry_s = 0.0  # when a lost server may be tried again, on the monotonic clock

@@ -107,7 +107,7 @@ def make_policy(model: str, config: TrainConfig, device: torch.device) -> Any:
 def micro_batch(row: PackedBatch) -> MicroBatch:
     """A row with advantages of both signs."""
     ones = torch.ones(len(row.targets))
-    return MicroBatch(row, ones - 2 * (row.index % 2), ones, -ones)
+    return MicroBatch(row, ones - 2 * (row.index % 2), ones, -ones, torch.ones(len(ones), dtype=torch.int16))
 
 
 def sequence(num_tokens: int, vocab: int, seed: int) -> MicroBatch:
@@ -150,7 +150,7 @@ def measure(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
     metrics: dict[str, float] = {}
 
     def step() -> None:
-        metrics.update(train_batch(policy, None, optimizer, scheduler, [Share(rows, 1.0)], config, device))
+        metrics.update(train_batch(policy, None, optimizer, scheduler, [Share(rows, 1.0)], config, device)[0])
 
     step()
     reset_peak(device)

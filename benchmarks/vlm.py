@@ -75,7 +75,7 @@ def measure(share_prefix: bool, num_prompts: int, length: int) -> dict[str, Any]
         for _ in range(1 + REPEATS):
             images, started = 0, time.perf_counter()
             (shares,) = Dealer(1, config).deal(groups, is_complete=True)
-            metrics = train_batch(policy, None, optimizer, scheduler, shares, config, device)
+            metrics, _ = train_batch(policy, None, optimizer, scheduler, shares, config, device)
             times.append(time.perf_counter() - started)
         peak = memory_mb(device, "VmHWM") - before
     return {"seconds": median(times[1:]), "memory_mb": peak, "images_forwarded": images, "loss": metrics["loss"]}

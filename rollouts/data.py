@@ -53,6 +53,9 @@ class Group:
     id: int = 0  # its place in the order of admission
     started_version: int = -1  # the policy version when its request was sent, -1 before
     finished_version: int = 0  # the policy version when its rewards were known
+    trained_version: int = -1  # the policy version that it trains, -1 before
+    server: int = 0  # the number of the server that sampled it
+    part: int = 0  # which of its batch's parts it came with, as `Rollouts.take` gives them
     started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0
@@ -87,7 +90,7 @@ class Batch:
 
 def load_processor(config: TrainConfig) -> Any:
     """The processor of `model_id`, which takes text and images; its tokenizer where it has no other."""
-    from transformers import AutoProcessor
+    from transformers import AutoProcessor, AutoTokenizer
 
     given, folder = config.processor_kwargs or {}, Path(config.model_id)
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
@@ -103,6 +106,11 @@ def load_processor(config: TrainConfig) -> Any:
     known = {*inspect.signature(type(processor)).parameters, *(get_type_hints(of_images) if of_images else ())}
     if unknown := sorted(set(given) - known):
         raise UserError(f"processor_kwargs: the processor takes no {unknown[0]}, but {', '.join(sorted(known))}")
+    if config.reference_id:
+        with naming(f"reference_id={config.reference_id}"):
+            theirs = AutoTokenizer.from_pretrained(config.reference_id, trust_remote_code=config.trust_remote_code)
+            if theirs.get_vocab() != tokenizer_of(processor).get_vocab():
+                raise ValueError("its vocabulary is not that of model_id")
     return processor
 
 

@@ -26,7 +26,8 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
         names = ["prompts", "completions", "completion_ids", *columns]
         with naming(f"reward {function.__name__} on dataset row {row}, which gives it {', '.join(names)}"):
             for called in getattr(function, "functions", [function]):  # those that `best_of` calls
-                inspect.signature(called).bind(**dict.fromkeys(names))
+                signature = inspect.signature(called)  # what else it wants, a rollout's `info` may have
+                (signature.bind_partial if config.rollout_fn else signature.bind)(**dict.fromkeys(names))
         with naming(f"reward {function.__name__} cannot be sent to a worker (open clients inside it)"):
             cloudpickle.dumps(function)
 
@@ -39,6 +40,24 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
         given = [value for group in groups for row in group.rewards if (value := row[number]) is not None]
         means[f"rewards/{function.__name__}"] = sum(given) / len(given) if given else math.nan
     return means
+
+
+def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:
+    """`reward` and `rewards/<function>`: means; `accuracy`: the share of completions with a reward of at least 1.
+
+    Of n = `eval_generations` completions a problem, c of them right, `pass@k` is the mean of 1 - C(n-c, k) / C(n, k)
+    (arXiv:2107.03374), unbiased, for k = 2, 4, ... and n. Completions without a reward count in none of them.
+    """
+    valid = [[reward for reward in group.reward if not math.isnan(reward)] for group in groups]
+    numbers = [(len(rewards), sum(reward >= 1 for reward in rewards)) for rewards in valid]
+    num = sum(n for n, _ in numbers)
+    values = {"reward": sum(map(sum, valid)) / num if num else math.nan, **reward_means(groups, config)}
+    values["accuracy"] = sum(c for _, c in numbers) / num if num else math.nan
+    most = config.eval_generations
+    for k in sorted({*(2**power for power in range(1, most.bit_length())), most} - {1}):
+        chances = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in numbers if n >= k]
+        values[f"pass@{k}"] = sum(chances) / len(chances) if chances else math.nan
+    return values
 
 
 class Scorer:
@@ -70,6 +89,10 @@ class Scorer:
         where = f"reward {function.__name__} on dataset row {group.prompt.index}"
         arguments = {"prompts": [group.prompt.content] * num, "completions": group.texts, "completion_ids": ids}
         arguments |= {column: [value] * num for column, value in group.prompt.columns.items()}
+        names = dict.fromkeys(name for completion in group.completions for name in completion.info)
+        if taken := names.keys() & arguments.keys():
+            raise UserError(f"rollout_fn on dataset row {group.prompt.index}: info has the column {taken.pop()}")
+        arguments |= {name: [completion.info.get(name) for completion in group.completions] for name in names}
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:

@@ -15,15 +15,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from config import TrainConfig, UserError, describe
+from config import TrainConfig, UserError, bending, describe
 from prefix_attention import pack
 from rollouts import data
 from rollouts.data import Batch, Group, Prompt
-from rollouts.scoring import Scorer, check_rewards, reward_means
+from rollouts.scoring import Scorer, check_rewards, held_out_metrics
 from training.model import load_model_config, published_weights, token_logprobs
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
 
+MISMATCH = (
+    "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model otherwise, or takes "
+    "no new weights for a part of it (as gpt-oss's experts); compare its --dtype and, for images, "
+    "--mm-processor-kwargs, or raise max_logprob_mismatch"
+)
 MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server or a reward
 
 
@@ -54,6 +59,7 @@ def sample_group(
     while not group.completions:
         with client.lease() as server:
             group.started_version, group.started_s = client.version, time.monotonic()
+            group.server = server.number
             try:
                 completions = _ask(server, group.prompt, sampling, config)
             except ServerLost as error:
@@ -136,6 +142,7 @@ class GroupStream:
                 assert self.version - group.oldest_version <= self.config.max_staleness
                 self._ready.remove(group)
                 self._batch.groups.append(group)
+                group.trained_version = self.version
                 self._told_s = time.monotonic()
             elif self._running and time.monotonic() > self._told_s + 60:
                 self._told_s = time.monotonic()
@@ -237,6 +244,7 @@ class Rollouts:
         self.processor: Any = None  # the model's, on rank 0
         self.policy: Any = None  # the one that was published last, as `version`
         self.version = -1
+        self._part = 0  # how many parts of the batch under way were taken
         self.gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         # Of the run; the shortest prompt with images, processed (None in a run without); what servers are probed with.
         self.num_steps, self.example, self.probe_prompt = broadcast_object(self._open(resumed) if is_main() else None)
@@ -250,10 +258,10 @@ class Rollouts:
         self.client = VLLMClient(config, tokenizer, data.placeholder_ids(load_model_config(config)[0]))
         prompts = self._load(config.dataset_id, config.dataset_split)
         with data.naming("eval_dataset_id"):
-            held_out = self._load(config.eval_dataset_id, config.eval_dataset_split)
+            held_out = {name: self._load(s, config.eval_dataset_split) for name, s in config.eval_sets.items()}
         max_prompt_len = min(self.client.wait_until_ready(), config.max_tokens_per_gpu) - config.max_completion_len
         self.prompts = data.leave_out_long(prompts, max_prompt_len, config)
-        self.held_out = data.leave_out_long(held_out, max_prompt_len, config)
+        self.held_out = {n: data.leave_out_long(of_set, max_prompt_len, config) for n, of_set in held_out.items()}
         self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
         if resumed and resumed["prompts"] != self.fingerprint:
             cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"
@@ -272,7 +280,7 @@ class Rollouts:
         return num_steps, example, example or self.prompts[0]
 
     def _load(self, source: Any, split: str) -> list[Prompt]:
-        prompts = data.load_prompts(source, split, self.processor, self.config) if source else []
+        prompts = data.load_prompts(source, split, self.processor, self.config)
         check_rewards(prompts, self.config)
         return prompts
 
@@ -292,11 +300,13 @@ class Rollouts:
             if (group := self.stream.take()) is None:
                 return None
             groups.append(group)
+            group.part = self._part
             num_tokens -= group.row_sizes[0 if self.config.share_prefix else 2]
             if self.stream.missing == 0:
                 return "complete"
             return "enough" if num_tokens <= 0 else None
 
+        self._part += 1
         started_s = time.monotonic()
         word = self._lead(look)
         self.waited_s += time.monotonic() - started_s
@@ -328,7 +338,7 @@ class Rollouts:
         """What was trained and dropped, with metrics of the queues, waits and rates; empty on ranks other than 0."""
         if not is_main():
             return Batch()
-        batch = self.stream.end_batch()
+        batch, self._part = self.stream.end_batch(), 0
         if all(math.isnan(reward) for group in batch.groups for reward in group.reward):
             self.failure = UserError("no reward function gave any completion of this batch a number: nothing to learn")
         num_tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in batch.groups for c in g.completions)
@@ -354,20 +364,23 @@ class Rollouts:
             self.sampled_before = self.stream.num_sampled_tokens
             self.client.idle_seconds()
 
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Greedy held-out rewards where they are due: `eval/reward`, and `eval/accuracy` where all are 0 or 1.
+    def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
+        """Metrics of the held-out sets where they are due, `eval/...` of all and `eval/<set>/...`; and groups, by set.
 
-        Also `eval/rewards/<function>`. Collective. Empty on ranks other than 0, and where the run is told to end.
+        Collective. Empty on ranks other than 0, and where the run is told to end.
         """
         config = self.config
         is_due = step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
-        if not (config.eval_dataset_id and is_due):
-            return {}
-        groups = [Group(prompt) for prompt in self.held_out] if is_main() else []
+        if not (config.eval_sets and is_due):
+            return {}, {}
+        held_out = self.held_out if is_main() else {}
+        sets = {name: [Group(p, id=number) for number, p in enumerate(of_set)] for name, of_set in held_out.items()}
+        groups = [group for of_set in sets.values() for group in of_set]
         values: dict[str, float] = {}
         with timed("time/eval_s", values):
             pool = ThreadPoolExecutor(MAX_GROUPS)
-            answers = [pool.submit(self._fill, group, n=1, temperature=0.0) for group in groups]
+            sampling = {"n": config.eval_generations, "temperature": config.eval_temperature}
+            answers = [pool.submit(self._fill, group, **sampling) for group in groups]
 
             def look() -> str | None:
                 done, running = wait(answers, 1, FIRST_EXCEPTION)
@@ -379,18 +392,28 @@ class Rollouts:
             pool.shutdown(wait=False, cancel_futures=True)
         self._restart_clocks()
         if word == "stop" or not is_main():
-            return {}
-        rewards = torch.tensor([group.reward for group in groups])
-        values["eval/reward"] = rewards.nanmean().item()
-        values |= {f"eval/{name}": value for name, value in reward_means(groups, config).items()}
-        if {0.0, 1.0} >= set(rewards[~rewards.isnan()].tolist()) > set():
-            values["eval/accuracy"] = values["eval/reward"]
-        return values
+            return {}, {}
+        for name, of_set in {
+            "eval": groups,
+            **{f"eval/{name}": of_set for name, of_set in sets.items() if name},
+        }.items():
+            values |= {f"{name}/{metric}": value for metric, value in held_out_metrics(of_set, config).items()}
+        return values, sets
+
+    def check(self, gaps: dict[int, float]) -> None:
+        """Leave out servers whose tokens of the policy that was trained differ: `gaps`, nats a token, by number."""
+        for server in self.client.servers if is_main() and not bending(self.config) else ():
+            gap = gaps.get(server.number, math.nan)
+            if gap <= self.config.max_logprob_mismatch:
+                server.proved_version = self.version
+            elif gap > self.config.max_logprob_mismatch:
+                self.client.lose(server, ServerLost(MISMATCH.format(gap)))
 
     def publish(self, policy: nn.Module, version: int) -> None:
         """Send the policy to every server as `version`, which lets sampling go on. Collective.
 
         A server, whose weights were zero, serves once its log-probs on a probe agree; if not at first, a ServerError.
+        One of which no tokens have proved that for `probe_steps` is probed again.
         """
         is_first = self.policy is None
         self.policy, self.version = policy, version
@@ -402,7 +425,9 @@ class Rollouts:
             if is_main():
                 self.stream.advance_to(version)
         if not is_first:
-            self._prove(returned)
+            serving = [server for server in self.client.servers if server.has_weights] if is_main() else []
+            due = [server for server in serving if version - server.proved_version >= self.config.probe_steps]
+            self._prove(returned + due)
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers; returns those on rank 0 that waited for it and have it now. Collective."""
@@ -425,8 +450,10 @@ class Rollouts:
             raise ServerError("; ".join(faults))
         for server, reason in zip(servers, reasons, strict=False):  # there are servers on rank 0 alone
             if reason:
-                self.client.keep_out(server, reason)
-            else:
+                (self.client.lose if server.has_weights else self.client.keep_out)(server, ServerLost(reason))
+                continue
+            server.proved_version = self.version
+            if not server.has_weights:
                 self.client.admit(server)
 
     def _probe(self, server: Server) -> tuple[str, list[Completion], str]:
@@ -451,9 +478,7 @@ class Rollouts:
         mismatch = (logprobs.cpu() - sampler_logprobs).abs().mean().item()
         if mismatch <= self.config.max_logprob_mismatch:
             return ""
-        cause = "vLLM computes this model otherwise, or takes no new weights for a part of it (as gpt-oss's experts)"
-        cure = "compare its --dtype and, for images, --mm-processor-kwargs, or raise max_logprob_mismatch"
-        return f"and the trainer differ by {mismatch:.3g} nats a token after the weight sync: {cause}; {cure}"
+        return MISMATCH.format(mismatch)
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on after the last whole step; empty on ranks other than 0."""

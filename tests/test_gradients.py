@@ -506,7 +506,7 @@ def test_several_updates_on_one_batch(models, device):
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     batch = dealt(make_groups(), ADVANTAGES, 1, config)[0]
     reference = build_reference(policy, config, device)
-    metrics = train_batch(policy, reference, optimizer, scheduler, batch, config, device)
+    metrics, _ = train_batch(policy, reference, optimizer, scheduler, batch, config, device)
 
     model = make_policy(config, device)
     steps = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)

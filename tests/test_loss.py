@@ -22,6 +22,7 @@ from train import (
     off_policy_weights,
     set_advantages,
 )
+from training import logs
 from training.logs import TokenSums
 from utils import process_group
 
@@ -342,7 +343,7 @@ def test_on_policy_all_corrections_are_the_same(loss_type, fields):
     assert logprobs.grad.tolist() == pytest.approx([-a * w for a, w in zip(ADVANTAGE, share, strict=True)])
 
 
-def test_mismatch_of_trainer_and_server():
+def test_mismatch_of_trainer_and_server(monkeypatch):
     # gaps 0, ln 3, -ln 4, ln .8; k3(x) = e^x - x - 1; ESS = (Σw)² / 4Σw²; 4 tokens train, in two micro-batches
     gaps = [math.log(w) for w in W]
     with process_group(60) as device:
@@ -350,8 +351,16 @@ def test_mismatch_of_trainer_and_server():
         for part in (slice(0, 3), slice(3, 5)):
             entropy = torch.full_like(rows(*OLD[part]), 0.5)
             of_loss = {"kl": rows(*MASK[part]).sum()}
-            sums.add(of_loss, entropy, rows(*OLD[part]), rows(*SAMPLER[part]), rows(*MASK[part]))
-        metrics = sums.metrics()
+            args = (rows(*OLD[part]), rows(*SAMPLER[part]), rows(*MASK[part]), torch.tensor([0, 1, 8, 8, 8])[part])
+            sums.add(of_loss, entropy, *args)
+        monkeypatch.setattr(logs, "MIN_COMPARED", 2)
+        metrics, by_server = sums.metrics()
+    # Token 0 is of an older policy, token 1 of server 0, 2 and 3 of server 7; one token is too few to judge server 0.
+    lag0 = [abs(gap) for gap in gaps[1:]]
+    assert by_server == {7: pytest.approx(sum(lag0[1:]) / 2)}
+    assert metrics["sampling/lag0_logp_difference"] == pytest.approx(sum(lag0) / 3)
+    assert metrics["sampling/stale_logp_difference"] == abs(gaps[0])
+    assert metrics["sampling/lag0_share"] == 0.75
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(math.log(4))
     assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(sum(map(abs, gaps)) / 4)
     assert metrics["sampling/kl"] == pytest.approx(sum(w - g - 1 for w, g in zip(W, gaps, strict=True)) / 4)

@@ -1,6 +1,7 @@
 """What a run writes, prints and sends, and the metrics of a batch."""
 
 import json
+import math
 import time
 import uuid
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,10 +18,13 @@ from tqdm import tqdm
 
 from config import TrainConfig, to_json
 from rollouts.data import Batch, Group, naming
+from rollouts.replay import saved_group
 from rollouts.scoring import reward_means
 from utils import is_main, over_ranks
+from vllm_client import MAX_SERVERS
 
 MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
+MIN_COMPARED = 32  # tokens of a server, from which its difference from the trainer is judged: those of a probe
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # NaN and infinity, which JSON does not have, become null
 PRINTED = ["eval/accuracy", "eval/reward", "loss", "grad_norm", "kl", "frac_reward_zero_std"]
 PRINTED += ["completions/mean_length", "time/step_s"]
@@ -31,14 +35,17 @@ class TokenSums:
 
     def __init__(self, device: torch.device):
         self.per_token: dict[str, Tensor] = {}  # become means over tokens
+        self.by_server = torch.zeros(2, 1 + MAX_SERVERS, device=device)  # of |Δ| and of tokens, as `servers` of `add`
         self.totals = {name: torch.zeros((), device=device) for name in ("loss", "tokens", "weight", "weight_square")}
         self.max_gap = torch.zeros((), device=device)
 
     def add(
-        self, sums: dict[str, Tensor], entropy: Tensor, trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor
-    ) -> None:
+        self, sums: dict[str, Tensor], entropy: Tensor, trainer_logprobs: Tensor, sampler_logprobs: Tensor,
+        mask: Tensor, servers: Tensor,
+    ) -> None:  # fmt: skip
         """Count a micro-batch in: what its loss returned as `sums`, and [N] entropies, log-probs (nats) and mask.
 
+        `servers` [N] is 1 + the server's number for tokens of the policy that is trained, 0 for those of an older one.
         Of Δ = trainer_logprobs - sampler_logprobs it sums |Δ|, k3 of Δ, which estimates KL(server || trainer), and
         w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
         """
@@ -54,17 +61,29 @@ class TokenSums:
         for name, value in (("tokens", mask), ("weight", weight), ("weight_square", weight.square())):
             self.totals[name] += value.sum()
         self.max_gap = torch.maximum(self.max_gap, gap.abs().max())
+        self.by_server.index_add_(1, servers.long(), torch.stack([gap.abs(), mask]).to(self.by_server.dtype))
 
-    def metrics(self) -> dict[str, float]:
-        """Means over the tokens of all ranks. Collective: every rank calls it."""
+    def metrics(self) -> tuple[dict[str, float], dict[int, float]]:
+        """Means over the tokens of all ranks; and of |Δ|, by the number of the server, over the current policy's.
+
+        Servers that sampled fewer than `MIN_COMPARED` of these are left out. Collective: every rank calls it.
+        """
+        dist.all_reduce(self.by_server)
+        gaps, numbers = self.by_server.tolist()
+        compared = {n - 1: gaps[n] / numbers[n] for n in range(1, len(gaps)) if numbers[n] >= MIN_COMPARED}
+        current = sum(numbers[1:])
         total = over_ranks(self.totals)
         tokens = max(total["tokens"], 1)
         means = {name: value / tokens for name, value in over_ranks(self.per_token).items()}
-        return means | {
+        metrics = means | {
             "loss": total["loss"],
+            "sampling/lag0_logp_difference": sum(gaps[1:]) / current if current else math.nan,
+            "sampling/stale_logp_difference": gaps[0] / numbers[0] if numbers[0] else math.nan,
+            "sampling/lag0_share": current / tokens,
             "sampling/sampling_logp_difference/max": over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)["gap"],
             "sampling/effective_sample_size": total["weight"] ** 2 / max(tokens * total["weight_square"], 1e-30),
         }
+        return metrics, compared
 
 
 def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
@@ -94,18 +113,25 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
 
 
 def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
-    """One JSON object per completion, for `completions.jsonl`; long dataset columns are shortened."""
+    """One JSON object per completion, for `completions.jsonl`; long columns are shortened."""
     functions: Any = config.reward_funcs
     samples = []
     for group in groups:
-        columns = {n: v if len(repr(v)) <= MAX_SHOWN else repr(v)[:MAX_SHOWN] for n, v in group.prompt.columns.items()}
+        columns = _shortened(group.prompt.columns)
         of_group = {"group": group.id, "row": group.prompt.index, "prompt": group.prompt.content, "columns": columns}
         for i, c in enumerate(group.completions):
             rewards = {f.__name__: reward for f, reward in zip(functions, group.rewards[i], strict=True)}
-            scores = {"reward": group.reward[i], "rewards": rewards, "advantage": group.advantages[i]}
-            sampling = {"finish_reason": c.finish_reason, "weight_versions": c.weight_versions}
+            scores = {"reward": group.reward[i], "rewards": rewards}
+            if group.advantages:  # held-out completions have none
+                scores["advantage"] = group.advantages[i]
+            more = {"info": _shortened(c.info)} if c.info else {}
+            sampling = {"finish_reason": c.finish_reason, "weight_versions": c.weight_versions, **more}
             samples.append({**of_group, "completion": group.texts[i], **scores, **sampling})
     return samples
+
+
+def _shortened(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN] for name, value in values.items()}
 
 
 class RunLog:
@@ -125,7 +151,8 @@ class RunLog:
         folder = Path(config.output_dir)
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        paths = {name: folder / f"{name}.jsonl" for name in ("metrics", "completions", "dropped")}
+        names = ("metrics", "completions", "held_out", "dropped", *["rollouts"] * config.save_rollouts)
+        paths = {name: folder / f"{name}.jsonl" for name in names}
         if paths["metrics"].exists() and not resumed:
             print(f"{folder} has an earlier run: its logs get the ending .old", flush=True)
         for path in filter(Path.exists, [*paths.values(), folder / "failed_rewards.jsonl"]):
@@ -149,8 +176,11 @@ class RunLog:
             self._wandb = wandb
             files.callback(wandb.finish)
 
-    def step(self, step: int, metrics: dict[str, float], batch: Batch | None = None) -> None:
-        """Write one step: its metrics everywhere, its batch to `completions.jsonl` and `dropped.jsonl`."""
+    def step(
+        self, step: int, metrics: dict[str, float], batch: Batch | None = None,
+        held_out: dict[str, list[Group]] | None = None,
+    ) -> None:  # fmt: skip
+        """Write one step: metrics everywhere, its batch, and the groups of held-out sets, to their `.jsonl` files."""
         if not is_main() or not (metrics or batch):
             return
         samples, dropped = [], []
@@ -163,6 +193,10 @@ class RunLog:
             dropped = [{"group": group.id, "row": group.prompt.index, "reason": reason} for group, reason in pairs]
         self._written.result()  # of the step before: raises what it failed with
         rows = {"metrics": [metrics], "completions": samples, "dropped": dropped}
+        rows["held_out"] = [
+            {"set": n, **row} for n, groups in (held_out or {}).items() for row in batch_samples(groups, self.config)
+        ]
+        rows["rollouts"] = [saved_group(group) for group in batch.groups] if batch and self.config.save_rollouts else []
         self._written = self._writer.submit(self._write, step, rows)
         shown = samples[:256] if (every := self.config.log_completions_steps) and step % every == 0 else []
         self._print(step, metrics, shown[:8])

@@ -276,23 +276,27 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
 
 
 def build_reference(policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None) -> Any:
-    """Log-probs under the initial policy: the policy without its adapter, a frozen copy, or None where beta is 0.
+    """Log-probs under the reference: `reference_id`, else the policy without its adapter, or a frozen copy of it.
 
     It takes a row and its images, on `device`, and gives [N] float32, nats, without a gradient, as `token_logprobs`.
+    None where the loss takes none; UserError where `reference_id` cannot share prefixes as the policy does.
     """
-    if config.beta == 0:
+    if not config.has_reference:
         return None
-    model = unwrap(policy)
-    if not config.use_peft:
-        model = load_model(config, on_meta=not is_main()).requires_grad_(False).eval()
+    model, is_adapted = unwrap(policy), config.use_peft and not config.reference_id
+    if not is_adapted:
+        named = replace(config, model_id=config.reference_id or config.model_id)
+        model = load_model(named, on_meta=not is_main()).requires_grad_(False).eval()
         if example:
             run_tower_always(model, example, device)
         model = parallelize(model, config, device)
-        if config.share_prefix:  # `share_prefixes` has proved it on the policy
-            attach(model, example=(example.token_ids, example.inputs) if example else None)
+        if config.share_prefix:  # which `share_prefixes` has proved on the policy alone
+            with naming("reference_id: set share_prefix=false"), autocast(config, device):
+                images = (example.token_ids, example.inputs) if example else None
+                attach(model, verify=config.reference_id is not None, example=images)
 
     def reference(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
-        with torch.no_grad(), model.disable_adapter() if config.use_peft else nullcontext():
+        with torch.no_grad(), model.disable_adapter() if is_adapted else nullcontext():
             return token_logprobs(model, row, images, config)
 
     return reference

@@ -1,0 +1,331 @@
+"""What a run lets a researcher hook in, against fake servers: info, evaluations, proofs of syncs, teachers, replays."""
+
+import itertools
+import json
+import math
+import re
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from fake_server import fake_server
+from helpers import ROOT, answer_in, make_model, make_tokenizer, on_forked_ranks, read, said
+from safetensors.torch import load_file
+from test_loss import make_config
+from transformers import AutoModelForCausalLM
+
+from config import UserError, parse_args
+from rollouts import stream
+from rollouts.data import Group, Prompt
+from rollouts.scoring import Scorer, held_out_metrics
+from rollouts.stream import Rollouts
+from train import main
+from training.model import build_reference, token_logprobs
+from utils import process_group
+from vllm_client import Completion, Span
+
+
+def weights(folder, step=3):
+    return load_file(folder / f"checkpoint-{step}" / "model.safetensors")
+
+
+def assert_identical(one, two):
+    assert one.keys() == two.keys()
+    for name, weight in one.items():
+        assert torch.equal(weight, two[name]), name
+
+
+# -- What an environment knows ----------------------------------------------------------------------------------------
+
+
+def with_info(server, prompt, sampling):
+    """Each completion is worth its number; the last one does not know."""
+    completions = server.generate(prompt.token_ids, sampling)
+    for number, completion in enumerate(completions[:-1]):
+        completion.info = {"score": number + prompt.index, "note": {"turns": [number]}}
+    return completions
+
+
+def what_it_scored(completions, score, **_):
+    return score
+
+
+def test_an_environment_hands_back_its_own_reward(models, recipe, tmp_path):
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+        config = parse_args([recipe(server), "--max_steps", "1"])
+        main(replace(config, rollout_fn=with_info, reward_funcs=[what_it_scored]))
+    samples = read(tmp_path, "completions")
+    for group in (samples[start : start + 4] for start in range(0, len(samples), 4)):
+        assert [sample["reward"] for sample in group] == [*(group[0]["row"] + number for number in range(3)), None]
+        assert group[1]["info"] == {"score": 1 + group[0]["row"], "note": {"turns": [1]}}
+        assert "info" not in group[3]
+
+
+def test_info_of_turns_is_joined_and_hides_no_column():
+    one = Completion([5], [-1.0], "stop", [Span(0, 0, 1)], info={"a": 1, "b": 1})
+    assert one.then([7], replace(one, info={"b": 2})).info == {"a": 1, "b": 2}
+    group = Group(Prompt(3, [5], "", {"a": "x"}), [one, one])
+    scorer = Scorer(make_tokenizer(), make_config(reward_funcs=[what_it_scored]))
+    with pytest.raises(UserError, match="rollout_fn on dataset row 3: info has the column a"):
+        scorer.score(group)
+    scorer.close()
+
+
+# -- Evaluation -------------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
+    """Against all subsets of k completions, counted out; completions without a reward are in none."""
+    rewards = [[1.0, 0.0, 0.0, 2.0], [0.0] * 4, [1.0] * 4, [0.5, 0.0, math.nan, 1.0], [math.nan] * 4]
+    groups = [Group(Prompt(0, [5], "", {}), reward=row, rewards=[[r] for r in row]) for row in rewards]
+    valid = [[reward for reward in row if not math.isnan(reward)] for row in rewards]
+    values = held_out_metrics(groups, make_config(eval_dataset_id="d", eval_generations=4, eval_temperature=1.0))
+    for k in (2, 4):
+        shares = []
+        for row in valid:
+            subsets = list(itertools.combinations(row, k))
+            shares += [sum(max(subset) >= 1 for subset in subsets) / len(subsets)] if subsets else []
+        assert values[f"pass@{k}"] == pytest.approx(sum(shares) / len(shares))
+    assert "pass@1" not in values
+    everything = list(itertools.chain(*valid))
+    assert values["accuracy"] == sum(reward >= 1 for reward in everything) / len(everything)
+    assert values["reward"] == pytest.approx(sum(everything) / len(everything))
+    assert {name for name in held_out_metrics(groups, make_config()) if name.startswith("pass")} == set()
+
+
+SETS = """
+from dataclasses import replace
+def short(): return rows()[:3]
+def long(): return rows()[3:8]
+def is_long(completion_ids, **_): return [float(len(ids) > 3) for ids in completion_ids]
+config = replace(
+    config, eval_dataset_id={"short": short, "long": long}, eval_generations=4, eval_temperature=0.7,
+    reward_funcs=[is_long], eval_steps=1,
+)
+"""
+
+
+def test_held_out_sets_and_their_completions(models, recipe, tmp_path):
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+        path = Path(recipe(server))
+        path.write_text(path.read_text() + SETS)
+        main(parse_args([str(path), "--max_steps", "2"]))
+    held_out, metrics = read(tmp_path, "held_out"), read(tmp_path, "metrics")
+    assert [row["step"] for row in metrics] == [0, 1, 2]
+    for row in metrics:
+        of_step = [sample for sample in held_out if sample["step"] == row["step"]]
+        assert len(of_step) == 4 * 8
+        sets = {name: [s for s in of_step if s["set"] == name] for name in ("short", "long")}
+        assert [len(samples) for samples in sets.values()] == [12, 20]
+        for name, samples in (("", of_step), ("short/", sets["short"]), ("long/", sets["long"])):
+            lengths = {tuple(sample["prompt"]): [] for sample in samples}
+            for sample in samples:
+                lengths[tuple(sample["prompt"])].append(len(sample["completion"]) > 3)
+                assert sample["reward"] == float(len(sample["completion"]) > 3)
+            share = sum(map(sum, lengths.values())) / len(samples)
+            assert row[f"eval/{name}reward"] == row[f"eval/{name}accuracy"] == pytest.approx(share)
+            assert row[f"eval/{name}pass@4"] == pytest.approx(sum(map(any, lengths.values())) / len(lengths))
+            assert f"eval/{name}rewards/is_long" in row
+    assert "advantage" not in held_out[0]
+
+
+def test_held_out_sets_on_the_command_line():
+    words = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
+    config = parse_args([*words, "--eval_dataset_id", '{"a": "x.jsonl", "b": "name"}', "--eval_dataset_split", "dev"])
+    assert config.eval_sets == {"a": "x.jsonl", "b": "name"}
+    assert parse_args([*words, "--eval_dataset_id", "x.jsonl"]).eval_sets == {"": "x.jsonl"}
+    with pytest.raises(UserError, match="eval_generations has no effect with eval_temperature=0"):
+        parse_args([*words, "--eval_dataset_id", "x.jsonl", "--eval_generations", "3"])
+
+
+# -- Every sync is proved ---------------------------------------------------------------------------------------------
+
+
+def dropping(server, sync):
+    """At its sync of that number the server leaves one tensor, the last matrix of a layer, as it was made: zeroed."""
+    receive, seen = server.control, itertools.count(1)
+    name = "model.layers.1.mlp.down_proj.weight"
+
+    def control(path, body):
+        before = server.model.get_parameter(name).detach().clone()
+        answer = receive(path, body)
+        if path == "/update_weights" and next(seen) == sync:
+            server.model.get_parameter(name).data.copy_(0 * before)
+        return answer
+
+    server.control = control
+
+
+def test_a_server_that_drops_a_tensor_is_left_out_and_heals(models, recipe, tmp_path, capsys, monkeypatch):
+    """At its fifth sync, synchronous: all tokens are of the current policy, and tell which of two servers it is."""
+    monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
+    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+        dropping(two, 5)
+        main(parse_args([recipe(one, two), "--max_steps", "8", "--max_logprob_mismatch", "0.01"]))
+    out = capsys.readouterr().out
+    assert re.search(rf"{two.url} is left out until it answers again: and the trainer differ by .* nats", out)
+    assert f"{one.url} is left out" not in out
+    metrics = read(tmp_path, "metrics")
+    assert [row["step"] for row in metrics] == list(range(1, 9))
+    gaps = [row["sampling/lag0_logp_difference"] for row in metrics]
+    assert gaps[4] > 0.01
+    assert max(gaps[:4] + gaps[5:]) < 1e-4
+    assert all(row["sampling/lag0_share"] == 1 for row in metrics)
+    assert all(row["sampling/stale_logp_difference"] is None for row in metrics)
+
+
+def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, capsys, monkeypatch):
+    monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
+    monkeypatch.setattr("vllm_client.RETRY_S", 0.2)
+    with fake_server(models["untied"], answer_in(0.02)) as server:
+        dropping(server, 2)
+        again = server.control
+        name = "model.layers.1.mlp.down_proj.weight"
+
+        def control(path, body):
+            answer = again(path, body)
+            if path == "/finish_weight_update" and int(server.version) >= 1:
+                server.model.get_parameter(name).data.zero_()
+                server.versions[server.version] = server._weights()
+            return answer
+
+        server.control = control
+        options = ["--max_steps", "8", "--max_logprob_mismatch", "0.01", "--server_timeout", "3"]
+        with pytest.raises(stream.ServerError, match="no rollout server is left: .* nats a token after the weight"):
+            main(parse_args([recipe(server), *options]))
+
+
+def test_servers_without_tokens_of_the_current_policy_are_probed(models, recipe, tmp_path, monkeypatch):
+    """At staleness 1, where each group waits for an update, nothing is at lag 0 but the first batch."""
+    probed = []
+    probe = Rollouts._probe
+
+    def note(self, server):
+        probed.append(self.version)
+        return probe(self, server)
+
+    monkeypatch.setattr(Rollouts, "_probe", note)
+    changed = threading.Event()
+
+    def old(prompt_ids, number):
+        """Sampled at once under the version that the request met: the trainer is one further when it takes it."""
+        return said(prompt_ids, number), 0.0
+
+    with fake_server(models["untied"], old) as server:
+        main(parse_args([recipe(server), "--max_staleness", "1", "--max_steps", "7", "--probe_steps", "3"]))
+    metrics = read(tmp_path, "metrics")
+    assert not changed.is_set()
+    assert all(row["sampling/lag0_share"] == 0 for row in metrics[1:])
+    assert max(row["sampling/stale_logp_difference"] for row in metrics[1:]) > 1e-4
+    assert probed[0] == 0
+    assert len(probed) == 3
+    assert all(later - earlier == 3 for earlier, later in itertools.pairwise(probed[1:]))
+
+
+# -- A teacher --------------------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_is_another_model_of_the_same_vocabulary(models, tmp_path):
+    """Its log-probs against its own plain forward, where the policy has an adapter, too."""
+    teacher = make_model(tmp_path / "teacher", layers=3)
+    from prefix_attention import attach, pack
+
+    row = pack([([5, 6, 7], [[8, 9], [10, 11, 12]])])[0]
+    for fields in ({}, {"use_peft": True}):
+        config = make_config(model_id=models["tied"], beta=0.1, reference_id=teacher, temperature=0.7, **fields)
+        with process_group(60) as device:
+            from training.model import build_policy
+
+            policy = attach(build_policy(config, device))
+            got = build_reference(policy, config, device)(row, {})
+        plain = AutoModelForCausalLM.from_pretrained(teacher)
+        wanted = []
+        for ids in ([8, 9], [10, 11, 12]):
+            with torch.no_grad():
+                logits = plain(input_ids=torch.tensor([[5, 6, 7, *ids]])).logits[0, 2:-1] / 0.7
+            wanted += logits.log_softmax(-1)[range(len(ids)), ids].tolist()
+        assert got.tolist() == pytest.approx(wanted, abs=1e-5)
+        assert not torch.allclose(token_logprobs(policy, row, {}, config), got, atol=0.1)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(models, recipe, tmp_path):
+    other = make_model(tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    words = json.loads(file.read_text())
+    words["model"]["vocab"]["¤"] = words["model"]["vocab"].pop("~")
+    file.write_text(json.dumps(words))
+    with (
+        fake_server(models["untied"], answer_in(0.0)) as server,
+        pytest.raises(UserError, match="reference_id=.*other: its vocabulary is not that of model_id"),
+    ):
+        main(parse_args([recipe(server), "--reference_id", other, "--beta", "0.1"]))
+    with pytest.raises(UserError, match="reference_id has no effect without beta or a loss_fn"):
+        parse_args([recipe(server), "--reference_id", other])
+
+
+# -- Replay -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["--num_iterations", "2", "--num_minibatches", "2", "--beta", "0.1"],
+        ["--max_staleness", "1", "--max_tokens_per_gpu", "60"],
+        ["--mask_truncated_completions", "true", "--max_completion_len", "6", "--scale_rewards", "batch"],
+    ],
+    ids=str,
+)
+def test_a_replay_ends_with_the_same_bits(models, recipe, tmp_path, options):
+    """Without a server, and with rewards that raise: nothing is sampled or scored again."""
+    with fake_server(models["untied"], answer_in(0.03)) as server:
+        path = Path(recipe(server))
+        main(parse_args([str(path), "--save_rollouts", "true", *options]))
+    path = Path(recipe(server))  # without the module of the run before
+    path.write_text(path.read_text().replace("return [sum(ids)", "return 1 / 0, [sum(ids)"))
+    run = tmp_path / "run"
+    main(parse_args([str(path), "--replay", str(run), "--output_dir", str(tmp_path / "again" / "run"), *options]))
+    assert_identical(weights(run), weights(tmp_path / "again" / "run"))
+    for name in ("loss", "reward", "grad_norm", "entropy", "num_tokens", "staleness/mean", "completions/mean_length"):
+        assert [row[name] for row in read(tmp_path, "metrics")] == [
+            row[name] for row in read(tmp_path / "again", "metrics")
+        ]
+    for before, after in zip(read(tmp_path, "completions"), read(tmp_path / "again", "completions"), strict=True):
+        assert before == after
+
+
+def test_a_replay_on_two_ranks_resumes(models, recipe, tmp_path):
+    """It stops after two steps and goes on; the run that it replays did not stop."""
+    with fake_server(models["untied"], answer_in(0.03)) as server:
+        path = recipe(server)
+        common = [path, "--save_steps", "1", "--collective_timeout", "60"]
+        done = on_forked_ranks(2, ROOT / "train.py", *common, "--save_rollouts", "true")
+        assert done.returncode == 0, done.stderr
+    again = tmp_path / "again" / "run"
+    for steps, resume in (("2", "none"), ("3", "auto")):
+        words = ["--replay", tmp_path / "run", "--output_dir", again, "--max_steps", steps]
+        done = on_forked_ranks(2, ROOT / "train.py", *common, *words, "--resume_from_checkpoint", resume)
+        assert done.returncode == 0, done.stderr
+    one, two = weights(tmp_path / "run"), weights(again)
+    for name, weight in one.items():  # two ranks may sum in another order
+        torch.testing.assert_close(weight, two[name], rtol=1e-4, atol=1e-6)
+
+
+def test_what_cannot_be_replayed(models, recipe, tmp_path):
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        path = Path(recipe(server))
+        main(parse_args([str(path), "--save_rollouts", "true", "--max_steps", "1"]))
+    words = [str(path), "--output_dir", str(tmp_path / "again"), "--replay"]
+    run = str(tmp_path / "run")
+    with pytest.raises(UserError, match="replay must be another folder than output_dir"):
+        parse_args([str(path), "--replay", run])
+    with pytest.raises(UserError, match="nowhere.*has no rollouts: give the output_dir of a run that had save_rollout"):
+        main(parse_args([*words, str(tmp_path / "nowhere")]))
+    with pytest.raises(UserError, match="step 1 has 6 groups: set batch_size to it"):
+        main(parse_args([*words, run, "--batch_size", "3"]))
+    path = Path(recipe(server))
+    path.write_text(path.read_text().replace("{i}+{i}=", "{i}-{i}="))
+    with pytest.raises(UserError, match=r"replay: dataset row \d+ was another prompt in "):
+        main(parse_args([*words, run]))
