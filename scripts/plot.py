@@ -144,7 +144,7 @@ def main(argv: list[str]) -> None:
             print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
         of = f" of {name}" if len(runs) > 1 else ""
         if held_out := [row for row in rows if row.get("eval/reward") is not None]:
-            is_share = all(row.get("eval/accuracy") is not None for row in held_out)  # rewards may all be 0 by chance
+            is_share = all(row.get("eval/accuracy") == row["eval/reward"] for row in held_out)  # they are 0 or 1
             metric, what, form = ("eval/accuracy", "accuracy", ".1%") if is_share else ("eval/reward", "reward", ".3g")
             print(f"held-out {what}{of} before: {held_out[0][metric]:{form}}")
             print(f"held-out {what}{of} after:  {held_out[-1][metric]:{form}}")

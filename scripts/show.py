@@ -3,6 +3,7 @@
 python scripts/show.py RUN                       # the last step's, in their groups
 python scripts/show.py RUN --step 40 --worst 5
 python scripts/show.py RUN --best 3 --group 812
+python scripts/show.py RUN --held-out --worst 5  # of the last evaluation
 """
 
 import argparse
@@ -15,13 +16,12 @@ from typing import Any
 Sample = dict[str, Any]
 
 
-def read_samples(run: Path, step: int | None) -> list[Sample]:
+def read_samples(path: Path, step: int | None) -> list[Sample]:
     """The completions of a step, the last one where it is None, read line by line: the file may be large.
 
     Raises:
         SystemExit: there is no such file or step.
     """
-    path = run / "completions.jsonl"
     if not path.is_file():
         sys.exit(f"error: {path} is not there: give a run's output_dir")
     samples: list[Sample] = []
@@ -50,8 +50,13 @@ def shown(sample: Sample) -> str:
         prompt = "\n".join(f"[{message['role']}] {content_text(message.get('content'))}" for message in prompt)
     parts = ", ".join(f"{name} {value}" for name, value in sample["rewards"].items())
     head = f"step {sample['step']} · group {sample['group']} · dataset row {sample['row']} · {sample['finish_reason']}"
-    columns = "".join(f"\n   {name}: {value}" for name, value in sample.get("columns", {}).items())
-    figures = f"reward {sample['reward']} ({parts}) · advantage {sample['advantage']:+.3g}"
+    if sample.get("set"):  # one of several held-out ones
+        head = f"{sample['set']} · {head}"
+    known = sample.get("columns", {}) | sample.get("info", {})
+    columns = "".join(f"\n   {name}: {value}" for name, value in known.items())
+    figures = f"reward {sample['reward']} ({parts})"
+    if "advantage" in sample:
+        figures += f" · advantage {sample['advantage']:+.3g}"
     text = "\n".join([f"── {head}", f"   {figures}{columns}", prompt, "▸ " + sample["completion"], ""])
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)  # no terminal obeys it
 
@@ -69,11 +74,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, help="default: the last")
     parser.add_argument("--group", type=int)
+    parser.add_argument("--held-out", action="store_true", help="those of an evaluation, with all its problems")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", type=int, metavar="N")
     order.add_argument("--best", type=int, metavar="N")
     args = parser.parse_args(argv)
-    samples = read_samples(args.run, args.step)
+    samples = read_samples(args.run / f"{'held_out' if args.held_out else 'completions'}.jsonl", args.step)
     if args.group is not None:
         samples = [sample for sample in samples if sample["group"] == args.group]
     number = args.worst if args.best is None else args.best

@@ -4,10 +4,12 @@ import itertools
 import json
 import math
 import re
-import threading
+import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
+import losses
 import pytest
 import torch
 from fake_server import fake_server
@@ -17,11 +19,12 @@ from test_loss import make_config
 from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
+from recipes.own_loss import reinforce
 from rollouts import stream
 from rollouts.data import Group, Prompt
 from rollouts.scoring import Scorer, held_out_metrics
 from rollouts.stream import Rollouts
-from train import main
+from train import grpo_loss, main
 from training.model import build_reference, token_logprobs
 from utils import process_group
 from vllm_client import Completion, Span
@@ -120,9 +123,9 @@ def test_held_out_sets_and_their_completions(models, recipe, tmp_path):
         sets = {name: [s for s in of_step if s["set"] == name] for name in ("short", "long")}
         assert [len(samples) for samples in sets.values()] == [12, 20]
         for name, samples in (("", of_step), ("short/", sets["short"]), ("long/", sets["long"])):
-            lengths = {tuple(sample["prompt"]): [] for sample in samples}
+            lengths: dict[str, list[bool]] = {sample["prompt"]: [] for sample in samples}
             for sample in samples:
-                lengths[tuple(sample["prompt"])].append(len(sample["completion"]) > 3)
+                lengths[sample["prompt"]].append(len(sample["completion"]) > 3)
                 assert sample["reward"] == float(len(sample["completion"]) > 3)
             share = sum(map(sum, lengths.values())) / len(samples)
             assert row[f"eval/{name}reward"] == row[f"eval/{name}accuracy"] == pytest.approx(share)
@@ -169,10 +172,10 @@ def test_a_server_that_drops_a_tensor_is_left_out_and_heals(models, recipe, tmp_
     assert f"{one.url} is left out" not in out
     metrics = read(tmp_path, "metrics")
     assert [row["step"] for row in metrics] == list(range(1, 9))
-    gaps = [row["sampling/lag0_logp_difference"] for row in metrics]
+    gaps = [row["sampling/current_logp_difference"] for row in metrics]
     assert gaps[4] > 0.01
     assert max(gaps[:4] + gaps[5:]) < 1e-4
-    assert all(row["sampling/lag0_share"] == 1 for row in metrics)
+    assert all(row["sampling/current_share"] == 1 for row in metrics)
     assert all(row["sampling/stale_logp_difference"] is None for row in metrics)
 
 
@@ -191,7 +194,7 @@ def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, caps
                 server.versions[server.version] = server._weights()
             return answer
 
-        server.control = control
+        server.control = control  # type: ignore[method-assign]
         options = ["--max_steps", "8", "--max_logprob_mismatch", "0.01", "--server_timeout", "3"]
         with pytest.raises(stream.ServerError, match="no rollout server is left: .* nats a token after the weight"):
             main(parse_args([recipe(server), *options]))
@@ -207,7 +210,6 @@ def test_servers_without_tokens_of_the_current_policy_are_probed(models, recipe,
         return probe(self, server)
 
     monkeypatch.setattr(Rollouts, "_probe", note)
-    changed = threading.Event()
 
     def old(prompt_ids, number):
         """Sampled at once under the version that the request met: the trainer is one further when it takes it."""
@@ -216,8 +218,7 @@ def test_servers_without_tokens_of_the_current_policy_are_probed(models, recipe,
     with fake_server(models["untied"], old) as server:
         main(parse_args([recipe(server), "--max_staleness", "1", "--max_steps", "7", "--probe_steps", "3"]))
     metrics = read(tmp_path, "metrics")
-    assert not changed.is_set()
-    assert all(row["sampling/lag0_share"] == 0 for row in metrics[1:])
+    assert all(row["sampling/current_share"] == 0 for row in metrics[1:])
     assert max(row["sampling/stale_logp_difference"] for row in metrics[1:]) > 1e-4
     assert probed[0] == 0
     assert len(probed) == 3
@@ -329,3 +330,31 @@ def test_what_cannot_be_replayed(models, recipe, tmp_path):
     path.write_text(path.read_text().replace("{i}+{i}=", "{i}-{i}="))
     with pytest.raises(UserError, match=r"replay: dataset row \d+ was another prompt in "):
         main(parse_args([*words, run]))
+
+
+def twice(*arguments):
+    loss, sums = grpo_loss(*arguments)
+    return 2 * loss, sums
+
+
+def test_two_losses_on_identical_data(models, recipe, tmp_path, capsys):
+    """The same loss doubled; and REINFORCE, which on-policy has the gradient of the clipped loss."""
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        path = Path(recipe(server))
+        main(parse_args([str(path), "--save_rollouts", "true"]))
+    other = tmp_path / f"other_{tmp_path.name}.py"
+    for loss, ratio in ((twice, 2), (reinforce, 1)):
+        sys.modules.pop(other.stem, None)
+        change = f"from {loss.__module__} import {loss.__name__}\nconfig = replace(config, loss_fn={loss.__name__})\n"
+        other.write_text(f"{path.read_text()}from dataclasses import replace\n{change}")
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+        capsys.readouterr()
+        losses.main([str(tmp_path / "run"), str(path), str(other), "-o", str(tmp_path / "losses.svg")])
+        lines = re.findall(r"step (\d) · norms (\S+) (\S+) · cosine (\S+)", capsys.readouterr().out)
+        assert [line[0] for line in lines] == ["1", "2", "3"]
+        norms = [row["grad_norm"] for row in read(tmp_path, "metrics")]
+        for (_, one, two, cosine), norm in zip(lines, norms, strict=True):
+            assert float(one) == pytest.approx(norm, rel=1e-3)  # four digits are printed
+            assert float(two) == pytest.approx(ratio * norm, rel=1e-3)
+            assert float(cosine) == pytest.approx(1, abs=1e-4)
+    assert (tmp_path / "losses.svg").is_file()

@@ -358,9 +358,9 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
     # Token 0 is of an older policy, token 1 of server 0, 2 and 3 of server 7; one token is too few to judge server 0.
     lag0 = [abs(gap) for gap in gaps[1:]]
     assert by_server == {7: pytest.approx(sum(lag0[1:]) / 2)}
-    assert metrics["sampling/lag0_logp_difference"] == pytest.approx(sum(lag0) / 3)
+    assert metrics["sampling/current_logp_difference"] == pytest.approx(sum(lag0) / 3)
     assert metrics["sampling/stale_logp_difference"] == abs(gaps[0])
-    assert metrics["sampling/lag0_share"] == 0.75
+    assert metrics["sampling/current_share"] == 0.75
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(math.log(4))
     assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(sum(map(abs, gaps)) / 4)
     assert metrics["sampling/kl"] == pytest.approx(sum(w - g - 1 for w, g in zip(W, gaps, strict=True)) / 4)

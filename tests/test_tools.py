@@ -157,7 +157,8 @@ def test_the_home_of_another_machine(tmp_path, monkeypatch):
 
 def test_accuracy_is_that_of_every_evaluation(tmp_path, capsys):
     """Rewards that are all 0 at the start look like an accuracy there."""
-    rows = [{"step": 0, "eval/reward": 0, "eval/accuracy": 0}, {"step": 5, "reward": 0.5, "eval/reward": 0.6}]
+    rows: list[dict[str, float]] = [{"step": 0, "eval/reward": 0, "eval/accuracy": 0}]
+    rows += [{"step": 5, "reward": 0.5, "eval/reward": 0.6, "eval/accuracy": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plot.main([str(tmp_path), "-o", str(tmp_path / "new" / "curve.svg")])
     assert "held-out reward before: 0\nheld-out reward after:  0.6\n" in capsys.readouterr().out
@@ -199,6 +200,18 @@ def test_show(tmp_path, capsys, options, wanted):
     assert "[user] <image>Hi?" in out
     assert r"\u2028\x1b[2J" in out
     assert "answer: 42" in out
+
+
+def test_show_of_held_out_completions(tmp_path, capsys):
+    row = json.loads(Path(completions(tmp_path), "completions.jsonl").read_text().splitlines()[1])
+    del row["advantage"]
+    held_out = [{**row, "set": name, "completion": name, "info": {"turns": 3}} for name in ("aime", "math500")]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in held_out))
+    show.main([str(tmp_path), "--held-out"])
+    out = capsys.readouterr().out
+    assert re.findall(r"── (\w+) · step 1", out) == ["aime", "math500"]
+    assert "turns: 3" in out
+    assert "advantage" not in out
 
 
 def test_show_refuses(tmp_path):

@@ -77,9 +77,9 @@ class TokenSums:
         means = {name: value / tokens for name, value in over_ranks(self.per_token).items()}
         metrics = means | {
             "loss": total["loss"],
-            "sampling/lag0_logp_difference": sum(gaps[1:]) / current if current else math.nan,
+            "sampling/current_logp_difference": sum(gaps[1:]) / current if current else math.nan,
             "sampling/stale_logp_difference": gaps[0] / numbers[0] if numbers[0] else math.nan,
-            "sampling/lag0_share": current / tokens,
+            "sampling/current_share": current / tokens,
             "sampling/sampling_logp_difference/max": over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)["gap"],
             "sampling/effective_sample_size": total["weight"] ** 2 / max(tokens * total["weight_square"], 1e-30),
         }

@@ -1,0 +1,136 @@
+"""Compare two losses on identical data: the saved rollouts of a run, step by step.
+
+    python scripts/losses.py RUN a.py b.py [--steps N] [-o losses.png]
+
+RUN is the output_dir of a run that had `save_rollouts`; a.py and b.py are recipes of its model and data that differ in
+what makes a gradient: the loss and its settings, advantages, corrections. Each step prints the norms of both gradients
+of the whole batch and their cosine, at the same policy and before clipping. Then the policy takes a's step.
+"""
+
+import argparse
+import math
+import sys
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import matplotlib
+
+matplotlib.use("Agg")
+import torch
+from matplotlib import pyplot as plt
+from torch import Tensor
+
+from config import TrainConfig, UserError, parse_args
+from rollouts.replay import Replay
+from train import Share, arriving_shares, check_loss, train_batch
+from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16
+from utils import Stopped, process_group
+
+IDLE: Any = SimpleNamespace(step=lambda: None)  # a schedule of no learning rate
+
+
+class Row(NamedTuple):
+    """One step: both norms, and the cosine between the gradients, NaN where one of them is 0."""
+
+    norm_a: float
+    norm_b: float
+    cosine: float
+
+
+class Recorder:
+    """In place of an optimizer: keeps the gradient, in fp64 and in one piece, and changes nothing."""
+
+    def __init__(self, policy: Any):
+        self.weights = [p for p in policy.parameters() if p.requires_grad]
+        self.param_groups = [{"lr": 0.0}]
+        self.gradient = torch.zeros(sum(weight.numel() for weight in self.weights), dtype=torch.float64)
+
+    def step(self) -> None:
+        """Keep it."""
+        parts = [torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights]
+        self.gradient = torch.cat([part.flatten().double().cpu() for part in parts])
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Make ready for the next."""
+        for weight in self.weights:
+            weight.grad = None
+
+
+def gradient(policy: Any, reference: Any, shares: list[Share], config: TrainConfig, device: torch.device) -> Tensor:
+    """The gradient of one batch, normalized and not clipped; 0 where it is not finite."""
+    recorder = Recorder(policy)
+    train_batch(policy, reference, recorder, IDLE, shares, replace(config, grad_norm=0.0), device)
+    return recorder.gradient
+
+
+def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
+    """Both gradients of every step, each printed when it is known."""
+    rows: list[Row] = []
+    a, b = configs
+    with process_group(600) as device, closing(Replay(a, device)) as of_a, closing(Replay(b, device)) as of_b:
+        torch.manual_seed(a.seed)
+        policy = build_policy(a, device, of_a.example)
+        a, b = (share_prefixes(policy, config, of_a.example) for config in (a, b))
+        reference_a, reference_b = (build_reference(policy, config, device, of_a.example) for config in (a, b))
+        optimizer, scheduler = build_optimizer(policy, of_a.num_steps, a)
+        for step in range(1, min(num_steps or of_a.num_steps, of_a.num_steps) + 1):
+            try:
+                batch_a, batch_b = list(arriving_shares(of_a, a)), list(arriving_shares(of_b, b))
+            except Stopped:  # the file ends
+                break
+            one = gradient(policy, reference_a, batch_a, a, device)
+            two = gradient(policy, reference_b, batch_b, b, device)
+            norms = one.norm().item(), two.norm().item()
+            rows.append(Row(*norms, (one @ two).item() / (norms[0] * norms[1]) if all(norms) else math.nan))
+            print(f"step {step} · norms {norms[0]:.4g} {norms[1]:.4g} · cosine {rows[-1].cosine:.4f}", flush=True)
+            train_batch(policy, reference_a, optimizer, scheduler, batch_a, a, device)
+    return rows
+
+
+def draw(rows: list[Row], names: list[str], path: Path) -> None:
+    """Norms and cosine over the steps, as an image file."""
+    figure, (norms, cosine) = plt.subplots(1, 2, figsize=(12, 3.5))
+    steps = range(1, len(rows) + 1)
+    norms.plot(steps, [row.norm_a for row in rows], label=names[0])
+    norms.plot(steps, [row.norm_b for row in rows], label=names[1])
+    norms.set_ylabel("gradient norm", fontsize="small")
+    norms.legend(fontsize="small")
+    cosine.plot(steps, [row.cosine for row in rows])
+    cosine.set_ylabel("cosine of the gradients", fontsize="small")
+    for axes in (norms, cosine):
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main(argv: list[str]) -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", metavar="RUN", help="a run's output_dir")
+    parser.add_argument("recipes", nargs=2, metavar="RECIPE")
+    parser.add_argument("--steps", type=int, help="default: all that the run has")
+    parser.add_argument("-o", "--output", type=Path, help="default: losses.png in the run")
+    args = parser.parse_args(argv)
+    path = args.output or Path(args.run) / "losses.png"
+    try:
+        words = ["--replay", args.run, "--output_dir", f"{args.run}-unused"]  # nothing is written there
+        words += ["--num_iterations", "1", "--num_minibatches", "1", "--max_steps", "none"]
+        configs = [with_bf16(parse_args([recipe, *words])) for recipe in args.recipes]
+        for config in configs:
+            check_loss(config)
+        rows = compare(configs, args.steps)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    draw(rows, args.recipes, path)
+    print(f"picture: {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
