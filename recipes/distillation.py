@@ -22,5 +22,10 @@ def reverse_kl(logprobs, old_logprobs, ref_logprobs, advantages, mask, completio
 
 
 config = replace(
-    tiny.config, reference_id="outputs/tiny/run/checkpoint-150", loss_fn=reverse_kl, output_dir="outputs/tiny/distilled"
+    tiny.config,
+    reference_id="outputs/tiny/run/checkpoint-150",
+    loss_fn=reverse_kl,
+    max_steps=300,
+    learning_rate=4e-4,
+    output_dir="outputs/tiny/distilled",
 )

@@ -51,8 +51,10 @@ def serve(argv, log, environment):
 class Forked:
     """As much of a `Popen` of `python vllm_server.py ...` as `local_server` needs."""
 
+    serve = staticmethod(serve)
+
     def __init__(self, command, log, env):
-        self.process = _forks().Process(target=serve, args=(command[2:], str(log), env))
+        self.process = _forks().Process(target=self.serve, args=(command[2:], str(log), env))
         self.process.start()
         self.pid = self.process.pid
 

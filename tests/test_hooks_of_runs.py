@@ -8,12 +8,15 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import losses
 import pytest
 import torch
 from fake_server import fake_server
+from forked import Forked, serve
 from helpers import ROOT, answer_in, make_model, make_tokenizer, on_forked_ranks, read, said
+from local_server import local_server
 from safetensors.torch import load_file
 from test_loss import make_config
 from transformers import AutoModelForCausalLM
@@ -177,6 +180,45 @@ def test_a_server_that_drops_a_tensor_is_left_out_and_heals(models, recipe, tmp_
     assert max(gaps[:4] + gaps[5:]) < 1e-4
     assert all(row["sampling/current_share"] == 1 for row in metrics)
     assert all(row["sampling/stale_logp_difference"] is None for row in metrics)
+
+
+def serve_dropping(argv, log, environment):
+    """`serve`, but the fifth update passes the last norm by, without a word: it stays as the fourth left it."""
+    from vllm_server import WeightReceiver
+
+    receive, seen = WeightReceiver.receive_weights, itertools.count(1)
+
+    def receive_weights(self, update_info):
+        model, load, is_fifth = self.model, self.model.load_weights, next(seen) == 5
+
+        def load_weights(weights):
+            load([(name, value) for name, value in weights if not (is_fifth and name == "model.norm.weight")])
+
+        model.load_weights = load_weights
+        receive(self, update_info)
+        model.load_weights = load
+
+    WeightReceiver.receive_weights = receive_weights
+    serve(argv, log, environment)
+
+
+class Dropping(Forked):
+    serve = staticmethod(serve_dropping)
+
+
+def test_a_real_server_that_drops_a_tensor(models, recipe, tmp_path, capsys, monkeypatch):
+    """What both sides agree to is 1e-5 at most; one norm that is one update behind is three orders above it."""
+    monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
+    options = ("--max-model-len", "128", "--max-num-seqs", "64")
+    with local_server(models["untied"], tmp_path / "log", *options, start=Dropping) as started:
+        address = SimpleNamespace(url=started.wait())
+        main(parse_args([recipe(address), "--max_steps", "7", "--max_logprob_mismatch", "1e-3"]))
+    gaps = [row["sampling/current_logp_difference"] for row in read(tmp_path, "metrics")]
+    assert gaps[4] > 1e-3
+    assert max(gaps[:4] + gaps[5:]) < 1e-4
+    out = capsys.readouterr().out
+    assert f"{address.url} is left out until it answers again: and the trainer differ by {gaps[4]:.3g} nats" in out
+    assert f"{address.url} is back" in out
 
 
 def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, capsys, monkeypatch):

@@ -203,7 +203,7 @@ def test_show(tmp_path, capsys, options, wanted):
 
 
 def test_show_of_held_out_completions(tmp_path, capsys):
-    row = json.loads(Path(completions(tmp_path), "completions.jsonl").read_text().splitlines()[1])
+    row = json.loads(Path(completions(tmp_path), "completions.jsonl").read_text().split("\n")[1])
     del row["advantage"]
     held_out = [{**row, "set": name, "completion": name, "info": {"turns": 3}} for name in ("aime", "math500")]
     (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in held_out))
