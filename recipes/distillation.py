@@ -16,9 +16,9 @@ from recipes import tiny
 
 def reverse_kl(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
     """The policy gradient of KL(student || teacher) of each next token (arguments as `train.grpo_loss`, [N] each)."""
-    gap = (logprobs.detach() - ref_logprobs).where(mask > 0, 0.0)
-    weight = (logprobs.detach() - old_logprobs).where(mask > 0, 0.0).clamp(max=1.0).exp()
-    return torch.where(mask > 0, weight * gap * logprobs, 0.0).sum(), {"kl": gap.sum()}
+    ratio = torch.where(mask > 0, logprobs - old_logprobs, 0.0).exp()
+    gap = torch.where(mask > 0, logprobs.detach() - ref_logprobs, 0.0)
+    return (ratio * gap).sum(), {"loss/reverse_kl": gap.sum()}
 
 
 config = replace(

@@ -198,7 +198,7 @@ def serve_dropping(argv, log, environment):
         receive(self, update_info)
         model.load_weights = load
 
-    WeightReceiver.receive_weights = receive_weights
+    WeightReceiver.receive_weights = receive_weights  # type: ignore[method-assign]
     serve(argv, log, environment)
 
 
