@@ -102,6 +102,7 @@ def test_gdpo():
     pairs = [[*zip(a, b, strict=True)] for a, b in zip(first, second, strict=True)]
     groups = [Group(Prompt(0, [5], "", {}), rewards=[list(pair) for pair in row]) for row in pairs]
     given = [[NAN if pair == (None, None) else sum(10 * (r or 0) for r in pair) for pair in row] for row in pairs]
+    given[1][3] = NAN  # it counts in its group's statistics, and not in the batch's
     columns = [[[NAN if r is None else r for r in row] for row in column] for column in (first, second)]
     parts = [per_reward(lambda r, row, _: (r - mean(row)) / (std(row) + 1e-4), column) for column in columns]
     summed = [[x + y for x, y in zip(a, b, strict=True)] for a, b in zip(*parts, strict=True)]
@@ -119,14 +120,14 @@ def test_nothing_to_compare(function, rewards):
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
-# Four completions of 3, 2, 2 and 1 tokens, the second token masked. Ratios and advantages reach every branch.
+# Six completions of 3, 2, 2, 1, 1 and 1 tokens, the second token masked. Ratios and advantages reach every branch.
 
-OLD = [-0.7, -2.0, -0.01, -1.5, -0.2, -3.0, -1.0, -0.4]
-RATIO = [1.7, 0.3, 0.7, 1.3, 0.6, 0.2, 0.4, 1.3]
-ADVANTAGE = [1.0, 1.0, 1.0, -0.5, -0.5, -2.0, -2.0, 0.25]
-MASK = [1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
-COMPLETION = [3, 3, 3, 4, 4, 7, 7, 9]
-GAP = [0.3, 5.0, -0.2, 0.0, 1.0, -1.0, 0.5, 0.1]  # of the reference's log-probs to the policy's
+OLD = [-0.7, -2.0, -0.01, -1.5, -0.2, -3.0, -1.0, -0.4, -0.5, -1.2]
+RATIO = [1.7, 3.0, 0.7, 1.3, 0.6, 0.2, 0.4, 1.3, 0.4, 2.2]
+ADVANTAGE = [1.0, 1.0, 1.0, -0.5, -0.5, -2.0, -2.0, 0.25, 1.0, -1.0]
+MASK = [1.0, 0.0, *[1.0] * 8]
+COMPLETION = [3, 3, 3, 4, 4, 7, 7, 9, 11, 12]
+GAP = [0.3, 5.0, -0.2, 0.0, 1.0, -1.0, 0.5, 0.1, 0.2, -0.3]  # of the reference's log-probs to the policy's
 TRAINED = [place for place, trains in enumerate(MASK) if trains]
 NEW = [old + math.log(ratio) for old, ratio in zip(OLD, RATIO, strict=True)]
 
@@ -245,26 +246,46 @@ def test_gspo_token_is_gspo_where_tokens_have_one_advantage():
     assert abs(apart[0] - apart[1]) > 0.1
 
 
-@pytest.mark.parametrize("mask", [[0.0] * 8, [0] * 8, [False] * 8])
+def one_token(loss_fn, new, old, advantage):
+    """The gradient of a token."""
+    logprobs = torch.tensor([new], requires_grad=True)
+    others = (torch.tensor([old]), None, torch.tensor([advantage]), torch.ones(1), torch.zeros(1, dtype=torch.long))
+    loss_fn(logprobs, *others, make_config())[0].backward()
+    assert logprobs.grad is not None
+    return logprobs.grad.item()
+
+
+def test_dppo_bounds_the_weight_of_a_token():
+    """Its probability grows from e^-10 to e^-2, by less than ε_high = .2 as a difference; the ratio is e^8."""
+    assert one_token(losses.dppo_tv, -2.0, -10.0, 1.0) == -20.0
+    assert one_token(losses.dppo_tv, -2.0, -4.0, 1.0) == pytest.approx(-math.exp(2))
+
+
+def test_dppo_of_a_token_that_was_certain():
+    """Its binary distribution has a probability of 0, whose logarithm must not hide the divergence."""
+    assert one_token(losses.dppo_kl, -0.7, 0.0, -1.0) == 0.0
+    assert one_token(losses.dppo_kl, -0.1, 0.0, -1.0) == pytest.approx(math.exp(-0.1))
+    assert one_token(losses.dppo_kl, 0.0, -0.7, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("mask", [[0.0] * 10, [0] * 10, [False] * 10])
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_a_mask_of_zeros(loss_fn, mask):
     """A filler row, whatever stands in it."""
-    for new, ref in (
-        (NEW, OLD),
-        ([-INF, INF, NAN, -INF, -1.0, 0.0, 1e30, -1e30], [NAN, INF, -INF, 0.0, 1.0, 2.0, 3.0, 4.0]),
-    ):
+    odd = [-INF, INF, NAN, -INF, -1.0, 0.0, 1e30, -1e30, NAN, INF]
+    for new, ref in ((NEW, OLD), (odd, odd[::-1])):
         loss, gradient, sums = run(loss_fn, make_config(beta=0.1, loss_type="grpo"), new=new, ref=ref, mask=mask)
-        assert (loss, gradient) == (0.0, [0.0] * 8)
-        assert set(sums.values()) == {0.0}
+        assert (loss, gradient) == (0.0, [0.0] * 10)
+        assert set(sums.values()) <= {0.0}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_extremes(loss_fn, dtype):
     """Masked infinities stay out, and log-ratios beyond any exp give finite gradients."""
-    new = [-1e4, -INF, -1e-9, -50.0, 0.0, -1e-30, -1e3, -1.0]
-    old = [-1.0, INF, -80.0, -1e-9, -1e4, 0.0, -1e-3, -1.0]
-    ref = [0.0, NAN, -1e4, -1.0, -1e4, -2.0, 0.0, -1.0]
+    new = [-1e4, -INF, -1e-9, -50.0, 0.0, -1e-30, -1e3, -1.0, 0.0, -30.0]
+    old = [-1.0, INF, -80.0, -1e-9, -1e4, 0.0, -1e-3, -1.0, -30.0, 0.0]
+    ref = [0.0, NAN, -1e4, -1.0, -1e4, -2.0, 0.0, -1.0, 0.0, 0.0]
     loss, gradient, sums = run(loss_fn, make_config(beta=0.1), new=new, old=old, ref=ref, dtype=dtype)
     assert all(map(math.isfinite, [loss, *gradient, *sums.values()]))
     assert gradient[1] == 0.0
@@ -342,15 +363,18 @@ def test_half_of_a_group_thinks_again(n, monkeypatch):
 
 
 def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
+    """Full stops end with a line break, and letters begin with one."""
     monkeypatch.setattr(insert_reasoning, "BREAK", "\n")
+    monkeypatch.setattr(insert_reasoning, "CUE", "=?")
+    monkeypatch.setattr(Talker, "decode", lambda _, token: ".\n" if chr(token) == "." else "\n" + chr(token))
     cuts = set()
     for seed in range(20):
         random.seed(seed)
-        _, completion = insert_reasoning.think_again(Talker("a\nb\nc\nd\n"), PROMPT, {"n": 2, "max_tokens": 6})
-        assert len(completion.token_ids) <= 6
+        _, completion = insert_reasoning.think_again(Talker("a.b.c.d."), PROMPT, {"n": 2, "max_tokens": 8})
+        assert len(completion.token_ids) <= 8
         cuts.add("".join(map(chr, completion.token_ids.tolist())))
-    assert cuts == {"a\n=9", "a\nb\n=9"}  # after the third break, the last of six tokens, no cue fits
-    for text in ("abc", "\n"):  # nothing to cut
+    assert cuts == {"a.=?9", "a.b.=?9"}  # after the third of eight tokens' breaks there is no room for an answer
+    for text in ("abc", "."):  # nothing to cut
         first, second = insert_reasoning.think_again(Talker(text), PROMPT, {"n": 2, "max_tokens": 6})
         assert torch.equal(first.token_ids, second.token_ids)
 
