@@ -120,14 +120,15 @@ def test_nothing_to_compare(function, rewards):
 
 
 # -- losses ----------------------------------------------------------------------------------------------------------
-# Six completions of 3, 2, 2, 1, 1 and 1 tokens, the second token masked. Ratios and advantages reach every branch.
+# Six completions of 3, 2, 3, 1, 1 and 1 tokens, of which the second and the last are masked. Ratios and
+# advantages reach every branch.
 
-OLD = [-0.7, -2.0, -0.01, -1.5, -0.2, -3.0, -1.0, -0.4, -0.5, -1.2]
-RATIO = [1.7, 3.0, 0.7, 1.3, 0.6, 0.2, 0.4, 1.3, 0.4, 2.2]
-ADVANTAGE = [1.0, 1.0, 1.0, -0.5, -0.5, -2.0, -2.0, 0.25, 1.0, -1.0]
-MASK = [1.0, 0.0, *[1.0] * 8]
-COMPLETION = [3, 3, 3, 4, 4, 7, 7, 9, 11, 12]
-GAP = [0.3, 5.0, -0.2, 0.0, 1.0, -1.0, 0.5, 0.1, 0.2, -0.3]  # of the reference's log-probs to the policy's
+OLD = [-0.7, -2.0, -0.01, -1.5, -0.2, -3.0, -1.0, -0.4, -0.5, -1.2, -1.0]
+RATIO = [1.7, 3.0, 0.7, 1.3, 0.6, 0.2, 0.4, 1.3, 0.4, 2.2, 1.0]
+ADVANTAGE = [1.0, 1.0, 1.0, -0.5, -0.5, -2.0, -2.0, 0.25, 1.0, -1.0, -2.0]
+MASK = [1.0, 0.0, *[1.0] * 8, 0.0]
+COMPLETION = [3, 3, 3, 4, 4, 7, 7, 9, 11, 12, 7]
+GAP = [0.3, 5.0, -0.2, 0.0, 1.0, -1.0, 0.5, 0.1, 0.2, -0.3, 2.0]  # of the reference's log-probs to the policy's
 TRAINED = [place for place, trains in enumerate(MASK) if trains]
 NEW = [old + math.log(ratio) for old, ratio in zip(OLD, RATIO, strict=True)]
 
@@ -268,14 +269,14 @@ def test_dppo_of_a_token_that_was_certain():
     assert one_token(losses.dppo_kl, 0.0, -0.7, 1.0) == 0.0
 
 
-@pytest.mark.parametrize("mask", [[0.0] * 10, [0] * 10, [False] * 10])
+@pytest.mark.parametrize("mask", [[0.0] * 11, [0] * 11, [False] * 11])
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_a_mask_of_zeros(loss_fn, mask):
     """A filler row, whatever stands in it."""
-    odd = [-INF, INF, NAN, -INF, -1.0, 0.0, 1e30, -1e30, NAN, INF]
+    odd = [-INF, INF, NAN, -INF, -1.0, 0.0, 1e30, -1e30, NAN, INF, 0.0]
     for new, ref in ((NEW, OLD), (odd, odd[::-1])):
         loss, gradient, sums = run(loss_fn, make_config(beta=0.1, loss_type="grpo"), new=new, ref=ref, mask=mask)
-        assert (loss, gradient) == (0.0, [0.0] * 10)
+        assert (loss, gradient) == (0.0, [0.0] * 11)
         assert set(sums.values()) <= {0.0}
 
 
@@ -283,12 +284,12 @@ def test_a_mask_of_zeros(loss_fn, mask):
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_extremes(loss_fn, dtype):
     """Masked infinities stay out, and log-ratios beyond any exp give finite gradients."""
-    new = [-1e4, -INF, -1e-9, -50.0, 0.0, -1e-30, -1e3, -1.0, 0.0, -30.0]
-    old = [-1.0, INF, -80.0, -1e-9, -1e4, 0.0, -1e-3, -1.0, -30.0, 0.0]
-    ref = [0.0, NAN, -1e4, -1.0, -1e4, -2.0, 0.0, -1.0, 0.0, 0.0]
+    new = [-1e4, -INF, -1e-9, -50.0, 0.0, -1e-30, -1e3, -1.0, 0.0, -30.0, INF]
+    old = [-1.0, INF, -80.0, -1e-9, -1e4, 0.0, -1e-3, -1.0, -30.0, 0.0, INF]
+    ref = [0.0, NAN, -1e4, -1.0, -1e4, -2.0, 0.0, -1.0, 0.0, 0.0, -INF]
     loss, gradient, sums = run(loss_fn, make_config(beta=0.1), new=new, old=old, ref=ref, dtype=dtype)
     assert all(map(math.isfinite, [loss, *gradient, *sums.values()]))
-    assert gradient[1] == 0.0
+    assert gradient[1] == gradient[10] == 0.0
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
