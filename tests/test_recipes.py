@@ -20,13 +20,13 @@ from prefix_attention import attach
 from recipes import countdown, dpo, score, tiny_vlm
 from train import main
 
-NO_RECIPES = {"rewards", "dpo", "score"}
+NO_RECIPES = {"rewards", "advantages", "losses", "dpo", "score"}
 SORT = [{"prompt": f"{10000000 + 7 * i}=", "answer": "00000001"} for i in range(16)]
 GSM8K = [{"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n#### {1000 + i:,}"} for i in range(16)]
 MATH = [{"problem": f"What is ${i}+{i}$?", "answer": str(2 * i)} for i in range(16)]
 SUMS = [{"prompt": f"{500 + i}+{500 + i}=", "answer": str(1000 + 2 * i)} for i in range(16)]
 DATA: dict[str, Any] = {
-    "tiny": SORT, "first_to_finish": SORT,
+    "tiny": SORT, "first_to_finish": SORT, "majority": SORT, "insert_reasoning": SORT,
     "own_reward": SORT, "own_loss": SORT, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
     "gsm8k": GSM8K, "lora_7b_one_gpu": GSM8K, "math": MATH, "fsdp_multi_node": MATH,
     "countdown": partial(countdown.problems, 16, held_out=True), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),

@@ -1,0 +1,57 @@
+r"""Half of a group thinks again: cut at a random token, given a cue, and sampled on, on `recipes/tiny.py`.
+
+    bash scripts/demo.sh recipes/insert_reasoning.py
+
+As `insert_reasoning_phrases` of async-grpo, but within the group's size, and without training the cue: only what the
+policy sampled before and after it trains. A model of language wants `CUE = "Wait! "` and `BREAK = "\n\n"`.
+"""
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from recipes import tiny
+from recipes.rewards import exact_match
+from vllm_client import Completion, Span
+
+CUE = "="  # after which the tiny model begins its answer again
+BREAK = ""  # what a token must end with, so that a completion can be cut after it
+
+
+def begin(turn: Completion, num: int) -> Completion:
+    """The first `num` tokens of a turn that was sampled."""
+    spans = [Span(version, start, min(end, num)) for version, start, end in turn.weight_versions if start < num]
+    return Completion(turn.token_ids[:num], turn.sampler_logprobs[:num], "length", spans)
+
+
+def think_again(server, prompt, sampling):
+    """Samples half of the group (all of one), and as many more from random places in those and the cue on."""
+    num = sampling["n"]
+    cue = server.tokenizer(CUE, add_special_tokens=False)["input_ids"]
+    turns = server.generate(prompt.token_ids, {**sampling, "n": num - num // 2}, prompt.images)
+
+    def rewrite(turn):
+        last = min(len(turn.token_ids), sampling["max_tokens"] - len(cue))  # leave room for a token
+        texts = [server.tokenizer.decode(token) for token in turn.token_ids.tolist()]
+        places = [place for place in range(1, last) if texts[place - 1].endswith(BREAK)]
+        if not places:
+            return turn
+        kept = begin(turn, random.choice(places))
+        ids = [*prompt.token_ids, *kept.token_ids.tolist(), *cue]
+        room = sampling["max_tokens"] - len(kept.token_ids) - len(cue)
+        (reply,) = server.generate(ids, {**sampling, "n": 1, "max_tokens": room}, prompt.images)
+        return kept.then(cue, reply)
+
+    with ThreadPoolExecutor(len(turns)) as pool:
+        return [*turns, *pool.map(rewrite, turns[: num // 2])]
+
+
+def right_at_last(completions: list[str], answer: list[str], **_) -> list[float]:
+    """1 where what follows the last cue is the `answer` column, else 0."""
+    return exact_match([text.rpartition(CUE)[2] for text in completions], answer)
+
+
+config = replace(
+    tiny.config, rollout_fn=think_again, reward_funcs=[right_at_last], max_completion_len=20,
+    output_dir="outputs/tiny/insert_reasoning",
+)  # fmt: skip

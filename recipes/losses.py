@@ -1,0 +1,114 @@
+"""Losses of other papers than GRPO's: functions for a config's `loss_fn`, with the arguments of `train.grpo_loss`.
+
+    python train.py recipes/tiny.py --loss_fn recipes.losses.sapo
+
+They are sums over tokens, weighted by `loss_type` and with β·k3 as there. A log-ratio is bounded to ±20, beyond which
+it has no gradient. DPPO and DeepSeek compare with the sampler's policy: set `old_logprobs="sampler"` for those.
+"""
+
+import torch
+
+from train import completion_sums
+
+MAX_LOG_RATIO = 20.0  # nats
+TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # SAPO's temperatures, of its paper
+MAX_RATIO = 20.0  # of DPPO's importance weight
+MAX_DRIFT = 0.5  # nats a token, of `off_policy_sequence_mask`
+
+
+def sapo(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
+    """Soft adaptive policy optimization (arXiv:2511.20347): a sigmoid of the ratio ρ in place of the clip.
+
+    -σ(τ(ρ - 1))·(4/τ)·A, with τ = 1 where A > 0 and else 1.05, which fades faster. At ρ = 1 its gradient is -A.
+    """
+    ratio = _log_ratio(logprobs, old_logprobs, mask).exp()
+    tau = torch.full_like(advantages, TAU_POSITIVE).where(advantages > 0, TAU_NEGATIVE)
+    per_token = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
+    return _total(per_token, logprobs, ref_logprobs, mask, completion, config)
+
+
+def dppo_tv(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
+    """Divergence proximal policy optimization (arXiv:2602.04879), Binary-TV: |π - μ| of the sampled token is bounded.
+
+    -sg(ρ)·A·log π, with ρ = π / μ up to 20, and without the tokens that A moves further away from μ once their
+    divergence exceeds ε (A < 0 and π < μ) or ε_high (A > 0 and π > μ). The paper compares with the sampler's μ, and
+    takes 0.15 for both.
+    """
+    divergence = (logprobs.detach().exp() - old_logprobs.exp()).abs()
+    return _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config)
+
+
+def dppo_kl(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
+    """`dppo_tv`, but Binary-KL: KL(μ || π) of "this token or another", for which the paper takes 0.05.
+
+    μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π)), in nats.
+    """
+    new = logprobs.detach()
+    other_old, other_new = (-x.expm1().clamp(max=-1e-7) for x in (old_logprobs, new))
+    divergence = -old_logprobs.exp() * _log_ratio(new, old_logprobs, mask) + other_old * (other_old / other_new).log()
+    return _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config)
+
+
+def off_policy_sequence_mask(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
+    """DeepSeek-V3.2's off-policy sequence masking (arXiv:2512.02556), on the clipped loss with ratios of tokens.
+
+    The policy loss of a completion with A < 0 is 0 where the mean of log(π_old / π) over its tokens exceeds δ, 0.5 here
+    (the paper gives none). Its π_old is the sampler's. `loss/off_policy` is the share of tokens masked.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    is_off = (advantages < 0) & (_mean(-log_ratio.detach(), mask, completion) > MAX_DRIFT)
+    ratio = log_ratio.exp()
+    clipped = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
+    per_token = -torch.minimum(ratio * advantages, clipped * advantages).where(~is_off, 0.0)
+    return _total(per_token, logprobs, ref_logprobs, mask, completion, config, {"loss/off_policy": is_off})
+
+
+def gspo_token(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
+    """GSPO-token (arXiv:2507.18071, section 4.3): the completion's ratio s, the token's own gradient and advantage.
+
+    -min(s_t·A_t, clip(s_t)·A_t) with s_t = sg(s)·π / sg(π), where s is the geometric mean of the ratios. Where all
+    tokens have one advantage it is `importance_level="sequence"`; off-policy weights differ from token to token.
+    """
+    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    ratio = (_mean(log_ratio.detach(), mask, completion) + log_ratio - log_ratio.detach()).exp()
+    clipped = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
+    low = (ratio < 1 - config.epsilon) & (advantages < 0)
+    high = (ratio > 1 + config.clip_high) & (advantages > 0)
+    counts = {"clip_ratio/low": low, "clip_ratio/high": high}
+    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
+    return _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts)
+
+
+def _log_ratio(logprobs, old_logprobs, mask):
+    """log(π / π_old), nats, within ±20; 0 where the mask is. Where, not times: a masked infinity would give NaN."""
+    return torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def _mean(values, mask, completion):
+    """For every token the mean of `values`, which are 0 where the mask is, over its completion's tokens that train."""
+    mask = mask.to(values.dtype)
+    return completion_sums(values, completion) / completion_sums(mask, completion).clamp(min=1)
+
+
+def _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
+    ratio = _log_ratio(logprobs.detach(), old_logprobs, mask).exp()
+    low = (divergence > config.epsilon) & (advantages < 0) & (ratio < 1)
+    high = (divergence > config.clip_high) & (advantages > 0) & (ratio > 1)
+    per_token = (-ratio.clamp(max=MAX_RATIO) * advantages * logprobs).where(~(low | high), 0.0)
+    counts = {"clip_ratio/low": low, "clip_ratio/high": high}
+    return _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts)
+
+
+def _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts=()):
+    """The loss sum of the tokens that train, with β·k3, and the sums for metrics: how many tokens each count names."""
+    trains = mask > 0
+    sums = {name: (value & trains).sum().to(per_token.dtype) for name, value in dict(counts).items()}
+    if config.beta > 0:
+        log_gap = _log_ratio(ref_logprobs, logprobs, mask)
+        k3 = log_gap.exp() - log_gap - 1
+        per_token = per_token + config.beta * k3
+        sums["kl"] = k3.detach().sum()
+    per_token = torch.where(trains, per_token, 0.0)
+    if config.loss_type == "grpo":
+        per_token = per_token / completion_sums(trains.to(per_token.dtype), completion).clamp(min=1)
+    return per_token.sum(), sums

@@ -1,0 +1,385 @@
+"""The advantages, losses, rewards and rollouts of other papers that recipes bring, against plain loops."""
+
+import itertools
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from config import TrainConfig
+from recipes import advantages, insert_reasoning, losses
+from recipes.majority import answer_of, majority_vote
+from rollouts.data import Group, Prompt
+from train import check_loss, grpo_loss
+from vllm_client import Completion, Span
+
+NAN, INF = math.nan, math.inf
+LOSSES = [losses.sapo, losses.dppo_tv, losses.dppo_kl, losses.off_policy_sequence_mask, losses.gspo_token]
+
+
+def make_config(**fields):
+    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields})
+
+
+# -- advantages ------------------------------------------------------------------------------------------------------
+
+REWARDS = [[1.0, 0.0, NAN, 0.5], [0.0, 0.0, 0.0, 0.0], [NAN, NAN, NAN, NAN], [NAN, 2.0, NAN, NAN], [1.0, 1.0, 0.0, 3.0]]
+
+
+def valid(row):
+    return [value for value in row if not math.isnan(value)]
+
+
+def mean(values):
+    return sum(values) / len(values)
+
+
+def std(values):
+    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+
+
+def per_reward(function, rewards):
+    """`function(reward, the group's valid rewards, where among them)` of each, 0 where there is none."""
+    return [
+        [0.0 if math.isnan(r) else function(r, valid(row), len(valid(row[:i]))) for i, r in enumerate(row)]
+        for row in rewards
+    ]
+
+
+def over_batch(rows, rewards):
+    """Normalized over what has a reward."""
+    counted = [a for row, given in zip(rows, rewards, strict=True) for a, r in zip(row, given, strict=True) if r == r]
+    middle, scale = mean(counted), std(counted) + 1e-4
+    pairs = (zip(row, given, strict=True) for row, given in zip(rows, rewards, strict=True))
+    return [[(a - middle) / scale if r == r else 0.0 for a, r in pair] for pair in pairs]
+
+
+def check(got, wanted):
+    torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def as_tensor(rewards):
+    return torch.tensor(rewards, dtype=torch.float64)
+
+
+def test_rloo():
+    def one(r, row, place):
+        others = row[:place] + row[place + 1 :]
+        return r - mean(others) if others else 0.0
+
+    check(advantages.rloo(as_tensor(REWARDS), []), per_reward(one, REWARDS))
+
+
+def test_reinforce_plus_plus():
+    centred = per_reward(lambda r, row, _: r - mean(row), REWARDS)
+    check(advantages.reinforce_plus_plus(as_tensor(REWARDS), []), over_batch(centred, REWARDS))
+
+
+def test_maxrl():
+    wanted = per_reward(lambda r, row, _: (r - mean(row)) / mean(row) if mean(row) > 0 else 0.0, REWARDS)
+    check(advantages.maxrl(as_tensor(REWARDS), []), wanted)
+    check(advantages.maxrl(as_tensor([[-1.0, 0.5]]), []), [[0.0, 0.0]])  # a mean below 0
+
+
+def test_maxrl_is_in_expectation_the_gradient_of_pass_at_k():
+    """All outcomes of a group of four, right with p = σ(θ): d log-prob / dθ is r - p, and dp / dθ is p(1 - p)."""
+    p, n = 0.3, 4
+    expected = 0.0
+    for outcome in itertools.product([0.0, 1.0], repeat=n):
+        probability = math.prod(p if r else 1 - p for r in outcome)
+        (row,) = advantages.maxrl(as_tensor([outcome]), []).tolist()
+        expected += probability * mean([a * (r - p) for a, r in zip(row, outcome, strict=True)])
+    pass_at_k = [k * (1 - p) ** (k - 1) * p * (1 - p) for k in range(1, n)]  # d(1 - (1 - p)^k) / dθ
+    assert expected == pytest.approx(sum(slope / k for k, slope in enumerate(pass_at_k, 1)))
+
+
+def test_gdpo():
+    """Two functions; the first does not apply to some completions, and neither to one."""
+    first: list[list[Any]] = [[1.0, 0.0, None, 0.0], [5.0, 5.0, 5.0, 5.0], [None, None, 3.0, 4.0]]
+    second: list[list[Any]] = [[0.2, 0.4, None, 0.1], [0.0, 1.0, 0.0, 7.0], [1.0, 2.0, 3.0, None]]
+    pairs = [[*zip(a, b, strict=True)] for a, b in zip(first, second, strict=True)]
+    groups = [Group(Prompt(0, [5], "", {}), rewards=[list(pair) for pair in row]) for row in pairs]
+    given = [[NAN if pair == (None, None) else sum(10 * (r or 0) for r in pair) for pair in row] for row in pairs]
+    given[1][3] = NAN  # it counts in its group's statistics, and not in the batch's
+    columns = [[[NAN if r is None else r for r in row] for row in column] for column in (first, second)]
+    parts = [per_reward(lambda r, row, _: (r - mean(row)) / (std(row) + 1e-4), column) for column in columns]
+    summed = [[x + y for x, y in zip(a, b, strict=True)] for a, b in zip(*parts, strict=True)]
+    check(advantages.gdpo(as_tensor(given), groups), over_batch(summed, given))
+
+
+@pytest.mark.parametrize(
+    "function", [advantages.rloo, advantages.reinforce_plus_plus, advantages.maxrl, advantages.gdpo]
+)
+@pytest.mark.parametrize("rewards", [[[NAN, NAN]], [[2.0, NAN]], [[1.0, 1.0], [0.0, 0.0]]])
+def test_nothing_to_compare(function, rewards):
+    each = [[[None if math.isnan(r) else r] for r in row] for row in rewards]
+    groups = [Group(Prompt(0, [5], "", {}), rewards=row) for row in each]
+    assert function(as_tensor(rewards), groups).tolist() == [[0.0, 0.0]] * len(rewards)
+
+
+# -- losses ----------------------------------------------------------------------------------------------------------
+# Six completions of 3, 2, 3, 1, 1 and 1 tokens, of which the second and the last are masked. Ratios and
+# advantages reach every branch.
+
+OLD = [-0.7, -2.0, -0.01, -1.5, -0.2, -3.0, -1.0, -0.4, -0.5, -1.2, -1.0]
+RATIO = [1.7, 3.0, 0.7, 1.3, 0.6, 0.2, 0.4, 1.3, 0.4, 2.2, 1.0]
+ADVANTAGE = [1.0, 1.0, 1.0, -0.5, -0.5, -2.0, -2.0, 0.25, 1.0, -1.0, -2.0]
+MASK = [1.0, 0.0, *[1.0] * 8, 0.0]
+COMPLETION = [3, 3, 3, 4, 4, 7, 7, 9, 11, 12, 7]
+GAP = [0.3, 5.0, -0.2, 0.0, 1.0, -1.0, 0.5, 0.1, 0.2, -0.3, 2.0]  # of the reference's log-probs to the policy's
+TRAINED = [place for place, trains in enumerate(MASK) if trains]
+NEW = [old + math.log(ratio) for old, ratio in zip(OLD, RATIO, strict=True)]
+
+
+def of_completion(values, place):
+    """The values of the trained tokens of a token's completion."""
+    return [values[other] for other in TRAINED if COMPLETION[other] == COMPLETION[place]]
+
+
+def plain_sapo(config, i):
+    tau = 1.0 if ADVANTAGE[i] > 0 else 1.05
+    gate = 1 / (1 + math.exp(-tau * (RATIO[i] - 1)))
+    slope = gate * (1 - gate) * tau * RATIO[i]  # of the gate, by log π
+    return -4 / tau * gate * ADVANTAGE[i], -4 / tau * slope * ADVANTAGE[i], set()
+
+
+def plain_dppo(divergence, config, i):
+    moves_down, moves_up = RATIO[i] < 1 and ADVANTAGE[i] < 0, RATIO[i] > 1 and ADVANTAGE[i] > 0
+    distance = divergence(math.exp(NEW[i]), math.exp(OLD[i]))
+    if moves_down and distance > config.epsilon:
+        return 0.0, 0.0, {"clip_ratio/low"}
+    if moves_up and distance > config.clip_high:
+        return 0.0, 0.0, {"clip_ratio/high"}
+    return -RATIO[i] * ADVANTAGE[i] * NEW[i], -RATIO[i] * ADVANTAGE[i], set()
+
+
+def plain_dppo_tv(config, i):
+    return plain_dppo(lambda new, old: abs(new - old), config, i)
+
+
+def plain_dppo_kl(config, i):
+    def divergence(new, old):
+        return old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new))
+
+    return plain_dppo(divergence, config, i)
+
+
+def plain_clip(config, ratio, i):
+    if ADVANTAGE[i] > 0 and ratio > 1 + config.clip_high:
+        return -(1 + config.clip_high) * ADVANTAGE[i], 0.0, {"clip_ratio/high"}
+    if ADVANTAGE[i] < 0 and ratio < 1 - config.epsilon:
+        return -(1 - config.epsilon) * ADVANTAGE[i], 0.0, {"clip_ratio/low"}
+    return -ratio * ADVANTAGE[i], -ratio * ADVANTAGE[i], set()
+
+
+def plain_sequence_mask(config, i):
+    drift = mean([-math.log(ratio) for ratio in of_completion(RATIO, i)])
+    if ADVANTAGE[i] < 0 and drift > 0.5:
+        return 0.0, 0.0, {"loss/off_policy"}
+    value, slope, _ = plain_clip(config, RATIO[i], i)
+    return value, slope, set()
+
+
+def plain_gspo_token(config, i):
+    return plain_clip(config, math.exp(mean([math.log(ratio) for ratio in of_completion(RATIO, i)])), i)
+
+
+PLAIN = [plain_sapo, plain_dppo_tv, plain_dppo_kl, plain_sequence_mask, plain_gspo_token]
+TOUCHED = {  # what a loss counts, and how many tokens of the above it must find
+    losses.sapo: {},
+    losses.dppo_tv: {"clip_ratio/low": 2, "clip_ratio/high": 1},
+    losses.dppo_kl: {"clip_ratio/low": 1, "clip_ratio/high": 1},
+    losses.off_policy_sequence_mask: {"loss/off_policy": 2},
+    losses.gspo_token: {"clip_ratio/low": 2, "clip_ratio/high": 1},
+}
+
+
+def run(loss_fn, config, new=NEW, old=OLD, ref=None, mask=MASK, advantage=ADVANTAGE, dtype=torch.float64):
+    logprobs = torch.tensor(new, dtype=dtype, requires_grad=True)
+    others = [None if values is None else torch.tensor(values, dtype=dtype) for values in (old, ref, advantage, mask)]
+    loss, sums = loss_fn(logprobs, *others, torch.tensor(COMPLETION), config)
+    loss.backward()
+    assert logprobs.grad is not None
+    return loss.item(), logprobs.grad.tolist(), {name: value.item() for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize(("loss_fn", "plain"), [*zip(LOSSES, PLAIN, strict=True)])
+def test_losses(loss_fn, plain, loss_type, beta):
+    """Values, gradients and counts; a completion's tokens share its weight in `grpo`."""
+    config = make_config(loss_type=loss_type, beta=beta, epsilon=0.2, epsilon_high=0.25)
+    loss, gradient, counts, kl = 0.0, [0.0] * len(OLD), dict.fromkeys(TOUCHED[loss_fn], 0.0), 0.0
+    for i in TRAINED:
+        value, slope, touched = plain(config, i)
+        k3 = math.exp(GAP[i]) - GAP[i] - 1
+        share = 1 / len(of_completion(RATIO, i)) if loss_type == "grpo" else 1.0
+        loss += share * (value + beta * k3)
+        gradient[i] = share * (slope + beta * (1 - math.exp(GAP[i])))
+        kl += k3
+        for name in touched:
+            counts[name] += 1
+    ref = [new + gap for new, gap in zip(NEW, GAP, strict=True)]
+    got = run(loss_fn, config, ref=ref if beta else None)
+    assert got[0] == pytest.approx(loss, rel=1e-12)
+    assert got[1] == pytest.approx(gradient, rel=1e-12, abs=1e-14)
+    assert counts == TOUCHED[loss_fn]
+    assert got[2] == pytest.approx(counts | ({"kl": kl} if beta else {}))
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_on_policy_they_are_the_policy_gradient(loss_fn):
+    _, gradient, _ = run(loss_fn, make_config(), new=OLD)
+    assert gradient == pytest.approx([-a * trains for a, trains in zip(ADVANTAGE, MASK, strict=True)])
+
+
+def test_gspo_token_is_gspo_where_tokens_have_one_advantage():
+    """And not where they differ."""
+    sequence = make_config(importance_level="sequence", epsilon=0.25)
+    wanted, got = run(grpo_loss, sequence), run(losses.gspo_token, make_config(epsilon=0.25))
+    assert got[0] == pytest.approx(wanted[0])
+    assert got[1] == pytest.approx(wanted[1])
+    assert got[2] == wanted[2]
+    other = [*ADVANTAGE[:3], -0.5, -0.1, *ADVANTAGE[5:]]
+    apart = [run(f, c, advantage=other)[1][3] for f, c in ((grpo_loss, sequence), (losses.gspo_token, make_config()))]
+    assert abs(apart[0] - apart[1]) > 0.1
+
+
+def one_token(loss_fn, new, old, advantage):
+    """The gradient of a token."""
+    logprobs = torch.tensor([new], requires_grad=True)
+    others = (torch.tensor([old]), None, torch.tensor([advantage]), torch.ones(1), torch.zeros(1, dtype=torch.long))
+    loss_fn(logprobs, *others, make_config())[0].backward()
+    assert logprobs.grad is not None
+    return logprobs.grad.item()
+
+
+def test_dppo_bounds_the_weight_of_a_token():
+    """Its probability grows from e^-10 to e^-2, by less than ε_high = .2 as a difference; the ratio is e^8."""
+    assert one_token(losses.dppo_tv, -2.0, -10.0, 1.0) == -20.0
+    assert one_token(losses.dppo_tv, -2.0, -4.0, 1.0) == pytest.approx(-math.exp(2))
+
+
+def test_dppo_of_a_token_that_was_certain():
+    """Its binary distribution has a probability of 0, whose logarithm must not hide the divergence."""
+    assert one_token(losses.dppo_kl, -0.7, 0.0, -1.0) == 0.0
+    assert one_token(losses.dppo_kl, -0.1, 0.0, -1.0) == pytest.approx(math.exp(-0.1))
+    assert one_token(losses.dppo_kl, 0.0, -0.7, 1.0) == 0.0
+
+
+@pytest.mark.parametrize("mask", [[0.0] * 11, [0] * 11, [False] * 11])
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_a_mask_of_zeros(loss_fn, mask):
+    """A filler row, whatever stands in it."""
+    odd = [-INF, INF, NAN, -INF, -1.0, 0.0, 1e30, -1e30, NAN, INF, 0.0]
+    for new, ref in ((NEW, OLD), (odd, odd[::-1])):
+        loss, gradient, sums = run(loss_fn, make_config(beta=0.1, loss_type="grpo"), new=new, ref=ref, mask=mask)
+        assert (loss, gradient) == (0.0, [0.0] * 11)
+        assert set(sums.values()) <= {0.0}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_extremes(loss_fn, dtype):
+    """Masked infinities stay out, and log-ratios beyond any exp give finite gradients."""
+    new = [-1e4, -INF, -1e-9, -50.0, 0.0, -1e-30, -1e3, -1.0, 0.0, -30.0, INF]
+    old = [-1.0, INF, -80.0, -1e-9, -1e4, 0.0, -1e-3, -1.0, -30.0, 0.0, INF]
+    ref = [0.0, NAN, -1e4, -1.0, -1e4, -2.0, 0.0, -1.0, 0.0, 0.0, -INF]
+    loss, gradient, sums = run(loss_fn, make_config(beta=0.1), new=new, old=old, ref=ref, dtype=dtype)
+    assert all(map(math.isfinite, [loss, *gradient, *sums.values()]))
+    assert gradient[1] == gradient[10] == 0.0
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_the_trainer_takes_them(loss_fn):
+    check_loss(make_config(loss_fn=loss_fn))
+    check_loss(make_config(loss_fn=loss_fn, beta=0.1))
+
+
+# -- majority votes --------------------------------------------------------------------------------------------------
+
+
+def test_majority_vote():
+    boxed = [r"so \boxed{\frac12}", r"\boxed{1/2} it is", r"no, \boxed{3}", r"\boxed{0.5}", r"it is \boxed{3", "3"]
+    assert majority_vote(completions=boxed, completion_ids=[]) == [1, 1, 0, 1, 0, 0]
+    assert majority_vote(completions=["7", " 8\n", "8 ", "9"]) == [0, 1, 1, 0]
+    assert majority_vote(completions=["7", "8", "8", "7"]) == [1, 0, 0, 1]  # of equally many, the first
+
+
+def test_no_answer_has_no_vote():
+    assert answer_of(r"it is \boxed{3") == answer_of(" ") == ""
+    assert majority_vote(completions=["", " ", r"\boxed{4", "5"]) == [0, 0, 0, 1]
+    assert majority_vote(completions=["", ""]) == [0, 0]
+
+
+# -- inserted reasoning ----------------------------------------------------------------------------------------------
+
+PROMPT = Prompt(0, [51, 52, 61], "34=", {})
+
+
+class Talker:
+    """A server whose tokens are characters: it says `text`, and after a cue `again`, as far as it may."""
+
+    def __init__(self, text, again="9"):
+        self.text, self.again, self.asked = text, again, []
+        self.tokenizer = self
+
+    def __call__(self, text, add_special_tokens):
+        return {"input_ids": [*map(ord, text)]}
+
+    def decode(self, token):
+        return chr(token)
+
+    def generate(self, prompt, sampling, images=None):
+        self.asked.append((list(prompt), sampling))
+        said = (self.text if list(prompt) == PROMPT.token_ids else self.again)[: sampling["max_tokens"]]
+        logprobs = [-0.5 - len(self.asked)] * len(said)
+        spans = [Span(3, 0, 1), Span(4, 1, len(said))] if len(said) > 1 else [Span(3, 0, 1)]
+        return [Completion([*map(ord, said)], logprobs, "stop", spans) for _ in range(sampling["n"])]
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_half_of_a_group_thinks_again(n, monkeypatch):
+    """Each rewritten one is a beginning of a sampled one, the cue, which does not train, and what was sampled then."""
+    monkeypatch.setattr(insert_reasoning, "CUE", "=?")
+    talker = Talker("1234", again="567")
+    completions = insert_reasoning.think_again(talker, PROMPT, {"n": n, "max_tokens": 8, "temperature": 1.0})
+    assert len(completions) == n
+    plain, rewritten = completions[: n - n // 2], completions[n - n // 2 :]
+    assert all("".join(map(chr, c.token_ids.tolist())) == "1234" and c.loss_mask.all() for c in plain)
+    for completion, (asked, sampling) in zip(rewritten, talker.asked[1:], strict=True):
+        text = "".join(map(chr, completion.token_ids.tolist()))
+        kept, cue, said = text.partition("=?")
+        assert "1234".startswith(kept)
+        assert 0 < len(kept) < 4
+        assert cue + said == "=?567"
+        assert asked == [*PROMPT.token_ids, *map(ord, kept + cue)]
+        assert sampling == {"n": 1, "max_tokens": 8 - len(kept + cue), "temperature": 1.0}
+        assert completion.loss_mask.tolist() == [True] * len(kept) + [False] * 2 + [True] * 3
+        assert completion.sampler_logprobs[: len(kept)].tolist() == [-1.5] * len(kept)
+        assert {span.version for span in completion.weight_versions} == {3, 4}
+        assert completion.num_sampled == len(text) - 2
+
+
+def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
+    """Full stops end with a line break, and letters begin with one."""
+    monkeypatch.setattr(insert_reasoning, "BREAK", "\n")
+    monkeypatch.setattr(insert_reasoning, "CUE", "=?")
+    monkeypatch.setattr(Talker, "decode", lambda _, token: ".\n" if chr(token) == "." else "\n" + chr(token))
+    cuts = set()
+    for seed in range(20):
+        random.seed(seed)
+        _, completion = insert_reasoning.think_again(Talker("a.b.c.d."), PROMPT, {"n": 2, "max_tokens": 8})
+        assert len(completion.token_ids) <= 8
+        cuts.add("".join(map(chr, completion.token_ids.tolist())))
+    assert cuts == {"a.=?9", "a.b.=?9"}  # after the third of eight tokens' breaks there is no room for an answer
+    for text in ("abc", "."):  # nothing to cut
+        first, second = insert_reasoning.think_again(Talker(text), PROMPT, {"n": 2, "max_tokens": 6})
+        assert torch.equal(first.token_ids, second.token_ids)
+
+
+def test_what_follows_the_last_cue_is_judged():
+    said = ["12=34", "34", "34=12", "1=2=34", "34="]
+    assert insert_reasoning.right_at_last(said, ["34"] * 5) == [1, 1, 0, 1, 0]
