@@ -8,9 +8,8 @@ it has no gradient. DPPO and DeepSeek compare with the sampler's policy: set `ol
 
 import torch
 
-from train import completion_sums
+from train import bounded_log_ratio, completion_sums
 
-MAX_LOG_RATIO = 20.0  # nats
 TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # SAPO's temperatures, of its paper
 MAX_RATIO = 20.0  # of DPPO's importance weight
 MAX_DRIFT = 0.5  # nats a token, of `off_policy_sequence_mask`
@@ -21,7 +20,7 @@ def sapo(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, con
 
     -σ(τ(ρ - 1))·(4/τ)·A, with τ = 1 where A > 0 and else 1.05, which fades faster. At ρ = 1 its gradient is -A.
     """
-    ratio = _log_ratio(logprobs, old_logprobs, mask).exp()
+    ratio = bounded_log_ratio(logprobs, old_logprobs, mask).exp()
     tau = torch.full_like(advantages, TAU_POSITIVE).where(advantages > 0, TAU_NEGATIVE)
     per_token = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
     return _total(per_token, logprobs, ref_logprobs, mask, completion, config)
@@ -45,7 +44,8 @@ def dppo_kl(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, 
     """
     new = logprobs.detach()
     other_old, other_new = (-x.expm1().clamp(max=-1e-7) for x in (old_logprobs, new))
-    divergence = -old_logprobs.exp() * _log_ratio(new, old_logprobs, mask) + other_old * (other_old / other_new).log()
+    of_others = other_old * (other_old / other_new).log()
+    divergence = of_others - old_logprobs.exp() * bounded_log_ratio(new, old_logprobs, mask)
     return _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config)
 
 
@@ -55,33 +55,12 @@ def off_policy_sequence_mask(logprobs, old_logprobs, ref_logprobs, advantages, m
     The policy loss of a completion with A < 0 is 0 where the mean of log(π_old / π) over its tokens exceeds δ, 0.5 here
     (the paper gives none). Its π_old is the sampler's. `loss/off_policy` is the share of tokens masked.
     """
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
+    log_ratio = bounded_log_ratio(logprobs, old_logprobs, mask)
     is_off = (advantages < 0) & (_mean(-log_ratio.detach(), mask, completion) > MAX_DRIFT)
     ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages).where(~is_off, 0.0)
     return _total(per_token, logprobs, ref_logprobs, mask, completion, config, {"loss/off_policy": is_off})
-
-
-def gspo_token(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """GSPO-token (arXiv:2507.18071, section 4.3): the completion's ratio s, the token's own gradient and advantage.
-
-    -min(s_t·A_t, clip(s_t)·A_t) with s_t = sg(s)·π / sg(π), where s is the geometric mean of the ratios. Where all
-    tokens have one advantage it is `importance_level="sequence"`; off-policy weights differ from token to token.
-    """
-    log_ratio = _log_ratio(logprobs, old_logprobs, mask)
-    ratio = (_mean(log_ratio.detach(), mask, completion) + log_ratio - log_ratio.detach()).exp()
-    clipped = ratio.clamp(1 - config.epsilon, 1 + config.clip_high)
-    low = (ratio < 1 - config.epsilon) & (advantages < 0)
-    high = (ratio > 1 + config.clip_high) & (advantages > 0)
-    counts = {"clip_ratio/low": low, "clip_ratio/high": high}
-    per_token = -torch.minimum(ratio * advantages, clipped * advantages)
-    return _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts)
-
-
-def _log_ratio(logprobs, old_logprobs, mask):
-    """log(π / π_old), nats, within ±20; 0 where the mask is. Where, not times: a masked infinity would give NaN."""
-    return torch.where(mask > 0, logprobs - old_logprobs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def _mean(values, mask, completion):
@@ -91,8 +70,8 @@ def _mean(values, mask, completion):
 
 
 def _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    ratio = _log_ratio(logprobs.detach(), old_logprobs, mask).exp()
-    low = (divergence > config.epsilon) & (advantages < 0) & (ratio < 1)
+    ratio = bounded_log_ratio(logprobs.detach(), old_logprobs, mask).exp()
+    low = (divergence > config.clip_low) & (advantages < 0) & (ratio < 1)
     high = (divergence > config.clip_high) & (advantages > 0) & (ratio > 1)
     per_token = (-ratio.clamp(max=MAX_RATIO) * advantages * logprobs).where(~(low | high), 0.0)
     counts = {"clip_ratio/low": low, "clip_ratio/high": high}
@@ -104,7 +83,7 @@ def _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts=(
     trains = mask > 0
     sums = {name: (value & trains).sum().to(per_token.dtype) for name, value in dict(counts).items()}
     if config.beta > 0:
-        log_gap = _log_ratio(ref_logprobs, logprobs, mask)
+        log_gap = bounded_log_ratio(ref_logprobs, logprobs, mask)
         k3 = log_gap.exp() - log_gap - 1
         per_token = per_token + config.beta * k3
         sums["kl"] = k3.detach().sum()
