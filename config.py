@@ -296,7 +296,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             (self.delta and self.delta <= 1 + self.clip_high, "delta must exceed 1 + epsilon_high"),
             (self.push_to_hub and not self.hub_repo_id, "push_to_hub needs hub_repo_id (user/name)"),
             (
-                self.replay and Path(self.replay).resolve() == Path(self.output_dir).resolve(),
+                self.replay and Path(self.replay).absolute() == Path(self.output_dir).absolute(),
                 "replay must be another folder than output_dir",
             ),
             (taken, f"sampling_params may not set {taken}: use the fields of TrainConfig"),

@@ -259,8 +259,8 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     shares_prompts = row_layout(groups, config).shares_prompts
     for row in pack(pairs, max_tokens, share_prefix=shares_prompts, padded=not config.share_prefix):
         images = joined_images([groups[number].prompt for number in row.prompts])
-        of_row = (values[row.index] for values in (advantages, mask, sampler_logprobs, servers))
-        batches.append(MicroBatch(row, *of_row, images))  # type: ignore[arg-type,call-arg]
+        tensors = (advantages[row.index], mask[row.index], sampler_logprobs[row.index], servers[row.index])
+        batches.append(MicroBatch(row, *tensors, images))
     return batches
 
 

@@ -55,7 +55,6 @@ class Group:
     finished_version: int = 0  # the policy version when its rewards were known
     trained_version: int = -1  # the policy version that it trains, -1 before
     server: int = 0  # the number of the server that sampled it
-    part: int = 0  # which of its batch's parts it came with, as `Rollouts.take` gives them
     started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0

@@ -244,7 +244,6 @@ class Rollouts:
         self.processor: Any = None  # the model's, on rank 0
         self.policy: Any = None  # the one that was published last, as `version`
         self.version = -1
-        self._part = 0  # how many parts of the batch under way were taken
         self.gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         # Of the run; the shortest prompt with images, processed (None in a run without); what servers are probed with.
         self.num_steps, self.example, self.probe_prompt = broadcast_object(self._open(resumed) if is_main() else None)
@@ -300,13 +299,11 @@ class Rollouts:
             if (group := self.stream.take()) is None:
                 return None
             groups.append(group)
-            group.part = self._part
             num_tokens -= group.row_sizes[0 if self.config.share_prefix else 2]
             if self.stream.missing == 0:
                 return "complete"
             return "enough" if num_tokens <= 0 else None
 
-        self._part += 1
         started_s = time.monotonic()
         word = self._lead(look)
         self.waited_s += time.monotonic() - started_s
@@ -338,7 +335,7 @@ class Rollouts:
         """What was trained and dropped, with metrics of the queues, waits and rates; empty on ranks other than 0."""
         if not is_main():
             return Batch()
-        batch, self._part = self.stream.end_batch(), 0
+        batch = self.stream.end_batch()
         if all(math.isnan(reward) for group in batch.groups for reward in group.reward):
             self.failure = UserError("no reward function gave any completion of this batch a number: nothing to learn")
         num_tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in batch.groups for c in g.completions)
@@ -402,7 +399,8 @@ class Rollouts:
 
     def check(self, gaps: dict[int, float]) -> None:
         """Leave out servers whose tokens of the policy that was trained differ: `gaps`, nats a token, by number."""
-        for server in self.client.servers if is_main() and not bending(self.config) else ():
+        are_exact = not bending(self.config) and not self.config.lora_dropout
+        for server in self.client.servers if is_main() and are_exact else ():
             gap = gaps.get(server.number, math.nan)
             if gap <= self.config.max_logprob_mismatch:
                 server.proved_version = self.version

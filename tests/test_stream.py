@@ -525,7 +525,7 @@ def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
             pass
         return word
 
-    rollouts: Any = SimpleNamespace(stream=stream, config=config, waited_s=0.0, _part=0, _lead=lead)
+    rollouts: Any = SimpleNamespace(stream=stream, config=config, waited_s=0.0, _lead=lead)
     for num_tokens, num_groups in ((2 * size, 2), (2 * size + 1, 3)):
         groups, is_last = Rollouts.take(rollouts, num_tokens)
         assert (len(groups), is_last) == (num_groups, False)
