@@ -3,7 +3,8 @@ r"""Half of a group thinks again: cut at a random token, given a cue, and sample
     bash scripts/demo.sh recipes/insert_reasoning.py
 
 As `insert_reasoning_phrases` of async-grpo, but within the group's size, and without training the cue: only what the
-policy sampled before and after it trains. A model of language wants `CUE = "Wait! "` and `BREAK = "\n\n"`.
+policy sampled before and after it trains. A model of language wants `CUE = "Wait! "` and `BREAK = "\n\n"`. Expected,
+without the cue: 35 to 85 % after 100 steps.
 """
 
 import random

@@ -3,7 +3,8 @@
     bash scripts/demo.sh recipes/majority.py
 
 The right answers are only looked at: `exact_match` has weight 0, and `eval/rewards/exact_match` is the accuracy. (The
-vote of one completion, as in an evaluation, is always 1.)
+vote of one completion, as in an evaluation, is always 1.) Expected: agreement rises from 41 to 92 %, and accuracy falls
+from 35 to 16 %: one in five of this model's samples is right, and it agrees on wrong answers. Start from a better one.
 """
 
 from collections import Counter
