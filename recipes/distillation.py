@@ -28,5 +28,6 @@ config = replace(
     tiny.config,
     reference_id="outputs/tiny/run/checkpoint-150",
     loss_fn=k3,
+    max_steps=250,
     output_dir="outputs/tiny/distilled",
 )

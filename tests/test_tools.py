@@ -246,6 +246,7 @@ def test_numbers_that_json_has_not(tmp_path):
     assert json.loads((tmp_path / "completions.jsonl").read_text(), parse_constant=pytest.fail) == {
         "step": 2, "group": 0, "row": 0, "prompt": "a", "columns": {"x": [None]}, "completion": "b", "reward": None,
         "rewards": {"len": None}, "advantage": 0.0, "finish_reason": "stop", "weight_versions": [[1, 0, 1]],
+        "info": {},
     }  # fmt: skip
 
 

@@ -117,16 +117,15 @@ def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, An
     functions: Any = config.reward_funcs
     samples = []
     for group in groups:
-        columns = _shortened(group.prompt.columns)
-        of_group = {"group": group.id, "row": group.prompt.index, "prompt": group.prompt.content, "columns": columns}
+        of_group = {"group": group.id, "row": group.prompt.index, "prompt": group.prompt.content}
+        of_group["columns"] = _shortened(group.prompt.columns)
         for i, c in enumerate(group.completions):
             rewards = {f.__name__: reward for f, reward in zip(functions, group.rewards[i], strict=True)}
             scores = {"reward": group.reward[i], "rewards": rewards}
             if group.advantages:  # held-out completions have none
                 scores["advantage"] = group.advantages[i]
-            more = {"info": _shortened(c.info)} if c.info else {}
-            sampling = {"finish_reason": c.finish_reason, "weight_versions": c.weight_versions, **more}
-            samples.append({**of_group, "completion": group.texts[i], **scores, **sampling})
+            sampling = {"finish_reason": c.finish_reason, "weight_versions": c.weight_versions}
+            samples.append({**of_group, "completion": group.texts[i], **scores, **sampling, "info": _shortened(c.info)})
     return samples
 
 
@@ -183,22 +182,20 @@ class RunLog:
         """Write one step: metrics everywhere, its batch, and the groups of held-out sets, to their `.jsonl` files."""
         if not is_main() or not (metrics or batch):
             return
-        samples, dropped = [], []
+        rows: dict[str, list[dict[str, Any]]] = {"completions": [], "dropped": [], "rollouts": [], "held_out": []}
         if batch:
             metrics = batch_metrics(batch.groups, step - 1, self.config) | batch.metrics | metrics
             metrics["time/train_s"] -= metrics["time/wait_s"]
             logged = sorted(batch.groups, key=lambda group: group.id)[: self.config.logged_groups]
-            samples = batch_samples(logged, self.config)
+            rows["completions"] = batch_samples(logged, self.config)
             pairs = ((group, reason) for reason, groups in batch.dropped.items() for group in groups)
-            dropped = [{"group": group.id, "row": group.prompt.index, "reason": reason} for group, reason in pairs]
+            rows["dropped"] = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in pairs]
+            rows["rollouts"] = [saved_group(group) for group in batch.groups] if self.config.save_rollouts else []
+        for name, groups in (held_out or {}).items():
+            rows["held_out"] += [{"set": name, **sample} for sample in batch_samples(groups, self.config)]
         self._written.result()  # of the step before: raises what it failed with
-        rows = {"metrics": [metrics], "completions": samples, "dropped": dropped}
-        rows["held_out"] = [
-            {"set": n, **row} for n, groups in (held_out or {}).items() for row in batch_samples(groups, self.config)
-        ]
-        rows["rollouts"] = [saved_group(group) for group in batch.groups] if batch and self.config.save_rollouts else []
-        self._written = self._writer.submit(self._write, step, rows)
-        shown = samples[:256] if (every := self.config.log_completions_steps) and step % every == 0 else []
+        self._written = self._writer.submit(self._write, step, rows | {"metrics": [metrics]})
+        shown = rows["completions"][:256] if (every := self.config.log_completions_steps) and step % every == 0 else []
         self._print(step, metrics, shown[:8])
         if self._wandb:
             # wandb makes a section of panels for each word before a slash.
