@@ -26,7 +26,7 @@ GSM8K = [{"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n###
 MATH = [{"problem": f"What is ${i}+{i}$?", "answer": str(2 * i)} for i in range(16)]
 SUMS = [{"prompt": f"{500 + i}+{500 + i}=", "answer": str(1000 + 2 * i)} for i in range(16)]
 DATA: dict[str, Any] = {
-    "tiny": SORT, "first_to_finish": SORT, "majority": SORT, "insert_reasoning": SORT,
+    "tiny": SORT, "first_to_finish": SORT, "majority": SORT, "insert_reasoning": SORT, "distillation": SORT,
     "own_reward": SORT, "own_loss": SORT, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
     "gsm8k": GSM8K, "lora_7b_one_gpu": GSM8K, "math": MATH, "fsdp_multi_node": MATH,
     "countdown": partial(countdown.problems, 16, held_out=True), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),
@@ -64,8 +64,10 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
         (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
         data = str(tmp_path / "data.jsonl")
     data = geometry(tmp_path) if data is geometry else data
+    teacher = config.reference_id and make_model(tmp_path / "teacher", layers=3, chat_template=CHAT_TEMPLATE)
     config = replace(
-        config, model_id=model, vllm_urls=[url], dataset_id=data, dataset_config=None, output_dir=str(tmp_path / "run"),
+        config, model_id=model, reference_id=teacher, vllm_urls=[url],
+        dataset_id=data, dataset_config=None, output_dir=str(tmp_path / "run"),
         eval_dataset_id=config.eval_dataset_id and data, eval_dataset_split="test",
         reward_funcs=[*config.reward_funcs, spread], reward_weights=None,
         batch_size=4, num_generations=4, max_completion_len=16, max_steps=3, num_epochs=1.0, max_tokens_per_gpu=2048,
