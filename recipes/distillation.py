@@ -4,7 +4,7 @@
     bash scripts/demo.sh recipes/distillation.py
 
 The student starts as the teacher did, and learns from no reward: `exact_match` is only reported. Teacher and student
-share the forward of each prompt. Expected: the teacher's held-out accuracy, within 3 points.
+share the forward of each prompt. Expected: 35 to 91 % held out; the teacher has 92 %.
 """
 
 from dataclasses import replace
