@@ -205,6 +205,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Weight of the KL penalty (k3) to the reference; 0 keeps no reference model."""
     reference_id: str | None = None
     """Model behind `ref_logprobs`, of the same vocabulary, as a teacher; None: the initial policy."""
+    reference_urls: Values[Address] | None = None
+    """Servers of the reference (`vllm_server.py` with that model), which give `ref_logprobs` in the trainer's place."""
     kl_gradient: Literal["forward", "reverse"] = "forward"
     """forward: that of k3, KL(reference || policy), as DeepSeekMath has it. reverse: times the ratio, as TRL has it."""
     num_iterations: OneOrMore = 1
@@ -299,6 +301,7 @@ class TrainConfig(metaclass=_OneLineErrors):
                 self.replay and Path(self.replay).absolute() == Path(self.output_dir).absolute(),
                 "replay must be another folder than output_dir",
             ),
+            (self.replay and self.reference_urls, "replay asks no server: unset reference_urls, and set reference_id"),
             (taken, f"sampling_params may not set {taken}: use the fields of TrainConfig"),
         ):
             if is_wrong:
@@ -322,7 +325,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             ("correction_cap", self.off_policy_correction != "none", "with off_policy_correction=none"),
             ("correction_floor", masks, "without off_policy_correction=mask"),
             ("kl_gradient", self.beta, "without beta"),
-            ("reference_id", self.beta or self.loss_fn, "without beta or a loss_fn that uses it"),
+            ("reference_id reference_urls", self.beta or self.loss_fn, "without beta or a loss_fn that uses it"),
             ("scale_rewards", self.advantage_fn is None, "with advantage_fn"),
             ("fsdp_bf16 fsdp_offload fsdp_shard_size", self.use_fsdp, "without use_fsdp"),
             ("num_epochs", self.max_steps is None, "beside max_steps, which --max_steps none unsets"),
@@ -358,7 +361,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     @property
     def has_reference(self) -> bool:
         """Whether the loss gets log-probs of a reference."""
-        return self.beta > 0 or self.reference_id is not None
+        return self.beta > 0 or self.reference_id is not None or self.reference_urls is not None
 
     @property
     def updates_per_batch(self) -> int:

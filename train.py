@@ -208,12 +208,13 @@ class MicroBatch:
     sampler_logprobs: Tensor  # nats, the server's
     servers: Tensor  # int16: 1 + the server's number on tokens of the policy that is trained, 0 on those of older ones
     images: dict[str, Tensor] = field(default_factory=dict)  # those of the row's prompts, from `joined_images`
+    ref_logprobs: Tensor | None = None  # nats, of `reference_urls`
     old_logprobs: Tensor | None = None  # nats, the policy's before the first of several updates, on its device
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        names = ("packed", "advantages", "mask", "sampler_logprobs", "servers")
-        moved = {name: getattr(self, name).to(device) for name in names}
+        names = ("packed", "advantages", "mask", "sampler_logprobs", "servers", "ref_logprobs")
+        moved: dict[str, Any] = {n: v.to(device) for n in names if (v := getattr(self, n)) is not None}
         return replace(self, **moved, images={name: value.to(device) for name, value in self.images.items()})
 
 
@@ -254,13 +255,14 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     numbers = [number for group in groups for _ in group.completions for number in (0, 1 + group.server)]
     sizes_by_age = torch.stack([starts, sizes - starts], 1).flatten()
     servers = torch.tensor(numbers, dtype=torch.int16).repeat_interleave(sizes_by_age)
+    ref_logprobs = torch.cat([*(values for group in groups for values in group.ref_logprobs), torch.empty(0)])
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     batches = []
     shares_prompts = row_layout(groups, config).shares_prompts
     for row in pack(pairs, max_tokens, share_prefix=shares_prompts, padded=not config.share_prefix):
         images = joined_images([groups[number].prompt for number in row.prompts])
         tensors = (advantages[row.index], mask[row.index], sampler_logprobs[row.index], servers[row.index])
-        batches.append(MicroBatch(row, *tensors, images))
+        batches.append(MicroBatch(row, *tensors, images, ref_logprobs[row.index] if groups[0].ref_logprobs else None))
     return batches
 
 
@@ -386,7 +388,7 @@ def train_batch(
                 trainer_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
                 old = micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
                 weights = off_policy_weights(old, micro.sampler_logprobs, micro.mask, micro.packed.completion, config)
-                ref = reference(micro.packed, micro.images) if reference else None
+                ref = reference(micro.packed, micro.images) if reference else micro.ref_logprobs
                 loss, loss_sums = loss_fn(
                     logprobs, old, ref, micro.advantages * weights, micro.mask, micro.packed.completion, config
                 )

@@ -329,6 +329,27 @@ class Server:
         self.post("/resume")
 
 
+class ReferenceServer(Server):
+    """A server of the reference: it gets no weights, and gives log-probs at the run's `temperature`."""
+
+    def __init__(self, url: str, temperature: float, **others: Any):
+        super().__init__(url, **others)
+        self.temperature = temperature
+
+    def connect(self, *_: Any, **others: Any) -> None:
+        """Tell it the temperature: it serves from then on."""
+        self.post("/init_weight_transfer_engine", {"init_info": {"temperature": self.temperature}})
+        self.is_connected = self.has_weights = True
+
+    def logprobs(self, prompt_ids: list[int], completion: Tensor) -> Tensor:
+        """The log-probs [n] float32, nats, of a completion's tokens [n]. Raises as `request` does."""
+        ids = [*prompt_ids, *completion.tolist()]
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+        given = self.request("POST", "/inference/v1/generate", json=body)["prompt_logprobs"]
+        pairs = list(zip(ids, given, strict=True))[len(prompt_ids) :]
+        return torch.tensor([of_place[str(token)]["logprob"] for token, of_place in pairs])
+
+
 def server_urls(config: TrainConfig) -> list[str]:
     """The addresses that `vllm_urls` means now, each once: those of a file for `@file`. UserError where it has none."""
     try:
@@ -345,9 +366,9 @@ def server_urls(config: TrainConfig) -> list[str]:
 class VLLMClient:
     """The rollout servers of a run, thread-safe; `tokenizer`, `forbidden` as of `Server`. Raises the file limit."""
 
-    def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = ()):
+    def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = (), kind: Any = Server):
         self.config = config
-        self._make = partial(Server, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden)
+        self._make = partial(kind, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden)
         self.servers = list(map(self._make, server_urls(config)))  # replaced as a whole, by the watcher
         self.version = -1  # of the policy that was published last
         self._updating = threading.Lock()
@@ -395,7 +416,7 @@ class VLLMClient:
     def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:
         """Connect every server, or raise a ServerError; from now on lost servers are watched for and taken back."""
         self._where = (device, self.config.sync_timeout, gpus)
-        replies = {server.url: self._control.submit(server.connect, *self._where) for server in self.servers}
+        replies = {server.url: self._control.submit(partial(server.connect, *self._where)) for server in self.servers}
         for url, reply in replies.items():
             if isinstance(error := reply.exception(), RuntimeError):
                 cause = str(error).partition("\n")[0]

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from torch.distributed import TCPStore
 from vllm.distributed.weight_transfer import base
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.utils.nccl import unpinned_nccl_env
@@ -42,13 +43,14 @@ TRAINER_ROUTES = frozenset({
 
 @dataclass
 class TransferInit(base.WeightTransferInitInfo):
-    """Where the trainer (rank 0 of the transfer group) waits for this server's workers."""
+    """Where the trainer (rank 0 of the transfer group) waits for this server's workers; or a `temperature` alone."""
 
-    host: str
-    port: int
-    world_size: int
-    timeout_s: float
-    trainer: str
+    host: str = ""
+    port: int = 0
+    world_size: int = 0
+    timeout_s: float = 0.0
+    trainer: str = ""
+    temperature: float = 0.0
 
 
 class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransferUpdateInfo]):
@@ -62,9 +64,22 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
     group: TransferGroup | None = None
     trainer = ""
     reloading = False
+    temperature = 0.0  # of a reference, 0 for any other server
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Join the trainer's transfer group, in place of one that an earlier trainer left."""
+        """Join the trainer's transfer group, in place of one that an earlier trainer left.
+
+        With a `temperature` the server becomes a reference instead: its logits are divided by it, as vLLM's log-probs
+        of prompts know no temperature.
+        """
+        if init_info.temperature:
+            if self.temperature not in (0.0, init_info.temperature):
+                raise RuntimeError(f"it is the reference of a run at temperature {self.temperature}: start another one")
+            for module in () if self.temperature else self.model.modules():
+                if isinstance(module, LogitsProcessor):
+                    module.scale /= init_info.temperature
+            self.temperature = init_info.temperature
+            return
         if self.group is not None and self.trainer != init_info.trainer and self.group.trainer_lives():
             raise RuntimeError("another trainer uses this server: one at a time")
         self.shutdown()

@@ -50,6 +50,7 @@ class Group:
     rewards: list[list[float | None]] = field(default_factory=list)  # [completion][function]; None: does not apply
     reward: list[float] = field(default_factory=list)  # [completion], weighted sums; NaN where no function applies
     advantages: list[float] = field(default_factory=list)  # [completion]
+    ref_logprobs: list[Tensor] = field(default_factory=list)  # [completion] of [n], nats, from `reference_urls`
     id: int = 0  # its place in the order of admission
     started_version: int = -1  # the policy version when its request was sent, -1 before
     finished_version: int = 0  # the policy version when its rewards were known

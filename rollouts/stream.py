@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from rollouts.data import Batch, Group, Prompt
 from rollouts.scoring import Scorer, check_rewards, held_out_metrics
 from training.model import load_model_config, published_weights, token_logprobs
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
-from vllm_client import CONTROL_TIMEOUT_S, Completion, Server, ServerError, ServerLost, VLLMClient
+from vllm_client import CONTROL_TIMEOUT_S, Completion, ReferenceServer, Server, ServerError, ServerLost, VLLMClient
 
 MISMATCH = (
     "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model otherwise, or takes "
@@ -54,14 +55,27 @@ def sample_group(
     if config.max_staleness == 0 and not config.rollout_fn:  # completion i of a group gets seed + i from vLLM
         seed = (config.seed << 40) + group.id * 2 * sampling["n"]
         sampling = {"seed": seed % 2**63, **sampling}
-    where = f"dataset row {group.prompt.index}"
-    num_failed = 0
-    while not group.completions:
+
+    def sample(server: Server) -> list[Completion]:
+        group.started_version, group.started_s = client.version, time.monotonic()
+        group.server = server.number
+        completions = _ask(server, group.prompt, sampling, config)
+        if any(span.version < 0 for c in completions for span in c.weight_versions):
+            client.lose(server, error := ServerLost("it sampled with weights of its own: was it restarted?"))
+            raise error
+        return completions
+
+    group.completions = on_one_server(group, client, sample)
+    group.sampled_s = time.monotonic()
+
+
+def on_one_server(group: Group, client: VLLMClient, ask: Callable[[Any], Any]) -> Any:
+    """What `ask` of a server gives for a group, from another one where the first is lost. Raises as `sample_group`."""
+    where, num_failed = f"dataset row {group.prompt.index}", 0
+    while True:
         with client.lease() as server:
-            group.started_version, group.started_s = client.version, time.monotonic()
-            group.server = server.number
             try:
-                completions = _ask(server, group.prompt, sampling, config)
+                return ask(server)
             except ServerLost as error:
                 if not (server.has_weights and server.answers()):
                     client.lose(server, error)
@@ -69,12 +83,6 @@ def sample_group(
                     raise ServerError(f"{where}: {error}, though the server is healthy") from error
             except ServerError as error:
                 raise ServerError(f"{where}: {error}") from None
-            else:
-                if any(span.version < 0 for c in completions for span in c.weight_versions):
-                    client.lose(server, ServerLost("it sampled with weights of its own: was it restarted?"))
-                else:
-                    group.completions = completions
-    group.sampled_s = time.monotonic()
 
 
 def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
@@ -254,11 +262,16 @@ class Rollouts:
         print(describe(config))
         self.processor = data.load_processor(config)
         tokenizer = data.tokenizer_of(self.processor)
-        self.client = VLLMClient(config, tokenizer, data.placeholder_ids(load_model_config(config)[0]))
+        forbidden = data.placeholder_ids(load_model_config(config)[0])
+        self.client = VLLMClient(config, tokenizer, forbidden)
+        self.references = self._references_of(forbidden) if config.reference_urls else None
         prompts = self._load(config.dataset_id, config.dataset_split)
         with data.naming("eval_dataset_id"):
             held_out = {name: self._load(s, config.eval_dataset_split) for name, s in config.eval_sets.items()}
-        max_prompt_len = min(self.client.wait_until_ready(), config.max_tokens_per_gpu) - config.max_completion_len
+        longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
+        if self.references:  # which sample a token beside what they are asked for
+            longest = min(longest, self.references.wait_until_ready() - 1)
+        max_prompt_len = longest - config.max_completion_len
         self.prompts = data.leave_out_long(prompts, max_prompt_len, config)
         self.held_out = {n: data.leave_out_long(of_set, max_prompt_len, config) for n, of_set in held_out.items()}
         self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
@@ -267,6 +280,9 @@ class Rollouts:
             raise UserError(f"resume_from_checkpoint: that run had other prompts: {cure}")
         example = data.image_example(self.prompts, self.processor, config)
         self.client.connect(self.device, self.gpus)
+        if self.references:
+            self.references.version = 0  # of the weights that they have, and keep
+            self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)
         before = resumed or {"step": 0, "num_tokens": 0, "ended": ()}
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
@@ -275,8 +291,17 @@ class Rollouts:
         self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
         order = enumerate(data.epochs(len(self.prompts), config.seed))
         groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
-        self.stream = GroupStream(groups, self._fill, num_steps, config)
+        self.stream = GroupStream(groups, self._fill_for_training, num_steps, config)
         return num_steps, example, example or self.prompts[0]
+
+    def _references_of(self, forbidden: list[int]) -> VLLMClient:
+        """The client of `reference_urls`, whose servers serve what `reference_id` names, or the initial policy."""
+        config = self.config
+        if forbidden:
+            raise UserError("reference_urls: with images the trainer needs a reference of its own, see reference_id")
+        named: Any = {"vllm_urls": config.reference_urls, "model_id": config.reference_id or config.model_id}
+        kind = partial(ReferenceServer, temperature=config.temperature)
+        return VLLMClient(replace(config, **named), kind=kind)
 
     def _load(self, source: Any, split: str) -> list[Prompt]:
         prompts = data.load_prompts(source, split, self.processor, self.config)
@@ -286,6 +311,13 @@ class Rollouts:
     def _fill(self, group: Group, **changes: Any) -> None:
         sample_group(group, self.client, self.processor, sampling_params(self.config) | changes, self.config)
         self.scorer.score(group)
+
+    def _fill_for_training(self, group: Group) -> None:
+        self._fill(group)
+        if self.references:
+            ids = group.prompt.token_ids
+            ask: Any = lambda server: [server.logprobs(ids, c.token_ids) for c in group.completions]  # noqa: E731
+            group.ref_logprobs = on_one_server(group, self.references, ask)
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The next groups of the batch, and whether they are its last. Collective; only rank 0 gets groups.
@@ -490,3 +522,5 @@ class Rollouts:
             self.stream.close()
             self.scorer.close()
             self.client.close()
+            if self.references:
+                self.references.close()

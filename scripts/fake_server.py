@@ -51,6 +51,7 @@ class FakeServer:
     vllm_version: str = VLLM_VERSION
     fault: Callable[[str], None] = lambda path: None
     refused: Callable[[str], bool] = lambda path: False
+    temperature: float = 1.0
     url: str = ""
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     log: list[tuple[str, float]] = field(default_factory=list)
@@ -77,7 +78,9 @@ class FakeServer:
             return {"data": [{"id": self.model_id, "root": self.model_id, "max_model_len": self.max_model_len}]}
         if path == "/get_world_size":
             return {"world_size": 1}
-        if path == "/init_weight_transfer_engine":
+        if path == "/init_weight_transfer_engine" and "temperature" in body["init_info"]:
+            self.temperature = body["init_info"]["temperature"]
+        elif path == "/init_weight_transfer_engine":
             info = body["init_info"]
             store = TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=info["timeout_s"]))
             if self.group is not None:
@@ -89,17 +92,26 @@ class FakeServer:
         elif path == "/update_weights":
             assert self.group is not None
             while bucket := self.group.receive():
-                missing = self.model.load_state_dict(bucket, strict=False)
+                with self._computing:  # a forward lends the model another version's tensors for its time
+                    missing = self.model.load_state_dict(bucket, strict=False)
                 assert not missing.unexpected_keys
         elif path == "/finish_weight_update":
+            with self._computing:
+                self.versions[body["weight_version"]] = self._weights()
             self.version = body["weight_version"]
-            self.versions[self.version] = self._weights()
         elif path == "/pause":
             self._resumed.clear()
             self._aborted = body.get("mode") == "abort"
         elif path == "/resume":
             self._resumed.set()
         return {}
+
+    def prompt_logprobs(self, ids: list[int]) -> list[dict[str, Any] | None]:
+        """As a reference gives them: of each token but the first, at its temperature."""
+        with self._computing, torch.no_grad():
+            scaled = (self.model(torch.tensor([ids])).logits[0, :-1] / self.temperature).log_softmax(-1)
+        values = scaled[range(len(ids) - 1), ids[1:]].tolist()
+        return [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:], values, strict=True))]
 
     def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Each choice, when it has ended."""
@@ -176,6 +188,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self.reply(403, {"error": "refused"})
             elif path == "/inference/v1/generate" and body.get("stream"):
                 self.stream(body)
+            elif "prompt_logprobs" in body.get("sampling_params", ()):
+                self.reply(200, {"choices": [], "prompt_logprobs": fake.prompt_logprobs(body["token_ids"])})
             elif path == "/inference/v1/generate":
                 self.reply(200, {"choices": sorted(fake.generate(body), key=lambda choice: choice["index"])})
             else:

@@ -15,22 +15,23 @@ import pytest
 import torch
 from fake_server import fake_server
 from forked import Forked, serve
-from helpers import ROOT, answer_in, make_model, make_tokenizer, on_forked_ranks, read, said
+from helpers import ROOT, answer_in, make_model, make_tokenizer, on_forked_ranks, read, said, server
 from local_server import local_server
 from safetensors.torch import load_file
 from test_loss import make_config
 from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
+from prefix_attention import attach, pack
 from recipes.own_loss import reinforce
 from rollouts import stream
 from rollouts.data import Group, Prompt
 from rollouts.scoring import Scorer, held_out_metrics
 from rollouts.stream import Rollouts
 from train import grpo_loss, main
-from training.model import build_reference, token_logprobs
+from training.model import build_policy, build_reference, token_logprobs
 from utils import process_group
-from vllm_client import Completion, Span
+from vllm_client import Completion, ReferenceServer, ServerError, Span
 
 
 def weights(folder, step=3):
@@ -273,14 +274,10 @@ def test_servers_without_tokens_of_the_current_policy_are_probed(models, recipe,
 def test_a_teacher_is_another_model_of_the_same_vocabulary(models, tmp_path):
     """Its log-probs against its own plain forward, where the policy has an adapter, too."""
     teacher = make_model(tmp_path / "teacher", layers=3)
-    from prefix_attention import attach, pack
-
     row = pack([([5, 6, 7], [[8, 9], [10, 11, 12]])])[0]
     for fields in ({}, {"use_peft": True}):
         config = make_config(model_id=models["tied"], beta=0.1, reference_id=teacher, temperature=0.7, **fields)
         with process_group(60) as device:
-            from training.model import build_policy
-
             policy = attach(build_policy(config, device))
             got = build_reference(policy, config, device)(row, {})
         plain = AutoModelForCausalLM.from_pretrained(teacher)
@@ -306,6 +303,63 @@ def test_a_teacher_of_another_vocabulary_is_refused(models, recipe, tmp_path):
         main(parse_args([recipe(server), "--reference_id", other, "--beta", "0.1"]))
     with pytest.raises(UserError, match="reference_id has no effect without beta or a loss_fn"):
         parse_args([recipe(server), "--reference_id", other])
+
+
+def test_a_reference_server_is_the_reference(models, tmp_path):
+    """A real one at another temperature than 1, against the reference within the trainer; it keeps its temperature."""
+    prompt, completions = [5, 6, 7, 8], [torch.tensor([9, 10]), torch.tensor([11, 12, 13])]
+    config = make_config(model_id=models["tied"], beta=0.1, temperature=0.7)
+    row = pack([(prompt, completions)])[0]
+    with process_group(60) as device:
+        wanted = build_reference(attach(build_policy(config, device)), config, device)(row, {})
+    with server(models["tied"], tmp_path / "log") as started:
+        reference = ReferenceServer(started.wait(), temperature=0.7, timeout_s=60.0)
+        for _ in range(2):  # a trainer that goes on tells it again
+            reference.connect()
+            got = torch.cat([reference.logprobs(prompt, ids) for ids in completions])
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+        with pytest.raises(ServerError, match="it is the reference of a run at temperature 0.7: start another one"):
+            ReferenceServer(started.url, temperature=1.0, timeout_s=60.0).connect()
+
+
+def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path, capsys):
+    """One of two dies on the way: the other one goes on for it; its weights are never touched."""
+    options = ["--beta", "0.3", "--temperature", "0.7", "--off_policy_correction", "none"]
+    written = []
+    with fake_server(models["untied"], answer_in(0.02)) as one:
+        main(parse_args([recipe(one), *options]))
+        written.append(weights(tmp_path / "run"))
+        with (
+            fake_server(models["untied"], answer_in(0.0)) as two,
+            fake_server(models["untied"], answer_in(0.0)) as three,
+        ):
+            asked = itertools.count()
+
+            def ill(path):
+                if (path == "/health" and next(asked) > 3) or (path == "/inference/v1/generate" and next(asked) > 9):
+                    raise RuntimeError("ill")
+
+            two.fault = ill
+            main(parse_args([recipe(one), *options, "--reference_urls", f"{two.url},{three.url}"]))
+            written.append(weights(tmp_path / "run"))
+            for reference in (two, three):
+                paths = {path for path, _ in reference.log}
+                assert paths.isdisjoint({"/update_weights", "/pause", "/weight_checker"})
+                assert "/inference/v1/generate" in paths
+    assert f"{two.url} is left out" in capsys.readouterr().out
+    for name, weight in written[0].items():  # log-probs in packed rows and in plain ones, three updates on
+        torch.testing.assert_close(weight, written[1][name], rtol=1e-3, atol=1e-5)
+
+
+def test_what_a_reference_server_cannot_do(models, recipe, vlm):
+    with fake_server(models["untied"], answer_in(0.0)) as one:
+        path = recipe(one)
+        with pytest.raises(UserError, match="reference_urls has no effect without beta or a loss_fn"):
+            parse_args([path, "--reference_urls", one.url])
+        with pytest.raises(UserError, match="replay asks no server: unset reference_urls, and set reference_id"):
+            parse_args([path, "--reference_urls", one.url, "--beta", "0.1", "--replay", "x"])
+        with pytest.raises(UserError, match="reference_urls: with images the trainer needs a reference of its own"):
+            main(parse_args([path, "--reference_urls", one.url, "--beta", "0.1", "--model_id", vlm]))
 
 
 # -- Replay -----------------------------------------------------------------------------------------------------------

@@ -279,9 +279,9 @@ def build_reference(policy: Any, config: TrainConfig, device: torch.device, exam
     """Log-probs under the reference: `reference_id`, else the policy without its adapter, or a frozen copy of it.
 
     It takes a row and its images, on `device`, and gives [N] float32, nats, without a gradient, as `token_logprobs`.
-    None where the loss takes none; UserError where `reference_id` cannot share prefixes as the policy does.
+    None where no loss takes it, or servers give it. UserError where `reference_id` cannot share prefixes.
     """
-    if not config.has_reference:
+    if not config.has_reference or config.reference_urls:
         return None
     model, is_adapted = unwrap(policy), config.use_peft and not config.reference_id
     if not is_adapted:
