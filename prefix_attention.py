@@ -886,7 +886,7 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
 
 def completion_logprobs(
     model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
-    forbidden: Sequence[int] = (), **inputs: Any,
+    forbidden: Sequence[int] = (), inputs_embeds: Tensor | None = None, **images: Any,
 ) -> Any:  # fmt: skip
     """log p(token | prompt, completion so far) at a sampling temperature, for every completion token of `row`.
 
@@ -899,7 +899,9 @@ def completion_logprobs(
         temperature: logits are divided by it; above 0.
         return_entropy: also return the entropy of each of the N distributions, without a gradient.
         forbidden: tokens that the sampler could not draw (the placeholders of images): they have no probability.
-        inputs: what the processor makes of the images of `row.prompts`, in that order (`pixel_values`, ...).
+        inputs_embeds: [R, T, hidden], features that the model reads in place of embedding `row.input_ids` (a soft
+            prompt, another modality), differentiable. Targets stay token ids. Not together with images.
+        images: what the processor makes of the images of `row.prompts`, in that order (`pixel_values`, ...).
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable. With
@@ -907,13 +909,14 @@ def completion_logprobs(
 
     Raises:
         ValueError: a temperature not above 0; a row that shares prefixes, and a model that is not attached (for
-            images); a head that is not linear, or whose logits the model changes in an unknown way.
+            images); `inputs_embeds` of another shape, or with images; a head that is not linear, or whose logits the
+            model changes in an unknown way.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
     base = base_model(model)
     head = _LogprobHead.of(base)
-    inputs = _padded_inputs(base, row, inputs) if row.segments is None else _shared_inputs(base, row, inputs)
+    inputs = _inputs(base, row, inputs_embeds, images)
     width, column = row.input_ids.shape[1], row.position
     if "logits_to_keep" in inspect.signature(base.forward).parameters:
         kept, column = row.position.unique(return_inverse=True)
@@ -930,6 +933,21 @@ def completion_logprobs(
             head.cells = head.answer = None
     logprobs, entropy = answer[0].unbind(-1)
     return (logprobs, entropy.detach()) if return_entropy else logprobs
+
+
+def _inputs(base: Any, row: PackedBatch, inputs_embeds: Tensor | None, images: dict[str, Any]) -> dict[str, Any]:
+    """What a model gets for a row: either token ids, and maybe images, or features in their place."""
+    inputs = _padded_inputs(base, row, images) if row.segments is None else _shared_inputs(base, row, images)
+    if inputs_embeds is None:
+        return inputs
+    if images:
+        raise ValueError(f"inputs_embeds and {', '.join(images)}: a model finds the places of images by token ids")
+    if inputs_embeds.shape[:-1] != row.input_ids.shape:
+        raise ValueError(f"inputs_embeds {[*inputs_embeds.shape]} of a row of {[*row.input_ids.shape]} tokens")
+    del inputs["input_ids"]
+    if hasattr(base.base_model, "rope_deltas"):  # without ids it would shift positions by the images of an earlier row
+        inputs["position_ids"] = row.position_ids
+    return inputs | {"inputs_embeds": inputs_embeds}
 
 
 def _padded_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
