@@ -16,7 +16,7 @@ import random
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, Self
@@ -99,8 +99,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same row on `device`; `segments` stay on the CPU, where attention reads them."""
-        moved: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        moved |= {n: v.to(device) for n, v in moved.items() if isinstance(v, Tensor) and n != "segments"}
+        moved: Any = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor) and n != "segments"}
         return replace(self, **moved)
 
 
@@ -178,40 +177,36 @@ class _Piece(NamedTuple):
 
 
 class _Tree:
-    """A prompt and its completions as segments, depth first; completions that begin alike may share segments."""
+    """A prompt and its completions as segments, by depth; completions that begin alike may share segments."""
 
     def __init__(self, prompt: Tensor, leaves: list[_Leaf], share_completions: bool = False):
-        self.pieces: list[_Piece] = []
         self.leaves = leaves
         # A completion that is alone with its prompt has nothing to share: plain causal attention, in one piece.
         root = torch.cat([prompt, leaves[0].tokens[:-1]]) if len(leaves) == 1 else prompt
+        done = root.numel() - prompt.numel()  # completion tokens in it
+        self.pieces = [_Piece(root, -1, 0, 0)]
         # by the number of a leaf, where its tokens are predicted: piece, first token there, how many of them
-        self.sources = {leaf.number: [(0, prompt.numel() - 1, root.numel() - prompt.numel() + 1)] for leaf in leaves}
-        # segments to come: parent, completion tokens above (negative: none), leaves. A stack: Python's own is too small
-        branches = [(-1, -prompt.numel(), leaves)]
-        while branches:
-            parent, depth, branch = branches.pop()
-            stop = min(leaf.tokens.numel() for leaf in branch) - 1  # one that ends is a branching
-            tokens = root if parent < 0 else _common([leaf.tokens[depth:stop] for leaf in branch])
-            number, above = len(self.pieces), self.pieces[parent].depth + 1 if parent >= 0 else 0
-            self.pieces.append(_Piece(tokens, parent, above, prompt.numel() + depth))
-            depth += tokens.numel()
+        self.sources = {leaf.number: [(0, prompt.numel() - 1, done + 1)] for leaf in leaves}
+        branches = [(0, done, leaves)]  # a piece, the completion tokens down to its end, and the leaves below it
+        for parent, done, branch in branches:  # which grows meanwhile: breadth first
             children: dict[int, list[_Leaf]] = {}
             for leaf in branch:
-                if parent >= 0:
-                    self.sources[leaf.number].append((number, 0, tokens.numel()))
-                if leaf.tokens.numel() - 1 > depth:
-                    key = int(leaf.tokens[depth]) if share_completions else leaf.number
-                    children.setdefault(key, []).append(leaf)
-            branches += [(number, depth, child) for child in reversed(children.values())]
+                if leaf.tokens.numel() - 1 > done:
+                    children.setdefault(int(leaf.tokens[done]) if share_completions else leaf.number, []).append(leaf)
+            for child in children.values():
+                stop = min(leaf.tokens.numel() for leaf in child) - 1  # one that ends is a branching
+                tokens = _common([leaf.tokens[done:stop] for leaf in child])
+                for leaf in child:
+                    self.sources[leaf.number].append((len(self.pieces), 0, tokens.numel()))
+                branches.append((len(self.pieces), done + tokens.numel(), child))
+                self.pieces.append(_Piece(tokens, parent, self.pieces[parent].depth + 1, prompt.numel() + done))
         self.num_tokens = sum(piece.tokens.numel() for piece in self.pieces)
 
 
 def _common(sequences: list[Tensor]) -> Tensor:
     """The leading tokens that sequences of the same length have in common."""
-    first, *others = sequences
-    differ = torch.stack([first != other for other in others]).any(0).nonzero() if others else torch.empty(0)
-    return first[: int(differ[0])] if differ.numel() else first
+    is_same = (torch.stack(sequences) == sequences[0]).all(0)
+    return sequences[0][: int(is_same.cumprod(0).sum())]
 
 
 def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
@@ -435,16 +430,14 @@ def _attend(
     """Plain attention: q [B, H, L, D], k and v [B, H_kv, K, D], mask [B, 1, L, K] of bool -> [B, H, L, D_v]."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    scores = torch.einsum("bgrld,bgkd->bgrlk", q.unflatten(1, (k.shape[1], -1)), k) * scale
+    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
+    scores = q @ k.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.to(_wide(q))
-    scores = scores.masked_fill(~mask[:, None], torch.finfo(scores.dtype).min)  # finite: padding may see nothing
+    scores = scores.to(_wide(q)).masked_fill(~mask, torch.finfo(_wide(q)).min)  # finite: padding may see nothing
     if sinks is not None:
-        sink = sinks.to(scores.dtype).view(k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sink], -1)
-    weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
-    return torch.einsum("bgrlk,bgkd->bgrld", weights, v).flatten(1, 2)
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
 def _loop(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], window: int | None, *rules: Any) -> Tensor:
@@ -513,20 +506,20 @@ class _Handover:
 
     record_past = True  # the way that does not update states in place
 
-    def __init__(self, layer: int, above: Sequence[Any] = ()):
-        self.layers, self.is_root = {layer: self}, not above
+    def __init__(self, layer: int, above: Sequence[Any]):
+        self.layers = {layer: self}
         # the last inputs of the convolution [B, channels, K - 1], and the state of the delta rule [B, heads, d_k, d_v]
-        self.inputs = torch.cat([state.inputs for state in above]) if above else torch.empty(0)
+        self.inputs = torch.cat([state.inputs for state in above]) if above else None
         self.recurrent_states = [torch.cat([state.recurrent_states[0] for state in above])] if above else []
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return not self.is_root
+        return self.inputs is not None
 
     def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
         past = conv_kernel_size - 1
-        seen = F.pad(inputs, (past, 0)) if self.is_root else torch.cat([self.inputs, inputs], -1)
+        seen = F.pad(inputs, (past, 0)) if self.inputs is None else torch.cat([self.inputs, inputs], -1)
         self.inputs = seen[..., seen.shape[-1] - past :]
-        return inputs if self.is_root else seen
+        return seen
 
     def update_recurrent_state(self, state: Tensor, _: int, **__: Any) -> None:
         self.recurrent_states = [state]
@@ -543,7 +536,7 @@ def _delta_net(forward: Any, layer: int, hidden_states: Tensor, segments: Tensor
     states: dict[int, _Handover] = {}
     for number, segment in enumerate(plan):
         if segment.parent < 0 or number in parents:
-            states[number] = _Handover(layer, [states[segment.parent]] if segment.parent >= 0 else ())
+            states[number] = _Handover(layer, [states[segment.parent]] if segment.parent >= 0 else [])
             outs[number] = forward(hidden_states[:, segment.tokens], cache_params=states[number])[0]
     leaves = [number for number in range(len(plan)) if number not in states]
     if leaves:
@@ -622,17 +615,13 @@ def _plan_on_host(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any,
 
 def base_model(model: Any) -> Any:
     """The Hugging Face model inside torch.compile, DDP and peft."""
-    while True:
-        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-            raise ValueError("prompt learning adds tokens to every row: their log-probs are not available")
-        if hasattr(model, "_orig_mod"):
-            model = model._orig_mod
-        elif isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif hasattr(model, "get_base_model"):
-            model = model.get_base_model()
-        else:
-            return model
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("prompt learning adds tokens to every row: their log-probs are not available")
+    if hasattr(model, "_orig_mod"):
+        return base_model(model._orig_mod)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return base_model(model.module)
+    return base_model(model.get_base_model()) if hasattr(model, "get_base_model") else model
 
 
 def _refusal(base: Any) -> str | None:
@@ -725,7 +714,7 @@ def _trial(model: Any, attention: str, groups: Groups, images: Any) -> tuple[Ten
         if is_shared:
             logprobs = completion_logprobs(model, row, **images)
         else:
-            logits = model(**_padded_inputs(base, row, images)).logits[row.row, row.position]
+            logits = model(**_inputs(base, row, images)).logits[row.row, row.position]
             logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
         if trainable:
             (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()
@@ -886,7 +875,7 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
 
 def completion_logprobs(
     model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
-    forbidden: Sequence[int] = (), **inputs: Any,
+    forbidden: Sequence[int] = (), inputs_embeds: Tensor | None = None, **images: Any,
 ) -> Any:  # fmt: skip
     """log p(token | prompt, completion so far) at a sampling temperature, for every completion token of `row`.
 
@@ -899,7 +888,9 @@ def completion_logprobs(
         temperature: logits are divided by it; above 0.
         return_entropy: also return the entropy of each of the N distributions, without a gradient.
         forbidden: tokens that the sampler could not draw (the placeholders of images): they have no probability.
-        inputs: what the processor makes of the images of `row.prompts`, in that order (`pixel_values`, ...).
+        inputs_embeds: [R, T, hidden], features that the model reads in place of embedding `row.input_ids` (a soft
+            prompt, another modality), differentiable. Targets stay token ids. Not together with images.
+        images: what the processor makes of the images of `row.prompts`, in that order (`pixel_values`, ...).
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable. With
@@ -907,13 +898,14 @@ def completion_logprobs(
 
     Raises:
         ValueError: a temperature not above 0; a row that shares prefixes, and a model that is not attached (for
-            images); a head that is not linear, or whose logits the model changes in an unknown way.
+            images); `inputs_embeds` of another shape, or with images; a head that is not linear, or whose logits the
+            model changes in an unknown way.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
     base = base_model(model)
     head = _LogprobHead.of(base)
-    inputs = _padded_inputs(base, row, inputs) if row.segments is None else _shared_inputs(base, row, inputs)
+    inputs = _inputs(base, row, images, inputs_embeds)
     width, column = row.input_ids.shape[1], row.position
     if "logits_to_keep" in inspect.signature(base.forward).parameters:
         kept, column = row.position.unique(return_inverse=True)
@@ -932,11 +924,23 @@ def completion_logprobs(
     return (logprobs, entropy.detach()) if return_entropy else logprobs
 
 
-def _padded_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
-    """What a model's own forward gets for padded rows."""
-    inputs = {"input_ids": row.input_ids, "attention_mask": row.attention_mask, "use_cache": False, **images}
-    kinds = inspect.signature(base.forward).parameters.keys() & {"mm_token_type_ids", "token_type_ids"}
-    return inputs | {name: _kinds(base, row.input_ids) for name in kinds if images}
+def _inputs(base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None) -> dict[str, Any]:
+    """What a model gets for a row: either token ids, and maybe images, or features in their place."""
+    if row.segments is not None:
+        inputs = _shared_inputs(base, row, images)
+    else:  # what its own attention takes
+        inputs = {"attention_mask": row.attention_mask, "use_cache": False, **images}
+        kinds = inspect.signature(base.forward).parameters.keys() & {"mm_token_type_ids", "token_type_ids"}
+        inputs |= {name: _kinds(base, row.input_ids) for name in kinds if images}
+    if inputs_embeds is None:
+        return inputs | {"input_ids": row.input_ids}
+    if images:
+        raise ValueError(f"inputs_embeds and {', '.join(images)}: a model finds the places of images by token ids")
+    if inputs_embeds.shape[:-1] != row.input_ids.shape:
+        raise ValueError(f"inputs_embeds {[*inputs_embeds.shape]} of a row of {[*row.input_ids.shape]} tokens")
+    if hasattr(base.base_model, "rope_deltas"):  # without ids it would shift positions by the images of an earlier row
+        inputs["position_ids"] = row.position_ids
+    return inputs | {"inputs_embeds": inputs_embeds}
 
 
 def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
@@ -952,7 +956,7 @@ def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[
     if images and base.config.model_type in WHOLE_IMAGES:
         plan = _cut_at_images(plan, (row.input_ids[0] == base.config.image_token_id).tolist())
     return {
-        "input_ids": row.input_ids, "position_ids": positions, "segments": plan, "use_cache": False, **images,
+        "position_ids": positions, "segments": plan, "use_cache": False, **images,
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),  # 4-D: handed through
     }  # fmt: skip
 
@@ -961,10 +965,9 @@ def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tens
     """M-RoPE positions [3, 1, T]: the model's own for prompts with images; completions go on from the largest."""
     assert row.segments is not None
     paths = _paths(_segments(row.segments))
-    roots = [root for root, *below in paths if not below]
-    prompts = [row.input_ids[0, root.tokens] for root in roots]
-    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
-    ids = pad_sequence(prompts, batch_first=True)
+    roots = [path[0] for path in paths if len(path) == 1]
+    ids = pad_sequence([row.input_ids[0, root.tokens] for root in roots], batch_first=True)
+    mask = pad_sequence([row.input_ids.new_ones(root.length) for root in roots], batch_first=True)
     grids = {name: value for name, value in inputs.items() if name.endswith(("_grid_thw", "second_per_grid_ts"))}
     of_prompts, deltas = base.model.get_rope_index(ids, _kinds(base, ids), **grids, attention_mask=mask)
     positions = row.position_ids.expand(3, 1, -1).clone()
@@ -987,10 +990,9 @@ def _cut_at_images(plan: Tensor, is_image: list[bool]) -> Tensor:
     cut: list[Segment] = []
     last = {-1: -1}  # number of a segment -> number of its last piece
     for number, segment in enumerate(_segments(plan)):
-        above = last[segment.parent]
+        last[number] = last[segment.parent]
         for kind, run in groupby(range(segment.start, segment.start + segment.length), key=is_image.__getitem__):
             places = list(run)
-            cut.append(Segment(places[0], len(places), above, int(kind)))
-            above = len(cut) - 1
-        last[number] = above
+            cut.append(Segment(places[0], len(places), last[number], int(kind)))
+            last[number] = len(cut) - 1
     return torch.tensor(cut)

@@ -574,7 +574,7 @@ MUTATIONS = [
     ("causality", "Llama", "kernel(*heads_first, 0.0, block.is_causal", "kernel(*heads_first, 0.0, False"),
     ("the pieces of a call", "Llama", "_places(side, device) for side in sides",
      "_places(side[::step], device) for side, step in zip(sides, (1, -1))"),
-    ("positions", "Llama", "parent, above, prompt.numel() + depth)", "parent, above, 0)"),
+    ("positions", "Llama", "depth + 1, prompt.numel() + done)", "depth + 1, 0)"),
     ("the ancestor rule", "Llama", "if pieces and pieces[-1][1] == keys and", "if pieces and"),
     ("the parent's number", "Llama", "numbers.get((t, piece.parent), -1)", "piece.parent"),
     ("the order of tokens", "Llama", "ids = torch.cat([piece.tokens for _, _, piece in pieces])",

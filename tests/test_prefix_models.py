@@ -166,6 +166,57 @@ def test_to_the_last_digit(family, options, exact):
     assert_equal_gradients(gradients(shared, got), gradients(plain, expected), 1e-10)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"share_completions": True}, {"share_prefix": False}, {"share_prefix": False, "padded": False}],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3_5"])
+def test_features_in_place_of_ids(family, options, exact):
+    """Each token's random features as a leaf; 1e-10, as fp64 with casts lifted leaves only the order of summation."""
+    plain = make_model(family, "eager", torch.float64)
+    model = make_model(family, dtype=torch.float64)
+    model = model if options == {"share_prefix": False} else attach(model)
+    groups = make_groups()
+    groups[2][1][0][:1] = groups[2][1][2][:1]  # two completions begin alike
+    table = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    leaves: list[tuple[list[int], Any]] = []  # token ids, and the features that a forward gets in their place
+
+    def features(ids):
+        leaves.append((ids.flatten().tolist(), table[ids].requires_grad_()))
+        return leaves[-1][1]
+
+    def of_features():
+        """The gradient of a token's features: the sum of those of its copies."""
+        total = torch.zeros_like(table)
+        for ids, leaf in leaves:
+            total.index_add_(0, torch.tensor(ids), leaf.grad.flatten(0, 1))
+        leaves.clear()
+        return total
+
+    parts = []
+    for prompt, completions in groups:
+        for ids in filter(None, completions):
+            logits = plain(inputs_embeds=features(torch.tensor([prompt + ids]))).logits[0, len(prompt) - 1 : -1]
+            parts.append((logits / 0.7).log_softmax(-1)[range(len(ids)), ids])
+    expected = torch.cat(parts)
+    of_plain = gradients(plain, expected) | {"features": of_features()}
+    got = torch.zeros_like(expected)
+    for row in pack(groups, 48, **options):
+        logprobs = completion_logprobs(model, row, 0.7, inputs_embeds=features(row.input_ids))
+        got = got.index_put((row.index,), logprobs)
+    of_ours = gradients(model, got) | {"features": of_features()}
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    assert_equal_gradients(of_ours, of_plain, 1e-10)
+
+
+@pytest.mark.parametrize("share_prefix", [False, True])
+def test_features_of_another_shape_are_refused(share_prefix):
+    (row,) = pack(make_groups(), share_prefix=share_prefix)
+    with pytest.raises(ValueError, match=r"inputs_embeds \[1, 3, 32\] of a row of "):
+        completion_logprobs(attach(make_model("Llama")), row, inputs_embeds=torch.randn(1, 3, 32))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_checkpointing_and_lora(family):
     """Adapters on every linear layer, the head included, recomputed activations; then the same without the adapter."""

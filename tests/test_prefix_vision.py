@@ -195,6 +195,23 @@ def test_rows_of_any_split(family, layout):
         torch.testing.assert_close(got, expected[row.index], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("share_prefix", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_features_go_without_images(family, share_prefix):
+    """Embeddings as `inputs_embeds` give what their ids give, also after a row whose images shifted its positions."""
+    model = attach(make_model(family))
+    groups, images = make_batch(family)
+    (row,) = pack(groups, share_prefix=share_prefix)
+    completion_logprobs(model, row, **of_row(row, images))
+    features = model.get_input_embeddings()(row.input_ids)
+    with pytest.raises(ValueError, match="inputs_embeds and pixel_values.*: a model finds the places of images by"):
+        completion_logprobs(model, row, inputs_embeds=features, **of_row(row, images))
+    (row,) = pack(groups[1:2], share_prefix=share_prefix)
+    features = model.get_input_embeddings()(row.input_ids)
+    got, expected = completion_logprobs(model, row, inputs_embeds=features), completion_logprobs(model, row)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_an_image_sees_itself_whole(monkeypatch):
     """Without the cut at images Gemma3's log-probs would be others: the test above would notice."""
     model = attach(make_model("Gemma3"))
