@@ -9,7 +9,6 @@ import os
 import sys
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +33,25 @@ BACKEND = "grpo"
 JOIN_TIMEOUT_S = 10
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 
-OPEN_ROUTES = frozenset({"/health"})
+OPEN_ROUTE = "/health"  # needs no token
 TRAINER_ROUTES = frozenset({
     "/v1/models", "/get_world_size", "/metrics", "/inference/v1/generate", "/pause", "/resume", "/weight_checker",
     "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/version",
 })  # fmt: skip
+
+DEFAULTS = {  # ours, in place of vLLM's
+    "host": "127.0.0.1",
+    "generation_config": "vllm",  # the model's own sampling defaults would silently change the policy
+    "logprobs_mode": "processed_logprobs",  # log-probs after temperature, as the trainer computes them
+    "uvicorn_log_level": "warning",
+}
+REQUIRED = [
+    "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
+    "--weight-transfer-config", json.dumps({"backend": BACKEND}),
+    "--worker-extension-cls", "vllm_server.WorkerExtension",
+    "--middleware", "vllm_server.AccessGuard",
+    "--allowed-media-domains", "none.invalid",  # images come as data URIs: the server fetches nothing
+]  # fmt: skip
 
 
 @dataclass
@@ -158,47 +171,26 @@ class AccessGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it here."""
-        refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
-        if refusal is None:
-            await self.app(scope, receive, send)
-            return
-        status, message = refusal
-        await JSONResponse({"error": message}, status_code=status)(scope, receive, send)
+        app = self.app
+        if scope["type"] != "lifespan" and (refusal := self._refusal(scope)):
+            status, message = refusal
+            app = JSONResponse({"error": message}, status_code=status)
+        await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> tuple[int, str] | None:
         """Status and reason, None for a request that may pass."""
-        if scope["type"] != "http" or scope["path"] not in OPEN_ROUTES | TRAINER_ROUTES:
+        if scope["type"] != "http" or scope["path"] not in TRAINER_ROUTES | {OPEN_ROUTE}:
             return 404, "no such route on a rollout server"
         headers = dict(scope["headers"])
-        is_open = scope["path"] in OPEN_ROUTES or not self.token
         expected = f"Bearer {self.token}".encode()
-        if not (is_open or hmac.compare_digest(headers.get(b"authorization", b""), expected)):
+        is_open = scope["path"] == OPEN_ROUTE or not self.token
+        if not is_open and not hmac.compare_digest(headers.get(b"authorization", b""), expected):
             return 401, "missing or wrong bearer token"
         length = headers.get(b"content-length", b"0")
         is_number = length.isdigit() and len(length) < 20
         if b"transfer-encoding" in headers or not is_number or int(length) > MAX_BODY_BYTES:
             return 413, f"a request has at most {MAX_BODY_BYTES} bytes, and says how many"
         return None
-
-
-def server_argv(argv: list[str]) -> list[str]:
-    """vLLM's command line for a rollout server: our defaults where the user gives no other value."""
-    defaults = {
-        "--host": "127.0.0.1",
-        "--generation-config": "vllm",  # the model's own sampling defaults would silently change the policy
-        "--logprobs-mode": "processed_logprobs",  # log-probs after temperature, as the trainer computes them
-        "--uvicorn-log-level": "warning",
-    }
-    given = {word.partition("=")[0] for word in argv}
-    ours = chain.from_iterable(item for item in defaults.items() if item[0] not in given)
-    required = [
-        "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
-        "--weight-transfer-config", json.dumps({"backend": BACKEND}),
-        "--worker-extension-cls", "vllm_server.WorkerExtension",
-        "--middleware", "vllm_server.AccessGuard",
-        "--allowed-media-domains", "none.invalid",  # images come as data URIs: the server fetches nothing
-    ]  # fmt: skip
-    return [*ours, *argv, *required]
 
 
 if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
@@ -219,7 +211,9 @@ def main(argv: list[str]) -> None:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     cli_env_setup()
-    args = make_arg_parser(FlexibleArgumentParser(description=__doc__)).parse_args(server_argv(argv))
+    parser = make_arg_parser(FlexibleArgumentParser(description=__doc__))
+    parser.set_defaults(**DEFAULTS)
+    args = parser.parse_args([*argv, *REQUIRED])
     if args.api_key:
         if len(args.api_key) > 1:
             sys.exit("--api-key: one token, which the trainer has as VLLM_API_KEY")
