@@ -341,13 +341,18 @@ class ReferenceServer(Server):
         self.post("/init_weight_transfer_engine", {"init_info": {"temperature": self.temperature}})
         self.is_connected = self.has_weights = True
 
-    def logprobs(self, prompt_ids: list[int], completion: Tensor) -> Tensor:
-        """The log-probs [n] float32, nats, of a completion's tokens [n]. Raises as `request` does."""
-        ids = [*prompt_ids, *completion.tolist()]
-        body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-        given = self.request("POST", "/inference/v1/generate", json=body)["prompt_logprobs"]
-        pairs = list(zip(ids, given, strict=True))[len(prompt_ids) :]
-        return torch.tensor([of_place[str(token)]["logprob"] for token, of_place in pairs])
+    def logprobs(self, prompt_ids: list[int], completions: list[Completion]) -> list[Tensor]:
+        """The log-probs [n] float32, nats, of each completion's tokens. Raises as `request` does."""
+        if self.temperature != 1:  # it may have been restarted meanwhile
+            self.connect()
+        found = []
+        for completion in completions:
+            ids = [*prompt_ids, *completion.token_ids.tolist()]
+            body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+            given = self.request("POST", "/inference/v1/generate", json=body)["prompt_logprobs"]
+            pairs = list(zip(ids, given, strict=True))[len(prompt_ids) :]
+            found.append(torch.tensor([of_place[str(token)]["logprob"] for token, of_place in pairs]))
+        return found
 
 
 def server_urls(config: TrainConfig) -> list[str]:

@@ -315,9 +315,8 @@ class Rollouts:
     def _fill_for_training(self, group: Group) -> None:
         self._fill(group)
         if self.references:
-            ids = group.prompt.token_ids
-            ask: Any = lambda server: [server.logprobs(ids, c.token_ids) for c in group.completions]  # noqa: E731
-            group.ref_logprobs = on_one_server(group, self.references, ask)
+            arguments = (group.prompt.token_ids, group.completions)
+            group.ref_logprobs = on_one_server(group, self.references, lambda server: server.logprobs(*arguments))
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The next groups of the batch, and whether they are its last. Collective; only rank 0 gets groups.
@@ -422,10 +421,8 @@ class Rollouts:
         self._restart_clocks()
         if word == "stop" or not is_main():
             return {}, {}
-        for name, of_set in {
-            "eval": groups,
-            **{f"eval/{name}": of_set for name, of_set in sets.items() if name},
-        }.items():
+        named = {"eval": groups} | {f"eval/{name}": of_set for name, of_set in sets.items() if name}
+        for name, of_set in named.items():
             values |= {f"{name}/{metric}": value for metric, value in held_out_metrics(of_set, config).items()}
         return values, sets
 
