@@ -114,10 +114,8 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         yield bucket
 
 
-@cache
-def _gloo_device(address: str) -> Any:
-    """One for all groups: each has a thread that wakes up a hundred times a second."""
-    return dist.ProcessGroupGloo.create_device(hostname=address)
+# One device for all groups towards an address: each has a thread that wakes up a hundred times a second.
+_gloo_device = cache(dist.ProcessGroupGloo.create_device)
 
 
 def gpu_of(device: torch.device) -> str | None:
@@ -179,7 +177,7 @@ class TransferGroup:
         options = kind._Options() if is_gloo else kind.Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         if is_gloo:
-            options._devices = [_gloo_device(address_towards(self._store.host))]
+            options._devices = [_gloo_device(hostname=address_towards(self._store.host))]
             self._group = kind(store, self._rank, world_size, options)
         else:
             with _making:  # each reads this as it is made, and the trainer's own groups must not see it
@@ -225,10 +223,7 @@ class TransferGroup:
         return self._broadcast(buffer) if len(buffer) else None
 
     def receive(self) -> dict[str, Tensor]:
-        """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream.
-
-        Shapes are the sender's, and dtypes, but for rounded matrices; the tensors are on the group's device.
-        """
+        """The next bucket that rank 0 sends, in fresh memory on the group's device; empty at the end of the stream."""
         key = f"bucket/{self._rank}/{self._number}"
         limit_s = 2 * self._timeout_s + 10  # the trainer may be waiting its own time-out for another server
         _within(limit_s, lambda: self._store.wait([key], timedelta(seconds=limit_s + 60)))
@@ -425,10 +420,7 @@ class _Terminal(io.TextIOWrapper):
 
 @contextmanager
 def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
-    """Run the block, then end the process: errors that the user can mend in one line, with the cure, others in full.
-
-    `os._exit`, because threads with requests in flight, and gloo's own, would keep the process waiting or abort it.
-    """
+    """Run the block, then end the process: errors that the user can mend in one line, with the cure, others in full."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     both = (sys.stdout, sys.stderr)
@@ -458,4 +450,4 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(status)  # threads with requests in flight, and gloo's own, would keep the process waiting or abort it
