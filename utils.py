@@ -43,14 +43,13 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     CUDA's tensors travel over nccl, all else over gloo. `timeout_s` bounds collectives, not waits for rank 0's objects.
     """
     global _from_main
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
-    if torch.cuda.is_available() and num_ranks > num_gpus:
-        raise UserError(f"torchrun starts {num_ranks} ranks here, for {num_gpus} GPUs: --nproc_per_node {num_gpus}")
-    device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
+    device, backend = torch.device("cpu"), "gloo"
+    if torch.cuda.is_available():
+        num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+        if num_ranks > num_gpus:
+            raise UserError(f"torchrun starts {num_ranks} ranks here, for {num_gpus} GPUs: --nproc_per_node {num_gpus}")
+        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     world: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
     _from_main = dist.new_group(backend="gloo", timeout=FOR_EVER)
@@ -115,10 +114,8 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         yield bucket
 
 
-@cache
-def _gloo_device(address: str) -> Any:
-    """One for all groups: each has a thread that wakes up a hundred times a second."""
-    return dist.ProcessGroupGloo.create_device(hostname=address)
+# One device for all groups towards an address: each has a thread that wakes up a hundred times a second.
+_gloo_device = cache(dist.ProcessGroupGloo.create_device)
 
 
 def gpu_of(device: torch.device) -> str | None:
@@ -174,15 +171,21 @@ class TransferGroup:
 
     def _connect(self, world_size: int) -> None:
         """Make the process group, and send a byte through: nccl's communicator is made by the first broadcast."""
+        store = dist.PrefixStore(f"weights/{self.backend}", self._store)
         is_gloo = self.backend == "gloo"
         kind: Any = dist.ProcessGroupGloo if is_gloo else dist.ProcessGroupNCCL
         options = kind._Options() if is_gloo else kind.Options()
         options._timeout = timedelta(seconds=self._timeout_s)
         if is_gloo:
-            options._devices = [_gloo_device(address_towards(self._store.host))]
-        prefix = dist.PrefixStore(f"weights/{self.backend}", self._store)
-        make = partial(kind, prefix, self._rank, world_size, options)
-        self._group = make() if is_gloo else _blocking(make)
+            options._devices = [_gloo_device(hostname=address_towards(self._store.host))]
+            self._group = kind(store, self._rank, world_size, options)
+        else:
+            with _making:  # each reads this as it is made, and the trainer's own groups must not see it
+                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+                try:
+                    self._group = kind(store, self._rank, world_size, options)
+                finally:
+                    del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
         self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
     def _try_to_share(self) -> None:
@@ -220,10 +223,7 @@ class TransferGroup:
         return self._broadcast(buffer) if len(buffer) else None
 
     def receive(self) -> dict[str, Tensor]:
-        """The next bucket that rank 0 sends, in fresh memory; empty at the end of the stream.
-
-        Shapes are the sender's, and dtypes, but for rounded matrices; the tensors are on the group's device.
-        """
+        """The next bucket that rank 0 sends, in fresh memory on the group's device; empty at the end of the stream."""
         key = f"bucket/{self._rank}/{self._number}"
         limit_s = 2 * self._timeout_s + 10  # the trainer may be waiting its own time-out for another server
         _within(limit_s, lambda: self._store.wait([key], timedelta(seconds=limit_s + 60)))
@@ -247,8 +247,7 @@ class TransferGroup:
         return bucket
 
     def _broadcast(self, data: Tensor) -> Any:
-        group = None if self._is_closed else self._group
-        if group is None:
+        if (group := self._group) is None:
             raise RuntimeError("the transfer group is closed")
         return group.broadcast([data], dist.BroadcastOptions())
 
@@ -293,16 +292,6 @@ class TransferGroup:
             last, self._group = [self._group], None
             is_nccl = self.backend == "nccl" and last[0] is not None
             _within(1.0, lambda: last.pop().abort() if is_nccl else last.clear())
-
-
-def _blocking(make: Callable[[], Any]) -> Any:
-    """A group made under TORCH_NCCL_BLOCKING_WAIT, which is read then, and must not be set for the trainer's own."""
-    with _making:
-        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-        try:
-            return make()
-        finally:
-            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
 
 
 def _flat(bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | None) -> tuple[list[Any], Tensor]:
@@ -431,10 +420,7 @@ class _Terminal(io.TextIOWrapper):
 
 @contextmanager
 def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
-    """Run the block, then end the process: errors that the user can mend in one line, with the cure, others in full.
-
-    `os._exit`, because threads with requests in flight, and gloo's own, would keep the process waiting or abort it.
-    """
+    """Run the block, then end the process: errors that the user can mend in one line, with the cure, others in full."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     both = (sys.stdout, sys.stderr)
@@ -464,4 +450,4 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)
+    os._exit(status)  # threads with requests in flight, and gloo's own, would keep the process waiting or abort it

@@ -1,8 +1,4 @@
-"""The HTTP side of rollouts: completions from the servers, and weights out to them.
-
-`Server` speaks to one `vllm_server.py`. `VLLMClient` chooses among those that have the current weights, leaves out the
-ones that are lost and takes them back. Nothing here imports vLLM.
-"""
+"""The HTTP side of rollouts: completions from the servers, and weights out to them. Nothing here imports vLLM."""
 
 import math
 import os
@@ -380,8 +376,7 @@ class VLLMClient:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every request has a connection
         self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never waits for rollouts
-        self._lock = threading.RLock()
-        self._slots, self._ended = threading.Condition(self._lock), threading.Condition(self._lock)
+        self._slots = threading.Condition()  # guards what the servers do, and tells of a free one
         self._is_held = False
         self._why_lost: BaseException | None = None
         self._say_once = cache(partial(print, flush=True))  # what is tried again and again
@@ -431,10 +426,8 @@ class VLLMClient:
 
     @contextmanager
     def lease(self) -> Iterator[Server]:
-        """The server with the fewest groups in flight, for one group; waits for a free one.
-
-        All turns of a group go to one server, which has their prefixes in its cache. ServerError where none is left.
-        """
+        """Wait for the server with the fewest groups in flight, for one group; ServerError where none is left."""
+        # All turns of a group go to one server, which has their prefixes in its cache.
         with self._slots:
             while not (free := self._free_servers()):
                 self._slots.wait(10)
@@ -449,7 +442,6 @@ class VLLMClient:
                 server.in_flight -= 1
                 server.idle_since_s = time.monotonic()
                 self._slots.notify()
-                self._ended.notify_all()
 
     def _free_servers(self) -> list[Server]:
         """Servers that can take another group; none while `drained` holds them."""
@@ -467,8 +459,8 @@ class VLLMClient:
         """No server samples in this block; groups wait for its end. It begins at once where `stop` is set."""
         with self._slots:
             self._is_held = True
-            while any(server.in_flight for server in self.servers) and not stop.is_set():
-                self._ended.wait(1)
+        while any(server.in_flight for server in self.servers) and not stop.wait(0.005):
+            pass
         try:
             yield
         finally:

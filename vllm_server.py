@@ -67,10 +67,7 @@ class TransferInit(base.WeightTransferInitInfo):
 
 
 class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransferUpdateInfo]):
-    """Loads checkpoint-named weights broadcast by the trainer into a running worker.
-
-    Every worker of a tensor-parallel server gets the full tensors and keeps its shard, as it does of a checkpoint.
-    """
+    """Loads the trainer's weights into a worker, which gets full tensors and keeps its shard, as of a checkpoint."""
 
     init_info_cls = TransferInit
     update_info_cls = base.WeightTransferUpdateInfo  # buckets until an empty one: nothing to say beforehand
@@ -131,12 +128,10 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
             raise
 
     def finish_weight_update(self) -> None:
-        """Close the reload and refresh what it leaves behind.
-
-        The reload does not touch what vLLM prepacks for the CPU, a tied embedding and experts: it would stay as it was.
-        """
+        """Close the reload and refresh what it leaves behind."""
         finalize_layerwise_reload(self.model, self.model_config)
         self.reloading = False
+        # The reload does not touch what vLLM prepacks for the CPU, a tied embedding and experts: they would stay.
         for module in self.model.modules() if self.device.type == "cpu" else ():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)

@@ -236,7 +236,6 @@ def epochs(num_items: int, seed: int) -> Iterator[int]:
 
 # -- Images ------------------------------------------------------------------------------------------------------------
 
-IMAGE_TYPES = ("image", "image_url")  # of a message's part that is an image, or the place of one
 IMAGE = {"type": "image"}  # the place of an image, for templates
 PADDING_MARKS = {"image_sizes", "pixel_attention_mask"}  # inputs that tell the model what is padding
 
@@ -252,10 +251,7 @@ class Images:
 
 
 def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """A row's `prompt` without images, and its images: of the column `image` or `images`, or from within messages.
-
-    A ValueError refuses what a template would leave out without a word.
-    """
+    """A row's `prompt` without images, and its images; ValueError for what a template would drop without a word."""
     columns = [value for name in ("image", "images") if (value := row.get(name)) is not None]
     images = [image for value in columns for image in (value if isinstance(value, list | tuple) else [value])]
     content, places = row["prompt"], []
@@ -268,7 +264,7 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
             if parts is not None and not isinstance(parts, str):
                 kept: list[dict[str, str]] = []  # without the keys that `datasets` adds for parts of other rows
                 for part in parts:
-                    if part.get("type") in IMAGE_TYPES:
+                    if part.get("type") in ("image", "image_url"):  # one, or the place of one
                         places.append(part.get("image") or part.get("url") or part.get("path") or part.get("image_url"))
                         kept.append(IMAGE)
                     elif part.get("type") == "text" and isinstance(part.get("text"), str):
@@ -319,10 +315,7 @@ def open_image(source: Any) -> Any:
 
 
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
-    """A prompt that has images, with these processed and its tokens expanded.
-
-    A URL among its sources becomes what it answered. A UserError names the row of one without place or unreadable.
-    """
+    """Process a prompt's images, fetch URLs and expand its tokens; UserError for one unreadable or without place."""
     num = len(prompt.sources)
     with naming(f"dataset row {prompt.index}"):
         sources = [image_source(source) for source in prompt.sources]

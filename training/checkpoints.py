@@ -41,11 +41,10 @@ TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's sha
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that the run goes on from; None where it starts anew, as `auto` does where there is none."""
     wanted = config.resume_from_checkpoint
-    if wanted is None:
-        return None
-    path = _newest(Path(config.output_dir)) if wanted == "auto" else Path(wanted)
+    path = _newest(Path(config.output_dir)) if wanted == "auto" else wanted
     if path is None:
         return None
+    path = Path(path)
     if not (path / TRAINER / "state.pt").is_file():
         raise UserError(f"resume_from_checkpoint={path}: no such folder, or one without {TRAINER}/state.pt")
     before, now = json.loads((path / TRAINER / "config.json").read_text()), to_json(config)
