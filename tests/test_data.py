@@ -415,7 +415,7 @@ def test_a_group_begins_when_it_has_a_server():
         @contextmanager
         def lease(self):
             self.version = 3
-            yield SimpleNamespace(generate=lambda *_: [Completion([5], [-1.0], "stop", [Span(3, 0, 1)])])
+            yield SimpleNamespace(number=0, generate=lambda *_: [Completion([5], [-1.0], "stop", [Span(3, 0, 1)])])
 
     group, client = Group(Prompt(0, [5], "", {})), Busy()
     sample_group(group, client, None, {"n": 1}, make_config())  # type: ignore[arg-type]
