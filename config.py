@@ -59,7 +59,14 @@ BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 _RESERVED = {"n", "max_tokens", "temperature", "top_k", "stop", "logprobs"}
 _BENDING = {"top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "logit_bias"}
-_BENDING |= {"repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"}
+_BENDING |= {
+    "thinking_token_budget",
+    "extra_args",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+}
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)

@@ -373,12 +373,13 @@ def train_batch(
     """
     loss_fn: Any = config.loss_fn or grpo_loss
     learning_rate = optimizer.param_groups[0]["lr"]
-    token_sums, norms = TokenSums(device), []
+    token_sums = TokenSums(device)
+    norms: list[float] = []
     if config.updates_per_batch > 1:
         shares = list(shares)
         if config.old_logprobs == "trainer":
             set_old_logprobs(shares, policy, config, device)
-    for _ in range(config.num_iterations):
+    for iteration in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for share in shares:
             for stored in share.micro_batches:
@@ -394,7 +395,10 @@ def train_batch(
                 )
                 loss.backward()
                 loss_sum += loss.detach()
-                token_sums.add(loss_sums, entropy, trainer_logprobs, micro.sampler_logprobs, micro.mask, micro.servers)
+                # Servers are judged by log-probs of the policy that they had, once.
+                is_theirs = iteration == 0 and (micro.old_logprobs is not None or not norms)
+                servers = micro.servers if is_theirs else None
+                token_sums.add(loss_sums, entropy, trainer_logprobs, micro.sampler_logprobs, micro.mask, servers)
             if share.normalizer is not None:
                 norms.append(optimizer_step(policy, optimizer, scheduler, share.normalizer, config))
                 token_sums.totals["loss"] += loss_sum / share.normalizer / config.updates_per_batch
@@ -453,7 +457,7 @@ def check_advantages(prompts: list[Prompt], config: TrainConfig) -> None:
     completions = [Completion([0], [-1.0], "stop", [Span(0, 0, 1)]) for _ in range(num)]
     reward = [float(number) for number in range(num)]
     rewards: Any = [[value] * len(config.reward_funcs) for value in reward]
-    if config.advantage_fn:
+    if config.advantage_fn and not config.rollout_fn:  # whose `info` these have not
         set_advantages([Group(prompt, completions, [""] * num, rewards, reward) for prompt in prompts[:2]], config)
 
 

@@ -2,7 +2,6 @@
 
 import base64
 import json
-import math
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -16,24 +15,32 @@ from torch import nn
 from config import TrainConfig, UserError, describe
 from rollouts import data
 from rollouts.data import Batch, Group, Prompt
+from rollouts.scoring import weighted
 from utils import Stopped, broadcast_object, is_main
 from vllm_client import Completion, Span
 
 TYPES: dict[str, Any] = {"token_ids": torch.int32, "sampler_logprobs": torch.float32, "loss_mask": torch.bool}
-PLAIN = ("id", "rewards", "reward", "server", "trained_version", "started_version", "finished_version")
+PLAIN = ("id", "rewards", "server", "trained_version", "started_version", "finished_version")
 
 
-def saved_group(group: Group) -> dict[str, Any]:
+def must_be(config: TrainConfig) -> dict[str, Any]:
+    """What both runs need alike: the log-probs and rewards that were saved depend on it."""
+    functions: Any = config.reward_funcs
+    alike = {name: getattr(config, name) for name in ("batch_size", "num_generations", "temperature")}
+    return alike | {"reward_funcs": [function.__name__ for function in functions]}
+
+
+def saved_group(group: Group, config: TrainConfig) -> dict[str, Any]:
     """A line of `rollouts.jsonl` for msgspec, which writes bytes as base64: about 12 bytes a token."""
     columns = {name: torch.cat([getattr(c, name) for c in group.completions]).to(of) for name, of in TYPES.items()}
-    return {name: getattr(group, name) for name in PLAIN} | {
+    return {name: getattr(group, name) for name in PLAIN} | must_be(config) | {
         "row": group.prompt.index, "prompt_ids": group.prompt.token_ids,
         "completions": [(len(c.token_ids), c.finish_reason, c.weight_versions, c.info) for c in group.completions],
         **{name: column.numpy().tobytes() for name, column in columns.items()},
     }  # fmt: skip
 
 
-def read_group(saved: dict[str, Any], prompt: Prompt, tokenizer: Any) -> Group:
+def read_group(saved: dict[str, Any], prompt: Prompt, tokenizer: Any, config: TrainConfig) -> Group:
     """The group that `saved_group` wrote, of this prompt, with its texts."""
     columns = [torch.frombuffer(bytearray(base64.b64decode(saved[name])), dtype=of) for name, of in TYPES.items()]
     sizes = [size for size, *_ in saved["completions"]]
@@ -44,8 +51,12 @@ def read_group(saved: dict[str, Any], prompt: Prompt, tokenizer: Any) -> Group:
     ]
     texts = [tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True) for completion in completions]
     plain = {name: saved[name] for name in PLAIN}
-    plain["reward"] = [math.nan if value is None else value for value in saved["reward"]]  # JSON has no NaN
-    return Group(prompt, completions, texts, **plain)
+    return Group(prompt, completions, texts, **plain, reward=weighted(saved["rewards"], config))
+
+
+def _is_whole(line: str) -> bool:
+    """Not one that a crash left without its end."""
+    return line.endswith("\n")
 
 
 class Replay:
@@ -69,7 +80,7 @@ class Replay:
         self.processor = data.load_processor(config)
         try:
             with path.open(encoding="utf-8") as lines:
-                last = json.loads(deque(lines, 1).pop())["step"]
+                last = json.loads(deque(filter(_is_whole, lines), 1).pop())["step"]
         except (OSError, IndexError, ValueError) as error:
             raise UserError(f"replay={config.replay}: no rollouts of a run with save_rollouts ({error})") from None
         self.prompts = data.load_prompts(config.dataset_id, config.dataset_split, self.processor, config)
@@ -78,14 +89,18 @@ class Replay:
 
     def _read(self, path: Path, step: int) -> Iterator[list[Group]]:
         """The batches after `step`."""
-        tokenizer = data.tokenizer_of(self.processor)
+        tokenizer, wanted = data.tokenizer_of(self.processor), must_be(self.config)
         with path.open(encoding="utf-8") as lines:
-            saved = filter(lambda row: row["step"] > step, map(json.loads, lines))
-            for number, rows in groupby(saved, key=lambda row: row["step"]):
-                groups = [read_group(row, self._prompt(row), tokenizer) for row in rows]
-                if len(groups) != self.config.batch_size:
-                    raise UserError(f"replay: step {number} has {len(groups)} groups: set batch_size to it")
-                yield groups
+            by_step = groupby(map(json.loads, filter(_is_whole, lines)), key=lambda row: row["step"])
+            for expected, (number, rows) in enumerate(by_step, 1):
+                batch = list(rows) if number > step else []
+                for name, value in wanted.items():
+                    if any(row[name] != value for row in batch):
+                        raise UserError(f"replay: that run had {name}={batch[0][name]}: set it")
+                if number != expected or (batch and len(batch) != self.config.batch_size):
+                    raise UserError(f"replay: step {expected} is not whole in {path}: it was not saved from the start")
+                if batch:
+                    yield [read_group(row, self._prompt(row), tokenizer, self.config) for row in batch]
 
     def _prompt(self, saved: dict[str, Any]) -> Prompt:
         """The prompt of a saved group, with its images."""
@@ -98,7 +113,11 @@ class Replay:
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The next batch, as `Rollouts.take` gives a part of one; Stopped where the file ends."""
-        self._batch = next(self._batches, []) if is_main() and not self.stop.is_set() else []
+        self._batch = []
+        try:
+            self._batch = next(self._batches, []) if is_main() and not self.stop.is_set() else []
+        except ValueError as error:  # the last whole step is saved first
+            self.failure = UserError(str(error))
         if broadcast_object(not self._batch):
             raise Stopped
         return self._batch, True

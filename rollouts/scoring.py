@@ -42,6 +42,13 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     return means
 
 
+def weighted(rewards: list[list[float | None]], config: TrainConfig) -> list[float]:
+    """The weighted sum of what the functions gave each completion, NaN where none gave a number."""
+    weights = config.reward_weights or [1.0] * len(config.reward_funcs)
+    given = [[w * r for w, r in zip(weights, row, strict=True) if r is not None] for row in rewards]
+    return [sum(row) if row else math.nan for row in given]
+
+
 def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     """`reward` and `rewards/<function>`: means; `accuracy`: the share of completions with a reward of at least 1.
 
@@ -58,6 +65,9 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
         chances = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in numbers if n >= k]
         values[f"pass@{k}"] = sum(chances) / len(chances) if chances else math.nan
     return values
+
+
+VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 class Scorer:
@@ -79,9 +89,7 @@ class Scorer:
         group.texts = [self.tokenizer.decode(of_one, skip_special_tokens=True) for of_one in ids]
         columns = [self._call(function, group, ids) for function in self.config.reward_funcs]
         group.rewards = [list(row) for row in zip(*columns, strict=True)]
-        weights = self.config.reward_weights or [1.0] * len(columns)
-        given = [[w * r for w, r in zip(weights, row, strict=True) if r is not None] for row in group.rewards]
-        group.reward = [sum(row) if row else math.nan for row in given]
+        group.reward = weighted(group.rewards, self.config)
         group.scored_s = time.monotonic()
 
     def _call(self, function: Any, group: Group, ids: list[list[int]]) -> list[float | None]:
@@ -92,6 +100,9 @@ class Scorer:
         names = dict.fromkeys(name for completion in group.completions for name in completion.info)
         if taken := names.keys() & arguments.keys():
             raise UserError(f"rollout_fn on dataset row {group.prompt.index}: info has the column {taken.pop()}")
+        if self.config.rollout_fn:  # what the function wants, and no completion of this group has
+            wanted = inspect.signature(function).parameters.values()
+            names |= dict.fromkeys(p.name for p in wanted if p.name not in arguments and p.kind not in VARIADIC)
         arguments |= {name: [completion.info.get(name) for completion in group.completions] for name in names}
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)

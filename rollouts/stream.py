@@ -428,7 +428,7 @@ class Rollouts:
 
     def check(self, gaps: dict[int, float]) -> None:
         """Leave out servers whose tokens of the policy that was trained differ: `gaps`, nats a token, by number."""
-        are_exact = not bending(self.config) and not self.config.lora_dropout
+        are_exact = not (bending(self.config) or self.config.rollout_fn or self.config.lora_dropout)
         for server in self.client.servers if is_main() and are_exact else ():
             gap = gaps.get(server.number, math.nan)
             if gap <= self.config.max_logprob_mismatch:
@@ -454,7 +454,8 @@ class Rollouts:
         if not is_first:
             serving = [server for server in self.client.servers if server.has_weights] if is_main() else []
             due = [server for server in serving if version - server.proved_version >= self.config.probe_steps]
-            self._prove(returned + due)
+            due.sort(key=lambda server: server.proved_version)
+            self._prove(returned + due[: 1 + len(serving) // self.config.probe_steps])
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers; returns those on rank 0 that waited for it and have it now. Collective."""
@@ -466,22 +467,29 @@ class Rollouts:
         return []
 
     def _prove(self, servers: list[Server], is_first: bool = False) -> None:
-        """Let rank 0's servers serve, except for those that do not agree. Collective."""
+        """Let rank 0's servers serve, except for those that do not agree. Collective.
+
+        One that serves already is left out only where it disagrees: too busy to answer, it is asked again.
+        """
+        waiting = [server for server in servers if not server.has_weights]
         with ThreadPoolExecutor(64) as pool:
             probes = broadcast_object([*pool.map(self._probe, servers)] if is_main() else None)
         self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
+        failures = {url: failure for url, _, failure in probes}
         reasons = [failure or self._difference(completions) for _, completions, failure in probes]
         self.policy.train()
         if is_first and any(reasons):
             faults = [f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why]
             raise ServerError("; ".join(faults))
         for server, reason in zip(servers, reasons, strict=False):  # there are servers on rank 0 alone
-            if reason:
-                (self.client.lose if server.has_weights else self.client.keep_out)(server, ServerLost(reason))
-                continue
-            server.proved_version = self.version
-            if not server.has_weights:
+            if server in waiting and reason:
+                self.client.keep_out(server, reason)
+            elif server in waiting:
                 self.client.admit(server)
+            elif reason and not failures[server.url]:
+                self.client.lose(server, ServerLost(reason))
+            if not reason:
+                server.proved_version = self.version
 
     def _probe(self, server: Server) -> tuple[str, list[Completion], str]:
         prompt, max_tokens = self.probe_prompt, min(16, self.config.max_completion_len)

@@ -4,7 +4,8 @@
 
 RUN is the output_dir of a run that had `save_rollouts`; a.py and b.py are recipes of its model and data that differ in
 what makes a gradient: the loss and its settings, advantages, corrections. Each step prints the norms of both gradients
-of the whole batch and their cosine, at the same policy and before clipping. Then the policy takes a's step.
+of the whole batch and their cosine, at the same policy and before clipping. Then the policy takes a's step. There is
+one update per batch, so ratios differ from 1 only with `old_logprobs="sampler"`.
 """
 
 import argparse
@@ -64,6 +65,7 @@ class Recorder:
 def gradient(policy: Any, reference: Any, shares: list[Share], config: TrainConfig, device: torch.device) -> Tensor:
     """The gradient of one batch, normalized and not clipped; 0 where it is not finite."""
     recorder = Recorder(policy)
+    torch.manual_seed(0)  # the same dropout for both
     train_batch(policy, reference, recorder, IDLE, shares, replace(config, grad_norm=0.0), device)
     return recorder.gradient
 
@@ -125,6 +127,9 @@ def main(argv: list[str]) -> None:
         configs = [with_bf16(parse_args([recipe, *words])) for recipe in args.recipes]
         for config in configs:
             check_loss(config)
+        for name in ("model_id", "use_peft", "lora_rank", "lora_alpha", "lora_target_modules", "dtype"):
+            if len({str(getattr(config, name)) for config in configs}) > 1:
+                raise UserError(f"the recipes differ in {name}: both gradients are of one policy")
         rows = compare(configs, args.steps)
     except UserError as error:
         sys.exit(f"error: {error}")

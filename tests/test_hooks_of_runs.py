@@ -70,6 +70,26 @@ def test_an_environment_hands_back_its_own_reward(models, recipe, tmp_path):
         assert group[3]["info"] == {}
 
 
+def won_at_times(server, prompt, sampling):
+    completions = server.generate(prompt.token_ids, sampling)
+    if prompt.index % 2:
+        completions[0].info = {"won": True}
+    return completions
+
+
+def has_won(completions, won, **_):
+    return [float(bool(value)) for value in won]
+
+
+def test_an_info_that_no_completion_of_a_group_has_is_none(models, recipe, tmp_path):
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+        config = parse_args([recipe(server), "--max_steps", "2"])
+        main(replace(config, rollout_fn=won_at_times, reward_funcs=[has_won]))
+    samples = read(tmp_path, "completions")
+    assert {sample["reward"] for sample in samples} == {0.0, 1.0}
+    assert sum(sample["reward"] for sample in samples) == len({s["group"] for s in samples if s["row"] % 2})
+
+
 def test_info_of_turns_is_joined_and_hides_no_column():
     one = Completion([5], [-1.0], "stop", [Span(0, 0, 1)], info={"a": 1, "b": 1})
     assert one.then([7], replace(one, info={"b": 2})).info == {"a": 1, "b": 2}
@@ -222,6 +242,28 @@ def test_a_real_server_that_drops_a_tensor(models, recipe, tmp_path, capsys, mon
     assert f"{address.url} is back" in out
 
 
+@pytest.mark.parametrize("old", ["trainer", "sampler"])
+def test_what_updates_of_the_batch_change_accuses_no_server(models, recipe, tmp_path, capsys, monkeypatch, old):
+    monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
+    options = ["--num_iterations", "3", "--num_minibatches", "2", "--learning_rate", "2e-2", "--old_logprobs", old]
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+        main(parse_args([recipe(server), "--max_logprob_mismatch", "1e-3", *options]))
+    assert "is left out" not in capsys.readouterr().out
+    metrics = read(tmp_path, "metrics")
+    assert max(row["sampling/current_logp_difference"] for row in metrics) < 1e-4
+    assert all(row["sampling/current_share"] == 1 for row in metrics)
+
+
+def test_a_busy_server_is_no_lost_one(models, recipe, capsys, monkeypatch):
+    """It answers no probe in time after the first one: that is no proof, and no reason to leave it out."""
+    monkeypatch.setattr(stream, "CONTROL_TIMEOUT_S", 0.5)
+    asked = itertools.count()
+    with fake_server(models["untied"], lambda ids, number: (said(ids, number), 1.0 if next(asked) > 1 else 0.0)) as one:
+        options = ["--sampling_params", '{"top_p": 1.0}', "--probe_steps", "1", "--max_steps", "3"]
+        main(parse_args([recipe(one), *options]))
+    assert "is left out" not in capsys.readouterr().out
+
+
 def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, capsys, monkeypatch):
     monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
     monkeypatch.setattr("vllm_client.RETRY_S", 0.2)
@@ -243,29 +285,31 @@ def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, caps
             main(parse_args([recipe(server), *options]))
 
 
-def test_servers_without_tokens_of_the_current_policy_are_probed(models, recipe, tmp_path, monkeypatch):
-    """At staleness 1, where each group waits for an update, nothing is at lag 0 but the first batch."""
+def test_servers_of_which_no_tokens_can_tell_are_probed(models, recipe, monkeypatch):
+    """With a bent distribution, whose log-probs are others; two servers, one a step."""
     probed = []
     probe = Rollouts._probe
 
     def note(self, server):
-        probed.append(self.version)
+        probed.append((self.version, server.url))
         return probe(self, server)
 
     monkeypatch.setattr(Rollouts, "_probe", note)
+    with fake_server(models["untied"], answer_in(0.0)) as one, fake_server(models["untied"], answer_in(0.0)) as two:
+        options = ["--sampling_params", '{"top_p": 1.0}', "--max_steps", "8", "--probe_steps", "3"]
+        main(parse_args([recipe(one, two), *options]))
+    assert [version for version, _ in probed] == [0, 0, 3, 4, 6, 7]
+    assert [{url for _, url in probed[start : start + 2]} for start in (0, 2, 4)] == [{one.url, two.url}] * 3
 
-    def old(prompt_ids, number):
-        """Sampled at once under the version that the request met: the trainer is one further when it takes it."""
-        return said(prompt_ids, number), 0.0
 
-    with fake_server(models["untied"], old) as server:
-        main(parse_args([recipe(server), "--max_staleness", "1", "--max_steps", "7", "--probe_steps", "3"]))
+def test_tokens_of_older_policies_say_nothing_of_a_sync(models, recipe, tmp_path):
+    """Staleness is counted apart, at staleness 1 as well; numerics stay numerics."""
+    with fake_server(models["untied"], answer_in(0.02)) as server:
+        main(parse_args([recipe(server), "--max_staleness", "1", "--max_steps", "7"]))
     metrics = read(tmp_path, "metrics")
-    assert all(row["sampling/current_share"] == 0 for row in metrics[1:])
-    assert max(row["sampling/stale_logp_difference"] for row in metrics[1:]) > 1e-4
-    assert probed[0] == 0
-    assert len(probed) == 3
-    assert all(later - earlier == 3 for earlier, later in itertools.pairwise(probed[1:]))
+    assert any(row["sampling/current_share"] < 1 for row in metrics)
+    assert max(row["sampling/stale_logp_difference"] or 0 for row in metrics) > 1e-3
+    assert max(row["sampling/current_logp_difference"] or 0 for row in metrics) < 1e-4
 
 
 # -- A teacher --------------------------------------------------------------------------------------------------------
@@ -421,8 +465,18 @@ def test_what_cannot_be_replayed(models, recipe, tmp_path):
         parse_args([str(path), "--replay", run])
     with pytest.raises(UserError, match="nowhere: no rollouts of a run with save_rollouts"):
         main(parse_args([*words, str(tmp_path / "nowhere")]))
-    with pytest.raises(UserError, match="step 1 has 6 groups: set batch_size to it"):
-        main(parse_args([*words, run, "--batch_size", "3"]))
+    for option, value, had in (("batch_size", "3", "6"), ("temperature", "0.5", "1.0"), ("num_generations", "3", "4")):
+        with pytest.raises(UserError, match=f"replay: that run had {option}={had}: set it"):
+            main(parse_args([*words, run, f"--{option}", value]))
+    with pytest.raises(UserError, match=r"replay: that run had reward_funcs=\['mean_id'\]: set it"):
+        main(parse_args([*words, run, "--reward_funcs", "recipes.majority.majority_vote"]))
+    file = tmp_path / "run" / "rollouts.jsonl"
+    whole = file.read_text()
+    for wrong in (whole.replace('"step":1,', '"step":2,'), "".join(whole.splitlines(True)[:-1]), whole[:-5]):
+        file.write_text(wrong)
+        with pytest.raises(UserError, match="replay: step 1 is not whole in .*: it was not saved from the start"):
+            main(parse_args([*words, run]))
+    file.write_text(whole)
     path = Path(recipe(server))
     path.write_text(path.read_text().replace("{i}+{i}=", "{i}-{i}="))
     with pytest.raises(UserError, match=r"replay: dataset row \d+ was another prompt in "):

@@ -212,6 +212,18 @@ def test_which_kl_the_gradient_is_of(direction):
     torch.testing.assert_close(got, 0.3 * wanted, rtol=1e-12, atol=1e-12)
 
 
+def test_the_penalty_has_the_ratio_of_the_token_at_both_levels():
+    """With advantages of 0 only β·ρ·k3 is left, where ρ is never the completion's."""
+    losses = []
+    for level in ("token", "sequence"):
+        config = make_config(beta=0.3, kl_gradient="reverse", importance_level=level)
+        logprobs = rows(*OLD) + rows(*RATIO).log()
+        args = (rows(0, 0, 0, 0, 0), rows(*MASK), torch.tensor(COMPLETION), config)
+        losses.append(grpo_loss(logprobs, rows(*OLD), rows(*OLD), *args)[0].item())
+    k3 = [1 / ratio + math.log(ratio) - 1 for ratio in RATIO[:4]]
+    assert losses == pytest.approx([0.3 * sum(ratio * value for ratio, value in zip(RATIO, k3, strict=False))] * 2)
+
+
 def test_sequence_weights_give_the_exact_policy_gradient():
     """Two tokens of a policy over three, all nine completions weighed by how often the server draws them.
 

@@ -41,11 +41,12 @@ class TokenSums:
 
     def add(
         self, sums: dict[str, Tensor], entropy: Tensor, trainer_logprobs: Tensor, sampler_logprobs: Tensor,
-        mask: Tensor, servers: Tensor,
+        mask: Tensor, servers: Tensor | None,
     ) -> None:  # fmt: skip
         """Count a micro-batch in: what its loss returned as `sums`, and [N] entropies, log-probs (nats) and mask.
 
-        `servers` [N] is 1 + the server's number for tokens of the policy that is trained, 0 for those of an older one.
+        `servers` [N] is 1 + the server's number for tokens of the policy that is trained, 0 for those of an older one;
+        None leaves the comparison by servers out.
         Of Δ = trainer_logprobs - sampler_logprobs it sums |Δ|, k3 of Δ, which estimates KL(server || trainer), and
         w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
         """
@@ -61,7 +62,8 @@ class TokenSums:
         for name, value in (("tokens", mask), ("weight", weight), ("weight_square", weight.square())):
             self.totals[name] += value.sum()
         self.max_gap = torch.maximum(self.max_gap, gap.abs().max())
-        self.by_server.index_add_(1, servers.long(), torch.stack([gap.abs(), mask]).to(self.by_server.dtype))
+        if servers is not None:
+            self.by_server.index_add_(1, servers.long(), torch.stack([gap.abs(), mask]).to(self.by_server.dtype))
 
     def metrics(self) -> tuple[dict[str, float], dict[int, float]]:
         """Means over the tokens of all ranks; and of |Δ|, by the number of the server, over the current policy's.
@@ -79,7 +81,7 @@ class TokenSums:
             "loss": total["loss"],
             "sampling/current_logp_difference": sum(gaps[1:]) / current if current else math.nan,
             "sampling/stale_logp_difference": gaps[0] / numbers[0] if numbers[0] else math.nan,
-            "sampling/current_share": current / tokens,
+            "sampling/current_share": current / max(sum(numbers), 1),
             "sampling/sampling_logp_difference/max": over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)["gap"],
             "sampling/effective_sample_size": total["weight"] ** 2 / max(tokens * total["weight_square"], 1e-30),
         }
@@ -150,7 +152,7 @@ class RunLog:
         folder = Path(config.output_dir)
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        names = ("metrics", "completions", "held_out", "dropped", *["rollouts"] * config.save_rollouts)
+        names = ("metrics", "completions", "held_out", "dropped", "rollouts")
         paths = {name: folder / f"{name}.jsonl" for name in names}
         if paths["metrics"].exists() and not resumed:
             print(f"{folder} has an earlier run: its logs get the ending .old", flush=True)
@@ -159,6 +161,8 @@ class RunLog:
                 path.rename(f"{path}.old")
             elif path in paths.values():
                 _cut_lines(path, resumed["step"])
+        if not config.save_rollouts:
+            del paths["rollouts"]
         self._files = {name: files.enter_context(path.open("ab", 0)) for name, path in paths.items()}
         self._writer = files.enter_context(ThreadPoolExecutor(1))
         self._written: Future[None] = self._writer.submit(lambda: None)
@@ -190,7 +194,7 @@ class RunLog:
             rows["completions"] = batch_samples(logged, self.config)
             pairs = ((group, reason) for reason, groups in batch.dropped.items() for group in groups)
             rows["dropped"] = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in pairs]
-            rows["rollouts"] = [saved_group(group) for group in batch.groups] if self.config.save_rollouts else []
+            rows["rollouts"] = [saved_group(g, self.config) for g in batch.groups] if self.config.save_rollouts else []
         for name, groups in (held_out or {}).items():
             rows["held_out"] += [{"set": name, **sample} for sample in batch_samples(groups, self.config)]
         self._written.result()  # of the step before: raises what it failed with
