@@ -195,7 +195,8 @@ class _Tree:
                     children.setdefault(int(leaf.tokens[done]) if share_completions else leaf.number, []).append(leaf)
             for child in children.values():
                 stop = min(leaf.tokens.numel() for leaf in child) - 1  # one that ends is a branching
-                tokens = _common([leaf.tokens[done:stop] for leaf in child])
+                ahead = torch.stack([leaf.tokens[done:stop] for leaf in child])
+                tokens = ahead[0, : int((ahead == ahead[0]).all(0).cumprod(0).sum())]  # what they have in common
                 for leaf in child:
                     self.sources[leaf.number].append((len(self.pieces), 0, tokens.numel()))
                 branches.append((len(self.pieces), done + tokens.numel(), child))
@@ -203,24 +204,15 @@ class _Tree:
         self.num_tokens = sum(piece.tokens.numel() for piece in self.pieces)
 
 
-def _common(sequences: list[Tensor]) -> Tensor:
-    """The leading tokens that sequences of the same length have in common."""
-    is_same = (torch.stack(sequences) == sequences[0]).all(0)
-    return sequences[0][: int(is_same.cumprod(0).sum())]
-
-
 def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
     """A group as one tree; or, where it exceeds the budget, as several that each repeat the prompt."""
     whole = _Tree(prompt, leaves, share_completions)
     if whole.num_tokens <= budget:
         return [whole]
-    parts: list[list[_Leaf]] = []
-    room = -1.0
+    parts: list[list[_Leaf]] = [[]]
     for leaf in leaves:
-        room -= leaf.tokens.numel() - 1
-        if room < 0:
+        if prompt.numel() + sum(above.tokens.numel() - 1 for above in [*parts[-1], leaf]) > budget:
             parts.append([])
-            room = budget - prompt.numel() - leaf.tokens.numel() + 1
         parts[-1].append(leaf)
     return [_Tree(prompt, part, share_completions) for part in parts]
 
@@ -464,8 +456,7 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface, [B, H, T, D] -> [B, T, H, D]; without a plan (`segments`) plain attention."""
     if torch.is_autocast_enabled(query.device.type):
-        compute = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(compute), key.to(compute), value.to(compute)
+        query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
     plan, window, softcap, sinks = map(options.get, ("segments", "sliding_window", "softcap", "s_aux"))
     if plan is None and softcap is None and sinks is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -486,10 +477,9 @@ def _attention(
 
 def _has_kernel(q: Tensor) -> bool:
     """Whether the flash kernels take this device, dtype and head size."""
-    if q.device.type != "cuda":
-        return q.device.type == "cpu"
-    takes = q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return takes and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 0):
+        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.device.type == "cpu"
 
 
 @torch.compiler.disable
@@ -669,27 +659,26 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
     vocab_size = base.config.get_text_config(decoder=True).vocab_size
     words = [token for token in range(min(vocab_size, 1000)) if token not in placeholders]
     tokens = partial(random.Random(0).choices, words)
+    prompt, images = example or (tokens(k=6), {})
     groups = [(tokens(k=9), [tokens(k=5), tokens(k=2), tokens(k=7)]), (tokens(k=4), [tokens(k=6), tokens(k=3)])]
-    groups += [(example[0], [tokens(k=5), tokens(k=3)])] if example else []
-    images = example[1] if example else {}
-    trainable = [p for p in base.parameters() if p.requires_grad]
-    before, was_training = [p.grad for p in trainable], model.training
+    groups.append((prompt, [tokens(k=5), tokens(k=3)]))
+    before, was_training = {p: p.grad for p in base.parameters() if p.requires_grad}, model.training
     model.eval()  # dropout would be another one every time
     try:
-        expected, plain_gradients = _trial(model, "eager", groups, images)
-        got, shared_gradients = _trial(model, NAME, groups, images)
+        expected, plain_gradients = _trial(model, "eager", groups, images, list(before))
+        got, shared_gradients = _trial(model, NAME, groups, images, list(before))
     finally:
         model.train(was_training)
-        for p, grad in zip(trainable, before, strict=True):
+        for p, grad in before.items():
             p.grad = grad
     is_half = _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16)
     spread = expected.std().item() if is_half else 1.0  # a random model's log-probs are all nearly the same
     errors = [(got - expected).abs().mean().item() / spread]
-    pairs = [pair for pair in zip(plain_gradients, shared_gradients, strict=True) if pair[0] is not None]
-    norms = [plain.double().norm().item() for plain, _ in pairs]
+    norms = [plain.double().norm().item() for plain in plain_gradients]
     least = 0.01 * max(norms, default=0.0) or 1.0  # some gradients, as of a bias of all keys, are nothing but rounding
-    for (plain, shared), norm in zip(pairs, norms, strict=True):  # gradients are ten times as rough
-        errors.append((shared - plain).double().norm().item() / max(norm, least) / 10)
+    for plain, shared, norm in zip(plain_gradients, shared_gradients, norms, strict=True):
+        error = (shared - plain).double().norm().item() / max(norm, least)
+        errors.append(error / 10)  # gradients are ten times as rough
     limit = 5e-2 if is_half else 1e-4
     if not all(error <= limit for error in errors):  # NaN is over it, too
         raise ValueError(f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}")
@@ -701,25 +690,24 @@ def device_of(model: nn.Module) -> torch.device:
     return torch.device(weight.device_mesh.device_type) if hasattr(weight, "device_mesh") else weight.device
 
 
-def _trial(model: Any, attention: str, groups: Groups, images: Any) -> tuple[Tensor, list[Any]]:
-    """Log-probs of the groups and the gradients of every trainable parameter, with eager attention or with ours."""
+def _trial(model: Any, attention: str, groups: Groups, images: Any, weights: list[Any]) -> tuple[Tensor, list[Tensor]]:
+    """Log-probs of the groups and their gradients, where weights have any, with eager attention or with ours."""
     base, is_shared = base_model(model), attention == NAME
-    trainable = [p for p in base.parameters() if p.requires_grad]
     base.zero_grad()
     _use(base, attention)
     row = pack(groups, share_prefix=is_shared)[0].to(device_of(base))
     times = row.prompts.count(2)  # the prompt with images is that of the third group
     images = {name: torch.cat([value.to(row.input_ids.device)] * times) for name, value in images.items()}
-    with torch.set_grad_enabled(bool(trainable)):  # whatever the caller's mode
+    with torch.set_grad_enabled(bool(weights)):  # whatever the caller's mode
         if is_shared:
             logprobs = completion_logprobs(model, row, **images)
         else:
             logits = model(**_inputs(base, row, images)).logits[row.row, row.position]
             logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
-        if trainable:
+        if weights:
             (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()
-    shards = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in trainable]
-    return logprobs.detach(), [grad if grad is None else grad.detach().clone() for grad in shards]
+    grads = [weight.grad for weight in weights if weight.grad is not None]
+    return logprobs.detach(), [(g.to_local() if hasattr(g, "to_local") else g).detach().clone() for g in grads]
 
 
 # -- Log-probabilities -----------------------------------------------------------------------------------------------
@@ -841,10 +829,9 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
     linear = head.get_base_layer() if hasattr(head, "lora_A") else head
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
         raise ValueError(f"the language-model head is a {type(linear).__name__}, not a plain linear layer")
-    xs, weights = [hidden], [linear.weight]
+    products = [(hidden, linear.weight)]
     if linear.bias is not None:
-        xs.append(hidden.new_ones(len(hidden), 1))
-        weights.append(linear.bias[:, None])
+        products.append((hidden.new_ones(len(hidden), 1), linear.bias[:, None]))
     if linear is not head and head.disable_adapters and head.merged:
         head.unmerge()
     if linear is not head and not head.disable_adapters and not head.merged:
@@ -852,8 +839,8 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
             if name in head.lora_variant or head.lora_B[name].bias is not None:
                 raise ValueError("the language-model head has an adapter other than plain LoRA (DoRA, or with a bias)")
             low = head.lora_A[name](head.lora_dropout[name](hidden.to(head.lora_A[name].weight.dtype)))
-            xs.append((low * head.scaling[name]).to(hidden.dtype))
-            weights.append(head.lora_B[name].weight.to(hidden.dtype))
+            products.append(((low * head.scaling[name]).to(hidden.dtype), head.lora_B[name].weight.to(hidden.dtype)))
+    xs, weights = zip(*products, strict=True)
     return [*xs, *weights]
 
 
@@ -926,12 +913,14 @@ def completion_logprobs(
 
 def _inputs(base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None) -> dict[str, Any]:
     """What a model gets for a row: either token ids, and maybe images, or features in their place."""
+    inputs = {"use_cache": False, **images}
     if row.segments is not None:
-        inputs = _shared_inputs(base, row, images)
+        inputs |= _shared_inputs(base, row, images)
     else:  # what its own attention takes
-        inputs = {"attention_mask": row.attention_mask, "use_cache": False, **images}
         kinds = inspect.signature(base.forward).parameters.keys() & {"mm_token_type_ids", "token_type_ids"}
-        inputs |= {name: _kinds(base, row.input_ids) for name in kinds if images}
+        inputs |= {"attention_mask": row.attention_mask} | {
+            name: _kinds(base, row.input_ids) for name in kinds if images
+        }
     if inputs_embeds is None:
         return inputs | {"input_ids": row.input_ids}
     if images:
@@ -955,10 +944,8 @@ def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[
     plan: Any = row.segments
     if images and base.config.model_type in WHOLE_IMAGES:
         plan = _cut_at_images(plan, (row.input_ids[0] == base.config.image_token_id).tolist())
-    return {
-        "position_ids": positions, "segments": plan, "use_cache": False, **images,
-        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),  # 4-D: handed through
-    }  # fmt: skip
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device)  # 4-D: handed through
+    return {"position_ids": positions, "segments": plan, "attention_mask": mask}
 
 
 def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:
