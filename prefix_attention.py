@@ -210,9 +210,12 @@ def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions
     if whole.num_tokens <= budget:
         return [whole]
     parts: list[list[_Leaf]] = [[]]
+    size = prompt.numel()
     for leaf in leaves:
-        if prompt.numel() + sum(above.tokens.numel() - 1 for above in [*parts[-1], leaf]) > budget:
+        size += leaf.tokens.numel() - 1
+        if size > budget:
             parts.append([])
+            size = prompt.numel() + leaf.tokens.numel() - 1
         parts[-1].append(leaf)
     return [_Tree(prompt, part, share_completions) for part in parts]
 
