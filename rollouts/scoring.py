@@ -101,8 +101,8 @@ class Scorer:
         if taken := names.keys() & arguments.keys():
             raise UserError(f"rollout_fn on dataset row {group.prompt.index}: info has the column {taken.pop()}")
         if self.config.rollout_fn:  # what the function wants, and no completion of this group has
-            wanted = inspect.signature(function).parameters.values()
-            names |= dict.fromkeys(p.name for p in wanted if p.name not in arguments and p.kind not in VARIADIC)
+            wanted = [p for p in inspect.signature(function).parameters.values() if p.kind not in VARIADIC]
+            names |= dict.fromkeys(p.name for p in wanted if p.name not in arguments and p.default is p.empty)
         arguments |= {name: [completion.info.get(name) for completion in group.completions] for name in names}
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)

@@ -77,8 +77,8 @@ def won_at_times(server, prompt, sampling):
     return completions
 
 
-def has_won(completions, won, **_):
-    return [float(bool(value)) for value in won]
+def has_won(completions, won, worth=1.0, **_):
+    return [worth * bool(value) for value in won]
 
 
 def test_an_info_that_no_completion_of_a_group_has_is_none(models, recipe, tmp_path):
@@ -453,6 +453,17 @@ def test_a_replay_on_two_ranks_resumes(models, recipe, tmp_path):
     one, two = weights(tmp_path / "run"), weights(again)
     for name, weight in one.items():  # two ranks may sum in another order
         torch.testing.assert_close(weight, two[name], rtol=1e-4, atol=1e-6)
+
+
+def test_a_replay_that_breaks_off_saves_what_it_trained(models, recipe, tmp_path):
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        path = recipe(server)
+        main(parse_args([path, "--save_rollouts", "true", "--max_steps", "2"]))
+    file = tmp_path / "run" / "rollouts.jsonl"
+    file.write_text("".join(file.read_text().splitlines(True)[:-1]))
+    with pytest.raises(UserError, match="replay: step 2 is not whole"):
+        main(parse_args([path, "--replay", str(tmp_path / "run"), "--output_dir", str(tmp_path / "again")]))
+    assert (tmp_path / "again" / "checkpoint-1").is_dir()
 
 
 def test_what_cannot_be_replayed(models, recipe, tmp_path):

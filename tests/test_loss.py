@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -463,6 +464,9 @@ def test_advantages_of_ones_own():
     assert Dealer(1, config).missing_tokens() == math.inf
     check_advantages([group.prompt for group in groups], config)
     check_advantages([groups[0].prompt], make_config())
+    reads_info: Any = lambda rewards, groups: rewards * groups[0].completions[0].info["won"]  # noqa: E731
+    played = make_config(advantage_fn=reads_info, rollout_fn=print)  # whose completions alone have it
+    check_advantages([groups[0].prompt], played)
 
 
 @pytest.mark.parametrize(
