@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import losses
 import pytest
@@ -300,6 +301,25 @@ def test_servers_of_which_no_tokens_can_tell_are_probed(models, recipe, monkeypa
         main(parse_args([recipe(one, two), *options]))
     assert [version for version, _ in probed] == [0, 0, 3, 4, 6, 7]
     assert [{url for _, url in probed[start : start + 2]} for start in (0, 2, 4)] == [{one.url, two.url}] * 3
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_who_is_lost_while_it_is_probed_is_not_let_in(served):
+    """One that served and came back meanwhile has zeroed weights; one that waited for the probe is let in by it."""
+    admitted: list[Any] = []
+    one: Any = SimpleNamespace(url="http://a", has_weights=served, proved_version=-1)
+
+    def lose_it(completions):
+        one.has_weights = False
+        return ""
+
+    client = SimpleNamespace(admit=admitted.append)
+    policy = SimpleNamespace(eval=lambda: None, train=lambda: None)
+    rollouts: Any = SimpleNamespace(client=client, policy=policy, version=4)
+    rollouts._probe, rollouts._difference = lambda server: (server.url, [], ""), lose_it
+    with process_group(60):
+        Rollouts._prove(rollouts, [one])
+    assert admitted == ([] if served else [one])
 
 
 def test_tokens_of_older_policies_say_nothing_of_a_sync(models, recipe, tmp_path):
