@@ -5,53 +5,44 @@ import json
 import threading
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
-from torch import nn
+from torch import Tensor
 
-from config import TrainConfig, UserError, describe
+from config import TrainConfig, UserError, describe, to_json
 from rollouts import data
 from rollouts.data import Batch, Group, Prompt
 from rollouts.scoring import weighted
 from utils import Stopped, broadcast_object, is_main
-from vllm_client import Completion, Span
 
-TYPES: dict[str, Any] = {"token_ids": torch.int32, "sampler_logprobs": torch.float32, "loss_mask": torch.bool}
-PLAIN = ("id", "rewards", "server", "trained_version", "started_version", "finished_version")
-
-
-def must_be(config: TrainConfig) -> dict[str, Any]:
-    """What both runs need alike: the log-probs and rewards that were saved depend on it."""
-    functions: Any = config.reward_funcs
-    alike = {name: getattr(config, name) for name in ("batch_size", "num_generations", "temperature")}
-    return alike | {"reward_funcs": [function.__name__ for function in functions]}
+DTYPES = (torch.int32, torch.float32, torch.bool)  # of saved tensors
+MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")  # in both runs
 
 
-def saved_group(group: Group, config: TrainConfig) -> dict[str, Any]:
-    """A line of `rollouts.jsonl` for msgspec, which writes bytes as base64: about 12 bytes a token."""
-    columns = {name: torch.cat([getattr(c, name) for c in group.completions]).to(of) for name, of in TYPES.items()}
-    return {name: getattr(group, name) for name in PLAIN} | must_be(config) | {
-        "row": group.prompt.index, "prompt_ids": group.prompt.token_ids,
-        "completions": [(len(c.token_ids), c.finish_reason, c.weight_versions, c.info) for c in group.completions],
-        **{name: column.numpy().tobytes() for name, column in columns.items()},
-    }  # fmt: skip
+def _encoded(value: Any) -> Any:
+    if not isinstance(value, Tensor):  # something odd in `info`
+        return repr(value)
+    value = value.int() if value.dtype == torch.int64 else value
+    return msgspec.msgpack.Ext(DTYPES.index(value.dtype), value.numpy().tobytes())
 
 
-def read_group(saved: dict[str, Any], prompt: Prompt, tokenizer: Any, config: TrainConfig) -> Group:
-    """The group that `saved_group` wrote, of this prompt, with its texts."""
-    columns = [torch.frombuffer(bytearray(base64.b64decode(saved[name])), dtype=of) for name, of in TYPES.items()]
-    sizes = [size for size, *_ in saved["completions"]]
-    parts: Any = zip(saved["completions"], *(column.split(sizes) for column in columns), strict=True)
-    completions = [
-        Completion(ids, logprobs, reason, [Span(*span) for span in spans], mask, info)
-        for (_, reason, spans, info), ids, logprobs, mask in parts
-    ]
-    texts = [tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True) for completion in completions]
-    plain = {name: saved[name] for name in PLAIN}
-    return Group(prompt, completions, texts, **plain, reward=weighted(saved["rewards"], config))
+def _decoded(number: int, values: memoryview) -> Tensor:
+    return torch.frombuffer(bytearray(values), dtype=DTYPES[number])
+
+
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
+DECODER = msgspec.msgpack.Decoder(Group, ext_hook=_decoded)
+
+
+def saved_group(group: Group) -> dict[str, Any]:
+    """A line of `rollouts.jsonl`, whose bytes become base64: about 12 bytes a token. Of the prompt it has the tokens."""
+    prompt = Prompt(group.prompt.index, group.prompt.token_ids, "", {})
+    return {"group": ENCODER.encode(replace(group, prompt=prompt, texts=[], ref_logprobs=[]))}
 
 
 def _is_whole(line: str) -> bool:
@@ -75,41 +66,47 @@ class Replay:
         self.num_steps, self.example = broadcast_object(self._open(resumed) if is_main() else None)
 
     def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None]:
-        config, path = self.config, Path(str(self.config.replay)) / "rollouts.jsonl"
+        config, folder = self.config, Path(str(self.config.replay))
         print(describe(config))
         self.processor = data.load_processor(config)
         try:
-            with path.open(encoding="utf-8") as lines:
+            with (folder / "rollouts.jsonl").open(encoding="utf-8") as lines:
                 last = json.loads(deque(filter(_is_whole, lines), 1).pop())["step"]
+            settings = [json.loads((folder / "config.json").read_text()), to_json(config)]
         except (OSError, IndexError, ValueError) as error:
-            raise UserError(f"replay={config.replay}: no rollouts of a run with save_rollouts ({error})") from None
+            raise UserError(f"replay={folder}: no rollouts of a run with save_rollouts ({error})") from None
+        for of_run in settings:  # recipes may have the same function in files of different names
+            of_run["reward_funcs"] = [path.rpartition(".")[2] for path in of_run["reward_funcs"]]
+        for name in MUST_BE_EQUAL:
+            if settings[0][name] != settings[1][name]:
+                raise UserError(f"replay: that run had {name}={settings[0][name]}: set it")
         self.prompts = data.load_prompts(config.dataset_id, config.dataset_split, self.processor, config)
-        self._batches = self._read(path, resumed["step"] if resumed else 0)
+        self._batches = self._read(folder / "rollouts.jsonl", resumed["step"] if resumed else 0)
         return config.max_steps or last, data.image_example(self.prompts, self.processor, config)
 
     def _read(self, path: Path, step: int) -> Iterator[list[Group]]:
         """The batches after `step`."""
-        tokenizer, wanted = data.tokenizer_of(self.processor), must_be(self.config)
         with path.open(encoding="utf-8") as lines:
             by_step = groupby(map(json.loads, filter(_is_whole, lines)), key=lambda row: row["step"])
             for expected, (number, rows) in enumerate(by_step, 1):
-                batch = list(rows) if number > step else []
-                for name, value in wanted.items():
-                    if any(row[name] != value for row in batch):
-                        raise UserError(f"replay: that run had {name}={batch[0][name]}: set it")
-                if number != expected or (batch and len(batch) != self.config.batch_size):
+                batch = [self._group(row["group"]) for row in rows] if number > step else []
+                if number != expected or len(batch) not in (0, self.config.batch_size):
                     raise UserError(f"replay: step {expected} is not whole in {path}: it was not saved from the start")
                 if batch:
-                    yield [read_group(row, self._prompt(row), tokenizer, self.config) for row in batch]
+                    yield batch
 
-    def _prompt(self, saved: dict[str, Any]) -> Prompt:
-        """The prompt of a saved group, with its images."""
-        prompt = self.prompts[saved["row"] % len(self.prompts)]  # of fewer rows it is another one
+    def _group(self, saved: str) -> Group:
+        """A saved group with its prompt, its texts, and the reward by this run's weights."""
+        group = DECODER.decode(base64.b64decode(saved))
+        row = group.prompt.index
+        prompt = self.prompts[row % len(self.prompts)]  # of fewer rows it is another one
         if prompt.sources:
             prompt = data.with_images(prompt, self.processor, self.config)
-        if prompt.token_ids != saved["prompt_ids"]:
-            raise UserError(f"replay: dataset row {saved['row']} was another prompt in {self.config.replay}")
-        return prompt
+        if prompt.token_ids != group.prompt.token_ids:
+            raise UserError(f"replay: dataset row {row} was another prompt in {self.config.replay}")
+        decode = data.tokenizer_of(self.processor).decode
+        texts = [decode(c.token_ids.tolist(), skip_special_tokens=True) for c in group.completions]
+        return replace(group, prompt=prompt, texts=texts, reward=weighted(group.rewards, self.config))
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The next batch, as `Rollouts.take` gives a part of one; Stopped where the file ends."""
@@ -132,14 +129,10 @@ class Replay:
         return {"num_tokens": self.num_tokens, "ended": [], "prompts": 0} if is_main() else {}
 
     def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
-        """Nothing: there is no server."""
+        """Nothing is evaluated without a server."""
         return {}, {}
 
-    def check(self, gaps: dict[int, float]) -> None:
-        """Nothing."""
+    def close(self, *_: Any) -> None:
+        """Nothing is to be closed, checked or published without a server."""
 
-    def publish(self, policy: nn.Module, version: int) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
+    check = publish = close

@@ -194,7 +194,7 @@ class RunLog:
             rows["completions"] = batch_samples(logged, self.config)
             pairs = ((group, reason) for reason, groups in batch.dropped.items() for group in groups)
             rows["dropped"] = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in pairs]
-            rows["rollouts"] = [saved_group(g, self.config) for g in batch.groups] if self.config.save_rollouts else []
+            rows["rollouts"] = [saved_group(g) for g in batch.groups] if self.config.save_rollouts else []
         for name, groups in (held_out or {}).items():
             rows["held_out"] += [{"set": name, **sample} for sample in batch_samples(groups, self.config)]
         self._written.result()  # of the step before: raises what it failed with
