@@ -58,15 +58,9 @@ Fraction = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
 BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 _RESERVED = {"n", "max_tokens", "temperature", "top_k", "stop", "logprobs"}
-_BENDING = {"top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "logit_bias"}
-_BENDING |= {
-    "thinking_token_budget",
-    "extra_args",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-}
+_BENDING = {"top_k", "top_p", "min_p", "min_tokens", "structured_outputs", "bad_words", "allowed_token_ids"}
+_BENDING |= {"logit_bias", "thinking_token_budget", "extra_args"}
+_BENDING |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -163,8 +157,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     server_timeout: NotNegative = 600.0
     """Seconds to wait at the start until all servers answer, and later, when all are lost, until one is back."""
     max_logprob_mismatch: Positive = 0.1
-    """Mean |trainer - server| log-prob (nats) on tokens of the current policy above which a server is left out; at the
-    start, on a probe after the first weight sync, the run stops."""
+    """Mean |trainer - server| log-prob (nats) on current tokens, above which a server is left out, or a start ends."""
     probe_steps: OneOrMore = 20
     """Steps after which a server that sampled too little with the current policy to be compared is probed again."""
 
@@ -201,9 +194,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     off_policy_correction: Literal[
         "truncate", "mask", "sequence", "sequence_mask", "geometric", "geometric_mask", "none"
     ] = "truncate"
-    """Weight of each token at `old_logprobs=trainer`, with w = p(trainer) / p(server). truncate: min(w, correction_cap)
-    (TIS). mask: w between correction_floor and correction_cap, else 0 (IcePop, arXiv:2510.18855). none: 1. sequence and
-    geometric do either with the product, or the geometric mean, of a completion's w."""
+    """A token's weight at `old_logprobs=trainer`, of w = p(trainer) / p(server). truncate: min(w, correction_cap), TIS.
+    mask: w within floor and cap, else 0 (IcePop). sequence, geometric: of the product, or mean, of a completion's."""
     correction_cap: Positive = 2.0
     """Upper bound on w. IcePop uses 5."""
     correction_floor: NotNegative = 0.5
@@ -294,6 +286,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     def __post_init__(self) -> None:
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
         masks = self.off_policy_correction.endswith("mask")
+        overwrites = self.replay and Path(self.replay).absolute() == Path(self.output_dir).absolute()
         taken = ", ".join(sorted(_RESERVED & set(self.sampling_params or {})))
         for is_wrong, message in (
             (len(set(names) - {""}) < len(names), "reward_funcs: each needs a __name__ of its own, for its metric"),
@@ -304,10 +297,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             (self.clip_low >= 1 and self.loss_type != "cispo", "epsilon must be below 1, but for loss_type=cispo"),
             (self.delta and self.delta <= 1 + self.clip_high, "delta must exceed 1 + epsilon_high"),
             (self.push_to_hub and not self.hub_repo_id, "push_to_hub needs hub_repo_id (user/name)"),
-            (
-                self.replay and Path(self.replay).absolute() == Path(self.output_dir).absolute(),
-                "replay must be another folder than output_dir",
-            ),
+            (overwrites, "replay must be another folder than output_dir"),
             (self.replay and self.reference_urls, "replay asks no server: unset reference_urls, and set reference_id"),
             (taken, f"sampling_params may not set {taken}: use the fields of TrainConfig"),
         ):
@@ -381,9 +371,9 @@ _HINTS = get_type_hints(TrainConfig, include_extras=True)
 _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
 
 
-def changed_fields(config: TrainConfig) -> dict[str, Any]:
+def changed_fields(config: TrainConfig) -> set[str]:
     """The fields whose values differ from the defaults, or that have none."""
-    return {name: getattr(config, name) for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
+    return {name for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
 
 
 def bending(config: TrainConfig) -> list[str]:
@@ -397,7 +387,7 @@ def describe(config: TrainConfig) -> str:
     lines = [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
     if names := ", ".join(bending(config)):
         lines.append(f"warning: {names}: tokens are not drawn from the policy itself; ratios are then inexact")
-    idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed.keys()))
+    idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed))
     if idle and config.old_logprobs == "trainer" and config.updates_per_batch == 1:
         lines.append(f"warning: {idle} without effect: all ratios are 1 with one update per batch")
     if config.dtype == "bfloat16" and not config.use_peft:

@@ -69,22 +69,16 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
-    """Fill in the advantages of groups that have rewards; they are the batch where `config.weighs_whole_batch`.
-
-    A UserError refuses what an `advantage_fn` gives, unless it is a finite number for each reward.
-    """
+    """Fill in the advantages of groups that have rewards: of a whole batch where `config.weighs_whole_batch`."""
     # One by one, as the rounding of a mean over several groups would depend on which came together.
     parts = [groups] if config.weighs_whole_batch else [[group] for group in groups]
-    advantage_fn: Any = config.advantage_fn
+    advantage_fn: Any = config.advantage_fn or (lambda rewards, _: compute_advantages(rewards, config.scale_rewards))
     for part in parts:
         rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
-        if advantage_fn is None:
-            advantages = compute_advantages(rewards, config.scale_rewards)
-        else:
-            with naming(f"advantage_fn must return finite numbers [{len(part)}, {config.num_generations}]"):
-                advantages = advantage_fn(rewards.clone(), part).where(~rewards.isnan(), 0.0)
-                if advantages.shape != rewards.shape or not advantages.isfinite().all():
-                    raise ValueError(f"it returned {advantages}")
+        with naming(f"advantage_fn must return finite numbers [{len(part)}, {config.num_generations}]"):
+            advantages = advantage_fn(rewards.clone(), part).where(~rewards.isnan(), 0.0)
+            if advantages.shape != rewards.shape or not advantages.isfinite().all():
+                raise ValueError(f"it returned {advantages}")
         for group, of_group in zip(part, advantages.tolist(), strict=True):
             group.advantages = of_group
 
@@ -213,8 +207,7 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        names = ("packed", "advantages", "mask", "sampler_logprobs", "servers", "ref_logprobs")
-        moved: dict[str, Any] = {n: v.to(device) for n in names if (v := getattr(self, n)) is not None}
+        moved: Any = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor | PackedBatch)}
         return replace(self, **moved, images={name: value.to(device) for name, value in self.images.items()})
 
 
@@ -428,20 +421,13 @@ def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer
 
 
 def check_loss(config: TrainConfig) -> None:
-    """Try the config's `loss_fn`, if any, on two tokens of log-probability -1 and advantage 1, or raise a UserError.
-
-    Masked tokens must get no gradient: the rows that fill up a round of ranks have no others.
-    """
-    if config.loss_fn is None:
-        return
-    loss_fn: Any = config.loss_fn
+    """Try the config's `loss_fn` on two tokens of log-probability -1 and advantage 1, or raise a UserError."""
+    loss_fn: Any = config.loss_fn or grpo_loss
     ones = torch.ones(2)
-    for mask in (ones, 0 * ones):
+    for mask in (ones, 0 * ones):  # masked tokens alone, as in rows that fill up a round of ranks, get no gradient
         logprobs = (-ones).requires_grad_()
         ref = logprobs.detach() if config.has_reference else None
-        with naming(
-            f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)} or loss/...)"
-        ):
+        with naming(f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)}, loss/...)"):
             loss, sums = loss_fn(logprobs, logprobs.detach(), ref, ones, mask, torch.zeros(2, dtype=torch.long), config)
             loss.backward()
             is_known = [v.ndim == 0 and (name in LOSS_SUMS or name.startswith("loss/")) for name, v in sums.items()]

@@ -40,7 +40,7 @@ DECODER = msgspec.msgpack.Decoder(Group, ext_hook=_decoded)
 
 
 def saved_group(group: Group) -> dict[str, Any]:
-    """A line of `rollouts.jsonl`, whose bytes become base64: about 12 bytes a token. Of the prompt it has the tokens."""
+    """A line of `rollouts.jsonl`, whose bytes become base64: about 12 a token. Of the prompt it has the tokens alone."""
     prompt = Prompt(group.prompt.index, group.prompt.token_ids, "", {})
     return {"group": ENCODER.encode(replace(group, prompt=prompt, texts=[], ref_logprobs=[]))}
 

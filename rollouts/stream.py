@@ -6,6 +6,7 @@
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
@@ -35,10 +36,9 @@ MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server o
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group; what the config leaves at None is not sent."""
-    params = {
-        "n": config.num_generations, "max_tokens": config.max_completion_len, "temperature": config.temperature,
-        "top_k": config.top_k, "stop": config.stop, **(config.sampling_params or {}),
-    }  # fmt: skip
+    params: dict[str, Any] = {"n": config.num_generations, "max_tokens": config.max_completion_len}
+    params |= {"temperature": config.temperature, "top_k": config.top_k, "stop": config.stop}
+    params |= config.sampling_params or {}
     return {name: value for name, value in params.items() if value is not None}
 
 
@@ -47,8 +47,7 @@ def sample_group(
 ) -> None:
     """Fill in the group's `completions`, by one request or the recipe's `rollout_fn`, all on one server.
 
-    A group whose server is lost starts anew on another one. ServerError where none is left, one refuses, or healthy
-    ones fail three times; UserError where an image cannot be read or `rollout_fn` fails.
+    Raises as `on_one_server`, and a UserError where an image cannot be read or `rollout_fn` fails.
     """
     if group.prompt.sources:  # of images
         group.prompt = data.with_images(group.prompt, processor, config)
@@ -70,7 +69,10 @@ def sample_group(
 
 
 def on_one_server(group: Group, client: VLLMClient, ask: Callable[[Any], Any]) -> Any:
-    """What `ask` of a server gives for a group, from another one where the first is lost. Raises as `sample_group`."""
+    """What `ask` of a server gives for a group; where the server is lost, another one is asked anew.
+
+    ServerError where none is left, one refuses, or healthy ones fail three times.
+    """
     where, num_failed = f"dataset row {group.prompt.index}", 0
     while True:
         with client.lease() as server:
@@ -264,7 +266,15 @@ class Rollouts:
         tokenizer = data.tokenizer_of(self.processor)
         forbidden = data.placeholder_ids(load_model_config(config)[0])
         self.client = VLLMClient(config, tokenizer, forbidden)
-        self.references = self._references_of(forbidden) if config.reference_urls else None
+        self.references: VLLMClient | None = None
+        if config.reference_urls:  # they serve what `reference_id` names, or the initial policy
+            if forbidden:
+                raise UserError(
+                    "reference_urls: with images the trainer needs a reference of its own, see reference_id"
+                )
+            named: Any = {"vllm_urls": config.reference_urls, "model_id": config.reference_id or config.model_id}
+            kind = partial(ReferenceServer, temperature=config.temperature)
+            self.references = VLLMClient(replace(config, **named), kind=kind)
         prompts = self._load(config.dataset_id, config.dataset_split)
         with data.naming("eval_dataset_id"):
             held_out = {name: self._load(s, config.eval_dataset_split) for name, s in config.eval_sets.items()}
@@ -291,30 +301,21 @@ class Rollouts:
         self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
         order = enumerate(data.epochs(len(self.prompts), config.seed))
         groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
-        self.stream = GroupStream(groups, self._fill_for_training, num_steps, config)
+        self.stream = GroupStream(groups, self._fill, num_steps, config)
         return num_steps, example, example or self.prompts[0]
-
-    def _references_of(self, forbidden: list[int]) -> VLLMClient:
-        """The client of `reference_urls`, whose servers serve what `reference_id` names, or the initial policy."""
-        config = self.config
-        if forbidden:
-            raise UserError("reference_urls: with images the trainer needs a reference of its own, see reference_id")
-        named: Any = {"vllm_urls": config.reference_urls, "model_id": config.reference_id or config.model_id}
-        kind = partial(ReferenceServer, temperature=config.temperature)
-        return VLLMClient(replace(config, **named), kind=kind)
 
     def _load(self, source: Any, split: str) -> list[Prompt]:
         prompts = data.load_prompts(source, split, self.processor, self.config)
         check_rewards(prompts, self.config)
         return prompts
 
-    def _fill(self, group: Group, **changes: Any) -> None:
-        sample_group(group, self.client, self.processor, sampling_params(self.config) | changes, self.config)
+    def _fill(self, group: Group, is_held_out: bool = False) -> None:
+        sampling, config = sampling_params(self.config), self.config
+        if is_held_out:
+            sampling |= {"n": config.eval_generations, "temperature": config.eval_temperature}
+        sample_group(group, self.client, self.processor, sampling, config)
         self.scorer.score(group)
-
-    def _fill_for_training(self, group: Group) -> None:
-        self._fill(group)
-        if self.references:
+        if self.references and not is_held_out:
             arguments = (group.prompt.token_ids, group.completions)
             group.ref_logprobs = on_one_server(group, self.references, lambda server: server.logprobs(*arguments))
 
@@ -343,10 +344,8 @@ class Rollouts:
         return groups, word == "complete"
 
     def _lead(self, look: Callable[[], str | None]) -> str:
-        """Every rank gets the first word that rank 0's `look` returns, or `stop`. Collective.
-
-        `look` takes about a second at most. Between two looks all ranks send the policy to servers that came back.
-        """
+        """Every rank gets the first word that rank 0's `look`, of about a second, returns, or `stop`. Collective."""
+        # Between two looks all ranks send the policy to servers that came back.
         while (word := broadcast_object(self._next_word(look) if is_main() else None)) == "resync":
             self._prove(self._send(only_returned=True))
         return word
@@ -393,9 +392,9 @@ class Rollouts:
             self.client.idle_seconds()
 
     def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
-        """Metrics of the held-out sets where they are due, `eval/...` of all and `eval/<set>/...`; and groups, by set.
+        """`eval/...` of all held-out sets, and `eval/<set>/...`, with the groups by set; empty where none is due.
 
-        Collective. Empty on ranks other than 0, and where the run is told to end.
+        Collective; empty on ranks other than 0.
         """
         config = self.config
         is_due = step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
@@ -407,8 +406,7 @@ class Rollouts:
         values: dict[str, float] = {}
         with timed("time/eval_s", values):
             pool = ThreadPoolExecutor(MAX_GROUPS)
-            sampling = {"n": config.eval_generations, "temperature": config.eval_temperature}
-            answers = [pool.submit(self._fill, group, **sampling) for group in groups]
+            answers = [pool.submit(self._fill, group, is_held_out=True) for group in groups]
 
             def look() -> str | None:
                 done, running = wait(answers, 1, FIRST_EXCEPTION)
@@ -462,15 +460,11 @@ class Rollouts:
         weights = published_weights(self.policy)
         if is_main():
             return self.client.update_weights(weights, self.version, only_returned)
-        for _ in weights:
-            pass
+        deque(weights, 0)  # every rank gathers all
         return []
 
     def _prove(self, servers: list[Server], is_first: bool = False) -> None:
-        """Let rank 0's servers serve, except for those that do not agree. Collective.
-
-        One that serves already is left out only where it disagrees: too busy to answer, it is asked again.
-        """
+        """Let rank 0's servers serve that agree. One that serves, and is too busy to answer, may go on. Collective."""
         waiting = [server for server in servers if not server.has_weights]
         with ThreadPoolExecutor(64) as pool:
             probes = broadcast_object([*pool.map(self._probe, servers)] if is_main() else None)
@@ -511,9 +505,7 @@ class Rollouts:
             logprobs = token_logprobs(self.policy, row.to(self.device), images, self.config)
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
         mismatch = (logprobs.cpu() - sampler_logprobs).abs().mean().item()
-        if mismatch <= self.config.max_logprob_mismatch:
-            return ""
-        return MISMATCH.format(mismatch)
+        return "" if mismatch <= self.config.max_logprob_mismatch else MISMATCH.format(mismatch)
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on after the last whole step; empty on ranks other than 0."""
