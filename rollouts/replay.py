@@ -40,14 +40,15 @@ DECODER = msgspec.msgpack.Decoder(Group, ext_hook=_decoded)
 
 
 def saved_group(group: Group) -> dict[str, Any]:
-    """A line of `rollouts.jsonl`, whose bytes become base64: about 12 a token. Of the prompt it has the tokens alone."""
+    """A line of `rollouts.jsonl`, whose bytes become base64: about 12 a token. The prompt's text is left out."""
     prompt = Prompt(group.prompt.index, group.prompt.token_ids, "", {})
     return {"group": ENCODER.encode(replace(group, prompt=prompt, texts=[], ref_logprobs=[]))}
 
 
-def _is_whole(line: str) -> bool:
-    """Not one that a crash left without its end."""
-    return line.endswith("\n")
+def _rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a file, without one that a crash left without its end."""
+    with path.open(encoding="utf-8") as lines:
+        yield from (json.loads(line) for line in lines if line.endswith("\n"))
 
 
 class Replay:
@@ -70,8 +71,7 @@ class Replay:
         print(describe(config))
         self.processor = data.load_processor(config)
         try:
-            with (folder / "rollouts.jsonl").open(encoding="utf-8") as lines:
-                last = json.loads(deque(filter(_is_whole, lines), 1).pop())["step"]
+            last = deque(_rows(folder / "rollouts.jsonl"), 1).pop()["step"]
             settings = [json.loads((folder / "config.json").read_text()), to_json(config)]
         except (OSError, IndexError, ValueError) as error:
             raise UserError(f"replay={folder}: no rollouts of a run with save_rollouts ({error})") from None
@@ -86,14 +86,12 @@ class Replay:
 
     def _read(self, path: Path, step: int) -> Iterator[list[Group]]:
         """The batches after `step`."""
-        with path.open(encoding="utf-8") as lines:
-            by_step = groupby(map(json.loads, filter(_is_whole, lines)), key=lambda row: row["step"])
-            for expected, (number, rows) in enumerate(by_step, 1):
-                batch = [self._group(row["group"]) for row in rows] if number > step else []
-                if number != expected or len(batch) not in (0, self.config.batch_size):
-                    raise UserError(f"replay: step {expected} is not whole in {path}: it was not saved from the start")
-                if batch:
-                    yield batch
+        for expected, (number, rows) in enumerate(groupby(_rows(path), key=lambda row: row["step"]), 1):
+            batch = [self._group(row["group"]) for row in rows] if number > step else []
+            if number != expected or len(batch) not in (0, self.config.batch_size):
+                raise UserError(f"replay: step {expected} is not whole in {path}: it was not saved from the start")
+            if batch:
+                yield batch
 
     def _group(self, saved: str) -> Group:
         """A saved group with its prompt, its texts, and the reward by this run's weights."""
