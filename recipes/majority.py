@@ -2,13 +2,15 @@
 
     bash scripts/demo.sh recipes/majority.py
 
-The right answers are only looked at: `exact_match` has weight 0, and `eval/rewards/exact_match` is the accuracy. (The
-vote of one completion, as in an evaluation, is always 1.) Expected: agreement rises from 41 to 92 %, and accuracy falls
-from 35 to 16 %: one in five of this model's samples is right, and it agrees on wrong answers. Start from a better one.
+The right answers are only looked at, by rewards of weight 0: of eight completions of a held-out problem,
+`eval/rewards/exact_match` is the mean accuracy, and `eval/rewards/majority_is_right` that of their majority (maj@8).
+Expected: agreement, `eval/reward`, rises from 37 to 92 %, and accuracy falls from 19 to 4 %, that of the majority from
+32 to 4 %: this model agrees on wrong answers. Start from one that is right more often than not.
 """
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from recipes import tiny
 from recipes.rewards import exact_match, last_boxed, normalized
@@ -26,9 +28,18 @@ def majority_vote(completions: list[str], **_) -> list[float]:
     return [float(bool(votes) and answer == votes[0][0]) for answer in answers]
 
 
+def majority_is_right(completions: list[str], answer: list[Any], **_) -> list[float]:
+    """maj@n: 1 for all n completions of a sample where the answer that most of them give is right, else 0."""
+    right = exact_match([answer_of(text) for text in completions], answer)
+    votes = majority_vote(completions)
+    return [max(vote * value for vote, value in zip(votes, right, strict=True))] * len(completions)
+
+
 config = replace(
     tiny.config,
-    reward_funcs=[majority_vote, exact_match],
-    reward_weights=[1.0, 0.0],
+    reward_funcs=[majority_vote, exact_match, majority_is_right],
+    reward_weights=[1.0, 0.0, 0.0],
+    eval_generations=8,
+    eval_temperature=1.0,
     output_dir="outputs/tiny/majority",
 )

@@ -67,9 +67,6 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
     return values
 
 
-VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
 class Scorer:
     """Calls the reward functions, in worker processes, and keeps account of what fails in `failed_rewards.jsonl`."""
 
@@ -101,8 +98,9 @@ class Scorer:
         if taken := names.keys() & arguments.keys():
             raise UserError(f"rollout_fn on dataset row {group.prompt.index}: info has the column {taken.pop()}")
         if self.config.rollout_fn:  # what the function wants, and no completion of this group has
-            wanted = [p for p in inspect.signature(function).parameters.values() if p.kind not in VARIADIC]
-            names |= dict.fromkeys(p.name for p in wanted if p.name not in arguments and p.default is p.empty)
+            wanted = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
+            are_named = (p.name for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
+            names |= dict.fromkeys(name for name in are_named if name not in arguments)
         arguments |= {name: [completion.info.get(name) for completion in group.completions] for name in names}
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)

@@ -13,7 +13,7 @@ from documents import DOCUMENTS, blocks
 
 from config import TrainConfig
 from recipes import advantages, insert_reasoning, losses
-from recipes.majority import answer_of, majority_vote
+from recipes.majority import answer_of, majority_is_right, majority_vote
 from rollouts.data import Group, Prompt
 from train import check_loss, grpo_loss
 from vllm_client import Completion, Span
@@ -305,6 +305,14 @@ def test_majority_vote():
     assert majority_vote(completions=boxed, completion_ids=[]) == [1, 1, 0, 1, 0, 0]
     assert majority_vote(completions=["7", " 8\n", "8 ", "9"]) == [0, 1, 1, 0]
     assert majority_vote(completions=["7", "8", "8", "7"]) == [1, 0, 0, 1]  # of equally many, the first
+
+
+def test_majority_is_right():
+    truth = {"answer": ["8"] * 4}
+    assert majority_is_right(completions=["7", " 8", "8", "9"], **truth) == [1, 1, 1, 1]
+    assert majority_is_right(completions=[r"\boxed{8}", "7", "8", "9"], **truth) == [1, 1, 1, 1]
+    assert majority_is_right(completions=["7", "8", "7", "9"], **truth) == [0, 0, 0, 0]  # though one is right
+    assert majority_is_right(completions=["", "", "", ""], **truth) == [0, 0, 0, 0]
 
 
 def test_no_answer_has_no_vote():
