@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from config import TrainConfig, UserError, parse_args
 from prefix_attention import PackedBatch, pack
 from rollouts.data import Prompt, joined_images, naming
-from rollouts.replay import Replay
 from rollouts.stream import Group, Rollouts
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
 from training.logs import RunLog, TokenSums
@@ -331,7 +330,7 @@ class Dealer:
         return [Share(of_rank, normalizer) for of_rank in dealt]
 
 
-def arriving_shares(rollouts: Rollouts | Replay, config: TrainConfig) -> Iterator[Share]:
+def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
     """This rank's shares of the next batch, each as soon as its groups have come. Collective: every rank iterates."""
     dealer = Dealer(dist.get_world_size(), config)
     is_complete = False
@@ -459,7 +458,7 @@ def main(config: TrainConfig) -> None:
     with (
         process_group(config.collective_timeout) as device,
         locked(Path(config.output_dir)),
-        closing((Replay if config.replay else Rollouts)(config, device, resumed)) as rollouts,
+        closing(Rollouts(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):
         if is_main():

@@ -370,7 +370,8 @@ class VLLMClient:
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = (), kind: Any = Server):
         self.config = config
         self._make = partial(kind, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden)
-        self.servers = list(map(self._make, server_urls(config)))  # replaced as a whole, by the watcher
+        urls = [] if config.replay else server_urls(config)
+        self.servers = list(map(self._make, urls))  # replaced as a whole, by the watcher
         self.version = -1  # of the policy that was published last
         self._updating = threading.Lock()
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -398,7 +399,7 @@ class VLLMClient:
                 if time.monotonic() > deadline:
                     raise ServerError(f"no rollout server at {server.url}: start one with {hint}, or set vllm_urls")
                 time.sleep(1)
-        self._longest = min(map(self._max_model_len, self.servers))
+        self._longest = min(map(self._max_model_len, self.servers), default=self.config.max_tokens_per_gpu)
         return self._longest
 
     def _max_model_len(self, server: Server) -> int:
@@ -474,7 +475,7 @@ class VLLMClient:
             for server in (server for server in self.servers if server.in_flight == 0):
                 self._idle_s += time.monotonic() - server.idle_since_s
                 server.idle_since_s = time.monotonic()
-            idle_s, self._idle_s = self._idle_s / len(self.servers), 0.0
+            idle_s, self._idle_s = self._idle_s / max(len(self.servers), 1), 0.0
             return idle_s
 
     def lose(self, server: Server, error: BaseException) -> None:

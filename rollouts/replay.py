@@ -1,12 +1,11 @@
-"""Saved rollouts: groups as lines of `rollouts.jsonl`, and a run that trains from those of an earlier one."""
+"""Saved rollouts: groups as lines of `rollouts.jsonl`, from which a later run trains in place of servers."""
 
 import base64
 import json
-import threading
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import groupby
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,10 @@ import msgspec
 import torch
 from torch import Tensor
 
-from config import TrainConfig, UserError, describe, to_json
+from config import TrainConfig, UserError, to_json
 from rollouts import data
-from rollouts.data import Batch, Group, Prompt
+from rollouts.data import Group, Prompt
 from rollouts.scoring import weighted
-from utils import Stopped, broadcast_object, is_main
 
 DTYPES = (torch.int32, torch.float32, torch.bool)  # of saved tensors
 MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")  # in both runs
@@ -51,86 +49,36 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
         yield from (json.loads(line) for line in lines if line.endswith("\n"))
 
 
-class Replay:
-    """The batches of an earlier run, which had `save_rollouts`, in their order; in place of `Rollouts`, as it is used.
+def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
+    """How many steps the run `replay` has saved whole, from its first on; and their groups as they were trained.
 
-    There is no server: nothing is sampled, published or evaluated. Groups come in the order in which they were trained,
-    so that the same settings give the same weights to the bit.
+    The groups have their places as ids. UserError where there is no such step, or the runs differ in `MUST_BE_EQUAL`.
     """
+    folder = Path(str(config.replay))
+    try:
+        sizes = Counter(row["step"] for row in _rows(folder / "rollouts.jsonl"))
+        before, now = json.loads((folder / "config.json").read_text()), to_json(config)
+    except (OSError, ValueError) as error:
+        raise UserError(f"replay={folder}: no rollouts of a run with save_rollouts ({error})") from None
+    for settings in (before, now):  # recipes may have the same function in files of different names
+        settings["reward_funcs"] = [path.rpartition(".")[2] for path in settings["reward_funcs"]]
+    for name in MUST_BE_EQUAL:
+        if before[name] != now[name]:
+            raise UserError(f"replay: that run had {name}={before[name]}: set it")
+    num_steps = len([*takewhile(lambda step: sizes[step] == config.batch_size, count(1))])
+    if num_steps == 0:
+        raise UserError(f"replay={folder}: step 1 is not whole: rollouts were not saved from the start")
+    rows = enumerate(_rows(folder / "rollouts.jsonl"))
+    return num_steps, (replace(DECODER.decode(base64.b64decode(row["group"])), id=place) for place, row in rows)
 
-    def __init__(self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None):
-        self.config, self.stop = config, threading.Event()
-        self.failure: Exception | None = None
-        self.processor: Any = None
-        self._batch: list[Group] = []  # the one under way, on rank 0
-        self.num_tokens = resumed["num_tokens"] if resumed else 0
-        self.num_steps, self.example = broadcast_object(self._open(resumed) if is_main() else None)
 
-    def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None]:
-        config, folder = self.config, Path(str(self.config.replay))
-        print(describe(config))
-        self.processor = data.load_processor(config)
-        try:
-            last = deque(_rows(folder / "rollouts.jsonl"), 1).pop()["step"]
-            settings = [json.loads((folder / "config.json").read_text()), to_json(config)]
-        except (OSError, IndexError, ValueError) as error:
-            raise UserError(f"replay={folder}: no rollouts of a run with save_rollouts ({error})") from None
-        for of_run in settings:  # recipes may have the same function in files of different names
-            of_run["reward_funcs"] = [path.rpartition(".")[2] for path in of_run["reward_funcs"]]
-        for name in MUST_BE_EQUAL:
-            if settings[0][name] != settings[1][name]:
-                raise UserError(f"replay: that run had {name}={settings[0][name]}: set it")
-        self.prompts = data.load_prompts(config.dataset_id, config.dataset_split, self.processor, config)
-        self._batches = self._read(folder / "rollouts.jsonl", resumed["step"] if resumed else 0)
-        return config.max_steps or last, data.image_example(self.prompts, self.processor, config)
-
-    def _read(self, path: Path, step: int) -> Iterator[list[Group]]:
-        """The batches after `step`."""
-        for expected, (number, rows) in enumerate(groupby(_rows(path), key=lambda row: row["step"]), 1):
-            batch = [self._group(row["group"]) for row in rows] if number > step else []
-            if number != expected or len(batch) not in (0, self.config.batch_size):
-                raise UserError(f"replay: step {expected} is not whole in {path}: it was not saved from the start")
-            if batch:
-                yield batch
-
-    def _group(self, saved: str) -> Group:
-        """A saved group with its prompt, its texts, and the reward by this run's weights."""
-        group = DECODER.decode(base64.b64decode(saved))
-        row = group.prompt.index
-        prompt = self.prompts[row % len(self.prompts)]  # of fewer rows it is another one
-        if prompt.sources:
-            prompt = data.with_images(prompt, self.processor, self.config)
-        if prompt.token_ids != group.prompt.token_ids:
-            raise UserError(f"replay: dataset row {row} was another prompt in {self.config.replay}")
-        decode = data.tokenizer_of(self.processor).decode
-        texts = [decode(c.token_ids.tolist(), skip_special_tokens=True) for c in group.completions]
-        return replace(group, prompt=prompt, texts=texts, reward=weighted(group.rewards, self.config))
-
-    def take(self, num_tokens: float) -> tuple[list[Group], bool]:
-        """The next batch, as `Rollouts.take` gives a part of one; Stopped where the file ends."""
-        self._batch = []
-        try:
-            self._batch = next(self._batches, []) if is_main() and not self.stop.is_set() else []
-        except ValueError as error:  # the last whole step is saved first
-            self.failure = UserError(str(error))
-        if broadcast_object(not self._batch):
-            raise Stopped
-        return self._batch, True
-
-    def end_batch(self) -> Batch:
-        """What was trained; empty on ranks other than 0."""
-        self.num_tokens += sum(group.row_sizes[1] for group in self._batch)
-        return Batch(self._batch, metrics={"num_tokens": self.num_tokens, "time/wait_s": 0.0})
-
-    def state(self) -> dict[str, Any]:
-        """What a later run needs to go on, as `Rollouts.state`."""
-        return {"num_tokens": self.num_tokens, "ended": [], "prompts": 0} if is_main() else {}
-
-    def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
-        """Nothing is evaluated without a server."""
-        return {}, {}
-
-    def close(self, *_: Any) -> None:
-        """Nothing is to be closed, checked or published without a server."""
-
-    check = publish = close
+def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: TrainConfig) -> None:
+    """Give a saved group its prompt, its texts and this run's reward; UserError where the prompt is another one."""
+    prompt = prompts.get(row := group.prompt.index)
+    if prompt and prompt.sources:
+        prompt = data.with_images(prompt, processor, config)
+    if prompt is None or prompt.token_ids != group.prompt.token_ids:
+        raise UserError(f"replay: dataset row {row} is not the prompt that it was in {config.replay}, or too long")
+    ids = [completion.token_ids.tolist() for completion in group.completions]
+    group.texts = [data.tokenizer_of(processor).decode(of_one, skip_special_tokens=True) for of_one in ids]
+    group.prompt, group.reward = prompt, weighted(group.rewards, config)

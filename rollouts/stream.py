@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from config import TrainConfig, UserError, bending, describe
 from prefix_attention import pack
 from rollouts import data
 from rollouts.data import Batch, Group, Prompt
+from rollouts.replay import restore, saved_groups
 from rollouts.scoring import Scorer, check_rewards, held_out_metrics
 from training.model import load_model_config, published_weights, token_logprobs
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
@@ -149,7 +151,6 @@ class GroupStream:
             if self._failure:
                 raise self._failure
             if group := self._next():
-                assert self.version - group.oldest_version <= self.config.max_staleness
                 self._ready.remove(group)
                 self._batch.groups.append(group)
                 group.trained_version = self.version
@@ -228,7 +229,9 @@ class GroupStream:
             self._admit()
             return self._ready[0] if self._ready else None
         by_deadline = sorted(self._ready, key=lambda group: group.started_version)  # equal ones as they were completed
-        return next(filter(self._leaves_room, by_deadline), None)
+        chosen = next(filter(self._leaves_room, by_deadline), None)
+        assert chosen is None or self.version - chosen.oldest_version <= staleness
+        return chosen
 
     def _leaves_room(self, group: Group) -> bool:
         """Whether all groups that began earlier still find a place in time, if this one is taken now."""
@@ -257,6 +260,7 @@ class Rollouts:
         self.gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         # Of the run; the shortest prompt with images, processed (None in a run without); what servers are probed with.
         self.num_steps, self.example, self.probe_prompt = broadcast_object(self._open(resumed) if is_main() else None)
+        self._restart_clocks()
 
     def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None, Prompt]:
         """Check and load everything that rank 0 needs; returns `num_steps`, `example` and the prompt of probes."""
@@ -269,9 +273,7 @@ class Rollouts:
         self.references: VLLMClient | None = None
         if config.reference_urls:  # they serve what `reference_id` names, or the initial policy
             if forbidden:
-                raise UserError(
-                    "reference_urls: with images the trainer needs a reference of its own, see reference_id"
-                )
+                raise UserError("reference_urls: with images the trainer needs its own reference, see reference_id")
             named: Any = {"vllm_urls": config.reference_urls, "model_id": config.reference_id or config.model_id}
             kind = partial(ReferenceServer, temperature=config.temperature)
             self.references = VLLMClient(replace(config, **named), kind=kind)
@@ -300,8 +302,17 @@ class Rollouts:
             print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on", flush=True)
         self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
         order = enumerate(data.epochs(len(self.prompts), config.seed))
-        groups = (Group(self.prompts[index], id=number) for number, index in order if number not in self.ended)
-        self.stream = GroupStream(groups, self._fill, num_steps, config)
+        groups: Iterator[Group] = (Group(self.prompts[index], id=number) for number, index in order)
+        fill: Any = self._fill
+        rules: Any = config
+        if config.replay:
+            num_saved, groups = saved_groups(config)
+            num_steps = min(config.max_steps or num_saved, num_saved)
+            by_row = {prompt.index: prompt for prompt in self.prompts}
+            fill = partial(restore, prompts=by_row, processor=self.processor, config=config)
+            # They come as they were trained, whatever this run's rules would have dropped or made wait.
+            rules = SimpleNamespace(batch_size=config.batch_size, max_staleness=0, drop_zero_advantage=False)
+        self.stream = GroupStream((g for g in groups if g.id not in self.ended), fill, num_steps, rules)
         return num_steps, example, example or self.prompts[0]
 
     def _load(self, source: Any, split: str) -> list[Prompt]:
@@ -398,7 +409,7 @@ class Rollouts:
         """
         config = self.config
         is_due = step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
-        if not (config.eval_sets and is_due):
+        if not (config.eval_sets and is_due) or config.replay:
             return {}, {}
         held_out = self.held_out if is_main() else {}
         sets = {name: [Group(p, id=number) for number, p in enumerate(of_set)] for name, of_set in held_out.items()}
@@ -442,6 +453,8 @@ class Rollouts:
         """
         is_first = self.policy is None
         self.policy, self.version = policy, version
+        if self.config.replay:  # there are no servers
+            return self.stream.advance_to(version) if is_main() else None
         with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
             returned = self._send()
             if is_first:  # a server that does not agree ends the run before anything is sampled

@@ -27,10 +27,10 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from config import TrainConfig, UserError, parse_args
-from rollouts.replay import Replay
+from rollouts.stream import Rollouts
 from train import Share, arriving_shares, check_loss, train_batch
 from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16
-from utils import Stopped, process_group
+from utils import process_group
 
 IDLE: Any = SimpleNamespace(step=lambda: None)  # a schedule of no learning rate
 
@@ -74,17 +74,18 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
     """Both gradients of every step, each printed when it is known."""
     rows: list[Row] = []
     a, b = configs
-    with process_group(600) as device, closing(Replay(a, device)) as of_a, closing(Replay(b, device)) as of_b:
+    with process_group(600) as device, closing(Rollouts(a, device)) as of_a, closing(Rollouts(b, device)) as of_b:
         torch.manual_seed(a.seed)
         policy = build_policy(a, device, of_a.example)
         a, b = (share_prefixes(policy, config, of_a.example) for config in (a, b))
         reference_a, reference_b = (build_reference(policy, config, device, of_a.example) for config in (a, b))
         optimizer, scheduler = build_optimizer(policy, of_a.num_steps, a)
         for step in range(1, min(num_steps or of_a.num_steps, of_a.num_steps) + 1):
-            try:
-                batch_a, batch_b = list(arriving_shares(of_a, a)), list(arriving_shares(of_b, b))
-            except Stopped:  # the file ends
-                break
+            for rollouts in (of_a, of_b):
+                rollouts.publish(policy, step - 1)
+            batch_a, batch_b = list(arriving_shares(of_a, a)), list(arriving_shares(of_b, b))
+            for rollouts in (of_a, of_b):
+                rollouts.end_batch()
             one = gradient(policy, reference_a, batch_a, a, device)
             two = gradient(policy, reference_b, batch_b, b, device)
             norms = one.norm().item(), two.norm().item()
