@@ -75,10 +75,10 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     for part in parts:
         rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
         with naming(f"advantage_fn must return finite numbers [{len(part)}, {config.num_generations}]"):
-            advantages = advantage_fn(rewards.clone(), part).where(~rewards.isnan(), 0.0)
-            if advantages.shape != rewards.shape or not advantages.isfinite().all():
+            advantages = advantage_fn(rewards.clone(), part)
+            if advantages.shape != rewards.shape or not (advantages.isfinite() | rewards.isnan()).all():
                 raise ValueError(f"it returned {advantages}")
-        for group, of_group in zip(part, advantages.tolist(), strict=True):
+        for group, of_group in zip(part, advantages.where(~rewards.isnan(), 0.0).tolist(), strict=True):
             group.advantages = of_group
 
 
@@ -346,15 +346,6 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
 # -- The step ----------------------------------------------------------------------------------------------------------
 
 
-def set_old_logprobs(shares: list[Share], policy: nn.Module, config: TrainConfig, device: torch.device) -> None:
-    """Keep the policy's current log-probs in every micro-batch; later updates take their ratios against them."""
-    for share in shares:
-        for stored in share.micro_batches:
-            micro = stored.to(device)
-            with torch.no_grad():
-                stored.old_logprobs = token_logprobs(policy, micro.packed, micro.images, config)
-
-
 def train_batch(
     policy: nn.Module, reference: Callable[..., Tensor] | None, optimizer: Any, scheduler: Any,
     shares: Iterable[Share], config: TrainConfig, device: torch.device,
@@ -369,8 +360,11 @@ def train_batch(
     norms: list[float] = []
     if config.updates_per_batch > 1:
         shares = list(shares)
-        if config.old_logprobs == "trainer":
-            set_old_logprobs(shares, policy, config, device)
+        kept = [micro for share in shares for micro in share.micro_batches] if config.old_logprobs == "trainer" else []
+        for stored in kept:  # what the ratios of all updates are taken against
+            micro = stored.to(device)
+            with torch.no_grad():
+                stored.old_logprobs = token_logprobs(policy, micro.packed, micro.images, config)
     for iteration in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for share in shares:

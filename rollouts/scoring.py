@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections import Counter
+from functools import cache, partial
 from itertools import product
 from numbers import Real
 from pathlib import Path
@@ -79,6 +80,7 @@ class Scorer:
         self._calls = CallPool(config.reward_workers)
         self.close = self._calls.close
         self._lock = threading.Lock()
+        self._say_once = cache(partial(print, flush=True))
 
     def score(self, group: Group) -> None:
         """Fill in a group's texts and rewards. UserError for what is no finite number, or fails again and again."""
@@ -97,10 +99,11 @@ class Scorer:
         names = dict.fromkeys(name for completion in group.completions for name in completion.info)
         if taken := names.keys() & arguments.keys():
             raise UserError(f"rollout_fn on dataset row {group.prompt.index}: info has the column {taken.pop()}")
-        if self.config.rollout_fn:  # what the function wants, and no completion of this group has
-            wanted = [p for p in inspect.signature(function).parameters.values() if p.default is p.empty]
-            are_named = (p.name for p in wanted if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD))
-            names |= dict.fromkeys(name for name in are_named if name not in arguments)
+        for p in inspect.signature(function).parameters.values() if self.config.rollout_fn else ():
+            is_wanted = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            if is_wanted and p.name not in arguments.keys() | names.keys():
+                self._say_once(f"reward {function.__name__} gets {p.name}=None: no info of some group has {p.name}")
+                names[p.name] = None
         arguments |= {name: [completion.info.get(name) for completion in group.completions] for name in names}
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)

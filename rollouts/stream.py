@@ -6,12 +6,14 @@
 import math
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,7 +108,9 @@ def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: Train
     except ServerError:
         raise
     except Exception as error:  # whatever the recipe raises
-        raise UserError(f"rollout_fn on dataset row {prompt.index}: {type(error).__name__}: {error}") from error
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        cause = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        raise UserError(f"rollout_fn on dataset row {prompt.index}: {cause}") from error
     return completions
 
 

@@ -393,14 +393,31 @@ def test_what_follows_the_last_cue_is_judged():
 
 
 def test_the_examples_of_the_documents():
-    """The leave-one-out baseline is the recipe's, the environment hands back a reward, and the sets are two."""
+    """The leave-one-out baseline is the recipe's, the environment's two turns give a reward, k3 its own gradient."""
     ran: dict = {}
     for block in blocks("python", DOCUMENTS["docs/hooks.md"]):
         exec(block, ran)
     rewards = torch.tensor([[1.0, 0.0, 2.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(ran["rloo"](rewards, []), advantages.rloo(rewards, []))
     turn = Completion([5] * 9, [-1.0] * 9, "stop", [Span(0, 0, 9)])
-    server: Any = SimpleNamespace(generate=lambda ids, sampling: [turn])
-    assert [c.info for c in ran["play"](server, Prompt(0, [5], "", {}), {})] == [{"score": 0.0}]
+    asked = []
+
+    def generate(ids, sampling):
+        asked.append((ids, sampling))
+        return [turn] * sampling["n"]
+
+    tokenizer = SimpleNamespace(encode=lambda text, add_special_tokens: [7])
+    server: Any = SimpleNamespace(generate=generate, tokenizer=tokenizer)
+    games = ran["play"](server, Prompt(0, [3], "", {}), {"n": 2, "stop": ["x"]})
+    assert [game.info for game in games] == [{"score": 0.0}] * 2
+    assert asked[1:] == [([3, *[5] * 9, 7], {"n": 1, "stop": ["x"]})] * 2
+    assert games[0].token_ids.tolist() == [*[5] * 9, 7, *[5] * 9]
+    assert games[0].loss_mask.tolist() == [True] * 9 + [False] + [True] * 9
     assert ran["what_it_scored"](["a"], [0.5]) == [0.5]
+    logprobs, teacher = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.5, -math.inf])
+    loss, sums = ran["k3"](logprobs, None, teacher, None, torch.tensor([1.0, 0.0]), None, None)
+    assert loss.item() == pytest.approx(math.exp(-0.5) + 0.5 - 1)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    assert gradient.tolist() == pytest.approx([1 - math.exp(-0.5), 0.0])
+    assert sums == {}
     assert [*ran["config"].eval_sets] == ["aime", "olympiad"]

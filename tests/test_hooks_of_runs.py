@@ -82,13 +82,14 @@ def has_won(completions, won, worth=1.0, **_):
     return [worth * bool(value) for value in won]
 
 
-def test_an_info_that_no_completion_of_a_group_has_is_none(models, recipe, tmp_path):
+def test_an_info_that_no_completion_of_a_group_has_is_none(models, recipe, tmp_path, capsys):
     with fake_server(models["untied"], answer_in(0.01)) as server:
         config = parse_args([recipe(server), "--max_steps", "2"])
         main(replace(config, rollout_fn=won_at_times, reward_funcs=[has_won]))
     samples = read(tmp_path, "completions")
     assert {sample["reward"] for sample in samples} == {0.0, 1.0}
     assert sum(sample["reward"] for sample in samples) == len({s["group"] for s in samples if s["row"] % 2})
+    assert capsys.readouterr().out.count("reward has_won gets won=None: no info of some group has won") == 1
 
 
 def test_info_of_turns_is_joined_and_hides_no_column():
