@@ -167,40 +167,37 @@ class _Leaf(NamedTuple):
     place: int
 
 
-class _Piece(NamedTuple):
-    """The tokens of a segment of a tree: its parent there, and the position of the first token."""
+@dataclass(eq=False)  # a key of dictionaries
+class _Piece:
+    """The tokens of a segment, and the completions that lead through it."""
 
     tokens: Tensor
-    parent: int
+    parent: "_Piece | None"
     depth: int
-    position: int
+    position: int  # of the first token
+    num_sources: int  # tokens, the last ones, that predict a token of a completion
+    leaves: list[_Leaf]
 
 
 class _Tree:
-    """A prompt and its completions as segments, by depth; completions that begin alike may share segments."""
+    """A prompt and its completions as pieces, by depth; completions that begin alike may share pieces."""
 
     def __init__(self, prompt: Tensor, leaves: list[_Leaf], share_completions: bool = False):
-        self.leaves = leaves
         # A completion that is alone with its prompt has nothing to share: plain causal attention, in one piece.
         root = torch.cat([prompt, leaves[0].tokens[:-1]]) if len(leaves) == 1 else prompt
-        done = root.numel() - prompt.numel()  # completion tokens in it
-        self.pieces = [_Piece(root, -1, 0, 0)]
-        # by the number of a leaf, where its tokens are predicted: piece, first token there, how many of them
-        self.sources = {leaf.number: [(0, prompt.numel() - 1, done + 1)] for leaf in leaves}
-        branches = [(0, done, leaves)]  # a piece, the completion tokens down to its end, and the leaves below it
-        for parent, done, branch in branches:  # which grows meanwhile: breadth first
+        self.pieces = [_Piece(root, None, 0, 0, root.numel() - prompt.numel() + 1, leaves)]
+        for piece in self.pieces:  # which grow meanwhile: breadth first
+            end = piece.position + piece.tokens.numel()
+            done = end - prompt.numel()  # completion tokens down to its end
             children: dict[int, list[_Leaf]] = {}
-            for leaf in branch:
+            for leaf in piece.leaves:
                 if leaf.tokens.numel() - 1 > done:
                     children.setdefault(int(leaf.tokens[done]) if share_completions else leaf.number, []).append(leaf)
             for child in children.values():
                 stop = min(leaf.tokens.numel() for leaf in child) - 1  # one that ends is a branching
                 ahead = torch.stack([leaf.tokens[done:stop] for leaf in child])
                 tokens = ahead[0, : int((ahead == ahead[0]).all(0).cumprod(0).sum())]  # what they have in common
-                for leaf in child:
-                    self.sources[leaf.number].append((len(self.pieces), 0, tokens.numel()))
-                branches.append((len(self.pieces), done + tokens.numel(), child))
-                self.pieces.append(_Piece(tokens, parent, self.pieces[parent].depth + 1, prompt.numel() + done))
+                self.pieces.append(_Piece(tokens, piece, piece.depth + 1, end, tokens.numel(), child))
         self.num_tokens = sum(piece.tokens.numel() for piece in self.pieces)
 
 
@@ -222,25 +219,25 @@ def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions
 
 def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
     """The segments of all trees by depth in a single row; or, padded, a row for each tree."""
-    pieces = [(t, p, piece) for t, tree in enumerate(trees) for p, piece in enumerate(tree.pieces)]
-    pieces.sort(key=lambda entry: entry[2].depth)  # equal ones keep their order
-    numbers = {(t, p): number for number, (t, p, _) in enumerate(pieces)}
-    lengths = [piece.tokens.numel() for _, _, piece in pieces]
-    starts = [0] * len(pieces) if padded else [0, *accumulate(lengths)]
-    segments = [(starts[i], lengths[i], numbers.get((t, piece.parent), -1)) for i, (t, _, piece) in enumerate(pieces)]
-    ids = torch.cat([piece.tokens for _, _, piece in pieces])
-    rows = [ids, _ranges([(piece.position, piece.tokens.numel()) for *_, piece in pieces]), torch.ones_like(ids)]
+    pieces = sorted((piece for tree in trees for piece in tree.pieces), key=lambda piece: piece.depth)  # stable
+    numbers = {None: -1} | {piece: number for number, piece in enumerate(pieces)}
+    lengths = [piece.tokens.numel() for piece in pieces]
+    ends = lengths if padded else [*accumulate(lengths)]
+    segments = [(ends[n] - lengths[n], lengths[n], numbers[piece.parent]) for n, piece in enumerate(pieces)]
+    sources = [(leaf.number, ends[n], piece.num_sources) for n, piece in enumerate(pieces) for leaf in piece.leaves]
+    position = _ranges([(end - count, count) for _, end, count in sorted(sources)])
+    ids = torch.cat([piece.tokens for piece in pieces])
+    rows = [ids, _ranges([(piece.position, piece.tokens.numel()) for piece in pieces]), torch.ones_like(ids)]
     rows = [pad_sequence(list(tokens.split(lengths)), True) if padded else tokens[None] for tokens in rows]
-    leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.leaves]
+    leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.pieces[0].leaves]
     of_leaves = torch.tensor([(t if padded else 0, leaf.group, leaf.number, leaf.tokens.numel()) for t, leaf in leaves])
     row, group, completion = map(torch.clone, of_leaves[:, :3].repeat_interleave(of_leaves[:, 3], 0).T)
-    sources = [(starts[numbers[t, p]] + a, n) for t, leaf in leaves for p, a, n in trees[t].sources[leaf.number]]
     targets = torch.cat([leaf.tokens for _, leaf in leaves])
     index = _ranges([(leaf.place, leaf.tokens.numel()) for _, leaf in leaves])
     ids, positions, ones = rows
     mask, plan = (ones, None) if padded else (None, torch.tensor(segments))
-    prompts = [tree.leaves[0].group for tree in trees]
-    return PackedBatch(ids, positions, mask, plan, row, _ranges(sources), targets, group, completion, index, prompts)
+    prompts = [tree.pieces[0].leaves[0].group for tree in trees]
+    return PackedBatch(ids, positions, mask, plan, row, position, targets, group, completion, index, prompts)
 
 
 def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
