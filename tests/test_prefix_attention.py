@@ -569,7 +569,7 @@ def test_gradients_that_are_nan_are_refused(monkeypatch):
 MUTATIONS = [
     ("the merge", "Llama", "merged = torch.logaddexp(lse[queries], part_lse)", "merged = lse[queries]"),
     ("the weight of a part", "Llama", "part * (part_lse - merged).exp()", "part * (part_lse - lse[queries]).exp()"),
-    ("the gradient's lse", "Llama", "out[queries], lse[queries])\n", "out[queries], lse[queries] + 0.1)\n"),
+    ("the gradient's lse", "Llama", "out[queries], lse[queries]), block", "out[queries], lse[queries] + 0.1), block"),
     ("the gradient's sum", "Llama", "else total[where] + part", "else total[where]"),
     ("causality", "Llama", "kernel(*heads_first, 0.0, block.is_causal", "kernel(*heads_first, 0.0, False"),
     ("the pieces of a call", "Llama", "_places(side, device) for side in sides",
