@@ -654,10 +654,8 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
     errors = [(got - expected).abs().mean().item() / spread]
     norms = [plain.double().norm().item() for plain in plain_gradients]
     least = 0.01 * max(norms, default=0.0) or 1.0  # some gradients, as of a bias of all keys, are nothing but rounding
-    for plain, shared, norm in zip(plain_gradients, shared_gradients, norms, strict=True):
-        errors.append(
-            (shared - plain).double().norm().item() / max(norm, least) / 10
-        )  # gradients are ten times as rough
+    for plain, shared, norm in zip(plain_gradients, shared_gradients, norms, strict=True):  # ten times as rough
+        errors.append((shared - plain).double().norm().item() / max(norm, least) / 10)
     limit = 5e-2 if is_half else 1e-4
     if not all(error <= limit for error in errors):  # NaN is over it, too
         raise ValueError(f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}")
