@@ -139,17 +139,25 @@ def pack(
         prompt = as_tokens(prompt_ids)
         if not prompt.numel():
             raise ValueError(f"group {g} has an empty prompt: nothing predicts the first completion token")
-        leaves = []
+        parts: list[list[_Leaf]] = []  # completions that stand below the same copy of the prompt
+        room = 0.0
         for c, tokens in enumerate(map(as_tokens, completions)):
             total = prompt.numel() + tokens.numel()
             if tokens.numel() and total - 1 > budget:
                 raise ValueError(f"completion {c} of group {g} has {total} tokens with its prompt, over {max_tokens=}")
             if tokens.numel():
-                leaves.append(_Leaf(tokens, g, number, place))
+                if not parts or not share_prefix or tokens.numel() - 1 > room:
+                    parts.append([])
+                    room = budget - prompt.numel()
+                parts[-1].append(_Leaf(tokens, g, number, place))
+                room -= tokens.numel() - 1
             number += 1
             place += tokens.numel()
-        alone = (_Tree(prompt, [leaf]) for leaf in leaves)
-        for tree in _trees(prompt, leaves, budget, share_completions) if share_prefix and leaves else alone:
+        trees = [_Tree(prompt, part, share_completions) for part in parts]
+        if share_prefix and share_completions and len(parts) > 1:  # with tokens shared, all may fit
+            whole = _Tree(prompt, [leaf for part in parts for leaf in part], share_completions)
+            trees = [whole] if whole.num_tokens <= budget else trees
+        for tree in trees:
             candidates = batches[-1:] if padded else batches
             batch = next((b for b in candidates if size([t.num_tokens for t in [*b, tree]]) <= budget), None)
             if batch is None:
@@ -167,80 +175,59 @@ class _Leaf(NamedTuple):
     place: int
 
 
-class _Piece(NamedTuple):
-    """The tokens of a segment of a tree: its parent there, and the position of the first token."""
+@dataclass(eq=False)  # a key of dictionaries
+class _Piece:
+    """The tokens of a segment, and the completions that lead through it."""
 
     tokens: Tensor
-    parent: int
+    parent: "_Piece | None"
     depth: int
-    position: int
+    position: int  # of the first token
+    num_sources: int  # tokens, the last ones, that predict a token of a completion
+    leaves: list[_Leaf]
 
 
 class _Tree:
-    """A prompt and its completions as segments, by depth; completions that begin alike may share segments."""
+    """A prompt and its completions as pieces, by depth; completions that begin alike may share pieces."""
 
     def __init__(self, prompt: Tensor, leaves: list[_Leaf], share_completions: bool = False):
-        self.leaves = leaves
         # A completion that is alone with its prompt has nothing to share: plain causal attention, in one piece.
         root = torch.cat([prompt, leaves[0].tokens[:-1]]) if len(leaves) == 1 else prompt
-        done = root.numel() - prompt.numel()  # completion tokens in it
-        self.pieces = [_Piece(root, -1, 0, 0)]
-        # by the number of a leaf, where its tokens are predicted: piece, first token there, how many of them
-        self.sources = {leaf.number: [(0, prompt.numel() - 1, done + 1)] for leaf in leaves}
-        branches = [(0, done, leaves)]  # a piece, the completion tokens down to its end, and the leaves below it
-        for parent, done, branch in branches:  # which grows meanwhile: breadth first
+        self.pieces = [_Piece(root, None, 0, 0, root.numel() - prompt.numel() + 1, leaves)]
+        for piece in self.pieces:  # which grow meanwhile: breadth first
+            done = piece.position + piece.tokens.numel() - prompt.numel()  # completion tokens down to its end
             children: dict[int, list[_Leaf]] = {}
-            for leaf in branch:
+            for leaf in piece.leaves:
                 if leaf.tokens.numel() - 1 > done:
                     children.setdefault(int(leaf.tokens[done]) if share_completions else leaf.number, []).append(leaf)
             for child in children.values():
                 stop = min(leaf.tokens.numel() for leaf in child) - 1  # one that ends is a branching
                 ahead = torch.stack([leaf.tokens[done:stop] for leaf in child])
                 tokens = ahead[0, : int((ahead == ahead[0]).all(0).cumprod(0).sum())]  # what they have in common
-                for leaf in child:
-                    self.sources[leaf.number].append((len(self.pieces), 0, tokens.numel()))
-                branches.append((len(self.pieces), done + tokens.numel(), child))
-                self.pieces.append(_Piece(tokens, parent, self.pieces[parent].depth + 1, prompt.numel() + done))
+                self.pieces.append(_Piece(tokens, piece, piece.depth + 1, prompt.numel() + done, tokens.numel(), child))
         self.num_tokens = sum(piece.tokens.numel() for piece in self.pieces)
-
-
-def _trees(prompt: Tensor, leaves: list[_Leaf], budget: float, share_completions: bool) -> list[_Tree]:
-    """A group as one tree; or, where it exceeds the budget, as several that each repeat the prompt."""
-    whole = _Tree(prompt, leaves, share_completions)
-    if whole.num_tokens <= budget:
-        return [whole]
-    parts: list[list[_Leaf]] = [[]]
-    size = prompt.numel()
-    for leaf in leaves:
-        size += leaf.tokens.numel() - 1
-        if size > budget:
-            parts.append([])
-            size = prompt.numel() + leaf.tokens.numel() - 1
-        parts[-1].append(leaf)
-    return [_Tree(prompt, part, share_completions) for part in parts]
 
 
 def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
     """The segments of all trees by depth in a single row; or, padded, a row for each tree."""
-    pieces = [(t, p, piece) for t, tree in enumerate(trees) for p, piece in enumerate(tree.pieces)]
-    pieces.sort(key=lambda entry: entry[2].depth)  # equal ones keep their order
-    numbers = {(t, p): number for number, (t, p, _) in enumerate(pieces)}
-    lengths = [piece.tokens.numel() for _, _, piece in pieces]
-    starts = [0] * len(pieces) if padded else [0, *accumulate(lengths)]
-    segments = [(starts[i], lengths[i], numbers.get((t, piece.parent), -1)) for i, (t, _, piece) in enumerate(pieces)]
-    ids = torch.cat([piece.tokens for _, _, piece in pieces])
-    rows = [ids, _ranges([(piece.position, piece.tokens.numel()) for *_, piece in pieces]), torch.ones_like(ids)]
-    rows = [pad_sequence(list(tokens.split(lengths)), True) if padded else tokens[None] for tokens in rows]
-    leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.leaves]
+    pieces = sorted((piece for tree in trees for piece in tree.pieces), key=lambda piece: piece.depth)  # stable
+    numbers = {None: -1} | {piece: number for number, piece in enumerate(pieces)}
+    lengths = [piece.tokens.numel() for piece in pieces]
+    ends = lengths if padded else [*accumulate(lengths)]
+    segments = [(ends[n] - lengths[n], lengths[n], numbers[piece.parent]) for n, piece in enumerate(pieces)]
+    sources = [(leaf.number, ends[n], piece.num_sources) for n, piece in enumerate(pieces) for leaf in piece.leaves]
+    position = _ranges([(end - count, count) for _, end, count in sorted(sources)])
+    ids = torch.cat([piece.tokens for piece in pieces])
+    rows = [ids, _ranges([(piece.position, piece.tokens.numel()) for piece in pieces]), torch.ones_like(ids)]
+    ids, positions, ones = (pad_sequence(list(of.split(lengths)), True) if padded else of[None] for of in rows)
+    leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.pieces[0].leaves]
     of_leaves = torch.tensor([(t if padded else 0, leaf.group, leaf.number, leaf.tokens.numel()) for t, leaf in leaves])
     row, group, completion = map(torch.clone, of_leaves[:, :3].repeat_interleave(of_leaves[:, 3], 0).T)
-    sources = [(starts[numbers[t, p]] + a, n) for t, leaf in leaves for p, a, n in trees[t].sources[leaf.number]]
     targets = torch.cat([leaf.tokens for _, leaf in leaves])
     index = _ranges([(leaf.place, leaf.tokens.numel()) for _, leaf in leaves])
-    ids, positions, ones = rows
     mask, plan = (ones, None) if padded else (None, torch.tensor(segments))
-    prompts = [tree.leaves[0].group for tree in trees]
-    return PackedBatch(ids, positions, mask, plan, row, _ranges(sources), targets, group, completion, index, prompts)
+    prompts = [tree.pieces[0].leaves[0].group for tree in trees]
+    return PackedBatch(ids, positions, mask, plan, row, position, targets, group, completion, index, prompts)
 
 
 def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
@@ -254,21 +241,17 @@ def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
 # softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: this is exact.
 # On CUDA a level (own segment, parent, and so on) is one kernel call. As rows are laid out by depth, it copies nothing
 # where every prompt has completions below it, and these have no segments below them.
-# The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But
-# flash attention's backward makes p = exp(q·k - lse) again and needs only rowsum(grad·out) besides: from the *merged*
-# output and log-sum-exp it computes the part of the whole gradient that belongs to its block of keys.
+# The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But flash attention's
+# backward makes p = exp(q·k - lse) again and needs only rowsum(grad·out) besides: from the *merged* output and
+# log-sum-exp it computes the part of the whole gradient that belongs to its block of keys.
 # A plan is a row's `segments` as a tensor [S, 3], or [S, 4] with the column `sees_all`. The cascade is an operator, so
 # that `torch.compile` takes the plan as data and does not make a program for every layout.
 
 
-def _segments(plan: Tensor) -> list[Segment]:
-    return [Segment(*numbers) for numbers in plan.tolist()]
-
-
-def _paths(segments: list[Segment]) -> list[list[Segment]]:
+def _paths(plan: Tensor) -> list[list[Segment]]:
     """For each segment, its ancestors and itself, root first."""
     paths: list[list[Segment]] = []
-    for segment in segments:
+    for segment in (Segment(*numbers) for numbers in plan.tolist()):
         paths.append([*(paths[segment.parent] if segment.parent >= 0 else []), segment])
     return paths
 
@@ -284,27 +267,21 @@ class _Block(NamedTuple):
     lengths: tuple[Any, ...]  # as CUDA's kernels take them: cumulative of queries and of keys, the longest of each
 
 
-def _levels(segments: list[Segment]) -> dict[tuple[int, int], list[tuple[range, range]]]:
-    """Queries and the keys they see, by level and `sees_all`: at level 0 themselves, at n their n-th ancestor."""
-    levels: dict[tuple[int, int], list[tuple[range, range]]] = {}
-    for *above, segment in _paths(segments):
-        own = range(segment.start, segment.start + segment.length)
-        levels.setdefault((0, segment.sees_all), []).append((own, own))
-        for level, ancestor in enumerate(reversed(above), 1):
-            queries, keys = own, range(ancestor.start, ancestor.start + ancestor.length)
-            pieces = levels.setdefault((level, 1), [])
-            if pieces and pieces[-1][1] == keys and pieces[-1][0].stop == own.start:
-                queries = range(pieces.pop()[0].start, own.stop)
-            pieces.append((queries, keys))
-    return dict(sorted(levels.items()))
-
-
 @lru_cache(maxsize=16)
 def _blocks(plan: bytes, num_columns: int, device: torch.device, is_cuda: bool) -> list[_Block]:
     """The kernel calls of a row, from level 0 on, made once for the forward and backward passes of all layers."""
+    # queries and the keys they see, by level (0: their own segment, n: its n-th ancestor) and whether they see them all
+    levels: dict[tuple[int, bool], list[tuple[range, range]]] = {}
+    for path in _paths(torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, num_columns)):
+        places = [range(segment.start, segment.start + segment.length) for segment in reversed(path)]
+        for level, keys in enumerate(places):
+            queries = places[0]
+            pieces = levels.setdefault((level, level > 0 or bool(path[-1].sees_all)), [])
+            if pieces and pieces[-1][1] == keys and pieces[-1][0].stop == queries.start:
+                queries = range(pieces.pop()[0].start, queries.stop)
+            pieces.append((queries, keys))
     blocks = []
-    numbers = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, num_columns)
-    for (level, sees_all), pieces in _levels(_segments(numbers)).items():
+    for (level, sees_all), pieces in sorted(levels.items()):
         calls: dict[Any, list[tuple[range, range]]] = {}
         for queries, keys in pieces:
             sizes = len(queries), len(keys)
@@ -339,8 +316,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tupl
 def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, ...]:
     """The block's part of the gradients of q, k and v; `tensors` are grad, q, k, v, and the merged out and lse."""
     if not tensors[0].is_cuda:
-        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return _flash_on_cpu(backward, tensors, block, scale)
+        return _flash_on_cpu(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, tensors, block, scale)
     grad, q, k, v, out, lse = tensors
     seeds = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))  # of dropout
     backward = torch.ops.aten._flash_attention_backward
@@ -389,8 +365,7 @@ def _cascade_backward(
     dq, dk, dv = (torch.empty(t.shape, dtype=_wide(q), device=t.device) for t in (q, k, v))
     for block in _blocks(plan.numpy().tobytes(), plan.shape[1], q.device, q.is_cuda):
         queries, keys = block.queries, block.keys
-        tensors = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
-        parts = _flash_backward(tensors, block, scale)
+        parts = _flash_backward((grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale)
         for total, part, where in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
             total[where] = part.to(total.dtype) if block.level == 0 else total[where] + part
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -435,10 +410,10 @@ def _attend(
     return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
-def _loop(q: Tensor, k: Tensor, v: Tensor, segments: list[Segment], window: int | None, *rules: Any) -> Tensor:
+def _loop(q: Tensor, k: Tensor, v: Tensor, paths: list[list[Segment]], window: int | None, *rules: Any) -> Tensor:
     """`_attend` of a row, segment by segment and `QUERY_BLOCK` queries at a time, on copies of the keys they see."""
     row, outs = torch.arange(q.shape[2], device=q.device), []  # on the device, so that the host never waits for it
-    for path in _paths(segments):
+    for path in paths:
         segment = path[-1]
         context = torch.cat([row[above.tokens] for above in path])
         num_above = len(context) - segment.length
@@ -475,7 +450,7 @@ def _attention(
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, F.pad(value, (0, missing)) if missing else value))
         out, _ = _cascade(q, k, v, sinks, plan, scale)
         return out[None, ..., : value.shape[-1]], None
-    return _loop(query, key, value, _segments(plan), window, scale, softcap, sinks).transpose(1, 2), None
+    return _loop(query, key, value, _paths(plan), window, scale, softcap, sinks).transpose(1, 2), None
 
 
 def _has_kernel(q: Tensor) -> bool:
@@ -488,7 +463,7 @@ def _has_kernel(q: Tensor) -> bool:
 @torch.compiler.disable
 def _longest(plan: Tensor) -> int:
     """Tokens of the longest path from a root to a leaf."""
-    return max(sum(segment.length for segment in path) for path in _paths(_segments(plan)))
+    return max(sum(segment.length for segment in path) for path in _paths(plan))
 
 
 # -- Gated delta nets (Qwen3-Next, Qwen3.5): recurrent layers, whose state goes from a segment to those below it -----
@@ -523,7 +498,7 @@ def _delta_net(forward: Any, layer: int, hidden_states: Tensor, segments: Tensor
     """The forward of a gated delta net that takes a plan: parents one by one, then all leaves in one padded batch."""
     if segments is None:
         return forward(hidden_states, **more)
-    plan = _segments(segments)
+    plan = [Segment(*numbers) for numbers in segments.tolist()]
     parents = {segment.parent for segment in plan}
     outs: dict[int, Tensor] = {}
     states: dict[int, _Handover] = {}
@@ -679,9 +654,8 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
     errors = [(got - expected).abs().mean().item() / spread]
     norms = [plain.double().norm().item() for plain in plain_gradients]
     least = 0.01 * max(norms, default=0.0) or 1.0  # some gradients, as of a bias of all keys, are nothing but rounding
-    for plain, shared, norm in zip(plain_gradients, shared_gradients, norms, strict=True):
-        error = (shared - plain).double().norm().item() / max(norm, least)
-        errors.append(error / 10)  # gradients are ten times as rough
+    for plain, shared, norm in zip(plain_gradients, shared_gradients, norms, strict=True):  # ten times as rough
+        errors.append((shared - plain).double().norm().item() / max(norm, least) / 10)
     limit = 5e-2 if is_half else 1e-4
     if not all(error <= limit for error in errors):  # NaN is over it, too
         raise ValueError(f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}")
@@ -725,11 +699,7 @@ class _Logits(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax at the targets, and entropies, chunk by chunk, in fp32 (fp64 for fp64).
-
-    The head is a sum of products x·Wᵀ (its matrix, bias and LoRAs), given as x, x', ..., W, W', ... Forward keeps the
-    log-sum-exps; backward makes the logits again and turns each chunk into its own gradient, g·(onehot - p), in place.
-    """
+    """log softmax at the targets, and entropies, of a head's `_factors`: chunk by chunk, in fp32 (fp64 for fp64)."""
 
     @staticmethod
     def forward(ctx: Any, targets: Tensor, rule: _Logits, with_entropy: bool, *factors: Tensor) -> tuple[Tensor, ...]:
@@ -757,10 +727,10 @@ class _TokenLogprobs(torch.autograd.Function):
         wider: Any = {"out_dtype": normalizers.dtype} if xs[0].dtype != normalizers.dtype else {}
         wanted = zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True)
         dws = [torch.zeros_like(w, dtype=normalizers.dtype) if is_wanted else None for w, is_wanted in wanted]
-        for part, logits in _chunks(ctx.rule, factors):
+        for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
             g, cap = grad[part] * ctx.rule.factor, ctx.rule.cap
             bend = None if cap is None else 1 - (logits / cap).square_()  # the derivative of tanh
-            dz = logits.sub_(normalizers[part, None]).exp_().mul_(-g[:, None])
+            dz = logits.sub_(normalizers[part, None]).exp_().mul_(-g[:, None])  # in place, to be g·(onehot - p)
             dz[torch.arange(len(dz), device=dz.device), targets[part]] += g
             dz = (dz if bend is None else dz.mul_(bend)).to(weights[0].dtype)
             for x, w, dx, dw in zip(xs, weights, dxs, dws, strict=True):
@@ -820,8 +790,7 @@ class _LogprobHead:
         self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, self.cells))
         compute = self.dtype if kind == "cuda" else _wide(hidden)  # only CUDA sums products of 16-bit factors in fp32
-        factors = [factor.to(compute) for factor in factors]
-        self.answer = torch.stack(self.logprobs_of(*factors), -1)[None]
+        self.answer = torch.stack(self.logprobs_of(*(factor.to(compute) for factor in factors)), -1)[None]
         return self.answer
 
 
@@ -917,13 +886,22 @@ def completion_logprobs(
 def _inputs(base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None) -> dict[str, Any]:
     """What a model gets for a row: either token ids, and maybe images, or features in their place."""
     inputs = {"use_cache": False, **images}
-    if row.segments is not None:
-        inputs |= _shared_inputs(base, row, images)
-    else:  # what its own attention takes
+    if row.segments is None:  # what its own attention takes
+        inputs["attention_mask"] = row.attention_mask
         kinds = inspect.signature(base.forward).parameters.keys() & {"mm_token_type_ids", "token_type_ids"}
-        inputs |= {"attention_mask": row.attention_mask} | {
-            name: _kinds(base, row.input_ids) for name in kinds if images
-        }
+        inputs |= {name: _kinds(base, row.input_ids) for name in kinds if images}
+    else:
+        in_use = NAME in (base.config._attn_implementation, base.config.get_text_config()._attn_implementation)
+        if not (in_use and getattr(base, "shares_prefixes", False)):
+            raise ValueError("this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)")
+        if images and not base.shares_images:
+            raise ValueError(f"a {base.config.model_type} with images: attach(model, example=...) first, to compare it")
+        inputs["segments"] = row.segments
+        if images and base.config.model_type in WHOLE_IMAGES:
+            inputs["segments"] = _cut_at_images(row.segments, (row.input_ids[0] == base.config.image_token_id).tolist())
+        is_spatial = any(name.endswith("_grid_thw") for name in images)
+        inputs["position_ids"] = _rope_positions(base, row, images) if is_spatial else row.position_ids
+        inputs["attention_mask"] = row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)  # 4-D: handed through
     if inputs_embeds is None:
         return inputs | {"input_ids": row.input_ids}
     if images:
@@ -935,38 +913,20 @@ def _inputs(base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: 
     return inputs | {"inputs_embeds": inputs_embeds}
 
 
-def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
-    """What an attached model gets for a row of segments."""
-    in_use = NAME in (base.config._attn_implementation, base.config.get_text_config()._attn_implementation)
-    if not (in_use and getattr(base, "shares_prefixes", False)):
-        raise ValueError("this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)")
-    if images and not base.shares_images:
-        raise ValueError(f"a {base.config.model_type} with images: attach(model, example=...) first, to compare it")
-    is_spatial = any(name.endswith("_grid_thw") for name in images)
-    positions = _rope_positions(base, row, images) if is_spatial else row.position_ids
-    plan: Any = row.segments
-    if images and base.config.model_type in WHOLE_IMAGES:
-        plan = _cut_at_images(plan, (row.input_ids[0] == base.config.image_token_id).tolist())
-    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device)  # 4-D: handed through
-    return {"position_ids": positions, "segments": plan, "attention_mask": mask}
-
-
 def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:
     """M-RoPE positions [3, 1, T]: the model's own for prompts with images; completions go on from the largest."""
     assert row.segments is not None
-    paths = _paths(_segments(row.segments))
+    paths = _paths(row.segments)
     roots = [path[0] for path in paths if len(path) == 1]
     ids = pad_sequence([row.input_ids[0, root.tokens] for root in roots], batch_first=True)
     mask = pad_sequence([row.input_ids.new_ones(root.length) for root in roots], batch_first=True)
     grids = {name: value for name, value in inputs.items() if name.endswith(("_grid_thw", "second_per_grid_ts"))}
     of_prompts, deltas = base.model.get_rope_index(ids, _kinds(base, ids), **grids, attention_mask=mask)
     positions = row.position_ids.expand(3, 1, -1).clone()
-    for root, *below in paths:
-        number = roots.index(root)
-        if below:
-            positions[:, 0, below[-1].tokens] += deltas[number]
-        else:
-            positions[:, 0, root.tokens] = of_prompts[:, number, : root.length]
+    for path in paths:
+        positions[:, 0, path[-1].tokens] += deltas[roots.index(path[0])]
+    for number, root in enumerate(roots):
+        positions[:, 0, root.tokens] = of_prompts[:, number, : root.length]
     return positions
 
 
@@ -979,7 +939,7 @@ def _cut_at_images(plan: Tensor, is_image: list[bool]) -> Tensor:
     """The plan [S, 4] in which a run of image tokens is a segment that sees all of itself, above what follows it."""
     cut: list[Segment] = []
     last = {-1: -1}  # number of a segment -> number of its last piece
-    for number, segment in enumerate(_segments(plan)):
+    for number, segment in enumerate(Segment(*numbers) for numbers in plan.tolist()):
         last[number] = last[segment.parent]
         for kind, run in groupby(range(segment.start, segment.start + segment.length), key=is_image.__getitem__):
             places = list(run)
