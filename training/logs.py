@@ -199,12 +199,12 @@ class RunLog:
             rows["held_out"] += [{"set": name, **sample} for sample in batch_samples(groups, self.config)]
         self._written.result()  # of the step before: raises what it failed with
         self._written = self._writer.submit(self._write, step, rows | {"metrics": [metrics]})
-        shown = rows["completions"][:256] if (every := self.config.log_completions_steps) and step % every == 0 else []
-        self._print(step, metrics, shown[:8])
+        self._print(step, metrics)
         if self._wandb:
             # wandb makes a section of panels for each word before a slash.
             sent: dict[str, Any] = {n if "/" in n else f"train/{n}": value for n, value in metrics.items()}
-            if shown:
+            every, shown = self.config.log_completions_steps, rows["completions"][:256]
+            if shown and every and step % every == 0:
                 cells = [[v if isinstance(v, float | int) else str(v)[:10_000] for v in s.values()] for s in shown]
                 sent["completions/table"] = self._wandb.Table(columns=list(shown[0]), data=cells)
             self._wandb.log(sent, step=step)
@@ -216,8 +216,8 @@ class RunLog:
                 if file.write(data) < len(data):
                     raise ValueError("the disk is full")
 
-    def _print(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """Renew the live line, print one every `log_steps` and after an evaluation, and print some samples."""
+    def _print(self, step: int, metrics: dict[str, float]) -> None:
+        """Renew the live line, and print one every `log_steps` and after an evaluation."""
         head, pace = f"step {step}/{self._num_steps}", self._pace(step, metrics)
         if "eval/reward" in metrics:
             self._held_out = [f"eval {metrics['eval/reward']:.4g}"]
@@ -228,9 +228,6 @@ class RunLog:
             names = ["reward", *(parts if len(parts) > 1 else ()), *PRINTED]
             printed = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
             tqdm.write(" · ".join([head, *printed, *pace]))
-        for sample in samples:
-            cells = (f"{str(sample[column])[:2000]!r:<60.60}" for column in ("prompt", "completion"))
-            tqdm.write(" │ ".join([f"{sample['reward']:>8.4g}", *cells]))
 
     def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
         """How long the run still takes, how fast it is, and the shares of time that trainer and servers waited."""
