@@ -14,8 +14,14 @@ from warnings import catch_warnings, simplefilter
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
 from prefix_attention import PackedBatch, attach, base_model, completion_logprobs, device_of
@@ -34,21 +40,13 @@ def with_bf16(config: TrainConfig) -> TrainConfig:
 
 def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     """transformers' configuration of `model_id`, and the class for such models: with a vision part, or without."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
     model_config = AutoConfig.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code)
     has_vision = getattr(model_config, "vision_config", None) is not None
     return model_config, AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
 
 
 def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: bool = False) -> Any:
-    """The model named by the config or of a checkpoint, on the CPU, in `dtype`, without dropout and router noise.
-
-    These would make log-probs differ from the server's and between forwards, and the first KL would not be 0. With
-    `on_meta` it has no values and takes no memory: `parallelize` brings it rank 0's.
-    """
-    from transformers.utils.logging import disable_progress_bar
-
+    """The model of the config or a checkpoint, on the CPU (`on_meta`: without values), without dropout and noise."""
     disable_progress_bar()  # ours is the one to watch
     shape, loads = load_model_config(config)
     attention = config.attn_implementation
@@ -70,18 +68,16 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
         random = {"jitter_noise", "input_jitter_noise", "p" if isinstance(module, nn.Dropout) else ""}
         for name, value in vars(module).items():
             if isinstance(value, float) and ("dropout" in name or name in random):
-                setattr(module, name, 0.0)
+                setattr(module, name, 0.0)  # else log-probs would differ from the server's, and between forwards
     return model
 
 
 def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
-    """Names of the modules that do not train: without images, everything but the language model.
-
-    With images it is the vision tower, if so configured, without the projector, which is Qwen's `merger` in the tower.
-    """
+    """Names of modules that do not train: without images all but the language model, else the tower, if so set."""
     tower = model.get_encoder(modality="image")
     if tower is model:  # it has none
         return []
+    # The projector trains: Qwen's is `merger` in the tower.
     frozen = {m for name, m in tower.named_modules() if "merger" not in name} if config.freeze_vision_tower else set()
     if not has_images:
         ends = {model.get_input_embeddings(), model.get_output_embeddings()}
@@ -121,12 +117,10 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     Gradients are *summed* over ranks, as `optimizer_step` normalizes them once. Collective. Other ranks' weights may be
     on `meta`: only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
     """
-    world_size = dist.get_world_size()
-    if world_size == 1 and not config.use_fsdp:
+    if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
-    named = (*model.named_parameters(), *model.named_buffers())
+    named = chain(model.named_parameters(), model.named_buffers())
     whole = {name: tensor.detach() for name, tensor in named} if is_main() else {}
-    del named
     model.to("meta")
     base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
     if config.use_fsdp:
@@ -149,18 +143,13 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
 
 def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
     """Let FSDP2 shard every layer, and what is left, over all ranks or groups of `fsdp_shard_size`."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
     world_size, size = dist.get_world_size(), config.fsdp_shard_size
     sizes = {"replicas": world_size // size, "shards": size} if size else {"shards": world_size}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes if size else ():  # groups of its own, which would have torch's time-out
         _set_pg_timeout(timedelta(seconds=config.collective_timeout), mesh.get_group(name))
     sums = torch.float32 if config.use_peft else getattr(torch, config.dtype)  # that of the weights that train
-    bf16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": sums}
-    policy = MixedPrecisionPolicy(**bf16 if config.fsdp_bf16 else {})
+    policy = MixedPrecisionPolicy(torch.bfloat16, sums) if config.fsdp_bf16 else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp_offload else OffloadPolicy()
     kinds = base_model(model)._no_split_modules or ()
     for module in [*(module for module in model.modules() if type(module).__name__ in kinds), model]:
@@ -181,8 +170,7 @@ def _from_main(tensor: Tensor, whole: Tensor | None, device: torch.device) -> No
 
 
 def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
 def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -193,13 +181,11 @@ def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 def freeze_unused(model: nn.Module, example: Prompt) -> None:
-    """Freeze weights of the tower that no feature depends on: LLaVA takes its features before the last layer.
-
-    Ranks would wait for their gradients. Rank 0's model is whole, and on the CPU. Collective.
-    """
+    """Freeze weights of the tower that no feature depends on, and whose gradients ranks would wait for. Collective."""
+    # LLaVA takes its features before the last layer.
     weights = [p for p in base_model(model).get_encoder(modality="image").parameters() if p.requires_grad]
     gradients: Any = ()
-    if weights and is_main():
+    if weights and is_main():  # whose model is whole, and on the CPU
         total = torch.stack([feature.sum() for feature in image_features(model, example.inputs)]).sum()
         gradients = torch.autograd.grad(total, weights, allow_unused=True)
     is_used = broadcast_object([gradient is not None for gradient in gradients])
@@ -208,11 +194,7 @@ def freeze_unused(model: nn.Module, example: Prompt) -> None:
 
 
 def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
-    """Let every forward run the vision tower, with no effect on a row without images.
-
-    Otherwise ranks with and without images in their row would not meet in collectives. `example` is any prompt with
-    images, `device` where the model will be.
-    """
+    """Let every forward run the vision tower: ranks with and without images in their row meet in its collectives."""
     base = base_model(model)
     image = {name: value.to(device) for name, value in example.inputs.items()}
     row_has_images = False
@@ -234,13 +216,9 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
 def build_policy(
     config: TrainConfig, device: torch.device, example: Prompt | None = None, checkpoint: Path | None = None
 ) -> Any:
-    """The model that trains, on this rank's device, with frozen parts, LoRA and parallelism as configured.
-
-    `example` is a prompt with images, None in a run without. It starts from `checkpoint`, or else from `model_id`.
-    """
-    num_ranks, size = dist.get_world_size(), config.fsdp_shard_size or 1
-    if num_ranks % size:
-        raise UserError(f"fsdp_shard_size={size}: {num_ranks} ranks are no multiple of it")
+    """The model that trains, on this rank's device, of `checkpoint` or `model_id`; `example`: a prompt with images."""
+    if (num_ranks := dist.get_world_size()) % (config.fsdp_shard_size or 1):
+        raise UserError(f"fsdp_shard_size={config.fsdp_shard_size}: {num_ranks} ranks are no multiple of it")
     model = load_model(config, None if config.use_peft else checkpoint, on_meta=not is_main())
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -256,10 +234,7 @@ def build_policy(
 
 
 def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
-    """Swap shared-prefix attention into the policy and prove it there, if `share_prefix` is on. Collective.
-
-    Returns the configuration, with `share_prefix` off if the model was refused; `example` as of `build_policy`.
-    """
+    """Swap shared-prefix attention into the policy, and prove it; the config has it off if that fails. Collective."""
     if not config.share_prefix:
         return config
     reason = None
@@ -279,7 +254,6 @@ def build_reference(policy: Any, config: TrainConfig, device: torch.device, exam
     """Log-probs under the reference: `reference_id`, else the policy without its adapter, or a frozen copy of it.
 
     It takes a row and its images, on `device`, and gives [N] float32, nats, without a gradient, as `token_logprobs`.
-    None where no loss takes it, or servers give it. UserError where `reference_id` cannot share prefixes.
     """
     if not config.has_reference or config.reference_urls:
         return None
@@ -308,16 +282,14 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
     matrices, others = ([p for p in trainable if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
     is_fused = config.fsdp_offload or any(p.is_cuda for p in trainable)
-    betas, fused = (config.adam_beta1, config.adam_beta2), True if is_fused else None
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+    betas = (config.adam_beta1, config.adam_beta2)
+    optimizer = torch.optim.AdamW(groups, config.learning_rate, betas, fused=is_fused or None)
     num_warmup = round(config.warmup_ratio * num_updates)
 
     def factor(update: int) -> float:
-        if update < num_warmup:
-            return (update + 1) / num_warmup
         done = (update - num_warmup) / max(num_updates - num_warmup, 1)
         shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        return shapes[config.lr_scheduler]
+        return (update + 1) / num_warmup if update < num_warmup else shapes[config.lr_scheduler]
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -365,9 +337,8 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     must not be written to. Tied weights appear under their first name. Collective: every rank iterates to the end.
     """
     base = base_model(model)
-    weights = base.state_dict(keep_vars=True)
     seen: set[int] = set()
-    for name, tensor in weights.items():
+    for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" in name or id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -388,12 +359,9 @@ def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     transformers holds some in another form (fused experts, renamed towers): its own conversion is undone, with no more
     than one layer alive. Collective, as `full_weights`.
     """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    base = base_model(model)
     # Weights of a layer have the same name up to its number: `model.layers.3.`
     for _, layer in groupby(full_weights(model), key=lambda item: re.findall(r"^.*?\.\d+\.", item[0])):
-        yield from revert_weight_conversion(base, dict(layer)).items()
+        yield from revert_weight_conversion(base_model(model), dict(layer)).items()
 
 
 def host_weights(model: nn.Module) -> dict[str, Tensor]:
