@@ -46,9 +46,8 @@ class TokenSums:
     ) -> None:  # fmt: skip
         """Count a micro-batch in: what its loss returned as `sums`, and [N] entropies, log-probs (nats) and mask.
 
-        `servers` [N] is 1 + the server's number for tokens of the policy that is trained, 0 for those of an older one;
-        None leaves the comparison by servers out. Of Δ = trainer_logprobs - sampler_logprobs it sums |Δ|, k3 of Δ,
-        which estimates KL(server || trainer), and w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
+        `servers` [N] are a `MicroBatch`'s, None for no comparison by server. Of Δ = trainer - sampler it sums |Δ|,
+        k3 of Δ, which estimates KL(server || trainer), and w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
         """
         gap = (trainer_logprobs - sampler_logprobs).where(mask > 0, 0.0)
         weight = gap.exp() * mask
@@ -144,8 +143,7 @@ class RunLog:
         folder = Path(config.output_dir)
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        names = ("metrics", "completions", "held_out", "dropped", "rollouts")
-        paths = {name: folder / f"{name}.jsonl" for name in names}
+        paths = {n: folder / f"{n}.jsonl" for n in ("metrics", "completions", "held_out", "dropped", "rollouts")}
         if paths["metrics"].exists() and not resumed:
             print(f"{folder} has an earlier run: its logs get the ending .old", flush=True)
         for path in filter(Path.exists, [*paths.values(), folder / "failed_rewards.jsonl"]):

@@ -9,7 +9,7 @@ from datetime import timedelta
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
-from warnings import catch_warnings, simplefilter
+from warnings import catch_warnings
 
 import torch
 import torch.distributed as dist
@@ -49,11 +49,10 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
     """The model of the config or a checkpoint, on the CPU (`on_meta`: without values), without dropout and noise."""
     disable_progress_bar()  # ours is the one to watch
     shape, loads = load_model_config(config)
-    attention = config.attn_implementation
-    if getattr(shape.get_text_config(decoder=True), "attn_logit_softcapping", None):
-        attention = attention or "eager"  # transformers would take sdpa
-        if attention == "sdpa":
-            raise UserError(f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: leave it at none")
+    softcap = getattr(shape.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    attention = config.attn_implementation or ("eager" if softcap else None)  # transformers would take sdpa
+    if softcap and attention == "sdpa":
+        raise UserError(f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: leave it at none")
     local = Path(config.model_id)
     model = loads.from_pretrained(
         checkpoint or (local.resolve() if local.exists() else config.model_id),  # absolute: an adapter names its model
@@ -100,26 +99,22 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
         if not matched or any(module is end for module in matched for end in tied):
             leaves = ", ".join(sorted({n.rpartition(".")[2] for n, m in model.named_modules() if m._parameters}))
             raise UserError(f"lora_target_modules: {target} is no module, or a tied embedding; the model has {leaves}")
-    lora = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, task_type="CAUSAL_LM",
-        target_modules=config.lora_target_modules or "all-linear", exclude_modules=list(frozen) or None,
-    )  # fmt: skip
     with naming("lora_target_modules"):
-        model = get_peft_model(model, lora)
+        model = get_peft_model(model, LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, task_type="CAUSAL_LM",
+            target_modules=config.lora_target_modules or "all-linear", exclude_modules=list(frozen) or None,
+        ))  # fmt: skip
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise UserError("lora_target_modules: adapters of experts in one tensor cannot be sent: name attention layers")
     return model
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
-    """FSDP2 or DDP over all ranks, with rank 0's weights, on `device` (FSDP2's on the CPU with `fsdp_offload`).
-
-    Gradients are *summed* over ranks, as `optimizer_step` normalizes them once. Collective. Other ranks' weights may be
-    on `meta`: only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
-    """
+    """FSDP2 or DDP over all ranks, with rank 0's weights, on `device` or with `fsdp_offload` on the CPU. Collective."""
     if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
     named = chain(model.named_parameters(), model.named_buffers())
+    # Only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
     whole = {name: tensor.detach() for name, tensor in named} if is_main() else {}
     model.to("meta")
     base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
@@ -134,10 +129,9 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     if whole:  # the configuration ties them, and the checkpoint has others: without shards they would be kept
         raise UserError(f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: untie them")
     if not config.use_fsdp and any(p.requires_grad for p in model.parameters()):
-        with catch_warnings():
-            simplefilter("ignore", FutureWarning)  # of `broadcast_buffers`, whose successor torch 2.11 lacks
+        with catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 lacks `broadcast_buffers`' successor
             model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-        model.register_comm_hook(None, _sum_over_ranks)
+        model.register_comm_hook(None, _sum_over_ranks)  # as `optimizer_step` normalizes once
     return model
 
 
@@ -154,7 +148,7 @@ def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
     kinds = base_model(model)._no_split_modules or ()
     for module in [*(module for module in model.modules() if type(module).__name__ in kinds), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        module.set_gradient_divide_factor(1.0)
+        module.set_gradient_divide_factor(1.0)  # a sum, as `optimizer_step` normalizes once
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
@@ -243,18 +237,14 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
             attach(policy, verify=True, example=(example.token_ids, example.inputs) if example else None)
     except ValueError as error:
         reason = str(error)
-    if reason := next(filter(None, gather_objects(reason)), None):
-        if is_main():
-            print(f"share_prefix is off, each prompt is forwarded once per completion: {reason}")
-        return replace(config, share_prefix=False)
-    return config
+    reasons = list(filter(None, gather_objects(reason)))
+    if reasons and is_main():
+        print(f"share_prefix is off, each prompt is forwarded once per completion: {reasons[0]}")
+    return replace(config, share_prefix=not reasons)
 
 
 def build_reference(policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None) -> Any:
-    """Log-probs under the reference: `reference_id`, else the policy without its adapter, or a frozen copy of it.
-
-    It takes a row and its images, on `device`, and gives [N] float32, nats, without a gradient, as `token_logprobs`.
-    """
+    """`token_logprobs` under the reference: `reference_id`, else the policy without adapter or a frozen copy of it."""
     if not config.has_reference or config.reference_urls:
         return None
     model, is_adapted = unwrap(policy), config.use_peft and not config.reference_id
@@ -281,9 +271,8 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
     trainable = [p for p in policy.parameters() if p.requires_grad]
     matrices, others = ([p for p in trainable if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    is_fused = config.fsdp_offload or any(p.is_cuda for p in trainable)
-    betas = (config.adam_beta1, config.adam_beta2)
-    optimizer = torch.optim.AdamW(groups, config.learning_rate, betas, fused=is_fused or None)
+    fused = config.fsdp_offload or any(p.is_cuda for p in trainable) or None  # None leaves it to torch
+    optimizer = torch.optim.AdamW(groups, config.learning_rate, (config.adam_beta1, config.adam_beta2), fused=fused)
     num_warmup = round(config.warmup_ratio * num_updates)
 
     def factor(update: int) -> float:
@@ -304,8 +293,7 @@ def token_logprobs(
 ) -> Any:
     """`completion_logprobs` with no probability on tokens that no server samples, under autocast if the config says so.
 
-    [N] float32, nats, in the order of the row's own tensors; with `return_entropy` a pair: those, and the entropies
-    [N], nats, without a gradient. `images` are those of the row's prompts, from `joined_images`.
+    [N] float32, nats, in the row's order; with `return_entropy` a pair, with entropies [N], nats, without a gradient.
     """
     forbidden = placeholder_ids(base_model(model).config)
     with autocast(config, row.targets.device):
@@ -332,9 +320,8 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight once, whole, LoRA merged: `(name in the plain Hugging Face model, tensor)`, one at a time.
 
-    Shapes and dtypes are those of the plain model in memory, devices the model's. Merged weights are temporaries,
-    W + s·B·A computed in the wider of the dtypes and rounded to W's; other tensors may be the model's own storage and
-    must not be written to. Tied weights appear under their first name. Collective: every rank iterates to the end.
+    Merged weights are temporaries, W + s·B·A computed in the wider of the dtypes and rounded to W's; others may be the
+    model's own, read only. Tied weights appear under their first name. Collective: every rank iterates to the end.
     """
     base = base_model(model)
     seen: set[int] = set()
@@ -354,12 +341,9 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`full_weights` under the names and in the shapes that `save_pretrained` would write, decoder layer by layer.
-
-    transformers holds some in another form (fused experts, renamed towers): its own conversion is undone, with no more
-    than one layer alive. Collective, as `full_weights`.
-    """
-    # Weights of a layer have the same name up to its number: `model.layers.3.`
+    """`full_weights` as `save_pretrained` would write them, with no more than one decoder layer alive. Collective."""
+    # transformers holds some in another form (fused experts, renamed towers): undo its own conversion. Weights of a
+    # layer have the same name up to its number: `model.layers.3.`
     for _, layer in groupby(full_weights(model), key=lambda item: re.findall(r"^.*?\.\d+\.", item[0])):
         yield from revert_weight_conversion(base_model(model), dict(layer)).items()
 
