@@ -259,7 +259,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     logged_groups: ZeroOrMore | None = 8
     """Groups of each step whose completions go into `completions.jsonl`: the first that were begun; None logs all."""
     log_completions_steps: ZeroOrMore = 0
-    """Steps between printed tables of sampled completions; 0 prints none."""
+    """Steps between tables of sampled completions in Weights & Biases; 0 sends none."""
     save_rollouts: bool = False
     """Write all that is trained to `rollouts.jsonl`, for `replay`: about 12 bytes a token."""
     eval_steps: ZeroOrMore = 0
@@ -310,7 +310,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         for fields, has_effect, condition in (
             ("lora_rank lora_alpha lora_dropout lora_target_modules", self.use_peft, "without use_peft"),
             ("log_completions_steps", self.logged_groups != 0, "with logged_groups=0"),
-            ("wandb_project", self.use_wandb, "without use_wandb"),
+            ("wandb_project log_completions_steps", self.use_wandb, "without use_wandb"),
             ("hub_repo_id hub_private", self.push_to_hub, "without push_to_hub"),
             ("eval_steps eval_generations eval_temperature", self.eval_sets, "without eval_dataset_id"),
             ("eval_generations", self.eval_temperature, "with eval_temperature=0: all of them would be the same"),

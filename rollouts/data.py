@@ -165,14 +165,12 @@ def naming(where: str) -> Iterator[None]:
 
 
 def load_prompts(source: str | Callable[[], Any], split: str, processor: Any, config: TrainConfig) -> list[Prompt]:
-    """One prompt per row, with its token ids and reward columns. UserError with a row's number where it makes none.
-
-    Images are read and processed here, so that a broken one shows at once, and again when sampled; a URL's bytes stay.
-    """
+    """One prompt per row, with its token ids and reward columns. UserError with a row's number where it makes none."""
 
     def load(index: int, row: dict[str, Any]) -> Prompt:
         with naming(f"dataset row {index}"):
             prompt = make_prompt(index, row, processor, config)
+        # Images are processed here, so that a broken one shows at once, and again when sampled; a URL's bytes stay.
         return replace(with_images(prompt, processor, config), images=None) if prompt.sources else prompt
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -194,8 +192,7 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     """A row's prompt, tokenized, with its images as the dataset has them; a ValueError says what is wrong with it."""
     if not isinstance(row.get("prompt"), str | list):
         raise ValueError(f"it has no `prompt` (string or chat messages), but {sorted(row)}")
-    others = [name for name in row if name not in ("prompt", "image", "images")]
-    wanted = others if config.extra_columns is None else config.extra_columns
+    wanted = config.extra_columns or [name for name in row if name not in ("prompt", "image", "images")]
     if taken := {"prompts", "completions", "completion_ids"} & set(wanted):
         raise ValueError(f"its column {taken.pop()} has the name of a reward's own argument: rename it")
     content, images = take_images(row)
@@ -215,10 +212,15 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
     owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
     if isinstance(content, str) and (config.no_apply_chat_template or not owner.chat_template):
         return content, True
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    messages: list[dict[str, Any]] = [{"role": "user", "content": content}] if isinstance(content, str) else content
     takes_images = hasattr(processor, "image_processor")
-    if takes_images:
-        messages = in_parts(messages, num_images)
+    if takes_images:  # contents as parts; images without a place stand before the first user message's text
+        contents = (message.get("content") or [] for message in messages)
+        parts = ([{"type": "text", "text": text}] if isinstance(text, str) else text for text in contents)
+        messages = [{**message, "content": part} for message, part in zip(messages, parts, strict=True)]
+        first = next((message for message in messages if message["role"] == "user"), None)
+        if first and not any(IMAGE in message["content"] for message in messages):
+            first["content"] = [IMAGE] * num_images + first["content"]
     is_begun = messages[-1]["role"] == "assistant"  # the completion goes on from there
     text = owner.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
@@ -230,8 +232,7 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
 def epochs(num_items: int, seed: int) -> Iterator[int]:
     """Endless item indices: each epoch is a fresh seeded permutation, so every item comes once per epoch."""
     for epoch in itertools.count():
-        generator = torch.Generator().manual_seed(seed + epoch)
-        yield from torch.randperm(num_items, generator=generator).tolist()
+        yield from torch.randperm(num_items, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
 # -- Images ------------------------------------------------------------------------------------------------------------
@@ -254,43 +255,30 @@ def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
     """A row's `prompt` without images, and its images; ValueError for what a template would drop without a word."""
     columns = [value for name in ("image", "images") if (value := row.get(name)) is not None]
     images = [image for value in columns for image in (value if isinstance(value, list | tuple) else [value])]
-    content, places = row["prompt"], []
-    if isinstance(content, list):
-        content = []
-        for message in row["prompt"]:
-            if "role" not in message or not {"content", "tool_calls"} & message.keys():
-                raise ValueError(f"it has a message without role or content: {message!r:.100}")
-            parts = message.get("content")
-            if parts is not None and not isinstance(parts, str):
-                kept: list[dict[str, str]] = []  # without the keys that `datasets` adds for parts of other rows
-                for part in parts:
-                    if part.get("type") in ("image", "image_url"):  # one, or the place of one
-                        places.append(part.get("image") or part.get("url") or part.get("path") or part.get("image_url"))
-                        kept.append(IMAGE)
-                    elif part.get("type") == "text" and isinstance(part.get("text"), str):
-                        kept.append({"type": "text", "text": part["text"]})
-                    else:
-                        raise ValueError(f"it has a message with a part neither of type text nor image: {part!r:.100}")
-                message = {**message, "content": kept}
-            content.append(message)
+    messages, places = [], []
+    for message in row["prompt"] if isinstance(row["prompt"], list) else ():
+        if "role" not in message or not {"content", "tool_calls"} & message.keys():
+            raise ValueError(f"it has a message without role or content: {message!r:.100}")
+        parts = message.get("content")
+        if parts is not None and not isinstance(parts, str):
+            kept: list[dict[str, str]] = []  # without the keys that `datasets` adds for parts of other rows
+            for part in parts:
+                if part.get("type") in ("image", "image_url"):  # one, or the place of one
+                    places.append(part.get("image") or part.get("url") or part.get("path") or part.get("image_url"))
+                    kept.append(IMAGE)
+                elif part.get("type") == "text" and isinstance(part.get("text"), str):
+                    kept.append({"type": "text", "text": part["text"]})
+                else:
+                    raise ValueError(f"it has a message with a part neither of type text nor image: {part!r:.100}")
+            message = {**message, "content": kept}
+        messages.append(message)
     inside = [image for image in places if image]
     if len(columns) + bool(inside) > 1:
         raise ValueError("it has images in two places of `image`, `images` and its messages: leave one")
     images = inside or images
     if len(places) not in (0, len(images)):
         raise ValueError(f"it has {len(images)} images for the {len(places)} places in its messages")
-    return content, images
-
-
-def in_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Messages with their contents as parts; images without a place stand before the first user message's text."""
-    contents = (message.get("content") or [] for message in messages)
-    parts = ([{"type": "text", "text": content}] if isinstance(content, str) else content for content in contents)
-    written = [{**message, "content": part} for message, part in zip(messages, parts, strict=True)]
-    first = next((message for message in written if message["role"] == "user"), None)
-    if first and not any(IMAGE in message["content"] for message in written):
-        first["content"] = [IMAGE] * num_images + first["content"]
-    return written
+    return messages or row["prompt"], images
 
 
 def image_source(source: Any) -> Any:
@@ -354,17 +342,13 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """The images of several prompts: each tensor of `Prompt.inputs`, joined along its first dimension; {} for text.
-
-    Images are zero-padded to the largest; a UserError where sizes differ and the model is not told what is padding.
-    """
+    """Each tensor of the prompts' `inputs`, zero-padded to the largest, joined along its first dimension."""
     inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
     joined = {}
     for name in inputs[0] if inputs else ():
         tensors = [values[name] for values in inputs]
         sizes = [max(of_dim) for of_dim in zip(*(tensor.shape[1:] for tensor in tensors), strict=True)]
-        is_even = all(list(tensor.shape[1:]) == sizes for tensor in tensors)
-        if not is_even and inputs[0].keys().isdisjoint(PADDING_MARKS):
+        if any(list(t.shape[1:]) != sizes for t in tensors) and inputs[0].keys().isdisjoint(PADDING_MARKS):
             raise UserError(f"images with {name} of several sizes cannot be in one row: resize them to one size")
         joined[name] = tensors[0].new_zeros(sum(map(len, tensors)), *sizes)
         for place, tensor in zip(joined[name].split(list(map(len, tensors))), tensors, strict=True):

@@ -87,6 +87,7 @@ def test_overrides(words, field, value):
             ["--log_completions_steps", "5", "--logged_groups", "0"],
             "log_completions_steps has no effect with logged_groups=0",
         ),
+        (["--log_completions_steps", "5"], "log_completions_steps has no effect without use_wandb"),
         (["--push_to_hub", "true"], "push_to_hub needs hub_repo_id"),
         (["--eval_steps", "5"], "eval_steps has no effect without eval_dataset_id"),
         (["--vllm_urls", "[]"], "vllm_urls=[]: List should have at least 1 item"),

@@ -168,7 +168,7 @@ def test_the_mesh_of_replicas(models, tmp_path, monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 8)
-    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", note)
+    monkeypatch.setattr(model_module, "init_device_mesh", note)
     config = make_config(models["tied"], use_fsdp=True, fsdp_shard_size=4)
     with pytest.raises(ZeroDivisionError):
         model_module._shard(nn.Linear(1, 1), config, torch.device("cpu"))
@@ -180,10 +180,8 @@ def test_the_mesh_of_replicas(models, tmp_path, monkeypatch):
 def test_offload_and_time_outs_reach_the_shards(models, monkeypatch):
     """On a CPU nothing moves: what FSDP2 is asked for, and how long groups of HSDP wait."""
     asked, limits = [], []
-    monkeypatch.setattr(torch.distributed.fsdp, "fully_shard", lambda module, **given: asked.append(given))
-    monkeypatch.setattr(
-        torch.distributed.distributed_c10d, "_set_pg_timeout", lambda limit, group: limits.append(limit.total_seconds())
-    )
+    monkeypatch.setattr(model_module, "fully_shard", lambda module, **given: asked.append(given))
+    monkeypatch.setattr(model_module, "_set_pg_timeout", lambda limit, group: limits.append(limit.total_seconds()))
     for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
         monkeypatch.setattr(torch.nn.Module, name, lambda *_: None, raising=False)
     with process_group(60) as device:

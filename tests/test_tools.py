@@ -66,11 +66,16 @@ def test_the_live_line(tmp_path):
     assert of_both[0] == of_both[1]  # what the run before wrote is kept
 
 
-def test_how_long_yet():
+def test_how_long_yet(tmp_path, capsys):
     """By hand: two steps in ten seconds, and six to go."""
-    log: Any = SimpleNamespace(_first_step=2, _started_s=time.monotonic() - 10, _num_steps=10)
-    assert RunLog._pace(log, 4, {}) == ["00:30 left"]
-    assert RunLog._pace(log, 2, {}) == []
+    config = TrainConfig(model_id="m", dataset_id="d.jsonl", reward_funcs=[len], output_dir=str(tmp_path))
+    with process_group(60):
+        log = RunLog(config, 10, {"step": 2, "run_id": "a", "wandb_id": None})
+        log._started_s = time.monotonic() - 10
+        for step in (2, 4):
+            log.step(step, {"reward": 0.5})
+        log.close()
+    assert capsys.readouterr().out.splitlines() == ["step 2/10 · reward 0.5", "step 4/10 · reward 0.5 · 00:30 left"]
 
 
 def run(folder, name, shift=0.0):

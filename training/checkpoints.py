@@ -81,8 +81,7 @@ class Checkpoints:
     """The run's folders `checkpoint-<step>/`, which are written in the background and are whole or absent.
 
     `from_pretrained` loads them; `trainer/` holds what a run needs to go on. Each is written as `.part`, synced to the
-    disk and renamed, so that a crash at any byte leaves the one before. Collective: every rank makes one and calls
-    everything; only rank 0 needs the processor.
+    disk and renamed, so that a crash at any byte leaves the one before. Each rank makes one; methods are collective.
     """
 
     def __init__(self, config: TrainConfig, policy: nn.Module, optimizer: Any, scheduler: Any, processor: Any):
@@ -90,7 +89,7 @@ class Checkpoints:
         self.policy, self.optimizer, self.scheduler, self.processor = policy, optimizer, scheduler, processor
         self.steps: list[int] = []  # that this run has saved, and the run that it goes on with
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._writing: Future[str | None] | None = None
+        self._writing: Future[None] | None = None
         self._last_failed = False
         # The writers' collectives must not meet the trainer's.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout))
@@ -127,10 +126,7 @@ class Checkpoints:
         return state["step"]
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copy everything to host memory and start to write it: the model (of LoRA the adapter) in checkpoint form.
-
-        `state`, rank 0's, has tensors and plain values to go on with. UserError if two saves in a row failed.
-        """
+        """Copy everything to host memory, and start to write it. UserError if the last two saves failed."""
         self._wait()
         part = self.folder / f"checkpoint-{step}.part"
         weights = host_weights(self.policy)
@@ -155,42 +151,39 @@ class Checkpoints:
         """Wait until the last save is on the disk. Report one that failed; raise if the one before failed, too."""
         if self._writing is None:
             return
-        failure = next(filter(None, gather_objects(self._writing.result())), None)
-        self._writing = None
-        if failure:
-            self.steps.pop()
+        error, self._writing = self._writing.exception(), None
+        own_cause = error and (str(error.__cause__ or error) or repr(error)).splitlines()[0]
+        cause = next(filter(None, gather_objects(own_cause)), None)
+        if cause:
+            path = self.folder / f"checkpoint-{self.steps.pop()}"
+            failure = f"{path} cannot be written, checkpoints before it are whole: {cause}"
+            if is_main():
+                shutil.rmtree(f"{path}.part", ignore_errors=True)
             if self._last_failed:
                 raise UserError(failure)
             if is_main():
                 tqdm.write(failure)
-        self._last_failed = failure is not None
+        self._last_failed = cause is not None
 
-    def _write(self, part: Path, shards: Any, model: Any, weights: dict[str, Tensor], state: Any) -> str | None:
-        """Write a checkpoint and remove old ones; returns why it cannot be written."""
+    def _write(self, part: Path, shards: Any, model: Any, weights: dict[str, Tensor], state: Any) -> None:
+        """Write a checkpoint and remove old ones; raises what safetensors, torch or the disk raise."""
+        shards.result()
+        if not is_main():
+            return
+        model.save_pretrained(part, state_dict=weights)
+        (part / "README.md").unlink(missing_ok=True)  # peft's is empty, and the hub refuses a local base_model
+        self.processor.save_pretrained(part)
+        (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
+        torch.save({**state, "saved_s": time.time()}, part / TRAINER / "state.pt")
+        for file in [*part.rglob("*"), part]:
+            _sync(file)
         path = part.with_suffix("")
-        try:
-            shards.result()
-            if not is_main():
-                return None
-            model.save_pretrained(part, state_dict=weights)
-            (part / "README.md").unlink(missing_ok=True)  # peft's is empty, and the hub refuses a local base_model
-            self.processor.save_pretrained(part)
-            (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
-            torch.save({**state, "saved_s": time.time()}, part / TRAINER / "state.pt")
-            for file in [*part.rglob("*"), part]:
-                _sync(file)
-            _remove(path)
-            part.rename(path)
-            _sync(self.folder)
-            tqdm.write(f"saved {path}")
-            for step in self.steps[: -self.config.keep_last_n] if self.config.keep_last_n else ():
-                _remove(self.folder / f"checkpoint-{step}")
-        except Exception as error:  # safetensors and torch raise more than OSError
-            if is_main():
-                shutil.rmtree(part, ignore_errors=True)
-            cause = (str(error.__cause__ or error) or repr(error)).splitlines()[0]
-            return f"{path} cannot be written, checkpoints before it are whole: {cause}"
-        return None
+        _remove(path)
+        part.rename(path)
+        _sync(self.folder)
+        tqdm.write(f"saved {path}")
+        for step in self.steps[: -self.config.keep_last_n] if self.config.keep_last_n else ():
+            _remove(self.folder / f"checkpoint-{step}")
 
 
 def _detached(policy: nn.Module) -> Any:

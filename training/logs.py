@@ -28,6 +28,7 @@ MIN_COMPARED = 32  # tokens of a server, from which its difference from the trai
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # NaN and infinity, which JSON does not have, become null
 PRINTED = ["eval/accuracy", "eval/reward", "loss", "grad_norm", "kl", "frac_reward_zero_std"]
 PRINTED += ["completions/mean_length", "time/step_s"]
+Sets = dict[str, list[Group]]  # held-out groups, by the name of their data set
 
 
 class TokenSums:
@@ -45,10 +46,8 @@ class TokenSums:
     ) -> None:  # fmt: skip
         """Count a micro-batch in: what its loss returned as `sums`, and [N] entropies, log-probs (nats) and mask.
 
-        `servers` [N] is 1 + the server's number for tokens of the policy that is trained, 0 for those of an older one;
-        None leaves the comparison by servers out.
-        Of Δ = trainer_logprobs - sampler_logprobs it sums |Δ|, k3 of Δ, which estimates KL(server || trainer), and
-        w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
+        `servers` [N] are a `MicroBatch`'s, None for no comparison by server. Of Δ = trainer - sampler it sums |Δ|,
+        k3 of Δ, which estimates KL(server || trainer), and w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
         """
         gap = (trainer_logprobs - sampler_logprobs).where(mask > 0, 0.0)
         weight = gap.exp() * mask
@@ -66,10 +65,7 @@ class TokenSums:
             self.by_server.index_add_(1, servers.long(), torch.stack([gap.abs(), mask]).to(self.by_server.dtype))
 
     def metrics(self) -> tuple[dict[str, float], dict[int, float]]:
-        """Means over the tokens of all ranks; and of |Δ|, by the number of the server, over the current policy's.
-
-        Servers that sampled fewer than `MIN_COMPARED` of these are left out. Collective: every rank calls it.
-        """
+        """Means over the tokens of all ranks; and of |Δ|, by server, over the current policy's tokens. Collective."""
         dist.all_reduce(self.by_server)
         gaps, numbers = self.by_server.tolist()
         compared = {n - 1: gaps[n] / numbers[n] for n in range(1, len(gaps)) if numbers[n] >= MIN_COMPARED}
@@ -77,15 +73,14 @@ class TokenSums:
         total = over_ranks(self.totals)
         tokens = max(total["tokens"], 1)
         means = {name: value / tokens for name, value in over_ranks(self.per_token).items()}
-        metrics = means | {
+        return means | {
             "loss": total["loss"],
             "sampling/current_logp_difference": sum(gaps[1:]) / current if current else math.nan,
             "sampling/stale_logp_difference": gaps[0] / numbers[0] if numbers[0] else math.nan,
             "sampling/current_share": current / max(sum(numbers), 1),
             "sampling/sampling_logp_difference/max": over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)["gap"],
             "sampling/effective_sample_size": total["weight"] ** 2 / max(tokens * total["weight_square"], 1e-30),
-        }
-        return metrics, compared
+        }, compared
 
 
 def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
@@ -136,11 +131,7 @@ def _shortened(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunLog:
-    """What a run writes: `run_id`, `config.json`, the `.jsonl` files, the terminal, and wandb if asked.
-
-    Every rank has one, and only rank 0's writes. `num_steps` is for the time that is left. `resumed` is the state of
-    the checkpoint that the run goes on from: lines after its step are dropped.
-    """
+    """What a run writes, on rank 0: `run_id`, `config.json`, the `.jsonl` files, the terminal, and wandb if asked."""
 
     def __init__(self, config: TrainConfig, num_steps: int, resumed: dict[str, Any] | None = None):
         start = resumed or {"step": 0, "run_id": uuid.uuid4().hex, "wandb_id": None}
@@ -152,15 +143,14 @@ class RunLog:
         folder = Path(config.output_dir)
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        names = ("metrics", "completions", "held_out", "dropped", "rollouts")
-        paths = {name: folder / f"{name}.jsonl" for name in names}
+        paths = {n: folder / f"{n}.jsonl" for n in ("metrics", "completions", "held_out", "dropped", "rollouts")}
         if paths["metrics"].exists() and not resumed:
             print(f"{folder} has an earlier run: its logs get the ending .old", flush=True)
         for path in filter(Path.exists, [*paths.values(), folder / "failed_rewards.jsonl"]):
             if not resumed:
                 path.rename(f"{path}.old")
             elif path in paths.values():
-                _cut_lines(path, resumed["step"])
+                _cut_lines(path, resumed["step"])  # the run goes on from there
         if not config.save_rollouts:
             del paths["rollouts"]
         self._files = {name: files.enter_context(path.open("ab", 0)) for name, path in paths.items()}
@@ -174,15 +164,13 @@ class RunLog:
         if config.use_wandb:
             import wandb
 
-            known: Any = {"id": self.wandb_id, "resume": "allow"}
-            self.wandb_id = wandb.init(project=config.wandb_project, dir=folder, config=to_json(config), **known).id
-            self._wandb = wandb
+            run = {"project": config.wandb_project, "dir": folder, "config": to_json(config), "id": self.wandb_id}
+            self._wandb, self.wandb_id = wandb, wandb.init(**run, resume="allow").id
             files.callback(wandb.finish)
 
     def step(
-        self, step: int, metrics: dict[str, float], batch: Batch | None = None,
-        held_out: dict[str, list[Group]] | None = None,
-    ) -> None:  # fmt: skip
+        self, step: int, metrics: dict[str, float], batch: Batch | None = None, held_out: Sets | None = None
+    ) -> None:
         """Write one step: metrics everywhere, its batch, and the groups of held-out sets, to their `.jsonl` files."""
         if not is_main() or not (metrics or batch):
             return
@@ -199,12 +187,12 @@ class RunLog:
             rows["held_out"] += [{"set": name, **sample} for sample in batch_samples(groups, self.config)]
         self._written.result()  # of the step before: raises what it failed with
         self._written = self._writer.submit(self._write, step, rows | {"metrics": [metrics]})
-        shown = rows["completions"][:256] if (every := self.config.log_completions_steps) and step % every == 0 else []
-        self._print(step, metrics, shown[:8])
+        self._print(step, metrics)
         if self._wandb:
             # wandb makes a section of panels for each word before a slash.
             sent: dict[str, Any] = {n if "/" in n else f"train/{n}": value for n, value in metrics.items()}
-            if shown:
+            every, shown = self.config.log_completions_steps, rows["completions"][:256]
+            if shown and every and step % every == 0:
                 cells = [[v if isinstance(v, float | int) else str(v)[:10_000] for v in s.values()] for s in shown]
                 sent["completions/table"] = self._wandb.Table(columns=list(shown[0]), data=cells)
             self._wandb.log(sent, step=step)
@@ -216,9 +204,15 @@ class RunLog:
                 if file.write(data) < len(data):
                     raise ValueError("the disk is full")
 
-    def _print(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
-        """Renew the live line, print one every `log_steps` and after an evaluation, and print some samples."""
-        head, pace = f"step {step}/{self._num_steps}", self._pace(step, metrics)
+    def _print(self, step: int, metrics: dict[str, float]) -> None:
+        """Renew the live line, and print one every `log_steps` and after an evaluation, both with the time left."""
+        head, pace = f"step {step}/{self._num_steps}", []
+        if num_done := step - self._first_step:
+            left_s = (time.monotonic() - self._started_s) / num_done * (self._num_steps - step)
+            pace += [f"{tqdm.format_interval(left_s)} left"]
+        if "tokens_per_s/trained" in metrics:
+            pace += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tok/s"]
+            pace += [f"idle {metrics['idle/trainer']:.0%}/{metrics['idle/servers']:.0%}"]
         if "eval/reward" in metrics:
             self._held_out = [f"eval {metrics['eval/reward']:.4g}"]
         live = [f"reward {metrics['reward']:.4g}"] if "reward" in metrics else []
@@ -228,20 +222,6 @@ class RunLog:
             names = ["reward", *(parts if len(parts) > 1 else ()), *PRINTED]
             printed = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
             tqdm.write(" · ".join([head, *printed, *pace]))
-        for sample in samples:
-            cells = (f"{str(sample[column])[:2000]!r:<60.60}" for column in ("prompt", "completion"))
-            tqdm.write(" │ ".join([f"{sample['reward']:>8.4g}", *cells]))
-
-    def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
-        """How long the run still takes, how fast it is, and the shares of time that trainer and servers waited."""
-        pace = []
-        if num_done := step - self._first_step:
-            left_s = (time.monotonic() - self._started_s) / num_done * (self._num_steps - step)
-            pace += [f"{tqdm.format_interval(left_s)} left"]
-        if "tokens_per_s/trained" in metrics:
-            pace += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tok/s"]
-            pace += [f"idle {metrics['idle/trainer']:.0%}/{metrics['idle/servers']:.0%}"]
-        return pace
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on with what is written: all steps until now."""

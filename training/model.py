@@ -9,13 +9,19 @@ from datetime import timedelta
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
-from warnings import catch_warnings, simplefilter
+from warnings import catch_warnings
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
 from prefix_attention import PackedBatch, attach, base_model, completion_logprobs, device_of
@@ -34,28 +40,19 @@ def with_bf16(config: TrainConfig) -> TrainConfig:
 
 def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     """transformers' configuration of `model_id`, and the class for such models: with a vision part, or without."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
     model_config = AutoConfig.from_pretrained(config.model_id, trust_remote_code=config.trust_remote_code)
     has_vision = getattr(model_config, "vision_config", None) is not None
     return model_config, AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
 
 
 def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: bool = False) -> Any:
-    """The model named by the config or of a checkpoint, on the CPU, in `dtype`, without dropout and router noise.
-
-    These would make log-probs differ from the server's and between forwards, and the first KL would not be 0. With
-    `on_meta` it has no values and takes no memory: `parallelize` brings it rank 0's.
-    """
-    from transformers.utils.logging import disable_progress_bar
-
+    """The model of the config or a checkpoint, on the CPU (`on_meta`: without values), without dropout and noise."""
     disable_progress_bar()  # ours is the one to watch
     shape, loads = load_model_config(config)
-    attention = config.attn_implementation
-    if getattr(shape.get_text_config(decoder=True), "attn_logit_softcapping", None):
-        attention = attention or "eager"  # transformers would take sdpa
-        if attention == "sdpa":
-            raise UserError(f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: leave it at none")
+    softcap = getattr(shape.get_text_config(decoder=True), "attn_logit_softcapping", None)
+    attention = config.attn_implementation or ("eager" if softcap else None)  # transformers would take sdpa
+    if softcap and attention == "sdpa":
+        raise UserError(f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: leave it at none")
     local = Path(config.model_id)
     model = loads.from_pretrained(
         checkpoint or (local.resolve() if local.exists() else config.model_id),  # absolute: an adapter names its model
@@ -70,18 +67,16 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
         random = {"jitter_noise", "input_jitter_noise", "p" if isinstance(module, nn.Dropout) else ""}
         for name, value in vars(module).items():
             if isinstance(value, float) and ("dropout" in name or name in random):
-                setattr(module, name, 0.0)
+                setattr(module, name, 0.0)  # else log-probs would differ from the server's, and between forwards
     return model
 
 
 def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
-    """Names of the modules that do not train: without images, everything but the language model.
-
-    With images it is the vision tower, if so configured, without the projector, which is Qwen's `merger` in the tower.
-    """
+    """Names of modules that do not train: without images all but the language model, else the tower, if so set."""
     tower = model.get_encoder(modality="image")
     if tower is model:  # it has none
         return []
+    # The projector trains: Qwen's is `merger` in the tower.
     frozen = {m for name, m in tower.named_modules() if "merger" not in name} if config.freeze_vision_tower else set()
     if not has_images:
         ends = {model.get_input_embeddings(), model.get_output_embeddings()}
@@ -104,29 +99,23 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
         if not matched or any(module is end for module in matched for end in tied):
             leaves = ", ".join(sorted({n.rpartition(".")[2] for n, m in model.named_modules() if m._parameters}))
             raise UserError(f"lora_target_modules: {target} is no module, or a tied embedding; the model has {leaves}")
-    lora = LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, task_type="CAUSAL_LM",
-        target_modules=config.lora_target_modules or "all-linear", exclude_modules=list(frozen) or None,
-    )  # fmt: skip
     with naming("lora_target_modules"):
-        model = get_peft_model(model, lora)
+        model = get_peft_model(model, LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, task_type="CAUSAL_LM",
+            target_modules=config.lora_target_modules or "all-linear", exclude_modules=list(frozen) or None,
+        ))  # fmt: skip
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise UserError("lora_target_modules: adapters of experts in one tensor cannot be sent: name attention layers")
     return model
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
-    """FSDP2 or DDP over all ranks, with rank 0's weights, on `device` (FSDP2's on the CPU with `fsdp_offload`).
-
-    Gradients are *summed* over ranks, as `optimizer_step` normalizes them once. Collective. Other ranks' weights may be
-    on `meta`: only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
-    """
-    world_size = dist.get_world_size()
-    if world_size == 1 and not config.use_fsdp:
+    """FSDP2 or DDP over all ranks, with rank 0's weights, on `device` or with `fsdp_offload` on the CPU. Collective."""
+    if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
-    named = (*model.named_parameters(), *model.named_buffers())
+    named = chain(model.named_parameters(), model.named_buffers())
+    # Only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
     whole = {name: tensor.detach() for name, tensor in named} if is_main() else {}
-    del named
     model.to("meta")
     base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
     if config.use_fsdp:
@@ -140,32 +129,26 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     if whole:  # the configuration ties them, and the checkpoint has others: without shards they would be kept
         raise UserError(f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: untie them")
     if not config.use_fsdp and any(p.requires_grad for p in model.parameters()):
-        with catch_warnings():
-            simplefilter("ignore", FutureWarning)  # of `broadcast_buffers`, whose successor torch 2.11 lacks
+        with catch_warnings(action="ignore", category=FutureWarning):  # torch 2.11 lacks `broadcast_buffers`' successor
             model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
-        model.register_comm_hook(None, _sum_over_ranks)
+        model.register_comm_hook(None, _sum_over_ranks)  # as `optimizer_step` normalizes once
     return model
 
 
 def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
     """Let FSDP2 shard every layer, and what is left, over all ranks or groups of `fsdp_shard_size`."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.distributed_c10d import _set_pg_timeout
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-
     world_size, size = dist.get_world_size(), config.fsdp_shard_size
     sizes = {"replicas": world_size // size, "shards": size} if size else {"shards": world_size}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for name in sizes if size else ():  # groups of its own, which would have torch's time-out
         _set_pg_timeout(timedelta(seconds=config.collective_timeout), mesh.get_group(name))
     sums = torch.float32 if config.use_peft else getattr(torch, config.dtype)  # that of the weights that train
-    bf16: dict[str, Any] = {"param_dtype": torch.bfloat16, "reduce_dtype": sums}
-    policy = MixedPrecisionPolicy(**bf16 if config.fsdp_bf16 else {})
+    policy = MixedPrecisionPolicy(torch.bfloat16, sums) if config.fsdp_bf16 else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp_offload else OffloadPolicy()
     kinds = base_model(model)._no_split_modules or ()
     for module in [*(module for module in model.modules() if type(module).__name__ in kinds), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
-        module.set_gradient_divide_factor(1.0)
+        module.set_gradient_divide_factor(1.0)  # a sum, as `optimizer_step` normalizes once
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
@@ -181,8 +164,7 @@ def _from_main(tensor: Tensor, whole: Tensor | None, device: torch.device) -> No
 
 
 def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda done: done.value()[0])
+    return dist.all_reduce(bucket.buffer(), async_op=True).get_future().then(lambda done: done.value()[0])
 
 
 def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
@@ -193,13 +175,11 @@ def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
 
 
 def freeze_unused(model: nn.Module, example: Prompt) -> None:
-    """Freeze weights of the tower that no feature depends on: LLaVA takes its features before the last layer.
-
-    Ranks would wait for their gradients. Rank 0's model is whole, and on the CPU. Collective.
-    """
+    """Freeze weights of the tower that no feature depends on, and whose gradients ranks would wait for. Collective."""
+    # LLaVA takes its features before the last layer.
     weights = [p for p in base_model(model).get_encoder(modality="image").parameters() if p.requires_grad]
     gradients: Any = ()
-    if weights and is_main():
+    if weights and is_main():  # whose model is whole, and on the CPU
         total = torch.stack([feature.sum() for feature in image_features(model, example.inputs)]).sum()
         gradients = torch.autograd.grad(total, weights, allow_unused=True)
     is_used = broadcast_object([gradient is not None for gradient in gradients])
@@ -208,11 +188,7 @@ def freeze_unused(model: nn.Module, example: Prompt) -> None:
 
 
 def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
-    """Let every forward run the vision tower, with no effect on a row without images.
-
-    Otherwise ranks with and without images in their row would not meet in collectives. `example` is any prompt with
-    images, `device` where the model will be.
-    """
+    """Let every forward run the vision tower: ranks with and without images in their row meet in its collectives."""
     base = base_model(model)
     image = {name: value.to(device) for name, value in example.inputs.items()}
     row_has_images = False
@@ -234,13 +210,9 @@ def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) ->
 def build_policy(
     config: TrainConfig, device: torch.device, example: Prompt | None = None, checkpoint: Path | None = None
 ) -> Any:
-    """The model that trains, on this rank's device, with frozen parts, LoRA and parallelism as configured.
-
-    `example` is a prompt with images, None in a run without. It starts from `checkpoint`, or else from `model_id`.
-    """
-    num_ranks, size = dist.get_world_size(), config.fsdp_shard_size or 1
-    if num_ranks % size:
-        raise UserError(f"fsdp_shard_size={size}: {num_ranks} ranks are no multiple of it")
+    """The model that trains, on this rank's device, of `checkpoint` or `model_id`; `example`: a prompt with images."""
+    if (num_ranks := dist.get_world_size()) % (config.fsdp_shard_size or 1):
+        raise UserError(f"fsdp_shard_size={config.fsdp_shard_size}: {num_ranks} ranks are no multiple of it")
     model = load_model(config, None if config.use_peft else checkpoint, on_meta=not is_main())
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -256,10 +228,7 @@ def build_policy(
 
 
 def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
-    """Swap shared-prefix attention into the policy and prove it there, if `share_prefix` is on. Collective.
-
-    Returns the configuration, with `share_prefix` off if the model was refused; `example` as of `build_policy`.
-    """
+    """Swap shared-prefix attention into the policy, and prove it; the config has it off if that fails. Collective."""
     if not config.share_prefix:
         return config
     reason = None
@@ -268,19 +237,14 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
             attach(policy, verify=True, example=(example.token_ids, example.inputs) if example else None)
     except ValueError as error:
         reason = str(error)
-    if reason := next(filter(None, gather_objects(reason)), None):
-        if is_main():
-            print(f"share_prefix is off, each prompt is forwarded once per completion: {reason}")
-        return replace(config, share_prefix=False)
-    return config
+    reasons = list(filter(None, gather_objects(reason)))
+    if reasons and is_main():
+        print(f"share_prefix is off, each prompt is forwarded once per completion: {reasons[0]}")
+    return replace(config, share_prefix=not reasons)
 
 
 def build_reference(policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None) -> Any:
-    """Log-probs under the reference: `reference_id`, else the policy without its adapter, or a frozen copy of it.
-
-    It takes a row and its images, on `device`, and gives [N] float32, nats, without a gradient, as `token_logprobs`.
-    None where no loss takes it, or servers give it. UserError where `reference_id` cannot share prefixes.
-    """
+    """`token_logprobs` under the reference: `reference_id`, else the policy without adapter or a frozen copy of it."""
     if not config.has_reference or config.reference_urls:
         return None
     model, is_adapted = unwrap(policy), config.use_peft and not config.reference_id
@@ -307,17 +271,14 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
     trainable = [p for p in policy.parameters() if p.requires_grad]
     matrices, others = ([p for p in trainable if (p.ndim > 1) == is_matrix] for is_matrix in (True, False))
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    is_fused = config.fsdp_offload or any(p.is_cuda for p in trainable)
-    betas, fused = (config.adam_beta1, config.adam_beta2), True if is_fused else None
-    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)
+    fused = config.fsdp_offload or any(p.is_cuda for p in trainable) or None  # None leaves it to torch
+    optimizer = torch.optim.AdamW(groups, config.learning_rate, (config.adam_beta1, config.adam_beta2), fused=fused)
     num_warmup = round(config.warmup_ratio * num_updates)
 
     def factor(update: int) -> float:
-        if update < num_warmup:
-            return (update + 1) / num_warmup
         done = (update - num_warmup) / max(num_updates - num_warmup, 1)
         shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        return shapes[config.lr_scheduler]
+        return (update + 1) / num_warmup if update < num_warmup else shapes[config.lr_scheduler]
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -332,8 +293,7 @@ def token_logprobs(
 ) -> Any:
     """`completion_logprobs` with no probability on tokens that no server samples, under autocast if the config says so.
 
-    [N] float32, nats, in the order of the row's own tensors; with `return_entropy` a pair: those, and the entropies
-    [N], nats, without a gradient. `images` are those of the row's prompts, from `joined_images`.
+    [N] float32, nats, in the row's order; with `return_entropy` a pair, with entropies [N], nats, without a gradient.
     """
     forbidden = placeholder_ids(base_model(model).config)
     with autocast(config, row.targets.device):
@@ -360,14 +320,12 @@ def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
 def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight once, whole, LoRA merged: `(name in the plain Hugging Face model, tensor)`, one at a time.
 
-    Shapes and dtypes are those of the plain model in memory, devices the model's. Merged weights are temporaries,
-    W + s·B·A computed in the wider of the dtypes and rounded to W's; other tensors may be the model's own storage and
-    must not be written to. Tied weights appear under their first name. Collective: every rank iterates to the end.
+    Merged weights are temporaries, W + s·B·A computed in the wider of the dtypes and rounded to W's; others may be the
+    model's own, read only. Tied weights appear under their first name. Collective: every rank iterates to the end.
     """
     base = base_model(model)
-    weights = base.state_dict(keep_vars=True)
     seen: set[int] = set()
-    for name, tensor in weights.items():
+    for name, tensor in base.state_dict(keep_vars=True).items():
         if ".lora_" in name or id(tensor) in seen:
             continue
         seen.add(id(tensor))
@@ -383,17 +341,11 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`full_weights` under the names and in the shapes that `save_pretrained` would write, decoder layer by layer.
-
-    transformers holds some in another form (fused experts, renamed towers): its own conversion is undone, with no more
-    than one layer alive. Collective, as `full_weights`.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    base = base_model(model)
-    # Weights of a layer have the same name up to its number: `model.layers.3.`
+    """`full_weights` as `save_pretrained` would write them, with no more than one decoder layer alive. Collective."""
+    # transformers holds some in another form (fused experts, renamed towers): undo its own conversion. Weights of a
+    # layer have the same name up to its number: `model.layers.3.`
     for _, layer in groupby(full_weights(model), key=lambda item: re.findall(r"^.*?\.\d+\.", item[0])):
-        yield from revert_weight_conversion(base, dict(layer)).items()
+        yield from revert_weight_conversion(base_model(model), dict(layer)).items()
 
 
 def host_weights(model: nn.Module) -> dict[str, Tensor]:
