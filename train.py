@@ -154,8 +154,7 @@ def grpo_loss(
 def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
     """What the summed gradient is divided by, at least 1; `lengths` are the trained tokens of each completion.
 
-    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo, dapo, cispo: the tokens. (For dapo and cispo
-    `Dealer.deal` gives each of several mini-batches an equal part of the whole batch's.)
+    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo, dapo, cispo: the tokens.
     """
     if config.loss_type == "grpo":
         return max(len(lengths), 1)
@@ -239,22 +238,25 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     """Groups packed into rows of at most `max_tokens`, with what their tokens need for the loss."""
     completions = [c for group in groups for c in group.completions]
     sizes = torch.tensor([c.token_ids.numel() for c in completions], dtype=torch.long)
-    advantages = torch.tensor([a for group in groups for a in group.advantages]).float().repeat_interleave(sizes)
     trains = torch.tensor(trained_lengths(groups, config)) > 0
-    mask = (trains.repeat_interleave(sizes) & torch.cat([c.loss_mask for c in completions])).float()
-    sampler_logprobs = torch.cat([c.sampler_logprobs for c in completions])
     starts = torch.tensor([c.start_of(group.trained_version) for group in groups for c in group.completions])
     numbers = [number for group in groups for _ in group.completions for number in (0, 1 + group.server)]
     sizes_by_age = torch.stack([starts, sizes - starts], 1).flatten()
-    servers = torch.tensor(numbers, dtype=torch.int16).repeat_interleave(sizes_by_age)
-    ref_logprobs = torch.cat([*(values for group in groups for values in group.ref_logprobs), torch.empty(0)])
+    tokens = {
+        "advantages": torch.tensor([a for group in groups for a in group.advantages]).float().repeat_interleave(sizes),
+        "mask": (trains.repeat_interleave(sizes) & torch.cat([c.loss_mask for c in completions])).float(),
+        "sampler_logprobs": torch.cat([c.sampler_logprobs for c in completions]),
+        "servers": torch.tensor(numbers, dtype=torch.int16).repeat_interleave(sizes_by_age),
+    }
+    if groups[0].ref_logprobs:
+        tokens["ref_logprobs"] = torch.cat([values for group in groups for values in group.ref_logprobs])
     pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     batches = []
     shares_prompts = row_layout(groups, config).shares_prompts
     for row in pack(pairs, max_tokens, share_prefix=shares_prompts, padded=not config.share_prefix):
         images = joined_images([groups[number].prompt for number in row.prompts])
-        tensors = (advantages[row.index], mask[row.index], sampler_logprobs[row.index], servers[row.index])
-        batches.append(MicroBatch(row, *tensors, images, ref_logprobs[row.index] if groups[0].ref_logprobs else None))
+        of_row: Any = {name: values[row.index] for name, values in tokens.items()}
+        batches.append(MicroBatch(row, images=images, **of_row))
     return batches
 
 
