@@ -38,10 +38,7 @@ _from_main: Any = None  # the gloo group that carries objects from rank 0 to the
 
 @contextmanager
 def process_group(timeout_s: float) -> Iterator[torch.device]:
-    """Bring the world of this run up and down: torchrun's ranks, or a world of one. Yields this rank's device.
-
-    CUDA's tensors travel over nccl, all else over gloo. `timeout_s` bounds collectives, not waits for rank 0's objects.
-    """
+    """Bring the world of this run up and down: torchrun's ranks, or a world of one. Yields this rank's device."""
     global _from_main
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
@@ -146,7 +143,6 @@ class TransferGroup:
         self._store, self._rank, self._timeout_s, self.device = store, rank, timeout_s, device
         self._workers = range(1, world_size)
         self._group: Any = None
-        self._is_closed = False
         self._number = 0  # of the next bucket
         store.set(f"member/{rank}", json.dumps([gpu_of(device), str(dtype).removeprefix("torch.")]))
         members = [json.loads(store.get(f"member/{member}")) for member in range(world_size)]
@@ -256,8 +252,6 @@ class TransferGroup:
         if work.is_completed():
             work.wait()
             return True
-        if self._is_closed:
-            raise RuntimeError("the transfer group was closed")
         if time.monotonic() > begun_s + self._timeout_s:
             raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
         return False
@@ -281,9 +275,6 @@ class TransferGroup:
 
     def close(self) -> None:
         """Leave the group, in a second at most; who waits for this member gets an error. May be called again."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         with suppress(RuntimeError):
             if self._rank == 0:
                 for key in ("left", *(f"bucket/{worker}/{self._number}" for worker in self._workers)):
@@ -371,15 +362,12 @@ class Stopped(Exception):
 
 @contextmanager
 def stop_signals(stop: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set the event; a second one ends the process at once.
-
-    As torchrun passes its own on, one within half a second is the same. It kills ranks that still run 30 s later.
-    """
+    """SIGINT and SIGTERM set the event; a second one ends the process at once, as torchrun does 30 s after its own."""
     first_s = math.inf
 
     def note(number: int, _: Any) -> None:
         nonlocal first_s
-        if time.monotonic() > first_s + 0.5:
+        if time.monotonic() > first_s + 0.5:  # before that it is the same one, which torchrun passes on
             os._exit(128 + number)
         if not stop.is_set() and is_main():
             first_s = time.monotonic()
