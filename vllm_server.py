@@ -31,11 +31,9 @@ from vllm.utils.nccl import unpinned_nccl_env
 
 BACKEND = "grpo"
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
-
 TRAINER_ROUTES = frozenset({
-    "/health", "/v1/models", "/get_world_size", "/metrics", "/inference/v1/generate", "/pause", "/resume", "/version",
-    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update",
-    "/weight_checker",
+    "/inference/v1/generate", "/pause", "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update",
+    "/update_weights", "/resume", "/health", "/version", "/v1/models", "/metrics", "/get_world_size", "/weight_checker",
 })  # fmt: skip
 
 DEFAULTS = {  # ours, in place of vLLM's
@@ -72,7 +70,6 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
     update_info_cls = base.WeightTransferUpdateInfo  # buckets until an empty one: nothing to say beforehand
     group: TransferGroup | None = None
     trainer = ""
-    reloading = False
     temperature = 0.0  # of a reference, 0 for any other server
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
@@ -90,38 +87,33 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
         self.shutdown()
         self.trainer = init_info.trainer
         config = self.parallel_config
-        worker = config.data_parallel_index * config.world_size + config.rank
+        rank = 1 + config.data_parallel_index * config.world_size + config.rank
         # The store exists before the server hears of it: a trainer that is gone meanwhile keeps nobody waiting.
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=10))
         store.set_timeout(timedelta(seconds=init_info.timeout_s))
         dtype: Any = self.model_config.dtype
-        sizes = (1 + worker, init_info.world_size)
         with unpinned_nccl_env():  # the trainer has not what vLLM sets for its own communicators
-            self.group = TransferGroup(store, *sizes, self.device, init_info.timeout_s, dtype=dtype)
+            self.group = TransferGroup(store, rank, init_info.world_size, self.device, init_info.timeout_s, dtype=dtype)
 
     def start_weight_update(self) -> None:
         """Open vLLM's layerwise reload: layers are rebuilt as soon as all of their weights have arrived."""
-        if self.reloading:  # an update broke off, as its trainer died: its layers must be closed to be opened again
-            finalize_layerwise_reload(self.model, self.model_config)
-        self.reloading = True
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: base.WeightTransferUpdateInfo) -> None:
         """Load every bucket; each has memory of its own, as layerwise reload keeps views until a layer is whole."""
-        if self.group is None:
-            raise RuntimeError("no trainer is connected: /init_weight_transfer_engine comes first")
         load_weights: Any = self.model.load_weights
         try:
+            assert self.group, "/init_weight_transfer_engine comes first"
             while bucket := self.group.receive():
                 load_weights(bucket.items())
         except BaseException:
             self.shutdown()  # what the trainer sends then fails at once, instead of waiting for this worker
+            finalize_layerwise_reload(self.model, self.model_config)  # layers must be closed to be opened again
             raise
 
     def finish_weight_update(self) -> None:
         """Close the reload and refresh what it leaves behind."""
         finalize_layerwise_reload(self.model, self.model_config)
-        self.reloading = False
         # The reload does not touch what vLLM prepacks for the CPU, a tied embedding and experts: they would stay.
         for module in self.model.modules() if self.device.type == "cpu" else ():
             if isinstance(module, ParallelLMHead):
@@ -142,6 +134,8 @@ class WorkerExtension:
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # the API server imports this file twice, as script and module
     WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
+if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
+    die_with(os.getppid())
 
 
 class AccessGuard:
@@ -151,8 +145,7 @@ class AccessGuard:
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-        self.token = api_token()
+        self.app, self.token = app, api_token()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it here."""
@@ -173,10 +166,6 @@ class AccessGuard:
         if b"transfer-encoding" in headers or not is_number or int(length) > MAX_BODY_BYTES:
             return JSONResponse({"error": f"a request has at most {MAX_BODY_BYTES} bytes, and says how many"}, 413)
         return None
-
-
-if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
-    die_with(os.getppid())
 
 
 def main(argv: list[str]) -> None:
