@@ -33,15 +33,13 @@ FOR_EVER = timedelta(days=30)  # ranks wait for rank 0 as long as it waits for t
 # -- Ranks and collectives ---------------------------------------------------------------------------------------------
 
 _making = threading.Lock()
+_gloo_device = cache(dist.ProcessGroupGloo.create_device)  # one per address: its thread wakes up 100 times a second
 _from_main: Any = None  # the gloo group that carries objects from rank 0 to the other ranks
 
 
 @contextmanager
 def process_group(timeout_s: float) -> Iterator[torch.device]:
-    """Bring the world of this run up and down: torchrun's ranks, or a world of one. Yields this rank's device.
-
-    CUDA's tensors travel over nccl, all else over gloo. `timeout_s` bounds collectives, not waits for rank 0's objects.
-    """
+    """Bring the world of this run up and down: torchrun's ranks, or a world of one. Yields this rank's device."""
     global _from_main
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
@@ -114,10 +112,6 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
         yield bucket
 
 
-# One device for all groups towards an address: each has a thread that wakes up a hundred times a second.
-_gloo_device = cache(dist.ProcessGroupGloo.create_device)
-
-
 def gpu_of(device: torch.device) -> str | None:
     """What tells a GPU from all others, on any machine; None for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
@@ -132,8 +126,6 @@ class TransferGroup:
         ipc   the only worker is on the trainer's GPU, and CUDA lets it open memory (NCCL below 2.30 shares no device)
         gloo  everything else, through the memory of the host
 
-    Matrices of a longer dtype than a worker's `dtype` are rounded to it first, as the worker would do itself.
-
     A member that waits for a lost one gets a RuntimeError within `timeout_s`. For nccl this needs (torch 2.11 to 2.13)
     TORCH_NCCL_BLOCKING_WAIT: else a watchdog ends the process. `is_completed()` then only asks, `wait()` raises what
     failed, and `close` calls `abort()`, as `shutdown()` waits for a stuck kernel.
@@ -146,7 +138,6 @@ class TransferGroup:
         self._store, self._rank, self._timeout_s, self.device = store, rank, timeout_s, device
         self._workers = range(1, world_size)
         self._group: Any = None
-        self._is_closed = False
         self._number = 0  # of the next bucket
         store.set(f"member/{rank}", json.dumps([gpu_of(device), str(dtype).removeprefix("torch.")]))
         members = [json.loads(store.get(f"member/{member}")) for member in range(world_size)]
@@ -231,14 +222,12 @@ class TransferGroup:
         self._store.delete_key(key)
         if not header:
             raise RuntimeError("the trainer has left")
-        num_bytes, entries, handle = json.loads(header)
+        size, entries, handle = json.loads(header)
+        buffer = _opened(handle, self.device) if handle else torch.empty(size, dtype=torch.uint8, device=self.device)
         if handle:
-            buffer = _opened(handle, self.device)
             self._store.set(f"taken/{self._number}", "")
-        else:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-            if num_bytes:
-                self.finish(self._broadcast(buffer))
+        elif size:
+            self.finish(self._broadcast(buffer))
         self._number += 1
         bucket = {}
         for name, kind, shape, start in entries:
@@ -256,8 +245,6 @@ class TransferGroup:
         if work.is_completed():
             work.wait()
             return True
-        if self._is_closed:
-            raise RuntimeError("the transfer group was closed")
         if time.monotonic() > begun_s + self._timeout_s:
             raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
         return False
@@ -274,16 +261,12 @@ class TransferGroup:
 
     def trainer_lives(self) -> bool:
         """Whether the trainer still hosts the store, answers, and has not left the group."""
-        try:
+        with suppress(RuntimeError):
             return not _within(5.0, lambda: self._store.check(["left"]))  # of a host that is lost nothing comes, ever
-        except RuntimeError:
-            return False
+        return False
 
     def close(self) -> None:
         """Leave the group, in a second at most; who waits for this member gets an error. May be called again."""
-        if self._is_closed:
-            return
-        self._is_closed = True
         with suppress(RuntimeError):
             if self._rank == 0:
                 for key in ("left", *(f"bucket/{worker}/{self._number}" for worker in self._workers)):
@@ -295,7 +278,7 @@ class TransferGroup:
 
 
 def _flat(bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | None) -> tuple[list[Any], Tensor]:
-    """Named tensors as one buffer of bytes on `device`, matrices rounded to `dtype`; and where each of them begins."""
+    """Named tensors as one buffer of bytes on `device`, matrices rounded to `dtype` as workers do; and their places."""
     entries, parts, start = [], [], 0
     for name, tensor in bucket.items():
         is_wide = dtype and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
@@ -317,8 +300,7 @@ def _handle(buffer: Tensor) -> list[Any]:
 
 def _opened(handle: list[Any], device: torch.device) -> Tensor:
     """A copy of the tensor that another process on this GPU made a handle of."""
-    start, length, *fields = handle
-    fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in fields]
+    start, length, *fields = (bytes.fromhex(field) if isinstance(field, str) else field for field in handle)
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)
     copy = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[start : start + length].clone()
     torch.cuda.current_stream(device).synchronize()
@@ -371,22 +353,18 @@ class Stopped(Exception):
 
 @contextmanager
 def stop_signals(stop: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM set the event; a second one ends the process at once.
-
-    As torchrun passes its own on, one within half a second is the same. It kills ranks that still run 30 s later.
-    """
+    """SIGINT and SIGTERM set the event; a second one ends the process at once, as torchrun does 30 s after its own."""
     first_s = math.inf
 
     def note(number: int, _: Any) -> None:
         nonlocal first_s
-        if time.monotonic() > first_s + 0.5:
+        if time.monotonic() > first_s + 0.5:  # before that it is the same one, which torchrun passes on
             os._exit(128 + number)
         if not stop.is_set() and is_main():
             first_s = time.monotonic()
-            name, cure = signal.Signals(number).name, "--resume_from_checkpoint auto goes on from it"
-            line = f"{name}: saving the last whole step ({cure}); once more ends at once\n"
-            with suppress(OSError):
-                os.write(1, line.encode())  # print() may be what the signal interrupted
+            what = "saving the last whole step (--resume_from_checkpoint auto goes on from it); once more ends at once"
+            with suppress(OSError):  # print() may be what the signal interrupted
+                os.write(1, f"{signal.Signals(number).name}: {what}\n".encode())
         stop.set()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -421,15 +399,14 @@ class _Terminal(io.TextIOWrapper):
 @contextmanager
 def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
     """Run the block, then end the process: errors that the user can mend in one line, with the cure, others in full."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # which servers do not need
 
     both = (sys.stdout, sys.stderr)
     sys.stdout, sys.stderr = (_Terminal(s.buffer, "utf-8", "backslashreplace", line_buffering=True) for s in both)
     rank = os.environ.get("RANK", "0")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun: without it, ranks would train on beside those of the next run
-    status = 1
-    report = get_error_handler()  # torchrun ends its own report with the first error that is recorded here
+    status, report = 1, get_error_handler()  # torchrun ends its own report with the first error that is recorded here
     report.initialize()
     try:
         yield

@@ -6,7 +6,6 @@ import re
 import resource
 import threading
 import time
-import uuid
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,7 +33,7 @@ PROBE_S = 1.0  # between questions to a lost server
 MAX_SERVERS = 1024  # that are told apart by their numbers
 RETRY_S = 30.0  # before a server that answered, and could not be used, is tried again
 _numbers = count()
-TRAINER = uuid.uuid4().hex  # names this process to servers, which take the weights of one trainer at a time
+TRAINER = os.urandom(16).hex()  # names this process to servers, which take the weights of one trainer at a time
 
 
 class ServerError(RuntimeError):
@@ -101,9 +100,6 @@ class Completion:
         )
 
 
-# -- Replies -----------------------------------------------------------------------------------------------------------
-
-
 class _Token(msgspec.Struct, gc=False):
     logprob: float
 
@@ -158,12 +154,10 @@ def all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], l
 class Server:
     """One rollout server. A recipe's `rollout_fn` gets it, and uses `generate` and the model's `tokenizer`.
 
-    It is in one of three states:
-
-        is_connected  has_weights
-        True          True         it serves
-        True          False        it waits for the current weights: at the start, and once it is back
-        False         False        it is lost; the client's watcher asks until it answers again
+    is_connected  has_weights
+    True          True         it serves
+    True          False        it waits for the current weights: at the start, and once it is back
+    False         False        it is lost; the client's watcher asks until it answers again
     """
 
     def __init__(self, url: str, timeout_s: float, tokenizer: Any = None, forbidden: Sequence[int] = ()):
@@ -188,7 +182,7 @@ class Server:
         where = f"{method} {self.url}{path}"
         try:
             with requests.Session() as session:
-                session.trust_env = False  # no proxy between trainer and server
+                session.trust_env, session.stream = False, True  # no proxy in between; `read` may stream
                 session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
                 if token := api_token():
                     session.headers["Authorization"] = f"Bearer {token}"
@@ -218,9 +212,7 @@ class Server:
         """Sample `sampling["n"]` completions of `prompt`, the ids (a list, or [n]) of it and of earlier turns.
 
         `sampling` are vLLM's own parameters. The placeholders of `images` (`rollouts.data.Images`) stand first in
-        `prompt`. With `extra`, so many more are sampled, as a stream for `read`; it may leave it, which aborts the rest
-        (`recipes/first_to_finish.py`). Raises a ServerError as `request` does, or where the server expands the images
-        to other tokens than the trainer.
+        `prompt`. `extra` more are streamed to `read`, whose return aborts the rest: `recipes/first_to_finish.py`.
         """
         prompt_ids, num = torch.as_tensor(prompt).tolist(), sampling.get("n", 1)
         params = {**sampling, "n": num + extra, "logprobs": 0}
@@ -233,8 +225,7 @@ class Server:
         if images:
             body |= {"token_ids": [*images.server_ids, *text_ids], "return_token_ids": True}
             body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
-        request = partial(self.request, "POST", "/inference/v1/generate", timeout_s, json=body, stream=extra > 0)
-        completions, expanded = request(read=partial(read, num))
+        completions, expanded = self.request("POST", "/inference/v1/generate", timeout_s, partial(read, num), json=body)
         if images and expanded != prompt_ids:
             sizes = f"{len(expanded)} tokens on {self.url} and {len(prompt_ids)} here, or others of the same number"
             raise ServerError(f"a prompt has {sizes}: do both process images alike (--mm-processor-kwargs)?")
@@ -248,29 +239,27 @@ class Server:
         return False
 
     def connect(self, device: torch.device, timeout_s: float, gpus: Sequence[str | None] = ()) -> None:
-        """Open a transfer group with the server's workers, and zero its weights.
-
-        With zeroed weights a comparison of log-probs after the first sync can only hold if every weight arrived. Each
-        broadcast may take `timeout_s` seconds; `gpus` are those of all ranks. RuntimeError where the server refuses.
-        """
-        self.sync_timeout_s = timeout_s
-        self.receiver = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
+        """Open a transfer group with the server's workers, and zero its weights; ServerError where it refuses."""
+        self.pool = ThreadPoolExecutor(1)  # a fresh one: what a lost server was sent may still be waiting
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
         world_size = 1 + self.request("GET", "/get_world_size", CONTROL_TIMEOUT_S)["world_size"]
-        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
-        init_info = {"host": address, "port": store.port, "world_size": world_size, "timeout_s": timeout_s}
-        body = {"init_info": init_info | {"trainer": TRAINER}}
-        # Both sides must enter the rendezvous, and a server that refuses never comes.
-        reply = self.receiver.submit(self.post, "/init_weight_transfer_engine", body, timeout_s + CONTROL_TIMEOUT_S)
-        while not store.check(["member/1"]):
-            if reply.done():
-                reply.result()
-                raise ServerError(f"{self.url} took the invitation, and its workers did not come")
-            time.sleep(0.01)
-        self.transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)
-        reply.result()
+        try:
+            store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+            init_info = {"host": address, "port": store.port, "world_size": world_size, "timeout_s": timeout_s}
+            body = {"init_info": init_info | {"trainer": TRAINER}}
+            # Both sides must enter the rendezvous, and a server that refuses never comes.
+            reply = self.pool.submit(self.post, "/init_weight_transfer_engine", body, timeout_s + CONTROL_TIMEOUT_S)
+            while not store.check(["member/1"]):
+                if reply.done():
+                    reply.result()
+                    raise ServerError("it took the invitation, and its workers did not come")
+                time.sleep(0.01)
+            self.transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)
+            reply.result()
+        except RuntimeError as error:
+            raise ServerError(f"{self.url}: no weight-transfer group: {error}") from error
         print(f"{self.url} gets its weights over {self.transfer.backend}", flush=True)
-        self.post("/weight_checker", {"action": "reset"})
+        self.post("/weight_checker", {"action": "reset"})  # zeroes: log-probs can only agree if every weight arrives
         self.is_connected = self.was_ours = True
 
     def disconnect(self) -> None:
@@ -287,7 +276,7 @@ class Server:
             self.post("/pause?mode=abort", timeout_s=timeout_s)
 
     def pause(self) -> None:
-        """Stop sampling, and make ready for new weights."""
+        """Make ready for new weights, under which requests in flight go on, with K/V made anew and no cached prefix."""
         self.lag_s = 0.0
         self.post("/pause?mode=keep&clear_cache=true")
         try:
@@ -297,15 +286,8 @@ class Server:
                 self.post("/finish_weight_update")
             self.post("/start_weight_update")
 
-    def begin_update(self) -> None:
-        """Start to receive a stream of weights. Each broadcast has a time-out, so the request itself needs none."""
-        self.loading = self.receiver.submit(self.post, "/update_weights", {"update_info": {}}, (5, None))
-
     def try_to_send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> bool:
-        """Start to send a bucket, if the one before has arrived; whether it has. An empty one ends the stream.
-
-        Its tensors must not change until the next is sent; `buffers` are `send`'s. Raises what the update failed with.
-        """
+        """Pass a bucket to `TransferGroup.send`, if the one before has arrived; whether it has."""
         if (transfer := self.transfer) is None:
             raise ServerLost(f"{self.url} was lost in this update")
         if self.sending and not transfer.is_over(self.sending, self.sending_s):
@@ -315,10 +297,10 @@ class Server:
         self.sending, self.sending_s = transfer.send(bucket, buffers), time.monotonic()
         return True
 
-    def end_update(self, version: int) -> None:
+    def end_update(self, version: int, timeout_s: float) -> None:
         """Wait until everything is loaded, and let the server sample on as `version`."""
         try:
-            self.loading.result(self.sync_timeout_s)
+            self.loading.result(timeout_s)
         except TimeoutError:
             raise ServerLost(f"{self.url} took longer than sync_timeout to load the last weights") from None
         self.post("/finish_weight_update", {"weight_version": str(version)})
@@ -355,12 +337,11 @@ def server_urls(config: TrainConfig) -> list[str]:
     """The addresses that `vllm_urls` means now, each once: those of a file for `@file`. UserError where it has none."""
     try:
         lists = [Path(word[1:]).read_text().split() if word[0] == "@" else [word] for word in config.vllm_urls]
-    except (OSError, ValueError) as error:  # no text
+        urls = [url.rstrip("/") for of_word in lists for url in of_word]
+        if not urls or (wrong := [url for url in urls if not re.match(ADDRESS, url)]):
+            raise ValueError(f"it needs lines of http://host:port, and has {wrong if urls else 'none'}")
+    except (OSError, ValueError) as error:  # no file, no text, no addresses
         raise UserError(f"vllm_urls={','.join(config.vllm_urls)}: {error}") from error
-    urls = [url.rstrip("/") for of_word in lists for url in of_word]
-    if not urls or (wrong := [url for url in urls if not re.match(ADDRESS, url)]):
-        found = f"needs lines of http://host:port, and has {wrong if urls else 'none'}"
-        raise UserError(f"vllm_urls={','.join(config.vllm_urls)} {found}")
     return list(dict.fromkeys(urls))
 
 
@@ -378,7 +359,7 @@ class VLLMClient:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every request has a connection
         self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never waits for rollouts
         self._slots = threading.Condition()  # guards what the servers do, and tells of a free one
-        self._is_held = False
+        self._limit = config.max_concurrent_requests  # groups in flight on one server; 0 while `drained` holds them
         self._why_lost: BaseException | None = None
         self._say_once = cache(partial(print, flush=True))  # what is tried again and again
         self._all_lost_s = math.inf  # when the last server was lost
@@ -386,16 +367,12 @@ class VLLMClient:
         self._is_closed = threading.Event()
 
     def wait_until_ready(self) -> int:
-        """Wait until every server answers; returns the longest sequence that all of them take, in tokens.
-
-        ServerError where one does not answer within `server_timeout`, or serves another model.
-        """
+        """Wait for every server, or raise a ServerError; returns the longest sequence that all take, in tokens."""
         deadline = time.monotonic() + self.config.server_timeout
         for server in self.servers:
             hint = f"`python vllm_server.py --model {self.config.model_id} --port {urlsplit(server.url).port or 80}`"
-            if not server.answers():
-                print(f"waiting up to {self.config.server_timeout:.0f} s for {server.url} ({hint})", flush=True)
             while not server.answers():
+                self._say_once(f"waiting up to {self.config.server_timeout:.0f} s for {server.url} ({hint})")
                 if time.monotonic() > deadline:
                     raise ServerError(f"no rollout server at {server.url}: start one with {hint}, or set vllm_urls")
                 time.sleep(1)
@@ -404,31 +381,23 @@ class VLLMClient:
 
     def _max_model_len(self, server: Server) -> int:
         """The longest sequence that a server takes, if it serves our model by the version of vLLM that we speak to."""
-        version = server.request("GET", "/version")["version"]
-        if version.partition("+")[0] != VLLM_VERSION:
+        if (version := server.request("GET", "/version")["version"]).partition("+")[0] != VLLM_VERSION:
             raise ServerError(f"{server.url} runs vLLM {version}, and the trainer speaks to {VLLM_VERSION}")
         (model, *_) = server.request("GET", "/v1/models")["data"]
         ours, served = self.config.model_id, (model["id"], model["root"])
-        is_same_path = Path(ours).exists() and any(Path(name).resolve() == Path(ours).resolve() for name in served)
-        if ours not in served and not is_same_path:
+        if Path(ours).resolve() not in [Path(name).resolve() for name in served]:  # ours may be a relative path
             raise ServerError(f"{server.url} serves {model['root']}, not {ours}: restart it with --model {ours}")
         return model["max_model_len"]
 
     def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:
         """Connect every server, or raise a ServerError; from now on lost servers are watched for and taken back."""
         self._where = (device, self.config.sync_timeout, gpus)
-        replies = {server.url: self._control.submit(partial(server.connect, *self._where)) for server in self.servers}
-        for url, reply in replies.items():
-            if isinstance(error := reply.exception(), RuntimeError):
-                cause = str(error).partition("\n")[0]
-                raise ServerError(f"{url}: no weight-transfer group: {cause}") from error
-            reply.result()
+        list(self._control.map(lambda server: server.connect(*self._where), self.servers))  # raises the first error
         threading.Thread(target=self._watch, daemon=True).start()
 
     @contextmanager
     def lease(self) -> Iterator[Server]:
-        """Wait for the server with the fewest groups in flight, for one group; ServerError where none is left."""
-        # All turns of a group go to one server, which has their prefixes in its cache.
+        """The server with the fewest groups in flight, for all turns of a group, which it caches; or ServerError."""
         with self._slots:
             while not (free := self._free_servers()):
                 self._slots.wait(10)
@@ -452,21 +421,20 @@ class VLLMClient:
         if not serving and time.monotonic() > self._all_lost_s + self.config.server_timeout:
             cure = "start one, and go on with --resume_from_checkpoint auto"
             raise ServerError(f"no rollout server is left: {self._why_lost}; {cure}")
-        limit = 0 if self._is_held else self.config.max_concurrent_requests
-        return [server for server in serving if server.in_flight < limit]
+        return [server for server in serving if server.in_flight < self._limit]
 
     @contextmanager
     def drained(self, stop: threading.Event) -> Iterator[None]:
         """No server samples in this block; groups wait for its end. It begins at once where `stop` is set."""
         with self._slots:
-            self._is_held = True
+            self._limit = 0
         while any(server.in_flight for server in self.servers) and not stop.wait(0.005):
             pass
         try:
             yield
         finally:
             with self._slots:
-                self._is_held = False
+                self._limit = self.config.max_concurrent_requests
                 self._slots.notify_all()
 
     def idle_seconds(self) -> float:
@@ -515,9 +483,7 @@ class VLLMClient:
             if self.version < 0:  # the servers of the start come first
                 continue
             self._read_list()
-            for server in self.servers:
-                if server.is_connected or time.monotonic() < server.retry_s:
-                    continue
+            for server in [s for s in self.servers if not s.is_connected and time.monotonic() > s.retry_s]:
                 try:
                     if server.was_ours:  # else it may be another trainer's
                         server.break_off()  # what it had in flight has gone to other servers
@@ -544,25 +510,22 @@ class VLLMClient:
                 with self._updating:
                     server.disconnect()
 
-    def update_weights(
-        self, weights: Iterable[tuple[str, Tensor]], version: int, only_returned: bool = False
-    ) -> list[Server]:
+    def update_weights(self, weights: Iterable[Any], version: int, only_returned: bool = False) -> list[Server]:
         """Publish a policy as `version` on every server, side by side: pause, stream bucket by bucket, resume.
 
-        Requests in flight go on under the new weights, with K/V made anew; the prefix cache is emptied. `weights` are
-        `(checkpoint name, tensor in its checkpoint's shape)`, consumed to the end; with `only_returned` they go to
-        servers that wait for weights alone. Returns those that waited: they serve once they are passed to `admit`.
+        `weights` are `(checkpoint name, tensor in its checkpoint's shape)`, consumed to the end; with `only_returned`
+        they go to servers that wait for weights alone. Returns those that waited: they serve once passed to `admit`.
         """
         with self._updating:
             returned = self.returned
             servers = returned if only_returned else [s for s in self.servers if s.has_weights] + returned
             try:
                 servers = self._on(servers, Server.pause)  # all of them first: one that hangs keeps no other waiting
-                for server in servers:
-                    server.begin_update()
+                for server in servers:  # each broadcast has a time-out, so the request itself needs none
+                    server.loading = server.pool.submit(server.post, "/update_weights", {"update_info": {}}, (5, None))
                 for bucket in chain(buckets(weights), [{}]):  # one loads while the trainer gathers the next
                     servers = self._until(servers, partial(Server.try_to_send, bucket=bucket, buffers={}))
-                servers = self._on(servers, partial(Server.end_update, version=version))
+                servers = self._on(servers, lambda server: server.end_update(version, self.config.sync_timeout))
                 self.version = version
                 return [server for server in servers if server in returned]
             except BaseException:
@@ -577,10 +540,9 @@ class VLLMClient:
 
     def _until(self, servers: list[Server], is_done: Callable[[Server], Any]) -> list[Server]:
         """Ask each until it is done; returns those. One that fails, or is `sync_timeout` behind half, is left out."""
-        late, lost, asked_s = servers, [], time.monotonic()
-        while late:
-            now_s, waiting = time.monotonic(), late
-            late = []
+        waiting, lost, asked_s = servers, [], time.monotonic()
+        while waiting:
+            now_s, late = time.monotonic(), []
             for server in waiting:
                 server.lag_s += (now_s - asked_s) * (2 * len(waiting) <= len(servers))
                 try:
@@ -593,7 +555,7 @@ class VLLMClient:
                     lost.append(server)
                     (self.lose if server.has_weights else self.keep_out)(server, error)
                     server.disconnect()  # a worker that waits for the rest gets an error
-            asked_s = now_s
+            waiting, asked_s = late, now_s
             time.sleep(2e-5 * (10 + len(late)) * bool(late))
         return [server for server in servers if server not in lost]
 

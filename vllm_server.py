@@ -30,13 +30,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.utils.nccl import unpinned_nccl_env
 
 BACKEND = "grpo"
-JOIN_TIMEOUT_S = 10
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
-
-OPEN_ROUTE = "/health"  # needs no token
 TRAINER_ROUTES = frozenset({
-    "/v1/models", "/get_world_size", "/metrics", "/inference/v1/generate", "/pause", "/resume", "/weight_checker",
-    "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update", "/version",
+    "/inference/v1/generate", "/pause", "/init_weight_transfer_engine", "/start_weight_update", "/finish_weight_update",
+    "/update_weights", "/resume", "/health", "/version", "/v1/models", "/metrics", "/get_world_size", "/weight_checker",
 })  # fmt: skip
 
 DEFAULTS = {  # ours, in place of vLLM's
@@ -73,16 +70,11 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
     update_info_cls = base.WeightTransferUpdateInfo  # buckets until an empty one: nothing to say beforehand
     group: TransferGroup | None = None
     trainer = ""
-    reloading = False
     temperature = 0.0  # of a reference, 0 for any other server
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Join the trainer's transfer group, in place of one that an earlier trainer left.
-
-        With a `temperature` the server becomes a reference instead: its logits are divided by it, as vLLM's log-probs
-        of prompts know no temperature.
-        """
-        if init_info.temperature:
+        """Join the trainer's transfer group, in place of one that an earlier trainer left; or become a reference."""
+        if init_info.temperature:  # of which vLLM's log-probs of prompts know nothing
             if self.temperature not in (0.0, init_info.temperature):
                 raise RuntimeError(f"it is the reference of a run at temperature {self.temperature}: start another one")
             for module in () if self.temperature else self.model.modules():
@@ -95,42 +87,33 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
         self.shutdown()
         self.trainer = init_info.trainer
         config = self.parallel_config
-        worker = config.data_parallel_index * config.world_size + config.rank
+        rank = 1 + config.data_parallel_index * config.world_size + config.rank
         # The store exists before the server hears of it: a trainer that is gone meanwhile keeps nobody waiting.
-        store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=JOIN_TIMEOUT_S))
+        store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=10))
         store.set_timeout(timedelta(seconds=init_info.timeout_s))
         dtype: Any = self.model_config.dtype
-        arguments = (1 + worker, init_info.world_size, self.device, init_info.timeout_s)
         with unpinned_nccl_env():  # the trainer has not what vLLM sets for its own communicators
-            self.group = TransferGroup(store, *arguments, dtype=dtype)
+            self.group = TransferGroup(store, rank, init_info.world_size, self.device, init_info.timeout_s, dtype=dtype)
 
     def start_weight_update(self) -> None:
         """Open vLLM's layerwise reload: layers are rebuilt as soon as all of their weights have arrived."""
-        if self.reloading:  # an update broke off, as its trainer died: its layers must be closed to be opened again
-            finalize_layerwise_reload(self.model, self.model_config)
-        self.reloading = True
         initialize_layerwise_reload(self.model)
-
-    def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive the stream and load it."""
-        self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: base.WeightTransferUpdateInfo) -> None:
         """Load every bucket; each has memory of its own, as layerwise reload keeps views until a layer is whole."""
-        if self.group is None:
-            raise RuntimeError("no trainer is connected: /init_weight_transfer_engine comes first")
         load_weights: Any = self.model.load_weights
         try:
+            assert self.group, "/init_weight_transfer_engine comes first"
             while bucket := self.group.receive():
                 load_weights(bucket.items())
         except BaseException:
             self.shutdown()  # what the trainer sends then fails at once, instead of waiting for this worker
+            finalize_layerwise_reload(self.model, self.model_config)  # layers must be closed to be opened again
             raise
 
     def finish_weight_update(self) -> None:
         """Close the reload and refresh what it leaves behind."""
         finalize_layerwise_reload(self.model, self.model_config)
-        self.reloading = False
         # The reload does not touch what vLLM prepacks for the CPU, a tied embedding and experts: they would stay.
         for module in self.model.modules() if self.device.type == "cpu" else ():
             if isinstance(module, ParallelLMHead):
@@ -151,45 +134,38 @@ class WorkerExtension:
 
 if BACKEND not in WeightTransferEngineFactory._registry:  # the API server imports this file twice, as script and module
     WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
+if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
+    die_with(os.getppid())
 
 
 class AccessGuard:
-    """ASGI middleware: 404 for every route the trainer does not need, 401 without the token where one is set.
+    """ASGI middleware: only the trainer's routes pass, with the token where one is set, and bodies of a stated length.
 
-    A body over `MAX_BODY_BYTES`, or of no stated length, gets 413. vLLM's `--api-key` guards `/v1` and `/inference`
-    alone: without this, the RL routes, which can replace the model, would stay open.
+    vLLM's `--api-key` guards `/v1` and `/inference` alone: the RL routes, which can replace the model, would stay open.
     """
 
     def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-        self.token = api_token()
+        self.app, self.token = app, api_token()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it here."""
-        app = self.app
-        if scope["type"] != "lifespan" and (refusal := self._refusal(scope)):
-            status, message = refusal
-            app = JSONResponse({"error": message}, status_code=status)
-        await app(scope, receive, send)
+        refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
+        await (refusal or self.app)(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> tuple[int, str] | None:
-        """Status and reason, None for a request that may pass."""
-        if scope["type"] != "http" or scope["path"] not in TRAINER_ROUTES | {OPEN_ROUTE}:
-            return 404, "no such route on a rollout server"
+    def _refusal(self, scope: Scope) -> JSONResponse | None:
+        """The answer to a request that may not pass."""
+        if scope["type"] != "http" or scope["path"] not in TRAINER_ROUTES:
+            return JSONResponse({"error": "no such route on a rollout server"}, 404)
         headers = dict(scope["headers"])
         expected = f"Bearer {self.token}".encode()
-        is_open = scope["path"] == OPEN_ROUTE or not self.token
-        if not is_open and not hmac.compare_digest(headers.get(b"authorization", b""), expected):
-            return 401, "missing or wrong bearer token"
+        needs_token = self.token and scope["path"] != "/health"
+        if needs_token and not hmac.compare_digest(headers.get(b"authorization", b""), expected):
+            return JSONResponse({"error": "missing or wrong bearer token"}, 401)
         length = headers.get(b"content-length", b"0")
         is_number = length.isdigit() and len(length) < 20
         if b"transfer-encoding" in headers or not is_number or int(length) > MAX_BODY_BYTES:
-            return 413, f"a request has at most {MAX_BODY_BYTES} bytes, and says how many"
+            return JSONResponse({"error": f"a request has at most {MAX_BODY_BYTES} bytes, and says how many"}, 413)
         return None
-
-
-if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
-    die_with(os.getppid())
 
 
 def main(argv: list[str]) -> None:

@@ -309,6 +309,13 @@ def test_a_frozen_trainer_keeps_no_worker(nccl, monkeypatch):
     trainer.close()
 
 
+class Loading:
+    """Takes the request for an update, which goes on for ever."""
+
+    def submit(self, *_):
+        return Future()
+
+
 class Receiver:
     """A transfer group on the trainer's side, whose peer takes each bucket after `seconds`."""
 
@@ -334,10 +341,10 @@ def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
     monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 1)
     client = make_client(*(f"http://{i}" for i in range(len(seconds))))
     client.config = dataclasses.replace(client.config, sync_timeout=1.0)
-    for step in ("pause", "begin_update", "end_update"):
+    for step in ("pause", "end_update"):
         monkeypatch.setattr(Server, step, lambda *_, **__: None)
     for server, pause_s in zip(client.servers, seconds, strict=True):
-        server.transfer, server.has_weights, server.loading = Receiver(pause_s), True, Future()
+        server.transfer, server.has_weights, server.pool = Receiver(pause_s), True, Loading()
     groups = [server.transfer for server in client.servers]
     started = time.monotonic()
     client.update_weights(((f"w{n}", FULL) for n in range(5)), 1)
@@ -408,8 +415,8 @@ def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
     trainer._group.fault = lambda rank, number: "never" if number == 1 else None
     client = make_client("http://a")
     (server,) = client.servers
-    server.transfer, server.has_weights, server.loading = trainer, True, Future()
-    for step in ("pause", "begin_update", "end_update"):
+    server.transfer, server.has_weights, server.pool = trainer, True, Loading()
+    for step in ("pause", "end_update"):
         monkeypatch.setattr(Server, step, lambda *_, **__: None)
     gathered = []
 
