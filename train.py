@@ -2,8 +2,7 @@
 
     torchrun --nproc_per_node=N train.py [recipes/x.py] [--field value ...]
 
-In reading order: advantages, the loss and its corrections, rows of a batch, one step, the loop (`main`). The model is
-built in `training/model.py`, groups come from `rollouts/stream.py`.
+In reading order: advantages, the loss and its corrections, the rows of a batch, one step, the loop (`main`).
 """
 
 import math
@@ -29,7 +28,6 @@ from training.model import (
     build_policy,
     build_reference,
     full_tensor,
-    set_gradient_sync,
     share_prefixes,
     token_logprobs,
     with_bf16,
@@ -254,9 +252,8 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     batches = []
     shares_prompts = row_layout(groups, config).shares_prompts
     for row in pack(pairs, max_tokens, share_prefix=shares_prompts, padded=not config.share_prefix):
-        images = joined_images([groups[number].prompt for number in row.prompts])
         of_row: Any = {name: values[row.index] for name, values in tokens.items()}
-        batches.append(MicroBatch(row, images=images, **of_row))
+        batches.append(MicroBatch(row, images=joined_images([groups[n].prompt for n in row.prompts]), **of_row))
     return batches
 
 
@@ -270,9 +267,8 @@ class Share(NamedTuple):
 class Dealer:
     """Packs the groups of a batch into rows, and deals the rows to the ranks. Only rank 0's is filled.
 
-    Every rank gets equally many rows, as FSDP2 and DDP need equally many backward passes of all. In each round, one row
-    for every rank, the largest goes to the rank that has had the fewest tokens. Masked copies of a small row, which add
-    nothing to the gradient, fill up the last round of a mini-batch.
+    Every rank gets equally many rows, as FSDP2 and DDP need equally many backward passes of all: in each round the
+    largest goes to the rank that has had the fewest tokens, and masked copies of a small row fill up the last one.
     """
 
     def __init__(self, num_ranks: int, config: TrainConfig):
@@ -349,7 +345,7 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
 
 
 def train_batch(
-    policy: nn.Module, reference: Callable[..., Tensor] | None, optimizer: Any, scheduler: Any,
+    policy: Any, reference: Callable[..., Tensor] | None, optimizer: Any, scheduler: Any,
     shares: Iterable[Share], config: TrainConfig, device: torch.device,
 ) -> tuple[dict[str, float], dict[int, float]]:  # fmt: skip
     """Every optimizer update on one batch; returns `TokenSums.metrics`, with more. Collective, with each rank's shares.
@@ -372,7 +368,8 @@ def train_batch(
         for share in shares:
             for stored in share.micro_batches:
                 micro = stored.to(device)
-                set_gradient_sync(policy, share.normalizer is not None and stored is share.micro_batches[-1])
+                # DDP sums over the ranks in an update's last backward alone; others do not read this.
+                policy.require_backward_grad_sync = share.normalizer is not None and stored is share.micro_batches[-1]
                 logprobs, entropy = token_logprobs(policy, micro.packed, micro.images, config, return_entropy=True)
                 trainer_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
                 old = micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs

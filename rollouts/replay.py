@@ -50,10 +50,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
-    """How many steps the run `replay` has saved whole, from its first on; and their groups as they were trained.
-
-    The groups have their places as ids. UserError where there is no such step, or the runs differ in `MUST_BE_EQUAL`.
-    """
+    """How many steps the run `replay` saved whole, from its first on; and groups as they were trained, ids in order."""
     folder = Path(str(config.replay))
     try:
         sizes = Counter(row["step"] for row in _rows(folder / "rollouts.jsonl"))

@@ -53,8 +53,8 @@ def weighted(rewards: list[list[float | None]], config: TrainConfig) -> list[flo
 def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     """`reward` and `rewards/<function>`: means; `accuracy`: the share of completions with a reward of at least 1.
 
-    Of n = `eval_generations` completions a problem, c of them right, `pass@k` is the mean of 1 - C(n-c, k) / C(n, k)
-    (arXiv:2107.03374), unbiased, for k = 2, 4, ... and n. Completions without a reward count in none of them.
+    Of n = `eval_generations` completions a problem, c of them right, `pass@k`, for k = 2, 4, ... and n, is the mean of
+    1 - C(n-c, k) / C(n, k) (arXiv:2107.03374), unbiased. Completions without a reward count in none of them.
     """
     valid = [[reward for reward in group.reward if not math.isnan(reward)] for group in groups]
     numbers = [(len(rewards), sum(reward >= 1 for reward in rewards)) for rewards in valid]

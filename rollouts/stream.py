@@ -1,7 +1,4 @@
-"""Groups are sampled and scored ahead of the trainer, and held-out prompts evaluated; the servers get its policy.
-
-`GroupStream` keeps the servers busy within the bound on staleness. `Rollouts` is what the training loop sees of it.
-"""
+"""Groups are sampled ahead of the trainer (`GroupStream`); what its loop sees of them and of servers (`Rollouts`)."""
 
 import math
 import threading
@@ -49,10 +46,7 @@ def sampling_params(config: TrainConfig) -> dict[str, Any]:
 def sample_group(
     group: Group, client: VLLMClient, processor: Any, sampling: dict[str, Any], config: TrainConfig
 ) -> None:
-    """Fill in the group's `completions`, by one request or the recipe's `rollout_fn`, all on one server.
-
-    Raises as `on_one_server`, and a UserError where an image cannot be read or `rollout_fn` fails.
-    """
+    """Fill in the group's `completions`, by one request or `rollout_fn` (UserError where it fails), on one server."""
     if group.prompt.sources:  # of images
         group.prompt = data.with_images(group.prompt, processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:  # completion i of a group gets seed + i from vLLM
@@ -73,10 +67,7 @@ def sample_group(
 
 
 def on_one_server(group: Group, client: VLLMClient, ask: Callable[[Any], Any]) -> Any:
-    """What `ask` of a server gives for a group; where the server is lost, another one is asked anew.
-
-    ServerError where none is left, one refuses, or healthy ones fail three times.
-    """
+    """What `ask` of a server gives, anew where it is lost; ServerError where none is left, or healthy ones fail."""
     where, num_failed = f"dataset row {group.prompt.index}", 0
     while True:
         with client.lease() as server:
@@ -122,8 +113,7 @@ class GroupStream:
     version v always fit into the batches up to v + max_staleness, so that each can still be trained in time if new ones
     wait. Every group ends once: taken, or dropped with a reason.
 
-    `groups` are fresh ones without end, in the order of admission; `fill(group)` fills in completions and rewards, and
-    before it samples `started_version`. The run has `num_steps` batches.
+    `groups` come in the order of admission; `fill(group)` fills in all that is known of one before it is trained.
     """
 
     def __init__(self, groups: Iterator[Group], fill: Any, num_steps: int, config: TrainConfig):
@@ -249,10 +239,7 @@ class GroupStream:
 
 
 class Rollouts:
-    """Where groups come from and the policy goes to. Data and servers live on rank 0; the methods are collective.
-
-    Making one checks data, rewards and servers, before a model is loaded (UserError, ServerError).
-    """
+    """Where groups come from and the policy goes to. Data and servers live on rank 0; the methods are collective."""
 
     def __init__(self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None):
         self.config, self.device = config, device
@@ -335,10 +322,7 @@ class Rollouts:
             group.ref_logprobs = on_one_server(group, self.references, lambda server: server.logprobs(*arguments))
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
-        """The next groups of the batch, and whether they are its last. Collective; only rank 0 gets groups.
-
-        They have about `num_tokens` together, or are the batch's rest. Stopped where the run ends, or `failure` is set.
-        """
+        """The batch's next groups, about `num_tokens`, and whether they are its last; or Stopped. Collective."""
         groups: list[Group] = []
 
         def look() -> str | None:
@@ -407,10 +391,7 @@ class Rollouts:
             self.client.idle_seconds()
 
     def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
-        """`eval/...` of all held-out sets, and `eval/<set>/...`, with the groups by set; empty where none is due.
-
-        Collective; empty on ranks other than 0.
-        """
+        """On rank 0, where due: `eval/...` of all held-out sets, `eval/<set>/...`; and groups by set. Collective."""
         config = self.config
         is_due = step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
         if not (config.eval_sets and is_due) or config.replay:
@@ -486,18 +467,17 @@ class Rollouts:
         with ThreadPoolExecutor(64) as pool:
             probes = broadcast_object([*pool.map(self._probe, servers)] if is_main() else None)
         self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
-        failures = {url: failure for url, _, failure in probes}
         reasons = [failure or self._difference(completions) for _, completions, failure in probes]
         self.policy.train()
         if is_first and any(reasons):
             faults = [f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why]
             raise ServerError("; ".join(faults))
-        for server, reason in zip(servers, reasons, strict=False):  # there are servers on rank 0 alone
+        for server, reason, (*_, failure) in zip(servers, reasons, probes, strict=False):  # servers are on rank 0
             if server in waiting and reason:
                 self.client.keep_out(server, reason)
             elif server in waiting:
                 self.client.admit(server)
-            elif reason and not failures[server.url]:
+            elif reason and not failure:
                 self.client.lose(server, ServerLost(reason))
             if not reason:
                 server.proved_version = self.version
@@ -532,9 +512,6 @@ class Rollouts:
 
     def close(self) -> None:
         """Leave the servers."""
-        if is_main():
-            self.stream.close()
-            self.scorer.close()
-            self.client.close()
-            if self.references:
-                self.references.close()
+        for part in (self.stream, self.scorer, self.client, self.references) if is_main() else ():
+            if part:
+                part.close()

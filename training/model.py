@@ -311,12 +311,6 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return whole.to(whole.device_mesh.device_type).full_tensor() if isinstance(tensor, DTensor) else whole
 
 
-def set_gradient_sync(model: nn.Module, enabled: bool) -> None:
-    """Set whether the next backward sums gradients over ranks: DDP can wait for the last, FSDP2 always sums."""
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        model.require_backward_grad_sync = enabled
-
-
 def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every weight once, whole, LoRA merged: `(name in the plain Hugging Face model, tensor)`, one at a time.
 
