@@ -152,7 +152,7 @@ class Checkpoints:
         if self._writing is None:
             return
         error, self._writing = self._writing.exception(), None
-        own_cause = error and (str(error.__cause__ or error) or repr(error)).splitlines()[0]
+        own_cause = error and (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0]
         cause = next(filter(None, gather_objects(own_cause)), None)
         if cause:
             path = self.folder / f"checkpoint-{self.steps.pop()}"
