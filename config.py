@@ -109,7 +109,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     eval_dataset_split: str = "test"
     """Split of `eval_dataset_id` where it is a `datasets` name."""
     eval_generations: OneOrMore = 1
-    """Completions per held-out problem: `eval/reward` is their mean, `eval/pass@k` that of the best of k."""
+    """Completions per held-out problem: `eval/accuracy` is avg@k, `eval/pass@k` the chance that one of k is right."""
     eval_temperature: NotNegative = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
     collate_fn: Function | None = None

@@ -67,7 +67,7 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     """Fill in the advantages of groups that have rewards: of a whole batch where `config.weighs_whole_batch`."""
-    # One by one, as the rounding of a mean over several groups would depend on which came together.
+    # Otherwise group by group: in one tensor, rounding would depend on which groups arrived together.
     parts = [groups] if config.weighs_whole_batch else [[group] for group in groups]
     advantage_fn: Any = config.advantage_fn or (lambda rewards, _: compute_advantages(rewards, config.scale_rewards))
     for part in parts:
@@ -84,7 +84,7 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
 
 
 def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
-    """For every token the sum of `values` [N] over tokens with its number in `completion` [N]; differentiable."""
+    """For each token, the sum of `values` [N] over all tokens of its completion (`completion` [N]); differentiable."""
     numbers, place = completion.unique(return_inverse=True)
     return values.new_zeros(len(numbers)).index_add(0, place, values)[place]
 
@@ -100,12 +100,12 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The unnormalized policy loss of one micro-batch: a sum over its completion tokens.
 
-    With ratio ρ = exp(logprobs - old_logprobs), or the geometric mean of a completion's, which has the gradient of the
-    token's own log-prob (GSPO-token, arXiv:2507.18071): -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first
-    term (two-sided clip, arXiv:2505.07291); for cispo (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. Plus β·k3, with
-    k3 = exp(ref - logprobs) - (ref - logprobs) - 1, or β·ρ·k3 for kl_gradient reverse. For loss_type grpo each token's
-    loss is divided by how many tokens of its completion train. Divide the gradient of the sum over all micro-batches by
-    `loss_normalizer`, once.
+    The ratio ρ is exp(logprobs - old_logprobs); for importance_level sequence it is its geometric mean over the
+    completion, with the gradient of the token's own log-prob (GSPO-token, arXiv:2507.18071). A token's loss is
+    -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first term (two-sided clip, arXiv:2505.07291), or for cispo
+    (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. To it come β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1, or
+    β·ρ·k3 for kl_gradient reverse. For loss_type grpo it is divided by the trained tokens of its completion. The caller
+    divides the gradient of the sum over all micro-batches by `loss_normalizer`, once.
 
     Args:
         logprobs: [N], one per completion token, nats, under the policy; the gradient goes through them alone.
@@ -124,7 +124,7 @@ def grpo_loss(
     num_tokens = completion_sums(mask, completion).clamp(min=1)
     log_ratio = bounded_log_ratio(logprobs, old_logprobs, mask)
     token_ratio = ratio = log_ratio.exp()
-    if config.importance_level == "sequence":  # with a gradient of each token's own, as corrections may mask some
+    if config.importance_level == "sequence":  # a token's gradient is its own: a correction may give others weight 0
         mean = completion_sums(log_ratio.detach(), completion) / num_tokens
         ratio = (mean + log_ratio - log_ratio.detach()).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -166,10 +166,10 @@ def off_policy_weights(
 ) -> Tensor:
     """Bounded importance weights p(trainer) / p(server) on the advantages; 1 where config.old_logprobs is `sampler`.
 
-    w = exp(old_logprobs - sampler_logprobs) of a token, for `sequence` the product over its completion (unbiased where
-    the cap is not met), for `geometric` that product's mean: min(w, cap) for `truncate` (TIS), `sequence` and
-    `geometric`; w within [floor, cap], and 0 outside, for `mask` (IcePop, arXiv:2510.18855), `sequence_mask` and
-    `geometric_mask`; 1 for `none`. Tensors are as for `grpo_loss`, [N].
+    w is exp(old_logprobs - sampler_logprobs) of the token; `sequence` takes the product over its completion (unbiased
+    below the cap), `geometric` the geometric mean. `truncate` (TIS), `sequence` and `geometric` give min(w, cap);
+    `mask` (IcePop, arXiv:2510.18855), `sequence_mask` and `geometric_mask` give w within [floor, cap] and 0 outside;
+    `none` gives 1. Tensors are as for `grpo_loss`, [N].
     """
     level, _, _ = config.off_policy_correction.partition("_")
     if config.old_logprobs == "sampler" or level == "none":
@@ -196,7 +196,7 @@ class MicroBatch:
     advantages: Tensor
     mask: Tensor  # 1 on tokens that train, 0 elsewhere
     sampler_logprobs: Tensor  # nats, the server's
-    servers: Tensor  # int16: 1 + the server's number on tokens of the policy that is trained, 0 on those of older ones
+    servers: Tensor  # int16: 1 + the server's number where the current policy sampled the token, 0 where an older did
     images: dict[str, Tensor] = field(default_factory=dict)  # those of the row's prompts, from `joined_images`
     ref_logprobs: Tensor | None = None  # nats, of `reference_urls`
     old_logprobs: Tensor | None = None  # nats, the policy's before the first of several updates, on its device
@@ -216,7 +216,7 @@ class Layout(NamedTuple):
 
 def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
     """Share prompts only where that saves `MIN_SAVED` of the tokens, as it takes more and smaller kernel calls."""
-    shared, alone, padded = map(sum, zip((0, 0, 0), *(group.row_sizes for group in groups), strict=True))
+    shared, alone, padded = (sum(group.row_sizes[i] for group in groups) for i in range(3))
     if not config.share_prefix:
         return Layout(False, padded)
     return Layout(True, shared) if shared <= (1 - MIN_SAVED) * alone else Layout(False, alone)
@@ -237,14 +237,14 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     completions = [c for group in groups for c in group.completions]
     sizes = torch.tensor([c.token_ids.numel() for c in completions], dtype=torch.long)
     trains = torch.tensor(trained_lengths(groups, config)) > 0
-    starts = torch.tensor([c.start_of(group.trained_version) for group in groups for c in group.completions])
-    numbers = [number for group in groups for _ in group.completions for number in (0, 1 + group.server)]
-    sizes_by_age = torch.stack([starts, sizes - starts], 1).flatten()
+    num_old = torch.tensor([c.start_of(group.trained_version) for group in groups for c in group.completions])
+    marks = [mark for group in groups for _ in group.completions for mark in (0, 1 + group.server)]
+    sizes_by_age = torch.stack([num_old, sizes - num_old], 1).flatten()  # older policies' tokens come first
     tokens = {
         "advantages": torch.tensor([a for group in groups for a in group.advantages]).float().repeat_interleave(sizes),
         "mask": (trains.repeat_interleave(sizes) & torch.cat([c.loss_mask for c in completions])).float(),
         "sampler_logprobs": torch.cat([c.sampler_logprobs for c in completions]),
-        "servers": torch.tensor(numbers, dtype=torch.int16).repeat_interleave(sizes_by_age),
+        "servers": torch.tensor(marks, dtype=torch.int16).repeat_interleave(sizes_by_age),
     }
     if groups[0].ref_logprobs:
         tokens["ref_logprobs"] = torch.cat([values for group in groups for values in group.ref_logprobs])
@@ -258,7 +258,7 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
 
 
 class Share(NamedTuple):
-    """What one rank trains next. With a normalizer, which divides the summed gradients, an update follows."""
+    """Rows that one rank trains next. With a `normalizer` an update follows, which divides the gradients by it."""
 
     micro_batches: list[MicroBatch]
     normalizer: float | None = None
@@ -267,14 +267,14 @@ class Share(NamedTuple):
 class Dealer:
     """Packs the groups of a batch into rows, and deals the rows to the ranks. Only rank 0's is filled.
 
-    Every rank gets equally many rows, as FSDP2 and DDP need equally many backward passes of all: in each round the
-    largest goes to the rank that has had the fewest tokens, and masked copies of a small row fill up the last one.
+    A round deals one row to each rank, as FSDP2 and DDP need equally many backward passes on all. The largest row goes
+    to the rank that has had the fewest tokens, and masked copies of the smallest row fill up the last round.
     """
 
     def __init__(self, num_ranks: int, config: TrainConfig):
         self.config = config
         self.loads = [0] * num_ranks  # tokens that each rank has had
-        self.waiting: list[Group] = []  # their row has room
+        self.waiting: list[Group] = []  # groups of a row that still has room
         self.rows: list[MicroBatch] = []  # not dealt yet
         self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
 
@@ -289,7 +289,7 @@ class Dealer:
         """Each rank's shares of the groups that came, one per mini-batch; `is_complete`: they are the batch's last."""
         config = self.config
         size = config.batch_size // config.num_minibatches
-        # Several parts only for several mini-batches, for which `missing_tokens` waits for the whole batch.
+        # With several mini-batches these groups are the whole batch, for which `missing_tokens` makes `take` wait.
         parts = [self._shares(groups[start : start + size], is_complete) for start in range(0, len(groups), size)]
         if config.num_minibatches > 1 and config.loss_type in ("dapo", "cispo"):  # a token weighs the same in each
             mean = loss_normalizer(trained_lengths(groups, config), config) / config.num_minibatches
@@ -348,9 +348,9 @@ def train_batch(
     policy: Any, reference: Callable[..., Tensor] | None, optimizer: Any, scheduler: Any,
     shares: Iterable[Share], config: TrainConfig, device: torch.device,
 ) -> tuple[dict[str, float], dict[int, float]]:  # fmt: skip
-    """Every optimizer update on one batch; returns `TokenSums.metrics`, with more. Collective, with each rank's shares.
+    """Train one batch; returns metrics, and mean |trainer - server| by server. Collective: each rank has its shares.
 
-    A batch with one update trains as it arrives; several need the log-probs before the first, so it is collected.
+    With one update it trains while it arrives; for several it is collected, to take the log-probs before the first.
     """
     loss_fn: Any = config.loss_fn or grpo_loss
     learning_rate = optimizer.param_groups[0]["lr"]
@@ -368,7 +368,7 @@ def train_batch(
         for share in shares:
             for stored in share.micro_batches:
                 micro = stored.to(device)
-                # DDP sums over the ranks in an update's last backward alone; others do not read this.
+                # DDP reduces gradients only in an update's last backward; FSDP2 and a single rank ignore this.
                 policy.require_backward_grad_sync = share.normalizer is not None and stored is share.micro_batches[-1]
                 logprobs, entropy = token_logprobs(policy, micro.packed, micro.images, config, return_entropy=True)
                 trainer_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
@@ -380,9 +380,9 @@ def train_batch(
                 )
                 loss.backward()
                 loss_sum += loss.detach()
-                # Servers are judged by log-probs of the policy that they had, once.
-                is_theirs = iteration == 0 and (micro.old_logprobs is not None or not norms)
-                servers = micro.servers if is_theirs else None
+                # Servers are compared with the policy before the first update only, each token once.
+                is_compared = iteration == 0 and (micro.old_logprobs is not None or not norms)
+                servers = micro.servers if is_compared else None
                 token_sums.add(loss_sums, entropy, trainer_logprobs, micro.sampler_logprobs, micro.mask, servers)
             if share.normalizer is not None:
                 norms.append(optimizer_step(policy, optimizer, scheduler, share.normalizer, config))
@@ -398,7 +398,7 @@ def train_batch(
 
 
 def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
-    """Normalize summed gradients, clip, step (none that is not finite); returns the norm before it. Collective."""
+    """Divide the gradients by `normalizer`, clip, step if they are finite; returns the unclipped norm. Collective."""
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)
     norm = full_tensor(nn.utils.clip_grad_norm_(policy.parameters(), config.grad_norm or math.inf)).item()
@@ -414,9 +414,11 @@ def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer
 
 def check_loss(config: TrainConfig) -> None:
     """Try the config's `loss_fn` on two tokens of log-probability -1 and advantage 1, or raise a UserError."""
-    loss_fn: Any = config.loss_fn or grpo_loss
+    loss_fn: Any = config.loss_fn
     ones = torch.ones(2)
-    for mask in (ones, 0 * ones):  # masked tokens alone, as in rows that fill up a round of ranks, get no gradient
+    for mask in (
+        (ones, 0 * ones) if loss_fn else ()
+    ):  # masked tokens alone, as in rows that fill up a round of ranks, get no gradient
         logprobs = (-ones).requires_grad_()
         ref = logprobs.detach() if config.has_reference else None
         with naming(f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)}, loss/...)"):
@@ -435,14 +437,14 @@ def check_advantages(prompts: list[Prompt], config: TrainConfig) -> None:
     completions = [Completion([0], [-1.0], "stop", [Span(0, 0, 1)]) for _ in range(num)]
     reward = [float(number) for number in range(num)]
     rewards: Any = [[value] * len(config.reward_funcs) for value in reward]
-    if config.advantage_fn and not config.rollout_fn:  # whose `info` these have not
+    if config.advantage_fn and not config.rollout_fn:  # these completions lack its `info`
         set_advantages([Group(prompt, completions, [""] * num, rewards, reward) for prompt in prompts[:2]], config)
 
 
 def main(config: TrainConfig) -> None:
     """Train. Under torchrun every rank calls it; without torchrun the world is this process.
 
-    What ends a run on the way (UserError, ServerError) is raised once its last whole step is saved.
+    A UserError or ServerError during training is raised after the last whole step is saved.
     """
     config = with_bf16(config)
     check_loss(config)

@@ -38,7 +38,7 @@ DECODER = msgspec.msgpack.Decoder(Group, ext_hook=_decoded)
 
 
 def saved_group(group: Group) -> dict[str, Any]:
-    """A line of `rollouts.jsonl`, whose bytes become base64: about 12 a token. The prompt's text is left out."""
+    """A line of `rollouts.jsonl`, about 12 bytes a token (its encoder makes base64). The prompt's text is left out."""
     prompt = Prompt(group.prompt.index, group.prompt.token_ids, "", {})
     return {"group": ENCODER.encode(replace(group, prompt=prompt, texts=[], ref_logprobs=[]))}
 
@@ -50,7 +50,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
-    """How many steps the run `replay` saved whole, from its first on; and groups as they were trained, ids in order."""
+    """The number of whole steps that the run saved, from step 1 on, and its groups in training order, numbered anew."""
     folder = Path(str(config.replay))
     try:
         sizes = Counter(row["step"] for row in _rows(folder / "rollouts.jsonl"))

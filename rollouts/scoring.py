@@ -27,7 +27,7 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
         names = ["prompts", "completions", "completion_ids", *columns]
         with naming(f"reward {function.__name__} on dataset row {row}, which gives it {', '.join(names)}"):
             for called in getattr(function, "functions", [function]):  # those that `best_of` calls
-                signature = inspect.signature(called)  # what else it wants, a rollout's `info` may have
+                signature = inspect.signature(called)  # a rollout's `info` may give it the missing ones
                 (signature.bind_partial if config.rollout_fn else signature.bind)(**dict.fromkeys(names))
         with naming(f"reward {function.__name__} cannot be sent to a worker (open clients inside it)"):
             cloudpickle.dumps(function)
@@ -83,7 +83,7 @@ class Scorer:
         self._say_once = cache(partial(print, flush=True))
 
     def score(self, group: Group) -> None:
-        """Fill in a group's texts and rewards. UserError for what is no finite number, or fails again and again."""
+        """Fill in a group's texts and rewards. UserError where a reward is not finite, or a function keeps failing."""
         ids = [completion.token_ids.tolist() for completion in group.completions]
         group.texts = [self.tokenizer.decode(of_one, skip_special_tokens=True) for of_one in ids]
         columns = [self._call(function, group, ids) for function in self.config.reward_funcs]

@@ -1,4 +1,4 @@
-"""Groups are sampled ahead of the trainer (`GroupStream`); what its loop sees of them and of servers (`Rollouts`)."""
+"""`GroupStream` samples groups ahead of the trainer; `Rollouts` is what its loop sees of groups and servers."""
 
 import math
 import threading
@@ -67,7 +67,7 @@ def sample_group(
 
 
 def on_one_server(group: Group, client: VLLMClient, ask: Callable[[Any], Any]) -> Any:
-    """What `ask` of a server gives, anew where it is lost; ServerError where none is left, or healthy ones fail."""
+    """Ask a server; if it is lost, ask another. ServerError where none is left, or healthy ones fail three times."""
     where, num_failed = f"dataset row {group.prompt.index}", 0
     while True:
         with client.lease() as server:
@@ -87,7 +87,7 @@ def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: Train
         return server.generate(prompt.token_ids, sampling, prompt.images)
     rollout_fn: Any = config.rollout_fn
     try:
-        completions = [replace(completion) for completion in rollout_fn(server, prompt, sampling)]  # which checks them
+        completions = [replace(completion) for completion in rollout_fn(server, prompt, sampling)]  # replace checks it
         if len(completions) != sampling["n"]:
             raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
         ids = torch.cat([completion.token_ids for completion in completions])
@@ -109,11 +109,11 @@ class GroupStream:
     """Scored groups for the trainer, sampled ahead of it within the bound on staleness. Lives on rank 0.
 
     A group is admitted while groups accepted + running < (max_staleness + version + 1) x batch_size: what is dropped
-    makes room for another one, and at staleness 0 exactly the batch to be trained is sampled. The groups begun by
-    version v always fit into the batches up to v + max_staleness, so that each can still be trained in time if new ones
-    wait. Every group ends once: taken, or dropped with a reason.
+    makes room for another one, and at staleness 0 exactly the batch to be trained is sampled. All groups begun under
+    versions up to v fit into the batches up to v + max_staleness, so none becomes too stale if newer groups let it go
+    first. Every group ends once: taken, or dropped with a reason.
 
-    `groups` come in the order of admission; `fill(group)` fills in all that is known of one before it is trained.
+    `groups` are admitted in their order; `fill(group)` samples and scores one, or restores a saved one.
     """
 
     def __init__(self, groups: Iterator[Group], fill: Any, num_steps: int, config: TrainConfig):
@@ -210,7 +210,7 @@ class GroupStream:
         self._changed.notify_all()
 
     def _next(self) -> Group | None:
-        """The group to train next, or None where one has to be waited for."""
+        """The group to train next, None where none is ready; with `stale_policy` drop, it drops what is too stale."""
         staleness = self.config.max_staleness
         if staleness == 0:  # in the order of admission, so that a run does not depend on latencies
             first = min([*self._running, *(group.id for group in self._ready)], default=None)
@@ -249,7 +249,7 @@ class Rollouts:
         self.policy: Any = None  # the one that was published last, as `version`
         self.version = -1
         self.gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
-        # Of the run; the shortest prompt with images, processed (None in a run without); what servers are probed with.
+        # `example` is the shortest prompt with images, processed, or None; servers are probed with `probe_prompt`.
         self.num_steps, self.example, self.probe_prompt = broadcast_object(self._open(resumed) if is_main() else None)
         self._restart_clocks()
 
@@ -272,7 +272,7 @@ class Rollouts:
         with data.naming("eval_dataset_id"):
             held_out = {name: self._load(s, config.eval_dataset_split) for name, s in config.eval_sets.items()}
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
-        if self.references:  # which sample a token beside what they are asked for
+        if self.references:  # to give log-probs, vLLM must also sample a token
             longest = min(longest, self.references.wait_until_ready() - 1)
         max_prompt_len = longest - config.max_completion_len
         self.prompts = data.leave_out_long(prompts, max_prompt_len, config)
@@ -322,7 +322,7 @@ class Rollouts:
             group.ref_logprobs = on_one_server(group, self.references, lambda server: server.logprobs(*arguments))
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
-        """The batch's next groups, about `num_tokens`, and whether they are its last; or Stopped. Collective."""
+        """The batch's next groups, about `num_tokens`, and whether they complete it. Raises Stopped. Collective."""
         groups: list[Group] = []
 
         def look() -> str | None:
@@ -343,7 +343,7 @@ class Rollouts:
         return groups, word == "complete"
 
     def _lead(self, look: Callable[[], str | None]) -> str:
-        """Every rank gets the first word that rank 0's `look`, of about a second, returns, or `stop`. Collective."""
+        """Repeat rank 0's `look` (a second each) until it returns a word; every rank gets it, or `stop`. Collective."""
         # Between two looks all ranks send the policy to servers that came back.
         while (word := broadcast_object(self._next_word(look) if is_main() else None)) == "resync":
             self._prove(self._send(only_returned=True))
@@ -421,7 +421,7 @@ class Rollouts:
         return values, sets
 
     def check(self, gaps: dict[int, float]) -> None:
-        """Leave out servers whose tokens of the policy that was trained differ: `gaps`, nats a token, by number."""
+        """Leave out servers whose log-probs differ from the trainer's by too much: `gaps`, nats a token, by number."""
         are_exact = not (bending(self.config) or self.config.rollout_fn or self.config.lora_dropout)
         for server in self.client.servers if is_main() and are_exact else ():
             gap = gaps.get(server.number, math.nan)
@@ -433,8 +433,8 @@ class Rollouts:
     def publish(self, policy: nn.Module, version: int) -> None:
         """Send the policy to every server as `version`, which lets sampling go on. Collective.
 
-        A server, whose weights were zero, serves once its log-probs on a probe agree; if not at first, a ServerError.
-        One of which no tokens have proved that for `probe_steps` is probed again.
+        A server, whose weights were zero, serves once its log-probs of a probe agree; at the first sync all must, or it
+        is a ServerError. A server that no sampled tokens have proved for `probe_steps` versions is probed again.
         """
         is_first = self.policy is None
         self.policy, self.version = policy, version
@@ -454,7 +454,7 @@ class Rollouts:
             self._prove(returned + due[: 1 + len(serving) // self.config.probe_steps])
 
     def _send(self, only_returned: bool = False) -> list[Server]:
-        """Stream the policy to the servers; returns those on rank 0 that waited for it and have it now. Collective."""
+        """Stream the policy to the servers; returns, on rank 0, those that came back and now have it. Collective."""
         weights = published_weights(self.policy)
         if is_main():
             return self.client.update_weights(weights, self.version, only_returned)
@@ -462,7 +462,7 @@ class Rollouts:
         return []
 
     def _prove(self, servers: list[Server], is_first: bool = False) -> None:
-        """Let rank 0's servers serve that agree. One that serves, and is too busy to answer, may go on. Collective."""
+        """Probe servers; those that agree serve. One that serves already and does not answer goes on. Collective."""
         waiting = [server for server in servers if not server.has_weights]
         with ThreadPoolExecutor(64) as pool:
             probes = broadcast_object([*pool.map(self._probe, servers)] if is_main() else None)
@@ -472,12 +472,12 @@ class Rollouts:
         if is_first and any(reasons):
             faults = [f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why]
             raise ServerError("; ".join(faults))
-        for server, reason, (*_, failure) in zip(servers, reasons, probes, strict=False):  # servers are on rank 0
+        for server, reason, (_, completions, _) in zip(servers, reasons, probes, strict=False):  # they are on rank 0
             if server in waiting and reason:
                 self.client.keep_out(server, reason)
             elif server in waiting:
                 self.client.admit(server)
-            elif reason and not failure:
+            elif reason and completions:
                 self.client.lose(server, ServerLost(reason))
             if not reason:
                 server.proved_version = self.version

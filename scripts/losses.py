@@ -1,11 +1,11 @@
 """Compare two losses on identical data: the saved rollouts of a run, step by step.
 
-    python scripts/losses.py RUN a.py b.py [--steps N] [-o losses.png]
+    python scripts/losses.py RUN a.py b.py [--steps N] [-o losses.png] [--field value ...]
 
 RUN is the output_dir of a run that had `save_rollouts`; a.py and b.py are recipes of its model and data that differ in
 what makes a gradient: the loss and its settings, advantages, corrections. Each step prints the norms of both gradients
 of the whole batch and their cosine, at the same policy and before clipping. Then the policy takes a's step. There is
-one update per batch, so ratios differ from 1 only with `old_logprobs="sampler"`.
+one update per batch, so ratios differ from 1 only with `--old_logprobs sampler`. Fields are set in both recipes.
 """
 
 import argparse
@@ -120,12 +120,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("recipes", nargs=2, metavar="RECIPE")
     parser.add_argument("--steps", type=int, help="default: all that the run has")
     parser.add_argument("-o", "--output", type=Path, help="default: losses.png in the run")
-    args = parser.parse_args(argv)
+    args, fields = parser.parse_known_args(argv)
     path = args.output or Path(args.run) / "losses.png"
     try:
         words = ["--replay", args.run, "--output_dir", f"{args.run}-unused"]  # nothing is written there
         words += ["--num_iterations", "1", "--num_minibatches", "1", "--max_steps", "none"]
-        configs = [with_bf16(parse_args([recipe, *words])) for recipe in args.recipes]
+        configs = [with_bf16(parse_args([recipe, *fields, *words])) for recipe in args.recipes]
+        if {config.old_logprobs for config in configs} == {"trainer"}:
+            print("all ratios are 1: with --old_logprobs sampler they are against the server's log-probs", flush=True)
         for config in configs:
             check_loss(config)
         for name in ("model_id", "use_peft", "lora_rank", "lora_alpha", "lora_target_modules", "dtype"):

@@ -3,7 +3,7 @@
 python scripts/show.py RUN                       # the last step's, in their groups
 python scripts/show.py RUN --step 40 --worst 5
 python scripts/show.py RUN --best 3 --group 812
-python scripts/show.py RUN --held-out --worst 5  # of the last evaluation
+python scripts/show.py RUN --held-out --worst 5  # of the last evaluation; of one of several sets with --set NAME
 """
 
 import argparse
@@ -75,6 +75,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--step", type=int, help="default: the last")
     parser.add_argument("--group", type=int)
     parser.add_argument("--held-out", action="store_true", help="those of an evaluation, with all its problems")
+    parser.add_argument("--set", metavar="NAME", help="one of several held-out sets")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", type=int, metavar="N")
     order.add_argument("--best", type=int, metavar="N")
@@ -82,6 +83,8 @@ def main(argv: list[str]) -> None:
     samples = read_samples(args.run / f"{'held_out' if args.held_out else 'completions'}.jsonl", args.step)
     if args.group is not None:
         samples = [sample for sample in samples if sample["group"] == args.group]
+    if args.set is not None:
+        samples = [sample for sample in samples if sample.get("set") == args.set]
     number = args.worst if args.best is None else args.best
     if number is not None and number < 1:
         parser.error("--worst and --best must be at least 1")

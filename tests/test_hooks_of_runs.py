@@ -1,5 +1,6 @@
 """What a run lets a researcher hook in, against fake servers: info, evaluations, proofs of syncs, teachers, replays."""
 
+import functools
 import itertools
 import json
 import math
@@ -321,6 +322,26 @@ def test_who_is_lost_while_it_is_probed_is_not_let_in(served):
     with process_group(60):
         Rollouts._prove(rollouts, [one])
     assert admitted == ([] if served else [one])
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_server_that_answers_a_probe_with_other_weights_is_left_out(answers):
+    """One that serves and does not answer in time goes on."""
+    lost: list[Any] = []
+    one: Any = SimpleNamespace(url="http://a", has_weights=True, proved_version=-1)
+    client = SimpleNamespace(lose=lambda server, error: lost.append(str(error)))
+    policy = SimpleNamespace(eval=lambda: None, train=lambda: None)
+    stale = Completion([5], [-1.0], "stop", [Span(3, 0, 1)])
+    one.generate = lambda *_: [stale]
+    if not answers:
+        one.generate = lambda *_: (_ for _ in ()).throw(stream.ServerLost("it took too long"))
+    config, prompt = make_config(), Prompt(0, [5], "", {})
+    rollouts: Any = SimpleNamespace(client=client, policy=policy, version=4, config=config, probe_prompt=prompt)
+    rollouts._probe = functools.partial(Rollouts._probe, rollouts)
+    with process_group(60):
+        Rollouts._prove(rollouts, [one])
+    assert lost == (["answers with other weights than it was sent"] if answers else [])
+    assert one.proved_version == -1
 
 
 def test_tokens_of_older_policies_say_nothing_of_a_sync(models, recipe, tmp_path):

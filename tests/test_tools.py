@@ -217,6 +217,8 @@ def test_show_of_held_out_completions(tmp_path, capsys):
     assert re.findall(r"── (\w+) · step 1", out) == ["aime", "math500"]
     assert "turns: 3" in out
     assert "advantage" not in out
+    show.main([str(tmp_path), "--held-out", "--set", "math500"])
+    assert re.findall(r"── (\w+) · step 1", capsys.readouterr().out) == ["math500"]
 
 
 def test_show_refuses(tmp_path):

@@ -36,7 +36,7 @@ class TokenSums:
 
     def __init__(self, device: torch.device):
         self.per_token: dict[str, Tensor] = {}  # become means over tokens
-        self.by_server = torch.zeros(2, 1 + MAX_SERVERS, device=device)  # of |Δ| and of tokens, as `servers` of `add`
+        self.by_server = torch.zeros(2, 1 + MAX_SERVERS, device=device)  # sums of |Δ|, and tokens; indexed by `servers`
         self.totals = {name: torch.zeros((), device=device) for name in ("loss", "tokens", "weight", "weight_square")}
         self.max_gap = torch.zeros((), device=device)
 
@@ -65,7 +65,7 @@ class TokenSums:
             self.by_server.index_add_(1, servers.long(), torch.stack([gap.abs(), mask]).to(self.by_server.dtype))
 
     def metrics(self) -> tuple[dict[str, float], dict[int, float]]:
-        """Means over the tokens of all ranks; and of |Δ|, by server, over the current policy's tokens. Collective."""
+        """Means over all ranks' tokens; and mean |Δ| by server, over tokens of the current policy. Collective."""
         dist.all_reduce(self.by_server)
         gaps, numbers = self.by_server.tolist()
         compared = {n - 1: gaps[n] / numbers[n] for n in range(1, len(gaps)) if numbers[n] >= MIN_COMPARED}
