@@ -335,8 +335,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     @property
     def clip_low(self) -> float:
         """The lower clip actually used: `epsilon`, or what its None stands for."""
-        default = math.inf if self.loss_type == "cispo" else 0.2
-        return default if self.epsilon is None else self.epsilon
+        return self.epsilon if self.epsilon is not None else math.inf if self.loss_type == "cispo" else 0.2
 
     @property
     def clip_high(self) -> float:

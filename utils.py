@@ -28,7 +28,6 @@ from config import UserError
 
 VLLM_VERSION = "0.32.0"  # whose routes and reload trainer and server know; requirements.txt has the same
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # two are alive at a time: one travels while the next is gathered
-FOR_EVER = timedelta(days=30)  # ranks wait for rank 0 as long as it waits for the servers, which has a limit of its own
 
 # -- Ranks and collectives ---------------------------------------------------------------------------------------------
 
@@ -50,7 +49,7 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         torch.cuda.set_device(device)
     world: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
-    _from_main = dist.new_group(backend="gloo", timeout=FOR_EVER)
+    _from_main = dist.new_group(backend="gloo", timeout=timedelta(days=30))  # as long as rank 0 waits for servers
     try:
         yield device
     except BaseException:

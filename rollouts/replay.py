@@ -23,9 +23,9 @@ MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")
 
 
 def _encoded(value: Any) -> Any:
-    if not isinstance(value, Tensor):  # something odd in `info`
-        return repr(value)
-    value = value.int() if value.dtype == torch.int64 else value
+    if not isinstance(value, Tensor) or value.ndim != 1 or value.dtype not in (torch.int64, *DTYPES):
+        return repr(value)  # something odd in `info`
+    value = (value.int() if value.dtype == torch.int64 else value).detach().cpu()
     return msgspec.msgpack.Ext(DTYPES.index(value.dtype), value.numpy().tobytes())
 
 
@@ -53,7 +53,7 @@ def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
     """The number of whole steps that the run saved, from step 1 on, and its groups in training order, numbered anew."""
     folder = Path(str(config.replay))
     try:
-        sizes = Counter(row["step"] for row in _rows(folder / "rollouts.jsonl"))
+        sizes = Counter(row["step"] for row in _rows(folder / "rollouts.jsonl") if "group" in row)
         before, now = json.loads((folder / "config.json").read_text()), to_json(config)
     except (OSError, ValueError) as error:
         raise UserError(f"replay={folder}: no rollouts of a run with save_rollouts ({error})") from None
@@ -74,7 +74,8 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
     prompt = prompts.get(row := group.prompt.index)
     if prompt and prompt.sources:
         prompt = data.with_images(prompt, processor, config)
-    if prompt is None or prompt.token_ids != group.prompt.token_ids:
+    longest = len(group.prompt.token_ids) + max(len(completion.token_ids) for completion in group.completions)
+    if not prompt or prompt.token_ids != group.prompt.token_ids or longest > config.max_tokens_per_gpu:
         raise UserError(f"replay: dataset row {row} is not the prompt that it was in {config.replay}, or too long")
     ids = [completion.token_ids.tolist() for completion in group.completions]
     group.texts = [data.tokenizer_of(processor).decode(of_one, skip_special_tokens=True) for of_one in ids]

@@ -120,7 +120,7 @@ class GroupStream:
         self.config = config
         self.version = -1  # of the policy that the servers have
         self.num_sampled_tokens = 0  # since the stream was made
-        self._groups, self._fill, self._num_steps = groups, fill, num_steps
+        self._groups, self._fill, self.num_steps = groups, fill, num_steps
         self._pool = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
         self._changed = threading.Condition()
         self._running: dict[int, Group] = {}
@@ -176,7 +176,7 @@ class GroupStream:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self) -> None:
-        limit = min(self.config.max_staleness + self.version + 1, self._num_steps) * self.config.batch_size
+        limit = min(self.config.max_staleness + self.version + 1, self.num_steps) * self.config.batch_size
         while self._num_accepted + len(self._running) < limit and not self._failure:
             group = next(self._groups)
             self._running[group.id] = group
@@ -289,21 +289,21 @@ class Rollouts:
         self.scorer = Scorer(tokenizer, config)
         before = resumed or {"step": 0, "num_tokens": 0, "ended": ()}
         num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
-        if before["step"] >= num_steps:
-            print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on", flush=True)
         self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
         order = enumerate(data.epochs(len(self.prompts), config.seed))
         groups: Iterator[Group] = (Group(self.prompts[index], id=number) for number, index in order)
-        fill: Any = self._fill
-        rules: Any = config
+        source: tuple[Any, ...] = (self._fill, num_steps, config)
         if config.replay:
             num_saved, groups = saved_groups(config)
-            num_steps = min(config.max_steps or num_saved, num_saved)
+            num_steps = config.max_steps or num_saved
             by_row = {prompt.index: prompt for prompt in self.prompts}
             fill = partial(restore, prompts=by_row, processor=self.processor, config=config)
             # They come as they were trained, whatever this run's rules would have dropped or made wait.
             rules = SimpleNamespace(batch_size=config.batch_size, max_staleness=0, drop_zero_advantage=False)
-        self.stream = GroupStream((g for g in groups if g.id not in self.ended), fill, num_steps, rules)
+            source = (fill, num_saved, rules)
+        if before["step"] >= num_steps:
+            print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on", flush=True)
+        self.stream = GroupStream((g for g in groups if g.id not in self.ended), *source)
         return num_steps, example, example or self.prompts[0]
 
     def _load(self, source: Any, split: str) -> list[Prompt]:
@@ -328,7 +328,7 @@ class Rollouts:
         def look() -> str | None:
             nonlocal num_tokens
             if (group := self.stream.take()) is None:
-                return None
+                return "stop" if self.version >= self.stream.num_steps else None  # a replay may have fewer steps
             groups.append(group)
             num_tokens -= group.row_sizes[0 if self.config.share_prefix else 2]
             if self.stream.missing == 0:

@@ -30,7 +30,7 @@ from config import TrainConfig, UserError, parse_args
 from rollouts.stream import Rollouts
 from train import Share, arriving_shares, check_loss, train_batch
 from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16
-from utils import process_group
+from utils import Stopped, process_group
 
 IDLE: Any = SimpleNamespace(step=lambda: None)  # a schedule of no learning rate
 
@@ -83,7 +83,12 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
         for step in range(1, min(num_steps or of_a.num_steps, of_a.num_steps) + 1):
             for rollouts in (of_a, of_b):
                 rollouts.publish(policy, step - 1)
-            batch_a, batch_b = list(arriving_shares(of_a, a)), list(arriving_shares(of_b, b))
+            try:
+                batch_a, batch_b = list(arriving_shares(of_a, a)), list(arriving_shares(of_b, b))
+            except Stopped:
+                if failure := of_a.failure or of_b.failure:
+                    raise failure from None
+                break  # the run has no more steps
             for rollouts in (of_a, of_b):
                 rollouts.end_batch()
             one = gradient(policy, reference_a, batch_a, a, device)

@@ -161,6 +161,24 @@ def test_held_out_sets_and_their_completions(models, recipe, tmp_path):
     assert "advantage" not in held_out[0]
 
 
+def test_what_held_out_completions_are_sampled_with(monkeypatch):
+    """By `eval_generations` and `eval_temperature`; no reference is asked for them."""
+    seen, asked = [], []
+    monkeypatch.setattr(
+        stream, "sample_group", lambda group, client, processor, sampling, config: seen.append(sampling)
+    )
+    monkeypatch.setattr(stream, "on_one_server", lambda group, client, ask: asked.append(group))
+    of_eval = {"eval_dataset_id": "x.jsonl", "eval_generations": 3, "eval_temperature": 0.5}
+    config = make_config(num_generations=4, temperature=0.7, **of_eval)
+    scorer, references = SimpleNamespace(score=lambda group: None), SimpleNamespace()
+    rollouts: Any = SimpleNamespace(config=config, client=None, processor=None, scorer=scorer, references=references)
+    groups = [Group(Prompt(number, [5], "", {})) for number in range(2)]
+    Rollouts._fill(rollouts, groups[0], is_held_out=True)
+    Rollouts._fill(rollouts, groups[1])
+    assert [(sampling["n"], sampling["temperature"]) for sampling in seen] == [(3, 0.5), (4, 0.7)]
+    assert asked == groups[1:]
+
+
 def test_held_out_sets_on_the_command_line():
     words = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
     config = parse_args([*words, "--eval_dataset_id", '{"a": "x.jsonl", "b": "name"}', "--eval_dataset_split", "dev"])
@@ -484,6 +502,34 @@ def test_a_replay_ends_with_the_same_bits(models, recipe, tmp_path, options):
     assert rows[0] == rows[1]
 
 
+def always_one(completions, **_):
+    return [1.0] * len(completions)
+
+
+def test_a_replay_trains_what_was_trained(models, recipe, tmp_path):
+    """Whatever its own rules would drop, wait for or evaluate; only the weights of the rewards are its own."""
+    with fake_server(models["untied"], answer_in(0.03)) as server:
+        path = Path(recipe(server))
+        same = Path(tmp_path / f"same_{tmp_path.name}.py")
+        change = "from dataclasses import replace\nfrom test_hooks_of_runs import always_one\n"
+        same.write_text(f"{path.read_text()}{change}config = replace(config, reward_funcs=[always_one])\n")
+        main(parse_args([str(same), "--save_rollouts", "true", "--max_staleness", "1"]))
+    (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1="}\n')
+    rules = ["--drop_zero_advantage", "true", "--max_dropped_batches", "1", "--max_staleness", "2"]
+    rules += ["--stale_policy", "drop", "--eval_dataset_id", str(tmp_path / "held_out.jsonl")]
+    again = str(tmp_path / "again" / "run")
+    main(
+        parse_args(
+            [str(same), "--replay", str(tmp_path / "run"), "--output_dir", again, "--reward_weights", "2", *rules]
+        )
+    )
+    before, after = read(tmp_path, "metrics"), read(tmp_path / "again", "metrics")
+    assert [row["step"] for row in after] == [1, 2, 3]
+    assert [row["reward"] for row in after] == [2.0] * 3
+    assert [row["staleness/mean"] for row in after] == [row["staleness/mean"] for row in before]
+    assert not [name for row in after for name in row if name.startswith("eval/")]
+
+
 def test_a_replay_on_two_ranks_resumes(models, recipe, tmp_path):
     """It stops after two steps and goes on; the run that it replays did not stop."""
     with fake_server(models["untied"], answer_in(0.03)) as server:
@@ -502,13 +548,17 @@ def test_a_replay_on_two_ranks_resumes(models, recipe, tmp_path):
 
 
 def test_a_replay_ends_with_the_last_whole_step(models, recipe, tmp_path):
+    """On the schedule of the whole run: what it trained until there is the same to the bit."""
     with fake_server(models["untied"], answer_in(0.0)) as server:
         path = recipe(server)
-        main(parse_args([path, "--save_rollouts", "true", "--max_steps", "2"]))
+        options = ["--max_steps", "3", "--lr_scheduler", "linear"]
+        main(parse_args([path, *options, "--save_rollouts", "true", "--save_steps", "1"]))
     file = tmp_path / "run" / "rollouts.jsonl"
     file.write_text("".join(file.read_text().splitlines(True)[:-1]))
-    main(parse_args([path, "--replay", str(tmp_path / "run"), "--output_dir", str(tmp_path / "again")]))
-    assert [path.name for path in (tmp_path / "again").glob("checkpoint-*")] == ["checkpoint-1"]
+    main(parse_args([path, *options, "--replay", str(tmp_path / "run"), "--output_dir", str(tmp_path / "again")]))
+    assert [path.name for path in (tmp_path / "again").glob("checkpoint-*")] == ["checkpoint-2"]
+    files = [tmp_path / folder / "checkpoint-2" / "model.safetensors" for folder in ("run", "again")]
+    assert_identical(*map(load_file, files))
 
 
 def test_what_cannot_be_replayed(models, recipe, tmp_path):

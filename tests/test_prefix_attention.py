@@ -139,6 +139,9 @@ def test_nothing_is_forwarded_twice():
     groups = [*GROUPS, ([5, 6], [[7, 8, 9], [7, 8, 9, 10], [7, 8, 11], [7], [12, 7], [7, 8, 9]])]
     assert pack(groups)[0].num_tokens == 3 + 2 + 8 + 9 + 2 + 10
     assert pack(groups, share_completions=True)[0].num_tokens == 3 + 2 + 8 + 9 + 2 + 4
+    alike = [([1, 2, 3], [[5, 6, 7, 8], [5, 6, 7, 9]])]
+    assert [row.num_tokens for row in pack(alike, 8, share_completions=True)] == [3 + 3]
+    assert [row.num_tokens for row in pack(alike, 8)] == [3 + 3, 3 + 3]  # each alone with its prompt
     assert [row.num_tokens for row in pack(groups[1:], 19)] == [17, 12]
     assert [row.num_tokens for row in pack([groups[1], groups[0]], 14)] == [11, 14, 5]  # the second group split
 

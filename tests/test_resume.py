@@ -25,7 +25,7 @@ from config import parse_args
 from prefix_attention import _bare_logits
 from rollouts import stream
 from train import main
-from training.checkpoints import _detached, _remove, find_checkpoint, read_state, saved_in
+from training.checkpoints import Checkpoints, _detached, _remove, find_checkpoint, read_state, saved_in
 from training.logs import _cut_lines
 from training.model import with_bf16
 
@@ -279,9 +279,16 @@ def test_seeds_are_distinct_and_return(start, tmp_path, monkeypatch):
 
 
 def test_one_failed_write_does_not_end_a_run(start, tmp_path, monkeypatch, capsys):
-    """The next checkpoint is waited for, and if that one is whole the run goes on."""
-    save = PreTrainedModel.save_pretrained
+    """The next checkpoint is waited for, and if that one is whole the run goes on; the half is gone at once."""
+    save, wait = PreTrainedModel.save_pretrained, Checkpoints._wait
     failed: list[bool] = []
+    halves: list[Path] = []
+
+    def look_and_wait(self):
+        if self._writing:
+            self._writing.exception()
+            halves.extend(self.folder.glob("*.part"))
+        wait(self)
 
     def full_once(*arguments, **more):
         if not failed:
@@ -290,7 +297,9 @@ def test_one_failed_write_does_not_end_a_run(start, tmp_path, monkeypatch, capsy
         return save(*arguments, **more)
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full_once)
+    monkeypatch.setattr(Checkpoints, "_wait", look_and_wait)
     main(parse_args(start("--save_steps", 1)))
+    assert not halves
     assert "checkpoint-1 cannot be written" in capsys.readouterr().out
     assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
         "checkpoint-2", "checkpoint-3", "checkpoint-4"

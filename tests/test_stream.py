@@ -207,6 +207,7 @@ def test_draining_waits_and_holds():
         assert begun == [0]
     threads[1].join(20)
     assert begun == [0, 1]
+    assert client._limit == config.max_concurrent_requests
     release.clear()
     under_way.clear()
     threading.Thread(target=sample, args=(2,), daemon=True).start()

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -157,8 +157,6 @@ class Checkpoints:
         if cause:
             path = self.folder / f"checkpoint-{self.steps.pop()}"
             failure = f"{path} cannot be written, checkpoints before it are whole: {cause}"
-            if is_main():
-                shutil.rmtree(f"{path}.part", ignore_errors=True)
             if self._last_failed:
                 raise UserError(failure)
             if is_main():
@@ -167,19 +165,22 @@ class Checkpoints:
 
     def _write(self, part: Path, shards: Any, model: Any, weights: dict[str, Tensor], state: Any) -> None:
         """Write a checkpoint and remove old ones; raises what safetensors, torch or the disk raise."""
-        shards.result()
-        if not is_main():
-            return
-        model.save_pretrained(part, state_dict=weights)
-        (part / "README.md").unlink(missing_ok=True)  # peft's is empty, and the hub refuses a local base_model
-        self.processor.save_pretrained(part)
-        (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
-        torch.save({**state, "saved_s": time.time()}, part / TRAINER / "state.pt")
-        for file in [*part.rglob("*"), part]:
-            _sync(file)
         path = part.with_suffix("")
-        _remove(path)
-        part.rename(path)
+        with ExitStack() as end:
+            if is_main():  # a half goes at once, as the disk may be full
+                end.callback(shutil.rmtree, part, ignore_errors=True)
+            shards.result()
+            if not is_main():
+                return
+            model.save_pretrained(part, state_dict=weights)
+            (part / "README.md").unlink(missing_ok=True)  # peft's is empty, and the hub refuses a local base_model
+            self.processor.save_pretrained(part)
+            (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
+            torch.save({**state, "saved_s": time.time()}, part / TRAINER / "state.pt")
+            for file in [*part.rglob("*"), part]:
+                _sync(file)
+            _remove(path)
+            part.rename(path)
         _sync(self.folder)
         tqdm.write(f"saved {path}")
         for step in self.steps[: -self.config.keep_last_n] if self.config.keep_last_n else ():
