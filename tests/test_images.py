@@ -43,6 +43,7 @@ from rollouts.data import (
     open_image,
     with_images,
 )
+from rollouts.replay import DECODER, restore, saved_group
 from rollouts.stream import Rollouts, sample_group, sampling_params
 from train import Dealer, micro_batches, train_batch
 from training.model import (
@@ -125,6 +126,23 @@ def test_prompts_of_mixed_rows():
     for url, number in zip(ready.images.urls, (1, 2), strict=True):
         sent = Image.open(io.BytesIO(base64.b64decode(url.removeprefix("data:image/png;base64,"))))
         assert sent.tobytes() == picture(number).tobytes()
+
+
+def test_a_saved_group_gets_its_images_back():
+    """They are not in the file: a replay processes them anew."""
+    prompts, processor, config = load(rows), build_processor(), make_config()
+    sampled = Completion([5, 6], [-1.0, -0.5], "stop", [Span(0, 0, 2)])
+    group = Group(with_images(prompts[2], processor, config), [sampled], rewards=[[1.0]], advantages=[0.5])
+    saved = DECODER.decode(saved_group(group)["group"])
+    assert saved.prompt.images is None
+    restore(saved, {prompt.index: prompt for prompt in prompts}, processor, config)
+    saved.advantages = group.advantages
+    before, after = (micro_batches([each], 1000, config)[0] for each in (group, saved))
+    assert before.images.keys() == after.images.keys() > set()
+    for name, value in before.images.items():
+        assert torch.equal(value, after.images[name])
+    assert torch.equal(before.packed.input_ids, after.packed.input_ids)
+    assert torch.equal(before.sampler_logprobs, after.sampler_logprobs)
 
 
 def test_images_in_every_shape(tmp_path):
