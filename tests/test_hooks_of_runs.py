@@ -615,3 +615,8 @@ def test_two_losses_on_identical_data(models, recipe, tmp_path, capsys):
             assert float(two) == pytest.approx(ratio * norm, rel=1e-3)
             assert float(cosine) == pytest.approx(1, abs=1e-4)
     assert (tmp_path / "losses.svg").is_file()
+    path.write_text(path.read_text().replace("{i}+{i}=", "{i}-{i}="))
+    shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
+    sys.modules.pop(path.stem, None)
+    with pytest.raises(SystemExit, match=r"replay: dataset row \d+ is not the prompt that it was"):
+        losses.main([str(tmp_path / "run"), str(path), str(path), "--old_logprobs", "sampler"])
