@@ -416,9 +416,8 @@ def check_loss(config: TrainConfig) -> None:
     """Try the config's `loss_fn` on two tokens of log-probability -1 and advantage 1, or raise a UserError."""
     loss_fn: Any = config.loss_fn
     ones = torch.ones(2)
-    for mask in (
-        (ones, 0 * ones) if loss_fn else ()
-    ):  # masked tokens alone, as in rows that fill up a round of ranks, get no gradient
+    masks = (ones, 0 * ones) if loss_fn else ()  # a row that fills up a round of ranks has masked tokens alone
+    for mask in masks:
         logprobs = (-ones).requires_grad_()
         ref = logprobs.detach() if config.has_reference else None
         with naming(f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)}, loss/...)"):

@@ -472,7 +472,7 @@ class Rollouts:
         if is_first and any(reasons):
             faults = [f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why]
             raise ServerError("; ".join(faults))
-        for server, reason, (_, completions, _) in zip(servers, reasons, probes, strict=False):  # they are on rank 0
+        for server, reason, (_, completions, _) in zip(servers, reasons, probes, strict=False):  # on rank 0 alone
             if server in waiting and reason:
                 self.client.keep_out(server, reason)
             elif server in waiting:
