@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
 from build_tiny import build, build_model, build_tokenizer
-from local_server import local_server
+from launch import local_server
 
 from benchmarks.common import median, report
 from config import TrainConfig

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
 from build_tiny import build
-from local_server import LocalServer, local_server
+from launch import LocalServer, local_server
 
 from benchmarks.common import Rows, device_here, median
 from benchmarks.step_time import build_random, train_problems

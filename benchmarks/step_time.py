@@ -23,7 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch
 import torch.distributed as dist
 from build_tiny import build, build_tokenizer, problems
-from local_server import local_server
+from launch import local_server
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import utils

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from forked import Forked
 from helpers import ENV, ROOT, VOCAB, make_tokenizer, on_ranks, server
-from local_server import local_server
+from launch import local_server
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
