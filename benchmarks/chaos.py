@@ -27,9 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from build_tiny import build
-from launch import LocalServer, local_server, popen
+from launch import LocalServer, popen
 
 from benchmarks.common import report
+from benchmarks.local_server import local_server
 from config import TrainConfig, parse_args
 from rollouts.data import leave_out_long, load_prompts
 from training.checkpoints import find_checkpoint

@@ -1,7 +1,7 @@
 """Start the servers and the trainer of a recipe on this machine, and end them together.
 
     python scripts/launch.py recipe.py --learning_rate 2e-6             # one server, one rank
-    python scripts/launch.py recipe.py --servers 2 --trainers 4 --server_options "--max-num-seqs 512"
+    python scripts/launch.py recipe.py --servers 2 --trainers 4 --server_options="--quantization fp8"
     python scripts/launch.py recipe.py --print                          # the commands, to run by hand
     python scripts/launch.py recipe.py --slurm job.sh --server_nodes 1 --trainer_nodes 2
 
@@ -20,8 +20,8 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -98,21 +98,6 @@ class LocalServer:
                 how = "ended before it served" if has_ended else f"did not serve within {timeout_s:.0f} s"
                 raise RuntimeError(f"the server at {self.url} {how}, and the end of {self.log} is\n{tail}")
             time.sleep(0.5)
-
-
-@contextmanager
-def local_server(
-    model: str, log: Path, *options: str, env: Mapping[str, str] | None = None,
-    start: Callable[[list[str], Path, dict[str, str]], Any] = popen,
-) -> Iterator[LocalServer]:  # fmt: skip
-    """For tests and benchmarks: a server with what a CPU needs, started by `start`, which ends with the block."""
-    port = free_port()
-    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port), *CPU_OPTIONS]
-    process = start([*command, *options], log, {"OMP_NUM_THREADS": "1", **CPU_ENV, **os.environ, **(env or {})})
-    try:
-        yield LocalServer(f"http://127.0.0.1:{port}", process, log)
-    finally:
-        end_all([process])
 
 
 def gpus_here() -> list[str]:
@@ -234,8 +219,8 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
             signal.signal(number, signal.SIG_IGN)
         end_all([*training, *(server.process for server in running)])
     if status < 0 and not received:
-        print(f"error: {signal.Signals(-status).name} ended the trainer", file=sys.stderr)
-    return 128 + received[0] if received else int(status != 0)
+        sys.exit(f"error: {signal.Signals(-status).name} ended the trainer")
+    return 128 + received[0] if received else status
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
@@ -245,7 +230,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
     here, there = {"servers": 1, "trainers": 1}, {"server_nodes": 1, "trainer_nodes": 1, "gpus_per_node": 8}
     for name, default in (here | {"tensor_parallel": 1} | there).items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
-    parser.add_argument("--server_options", default="", metavar='"--option value"', help="further options of vLLM")
+    parser.add_argument("--server_options", default="", metavar="WORDS", help="of vLLM, as ='--quantization fp8'")
     parser.add_argument("--doctor", action="store_true", help="run scripts/doctor.py in place of train.py")
     instead = parser.add_mutually_exclusive_group()
     instead.add_argument("--print", action="store_true", help="print the commands and start nothing")
@@ -264,24 +249,23 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
         sys.exit(f"error: {error}")
 
 
-def main(argv: list[str]) -> int:
-    """Do what the command line says; returns the exit status."""
+def main(argv: list[str]) -> None:
+    """Do what the command line says; SystemExit with the status of the run, or one line of what is wrong."""
     args, words, config = parse(argv)
     trainer = [os.path.relpath(ROOT / ("scripts/doctor.py" if args.doctor else "train.py")), *words]
     try:
         if args.slurm:
             args.slurm.write_text(slurm_job(args, trainer, config))
             print(f"sbatch {shlex.quote(str(args.slurm))}")
-            return 0
+            return
         servers, training = commands(args, trainer, config)
-        if args.print:
-            for program, env in (*servers.values(), training):
-                print(*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(program))
-            return 0
-        return run(servers, training, Path(config.output_dir), config.server_timeout)
+        if not args.print:
+            sys.exit(run(servers, training, Path(config.output_dir), config.server_timeout))
+        for program, env in (*servers.values(), training):
+            print(*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(program))
     except (UserError, OSError, RuntimeError) as error:
         sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])
