@@ -71,7 +71,11 @@ def unexplained(span):
     """The words of inline code that nothing explains: neither a file, a metric, a test nor a name of the sources."""
     if span.startswith(("--", "python ", "bash ", "torchrun ", "pip ")):  # tested as commands and flags
         return []
-    if span in metrics() or (ROOT / span).exists() or any((ROOT / folder / span).exists() for folder in FOLDERS):
+    if (
+        span in metrics() | defined()[0]
+        or (ROOT / span).exists()
+        or any((ROOT / folder / span).exists() for folder in FOLDERS)
+    ):
         return []
     if span.startswith("test_"):
         return [] if any(span in functions_of(path) for path in ROOT.glob("tests/test_*.py")) else [span]
