@@ -155,8 +155,8 @@ def check_options(command):
 
 def test_every_command_is_run_by_a_test():
     """By test_readme.py, test_scripts.py, test_launch.py or test_tools.py, which name them as they stand here."""
-    known = ("bash scripts/demo.sh", "bash scripts/test.sh")
-    known += tuple(f"python scripts/{name}.py " for name in ("launch", "plot", "show"))
+    scripts = (f"python scripts/{name}.py " for name in ("launch", "plot", "show"))
+    known = ("bash scripts/demo.sh", "bash scripts/test.sh", *scripts)
     a_loop = "until python vllm_server.py "
     assert any(line.startswith(a_loop) for block in TRAINING for line in block)
     for text in DOCUMENTS.values():
