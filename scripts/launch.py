@@ -196,6 +196,8 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
             sys.exit(128 + number)
         training[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
 
+    import utils  # noqa: F401  # for `popen`: an import of torch may swallow the SystemExit of a signal
+
     for number in SIGNALS:
         signal.signal(number, pass_on)
     try:
