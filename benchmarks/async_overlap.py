@@ -20,9 +20,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
 from build_tiny import build, build_model, build_tokenizer
-from local_server import local_server
 
 from benchmarks.common import median, report
+from benchmarks.local_server import local_server
 from config import TrainConfig
 from recipes.rewards import exact_match
 from train import main as train

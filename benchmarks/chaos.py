@@ -27,9 +27,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from build_tiny import build
-from local_server import LocalServer, local_server
+from launch import LocalServer, popen
 
 from benchmarks.common import report
+from benchmarks.local_server import local_server
 from config import TrainConfig, parse_args
 from rollouts.data import leave_out_long, load_prompts
 from training.checkpoints import find_checkpoint
@@ -43,6 +44,11 @@ def lines(path: Path) -> list[dict[str, Any]]:
 def size(folder: Path) -> int:
     """Bytes of the files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def restarting(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a shell that starts the command again when it dies."""
+    return popen(["bash", "-c", 'until "$@"; do sleep 1; done', "restarting", *command], log, env)
 
 
 def child_of(shell: int) -> int:
@@ -170,7 +176,7 @@ def main() -> None:
         kills = {"server": 1, "trainer": 1} if args.quick else {"server": 5, "trainer": 3}
         for kind, num in (("undisturbed", {"server": 0, "trainer": 0}), ("disturbed", kills)):
             output = folder / kind
-            with local_server(model, folder / f"{kind}.server.log", *options, restarts=True) as server:
+            with local_server(model, folder / f"{kind}.server.log", *options, start=restarting) as server:
                 command = [
                     sys.executable, "train.py", "recipes/tiny.py", "--model_id", model, "--vllm_urls", server.wait(),
                     "--dataset_id", folder / "train.jsonl", "--eval_dataset_id", folder / "heldout.jsonl",

@@ -139,7 +139,7 @@ def measure(name: str, method: str, model: str, url: str, steps: int) -> dict[st
 
 def compare(name: str, steps: int, folder: Path) -> dict[str, Any]:
     """All methods on one job, each in a process of its own."""
-    from local_server import local_server
+    from benchmarks.local_server import local_server
 
     job = JOBS[name]
     model = folder / name.replace(" ", "")

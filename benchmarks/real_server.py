@@ -32,9 +32,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
 from build_tiny import build
-from local_server import LocalServer, local_server
+from launch import LocalServer
 
 from benchmarks.common import Rows, device_here, median
+from benchmarks.local_server import local_server
 from benchmarks.step_time import build_random, train_problems
 from config import TrainConfig
 from prefix_attention import completion_logprobs, pack

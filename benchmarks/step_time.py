@@ -23,11 +23,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 import torch
 import torch.distributed as dist
 from build_tiny import build, build_tokenizer, problems
-from local_server import local_server
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import utils
 from benchmarks.common import median, report
+from benchmarks.local_server import local_server
 from config import TrainConfig
 from recipes.rewards import exact_match
 from rollouts.stream import Rollouts

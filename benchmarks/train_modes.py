@@ -30,7 +30,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
 from build_tiny import build_model, build_tokenizer
-from local_server import free_port
+from launch import free_port
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 

@@ -1,7 +1,6 @@
 """Qwen2.5-3B learns the countdown game: make a number of three or four others, each used once (TinyZero's task).
 
-    CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-3B --max-model-len 1536
-    CUDA_VISIBLE_DEVICES=1,2 torchrun --nproc_per_node=2 train.py recipes/countdown.py # in another terminal
+    python scripts/launch.py recipes/countdown.py --trainers 2
 
 The problems come from a seeded generator: no download. Meant for three GPUs of 80 GB. Expected, as nano-aha-moment has
 it for this model and task and not measured here: the format at once, in the end about 60 % of held-out problems.

@@ -1,9 +1,8 @@
 """Qwen2.5-VL learns geometry problems with a figure, from whether its answer is right (hiyouga/geometry3k).
 
-    CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-VL-3B-Instruct --max-model-len 4096
-    CUDA_VISIBLE_DEVICES=1,2 torchrun --nproc_per_node=2 train.py recipes/geometry3k.py
+    python scripts/launch.py recipes/geometry3k.py --trainers 2
 
-`--model_id Qwen/Qwen2.5-VL-7B-Instruct` (there and here) takes the larger one. Meant for three GPUs of 80 GB. Expected,
+`--model_id Qwen/Qwen2.5-VL-7B-Instruct` takes the larger one. Meant for three GPUs of 80 GB. Expected,
 as EasyR1's baselines have it and not measured here: held-out 24 to 38 % (7B: 37 to 48 %).
 """
 

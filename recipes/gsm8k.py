@@ -1,7 +1,6 @@
 """Qwen2.5-1.5B-Instruct learns grade-school mathematics (openai/gsm8k) from whether its boxed answer is right.
 
-    CUDA_VISIBLE_DEVICES=0 python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct --max-model-len 1536
-    CUDA_VISIBLE_DEVICES=1 torchrun --nproc_per_node=1 train.py recipes/gsm8k.py       # in another terminal
+    python scripts/launch.py recipes/gsm8k.py
 
 Meant for two GPUs of 48 GB and more. Expected, as verl's baselines have it for LoRA at this batch, and not
 measured here: `eval/accuracy` 75 % after 20 steps and 78 % after 117, one epoch, from about 70 %.

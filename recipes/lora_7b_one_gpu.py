@@ -1,7 +1,6 @@
 """LoRA on Qwen2.5-7B-Instruct, server and trainer on one GPU: grade-school mathematics again.
 
-    python vllm_server.py --model Qwen/Qwen2.5-7B-Instruct --max-model-len 1536 --gpu-memory-utilization 0.35 &
-    python train.py recipes/lora_7b_one_gpu.py
+    python scripts/launch.py recipes/lora_7b_one_gpu.py
 
 Meant for one GPU of 80 GB: the server takes 0.35 of it, the trainer 15 GB of bfloat16 weights, the adapter and the
 activations of one row. With `max_staleness` 0 the two take turns. Expected, as verl's baselines have it for rank 32 and

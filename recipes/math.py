@@ -1,15 +1,11 @@
-r"""DeepSeek-R1-Distill-Qwen-1.5B on competition mathematics with long completions, as DeepScaleR did.
+"""DeepSeek-R1-Distill-Qwen-1.5B on competition mathematics with long completions, as DeepScaleR did.
 
-    for gpu in 0 1 2 3; do                                                             # four servers
-        (until CUDA_VISIBLE_DEVICES=$gpu python vllm_server.py --port 800$gpu --max-model-len 18432 \
-            --model deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B; do sleep 1; done) &
-    done
-    CUDA_VISIBLE_DEVICES=4,5,6,7 torchrun --nproc_per_node=4 train.py recipes/math.py  # and four trainers
+    python scripts/launch.py recipes/math.py --servers 4 --trainers 4
 
 Meant for eight GPUs of 80 GB. First 8192 tokens; once `completions/clipped_ratio` falls no more, go on with 16384:
-start the servers anew with `--model outputs/math/checkpoint-1000`, and train with `--max_completion_len 16384
---model_id outputs/math/checkpoint-1000 --output_dir outputs/math16k`. Expected, as DeepScaleR reports for 1040 steps
-and not measured here: AIME 2024 at 8192 tokens from 23 to 33 %, in the end 43 %. (One greedy answer to each of 30.)
+add `--max_completion_len 16384 --model_id outputs/math/checkpoint-1000 --output_dir outputs/math16k`. Expected, as
+DeepScaleR reports for 1040 steps and not measured here: AIME 2024 at 8192 tokens from 23 to 33 %, in the end 43 %.
+(One greedy answer to each of 30.)
 """
 
 from typing import Any

@@ -1,10 +1,9 @@
 """A tiny Qwen2.5-VL learns to name the colour of a square, on two CPU cores.
 
-    python scripts/build_tiny_vlm.py                        # the model, half-taught, in outputs/tiny_vlm/model
-    python vllm_server.py --model outputs/tiny_vlm/model --dtype float32 --max-model-len 64 --max-num-seqs 256
-    torchrun --nproc_per_node=1 train.py recipes/tiny_vlm.py
+    bash scripts/demo.sh recipes/tiny_vlm.py
 
-(with what the README says of a few CPU cores). Expected: 39 % of the held-out squares, and 75 % after 120 steps: 3 min.
+`scripts/build_tiny_vlm.py` makes the model, half-taught. Expected: 39 % of the held-out squares, and 75 % after 120
+steps: 3 min.
 """
 
 import random

@@ -1,10 +1,6 @@
 """Two turns with a tool: a tiny model asks a calculator and copies what it says, in about three minutes on two cores.
 
-    python scripts/build_tiny.py --task calculator
-    python vllm_server.py --model outputs/calculator/model --dtype float32 --max-model-len 64
-    python train.py recipes/tool_calculator.py
-
-(with what the README says of a few CPU cores.)
+    bash scripts/demo.sh recipes/tool_calculator.py
 
 `547+582=` is answered by `547+582?`, the calculator says `1129!`, and the model ends with `1129`. The rollout joins the
 ids of both turns and of the tool, whose own do not train. Expected: sampled 9 to 57 %, greedy 90 to 100 %.

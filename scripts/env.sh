@@ -80,14 +80,15 @@ start() {
     groups+=($!)
 }
 
-# stop_all: end every process group that start made, and see it gone: TERM, and KILL after ten seconds.
+# stop_all: end every process group that start made, and see it gone: TERM, and KILL after a minute,
+# in which a trainer saves its last step.
 stop_all() {
     local signal group waited
     for signal in TERM KILL; do
         for group in "${groups[@]}"; do kill "-$signal" -- "-$group" 2>/dev/null || true; done
         waited=0
         for group in "${groups[@]}"; do
-            while kill -0 -- "-$group" 2>/dev/null && [ $waited -lt 50 ]; do sleep 0.2; waited=$((waited + 1)); done
+            while kill -0 -- "-$group" 2>/dev/null && [ $waited -lt 300 ]; do sleep 0.2; waited=$((waited + 1)); done
         done
     done
     groups=()

@@ -23,6 +23,7 @@ SERVERS = {"servers", "vlm_server", "url", "place", "chat", "recipe"}  # fixture
 RUNS = ("test_images", "test_server", "test_scripts", "test_train", "test_resume", "test_readme", "test_faults")
 LONGEST = (
     *RUNS,
+    "test_launch",
     "test_recipes",
     "test_stream",
     "test_gradients",

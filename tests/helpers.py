@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from forked import Forked  # noqa: E402
-from local_server import free_port, local_server  # noqa: E402
+from launch import free_port  # noqa: E402
 
+from benchmarks.local_server import local_server  # noqa: E402
 from utils import die_with  # noqa: E402
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}

@@ -27,7 +27,7 @@ OUTSIDE = frozenset({
     "True", "torch", "distributed", "torchrun", "vllm", "serve", "ps", "wandb", "datasets", "from_pretrained",
     "GRPOTrainer", "GRPOConfig", "AsyncGRPOConfig", "actor", "actor_rollout_ref", "rollout", "clip_low", "clip_high",
     "clip_ratio_c", "CUDA_VISIBLE_DEVICES", "VLLM_MAX_IMAGE_PIXELS", "brevity", "own_loss", "MODEL", "OUTPUT", "PATH",
-    "pairs", "context", "answers", "metrics",
+    "pairs", "context", "answers", "metrics", "sbatch",
 })  # fmt: skip
 
 
@@ -41,6 +41,7 @@ def defined():
     """Every name that the sources define, every string in them, and how their f-strings begin."""
     names, parts = set(OUTSIDE), set()
     for path in [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))]:
+        names.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
                 case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -70,7 +71,11 @@ def unexplained(span):
     """The words of inline code that nothing explains: neither a file, a metric, a test nor a name of the sources."""
     if span.startswith(("--", "python ", "bash ", "torchrun ", "pip ")):  # tested as commands and flags
         return []
-    if span in metrics() or (ROOT / span).exists() or any((ROOT / folder / span).exists() for folder in FOLDERS):
+    if (
+        span in metrics() | defined()[0]
+        or (ROOT / span).exists()
+        or any((ROOT / folder / span).exists() for folder in FOLDERS)
+    ):
         return []
     if span.startswith("test_"):
         return [] if any(span in functions_of(path) for path in ROOT.glob("tests/test_*.py")) else [span]
@@ -149,8 +154,9 @@ def check_options(command):
 
 
 def test_every_command_is_run_by_a_test():
-    """By test_readme.py, test_scripts.py or test_tools.py, which name them as they stand here."""
-    known = ("bash scripts/demo.sh", "bash scripts/test.sh", "python scripts/plot.py ", "python scripts/show.py ")
+    """By test_readme.py, test_scripts.py, test_launch.py or test_tools.py, which name them as they stand here."""
+    scripts = (f"python scripts/{name}.py " for name in ("launch", "plot", "show"))
+    known = ("bash scripts/demo.sh", "bash scripts/test.sh", *scripts)
     a_loop = "until python vllm_server.py "
     assert any(line.startswith(a_loop) for block in TRAINING for line in block)
     for text in DOCUMENTS.values():

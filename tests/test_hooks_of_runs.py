@@ -18,11 +18,11 @@ import torch
 from fake_server import fake_server
 from forked import Forked, serve
 from helpers import ROOT, answer_in, make_model, make_tokenizer, on_forked_ranks, read, said, server
-from local_server import local_server
 from safetensors.torch import load_file
 from test_loss import make_config
 from transformers import AutoModelForCausalLM
 
+from benchmarks.local_server import local_server
 from config import UserError, parse_args
 from prefix_attention import attach, pack
 from recipes.own_loss import reinforce

@@ -14,7 +14,7 @@ import pytest
 from documents import DOCUMENTS, README, blocks, commands, metrics
 from forked import Forked
 from helpers import CHAT_TEMPLATE, ENV, ROOT, free_port, make_model
-from local_server import LocalServer
+from launch import LocalServer
 
 SMALL = "--max_completion_len 8 --batch_size 4 --num_generations 4 --max_tokens_per_gpu 2048 --max_steps 1"
 OF_MATH = "--dataset_id math.jsonl --eval_dataset_id none --eval_dataset_split test --eval_steps 0"

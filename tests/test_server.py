@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from forked import Forked
 from helpers import ENV, ROOT, VOCAB, make_tokenizer, on_ranks, server
-from local_server import local_server
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import utils
+from benchmarks.local_server import local_server
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
 from recipes.first_to_finish import first_to_finish

@@ -1,0 +1,273 @@
+"""Start the servers and the trainer of a recipe on this machine, and end them together.
+
+    python scripts/launch.py recipe.py --learning_rate 2e-6             # one server, one rank
+    python scripts/launch.py recipe.py --servers 2 --trainers 4 --server_options="--quantization fp8"
+    python scripts/launch.py recipe.py --print                          # the commands, to run by hand
+    python scripts/launch.py recipe.py --slurm job.sh --server_nodes 1 --trainer_nodes 2
+
+Each gets GPUs of its own, the servers first; a server and a rank share a single one. Where there is none, they share
+the CPU's cores. All other options are fields of TrainConfig: see `python train.py --help`.
+"""
+
+import argparse
+import json
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from config import TrainConfig, UserError, parse_args
+
+# What a server needs on a CPU.
+CPU_OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.3"]
+CPU_ENV = {
+    "TORCHDYNAMO_DISABLE": "1",  # the sampler would compile itself anew for many sizes of a batch
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each server would take all cores, whatever OMP_NUM_THREADS says
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: between two, waiting takes a core
+}
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Command = tuple[list[str], dict[str, str]]  # its words, and what it needs in its environment
+WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def free_port() -> int:
+    """A TCP port on loopback that nobody listens on, and that the system gives to nobody who asks for any port."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 32_768)  # Linux gives out those above
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def popen(command: list[str], log: Path | None, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, with its output here or in a log; it ends with this process."""
+    from utils import die_with  # imports torch, which takes longer than all checks before
+
+    with log.open("ab") if log else nullcontext() as out:
+        end = partial(die_with, os.getpid())
+        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, preexec_fn=end, env=env)
+
+
+def end_all(processes: Sequence[Any]) -> None:
+    """End the sessions of these processes: SIGTERM to all, and SIGKILL to what is left after 20 seconds."""
+    for kind, patience_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+        for process in processes:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, kind)
+        deadline_s = time.monotonic() + patience_s
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(deadline_s - time.monotonic(), 0))
+
+
+@dataclass
+class LocalServer:
+    """A starting or running server: its address, process and log file."""
+
+    url: str
+    process: Any
+    log: Path
+
+    def wait(self, timeout_s: float = 240) -> str:
+        """Wait until it serves; returns its address. RuntimeError with the log's end: it ended, or takes longer."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with suppress(OSError), WITHOUT_PROXY.open(f"{self.url}/health", timeout=2):
+                return self.url
+            has_ended = self.process.poll() is not None
+            if has_ended or time.monotonic() > deadline_s:
+                tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
+                how = "ended before it served" if has_ended else f"did not serve within {timeout_s:.0f} s"
+                raise RuntimeError(f"the server at {self.url} {how}, and the end of {self.log} is\n{tail}")
+            time.sleep(0.5)
+
+
+def gpus_here() -> list[str]:
+    """The GPUs in CUDA_VISIBLE_DEVICES or, where it is not set, those that nvidia-smi lists."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    with suppress(OSError, subprocess.CalledProcessError):
+        ask = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split()
+    return []
+
+
+def shares(gpus: list[str], sizes: list[int]) -> list[dict[str, str]]:
+    """The variables that give the servers and then the trainer, of these sizes, their GPUs or CPU cores."""
+    if not gpus:
+        threads = str(max(len(os.sched_getaffinity(0)) // sum(sizes), 1))
+        return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)} for _ in sizes]
+    if len(gpus) == 1 and sizes == [1, 1]:
+        gpus = gpus * 2
+    if sum(sizes) > len(gpus):
+        parts = " + ".join(map(str, sizes))
+        raise UserError(f"servers and trainer need {parts} GPUs, and {len(gpus)} are here: ask for fewer of them")
+    ends = zip(accumulate(sizes), sizes, strict=True)
+    return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[end - size : end])} for end, size in ends]
+
+
+def server_words(args: argparse.Namespace, config: TrainConfig) -> list[str]:
+    """The command line of a server of the recipe's model, but for its port."""
+    path = Path(config.model_id) / "config.json"
+    try:
+        if not path.exists():
+            from huggingface_hub import hf_hub_download  # takes a second to import
+
+            path = Path(hf_hub_download(config.model_id, path.name))
+        model = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        cause = str(error).partition("\n")[0]
+        raise UserError(f"model_id={config.model_id} is no model's folder, nor on the hub: {cause}") from error
+    # The trainer takes at most max_tokens_per_gpu tokens of prompt and completion, so longer ones need no room.
+    context = (model | model.get("text_config", {})).get("max_position_embeddings", config.max_tokens_per_gpu)
+    words = [sys.executable, os.path.relpath(ROOT / "vllm_server.py"), "--model", config.model_id]
+    words += ["--max-model-len", str(min(context, config.max_tokens_per_gpu))]
+    words += ["--tensor-parallel-size", str(args.tensor_parallel)] * (args.tensor_parallel > 1)
+    words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)] * bool(config.processor_kwargs)
+    return words + ["--trust-remote-code"] * config.trust_remote_code
+
+
+def commands(args: argparse.Namespace, trainer: list[str], config: TrainConfig) -> tuple[dict[str, Command], Command]:
+    """The servers by address, and the trainer, each with its share of this machine."""
+    gpus, num_servers = gpus_here(), 0 if config.replay else args.servers
+    *given, env = shares(gpus, [*[args.tensor_parallel] * num_servers, args.trainers])
+    words = server_words(args, config) if given else []
+    words += (["--gpu-memory-utilization", "0.35"] if env in given else []) if gpus else CPU_OPTIONS
+    cpu_env = {} if gpus else {name: os.environ.get(name, value) for name, value in CPU_ENV.items()}
+    servers = {}
+    for own in given:
+        port = str(free_port())
+        servers[f"http://127.0.0.1:{port}"] = [*words, "--port", port, *shlex.split(args.server_options)], own | cpu_env
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.trainers}"]
+    urls = ["--vllm_urls", ",".join(servers)] if servers else []
+    return servers, ([sys.executable, *(ranks if args.trainers > 1 else []), *trainer, *urls], env)
+
+
+def slurm_job(args: argparse.Namespace, trainer: list[str], config: TrainConfig) -> str:
+    """A batch script for Slurm, which runs servers on its first nodes and the trainer on the others."""
+    if args.gpus_per_node % args.tensor_parallel:
+        raise UserError(f"--gpus_per_node {args.gpus_per_node} is no multiple of --tensor_parallel")
+    output = os.path.abspath(config.output_dir)
+    resume = ["--resume_from_checkpoint", config.resume_from_checkpoint or "auto"]
+    return f"""#!/bin/bash
+#SBATCH --nodes={args.server_nodes + args.trainer_nodes} --exclusive --mem=0 --gpus-per-node={args.gpus_per_node}
+cd {shlex.quote(os.getcwd())}
+output={shlex.quote(output)} python={shlex.quote(sys.executable)}
+server_nodes={args.server_nodes} gpus_per_node={args.gpus_per_node} tensor_parallel={args.tensor_parallel}
+server=({shlex.join([*server_words(args, config), *shlex.split(args.server_options)])})
+trainer=({shlex.join([*trainer, "--vllm_urls", f"@{output}/servers.txt", *resume])})
+
+{(ROOT / "scripts" / "slurm.sh").read_text()}"""
+
+
+def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: float) -> int:
+    """Start the servers, wait for them, start the trainer, and end all with it; returns the exit status."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        FileLock(folder / "lock").acquire(timeout=0).lock.release()  # the trainer will hold it
+    except Timeout:
+        raise UserError(f"output_dir={folder} has another run in it: end it first") from None
+    running: list[LocalServer] = []
+    training: list[subprocess.Popen[bytes]] = []
+    received: list[int] = []
+
+    def pass_on(number: int, _: Any) -> None:
+        """Let the trainer save its last step and end; a second signal ends it at once."""
+        received.append(number)
+        if not training:
+            sys.exit(128 + number)
+        training[0].send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
+
+    import utils  # noqa: F401  # for `popen`: an import of torch may swallow the SystemExit of a signal
+
+    for number in SIGNALS:
+        signal.signal(number, pass_on)
+    try:
+        for url, (words, env) in servers.items():
+            log = folder / f"server-{len(running)}.log"
+            if log.exists():
+                log.rename(f"{log}.old")  # as the trainer does with an earlier run's
+            print(f"starting the rollout server at {url} (log: {log})", flush=True)
+            running.append(LocalServer(url, popen(words, log, os.environ | env), log))
+        for server in running:
+            print(f"{server.wait(timeout_s)} serves", flush=True)
+        training.append(popen(trainer[0], None, os.environ | trainer[1]))
+        while (status := training[0].poll()) is None:
+            for server in (server for server in running if server.process.poll() is not None):
+                print(f"the server at {server.url} ended, and starts again (log: {server.log})", flush=True)
+                words, env = servers[server.url]  # the trainer takes it back once it serves
+                server.process = popen(words, server.log, os.environ | env)
+            time.sleep(0.5)
+    finally:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        end_all([*training, *(server.process for server in running)])
+    if status < 0 and not received:
+        sys.exit(f"error: {signal.Signals(-status).name} ended the trainer")
+    return 128 + received[0] if received else status
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
+    """The options, the trainer's own words, and what these mean; SystemExit with one line where they are wrong."""
+    usage, kind = "launch.py [recipe.py] [options] [--field value ...]", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=kind, allow_abbrev=False)
+    here, there = {"servers": 1, "trainers": 1}, {"server_nodes": 1, "trainer_nodes": 1, "gpus_per_node": 8}
+    for name, default in (here | {"tensor_parallel": 1} | there).items():
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
+    parser.add_argument("--server_options", default="", metavar="WORDS", help="of vLLM, as ='--quantization fp8'")
+    parser.add_argument("--doctor", action="store_true", help="run scripts/doctor.py in place of train.py")
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument("--print", action="store_true", help="print the commands and start nothing")
+    instead.add_argument("--slurm", type=Path, metavar="FILE", help="write a batch script for several nodes")
+    args, words = parser.parse_known_args(argv)
+    for name, default in (here if args.slurm else there).items():
+        if getattr(args, name) != default:
+            sys.exit(f"error: --{name} has no effect {'with' if args.slurm else 'without'} --slurm")
+    if min(getattr(args, name) for name in (*here, "tensor_parallel", *there)) < 1:
+        sys.exit("error: numbers of servers, trainers, nodes and GPUs are 1 or more")
+    if any(word.partition("=")[0].replace("-", "_") == "__vllm_urls" for word in words):
+        sys.exit("error: --vllm_urls: servers are started here; for servers that run, there is train.py")
+    try:
+        return args, words, parse_args(words)
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
+def main(argv: list[str]) -> None:
+    """Do what the command line says; SystemExit with the status of the run, or one line of what is wrong."""
+    args, words, config = parse(argv)
+    trainer = [os.path.relpath(ROOT / ("scripts/doctor.py" if args.doctor else "train.py")), *words]
+    try:
+        if args.slurm:
+            args.slurm.write_text(slurm_job(args, trainer, config))
+            print(f"sbatch {shlex.quote(str(args.slurm))}")
+            return
+        servers, training = commands(args, trainer, config)
+        if not args.print:
+            sys.exit(run(servers, training, Path(config.output_dir), config.server_timeout))
+        for program, env in (*servers.values(), training):
+            print(*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(program))
+    except (UserError, OSError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
