@@ -8,6 +8,7 @@ a few batches with the trainer's own parts, at learning rate 0, and writes nothi
 
 import ctypes
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +18,7 @@ from functools import partial
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from timeit import timeit
+from timeit import repeat
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -93,7 +93,18 @@ def predict(parts: Parts, num_servers: int, staleness: int) -> Step:
     return Step(step_s, *(min(max(1 - slowdown * busy_s / step_s, 0.0), 1.0) for busy_s in busy))
 
 
-class Trial:
+def seconds(call: Callable[[], Any], num: int = 3) -> float:
+    """The median of `num` calls."""
+    return median(repeat(call, number=1, repeat=num))
+
+
+def tell(name: str, text: str) -> None:
+    """Print a line of the table, on rank 0."""
+    if is_main():
+        print(f"{name:<34}{text}", flush=True)
+
+
+class Doctor:
     """What `train.main` builds, with learning rate 0: a step takes its time and memory, and changes no weight."""
 
     def __init__(self, config: TrainConfig, device: torch.device, rollouts: Rollouts):
@@ -140,173 +151,154 @@ class Trial:
         """Keep the text for the end, where something is off."""
         self.advice += [text] if is_off else []
 
+    def look_at_batch(self, groups: list[Group]) -> None:
+        """Rewards and lengths. On rank 0."""
+        config, metrics = self.config, batch_metrics(groups, 0, self.config)
+        equal, cut = metrics["frac_reward_zero_std"], metrics["completions/clipped_ratio"]
+        length = f"{metrics['completions/mean_length']:.0f} tokens a completion, {cut:.0%} cut off"
+        tell("one batch", f"reward {metrics['reward']:.3g}, all equal in {equal:.0%} of groups; {length}")
+        much = "nothing" if equal == 1 else "little"
+        self.advise(
+            equal > 0.7, f"rewards are all equal in {equal:.0%} of groups: {much} to learn; look at the rewards"
+        )
+        self.advise(
+            cut > 0.5, f"max_completion_len={config.max_completion_len} cuts {cut:.0%} of completions: raise it"
+        )
+        is_low = config.use_peft and config.learning_rate < 1e-5
+        self.advise(is_low, f"learning_rate={config.learning_rate:g} is low for use_peft: 1e-5 to 1e-4 is usual")
 
-once = partial(timeit, number=1)  # the seconds of a call
+    def look_at_servers(self, groups: list[Group]) -> None:
+        """Whether each server gives its tokens the log-probs that the trainer gives them. Collective."""
+        config, limit = replace(self.config, num_iterations=1, num_minibatches=1), self.config.max_logprob_mismatch
+        servers = [(server.url, server.number) for server in self.rollouts.client.servers] if is_main() else []
+        for url, number in broadcast_object(servers):
+            own = [group for group in groups if group.server == number]
+            if not broadcast_object(len(own)):
+                tell(f"server {url}", "got none of the batch's groups")
+                continue
+            metrics, _ = self.train(own, config)
+            mean, most = (metrics[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
+            tell(f"server {url}", f"mismatch {mean:.2g} mean, {most:.2g} max nats")
+            is_off = mean > limit / 3 and not bending(self.config)
+            self.advise(is_off, f"{url} is {mean:.2g} nats off, and at {limit:g} it is left out: compare its --dtype")
 
+    def look_at_sharing(self, groups: list[Group]) -> None:
+        """Shared prompts against plain rows: gradients, weight by weight, and time. Collective."""
+        if not self.config.share_prefix:
+            return tell("shared prompts", "off, by the config or for the reason above")
+        found: list[list[Tensor]] = []  # this rank's parts of either's gradients
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Of a call: the median of three."""
-    return median(once(call) for _ in range(3))
+        def keep(optimizer: Any, *_: Any) -> None:
+            grads = [w.grad for group in optimizer.param_groups for w in group["params"] if w.grad is not None]
+            parts = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)
+            found.append([part.to("cpu", torch.float64, copy=True) for part in parts])
 
+        self.policy.train(self.config.lora_dropout == 0)  # dropout would be another one every time
+        shared = replace(self.config, num_iterations=1, num_minibatches=1, grad_norm=0.0)
+        calls = [partial(self.train, groups, config) for config in (shared, replace(shared, share_prefix=False))]
+        hook, pairs = self.optimizer.register_step_pre_hook(keep), []
+        for _ in range(3):  # in turn, as machines are noisy
+            pairs.append([seconds(call, 1) for call in calls])
+            hook.remove()
+        self.policy.train()
+        if len(found) < 2:
+            raise UserError("the gradient of a batch is not finite: look at loss_fn and the rewards")
+        squares = [((a - b).square().sum(), b.square().sum()) for a, b in zip(*found, strict=True)]
+        sums = torch.tensor(squares, device=self.device)
+        dist.all_reduce(sums)
+        errors, norms = sums.sqrt().T
+        error = (errors / norms.clamp(min=0.01 * norms.max())).max().item()  # some gradients are nothing but rounding
+        gain = median(plain_s / shared_s for shared_s, plain_s in pairs)
+        tell("shared prompts", f"gradients equal to {error:.1g}, {gain:.2f} times as fast as plain rows")
+        self.advise(gain < 1.02, f"share_prefix gains nothing ({gain:.2f} times as fast): set it to false")
 
-def tell(name: str, text: str) -> None:
-    """Print a line of the table, on rank 0."""
-    if is_main():
-        print(f"{name:<34}{text}", flush=True)
+    def peak(self, groups: list[Group], max_tokens: int) -> list[float]:
+        """Of a batch in such rows: tokens of the largest, bytes at the peak, seconds; over all ranks. Collective."""
+        config, sizes = replace(self.config, max_tokens_per_gpu=max_tokens), [0]
+        with suppress(AttributeError):  # only glibc has it: give back what was freed
+            ctypes.CDLL(None).malloc_trim(0)
+        reset_peak(self.device)
+        step_s = seconds(lambda: sizes.extend(self.train(groups, config)[1]))
+        most = torch.tensor([max(sizes), 1e6 * memory_mb(self.device, "VmHWM"), step_s], device=self.device).double()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return most.tolist()
 
+    def look_at_memory(self, groups: list[Group]) -> tuple[int, float]:
+        """The peak, and the size of rows that fits; returns the rows that a rank trains, and seconds. Collective."""
+        config, sizes, device = self.config, self.train(groups, self.config)[1], self.device
+        longest = max((len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions), default=0)
+        least = broadcast_object(max(longest, config.max_completion_len + 1))
+        free = psutil.virtual_memory().available / dist.get_world_size() + 1e6 * memory_mb(device, "VmRSS")
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+        half, whole = (self.peak(groups, max(size, least)) for size in (max(sizes) // 2, config.max_tokens_per_gpu))
+        fits = fitting_tokens(line(half[:2], whole[:2]), free)
+        limit = f"up to {fits:,} fit into" if fits else "of"
+        tell("memory", f"peak {whole[1] / 1e9:.2f} GB with rows of {whole[0]:,.0f} tokens; {limit} {free / 1e9:.1f} GB")
+        setting, gain = f"max_tokens_per_gpu={config.max_tokens_per_gpu}", half[2] / whole[2] - 1
+        is_small = fits > 2 * config.max_tokens_per_gpu and len(sizes) > 1 and gain > LITTLE
+        self.advise(is_small, f"{setting}: {fits:,} fit, and rows of half of it take {gain:.0%} longer: raise it")
+        self.advise(0 < fits < config.max_tokens_per_gpu, f"{setting}: only {fits:,} fit: lower it")
+        if config.gradient_checkpoint and dist.get_world_size() == 1:  # else one rank alone may run out of memory
+            base_model(self.policy).gradient_checkpointing_disable()
+            start, slope = line(*(self.peak(groups, max(max(sizes) // part, least))[:2] for part in (4, 2)))
+            needed = start + slope * config.max_tokens_per_gpu
+            self.advise(needed < USABLE * free, f"gradient_checkpoint: without it {needed / 1e9:.1f} GB would do")
+            base_model(self.policy).gradient_checkpointing_enable({"use_reentrant": False})
+        return len(sizes), whole[2]
 
-def look_at_batch(trial: Trial, groups: list[Group]) -> None:
-    """Rewards and lengths. On rank 0."""
-    config, metrics = trial.config, batch_metrics(groups, 0, trial.config)
-    equal, cut = metrics["frac_reward_zero_std"], metrics["completions/clipped_ratio"]
-    length = f"{metrics['completions/mean_length']:.0f} tokens a completion, {cut:.0%} cut off"
-    tell("one batch", f"reward {metrics['reward']:.3g}, all equal in {equal:.0%} of groups; {length}")
-    much = "nothing" if equal == 1 else "little"
-    trial.advise(equal > 0.7, f"rewards are all equal in {equal:.0%} of groups: {much} to learn; look at the rewards")
-    trial.advise(cut > 0.5, f"max_completion_len={config.max_completion_len} cuts {cut:.0%} of completions: raise it")
-    is_low = config.use_peft and config.learning_rate < 1e-5
-    trial.advise(is_low, f"learning_rate={config.learning_rate:g} is low for use_peft: 1e-5 to 1e-4 is usual")
+    def measure(self, groups: list[Group], num_rows: int, train_s: float, num_servers: int) -> Parts:
+        """The parts of a step; of use on rank 0 alone. Collective."""
+        config, size, samples = self.config, self.config.batch_size, [groups]
+        few = min(max(size // 8, num_servers), size)
+        few_s = seconds(lambda: self.sample(few))
+        sample_s = seconds(lambda: samples.append(self.sample(size)))
+        sync_s = seconds(self.sync)
+        both_s = seconds(lambda: self.sample(size, (), lambda: self.sync(self.train(groups, config))))
+        sampling = line((few / num_servers, few_s), (size / num_servers, sample_s))
+        begun_s = min((g.started_s for g in samples[-1]), default=0)
+        ends = [end_s - begun_s for end_s in accumulate((g.scored_s for g in samples[-1]), max)] or [1.0]
+        waits = config.updates_per_batch > 1 or config.weighs_whole_batch  # rows, for all groups
+        part = [1.0 if waits else row / num_rows for row in range(1, num_rows + 1)]
+        rows = [ends[math.ceil(len(ends) * share) - 1] / ends[-1] for share in part]
+        equal = sum(not g.can_teach for g in groups) / size if config.drop_zero_advantage else 0.0
+        reward_s = ends[-1] - max((g.sampled_s - begun_s for g in samples[-1]), default=0)
+        slowdown = both_s / (max(sample_s, train_s) + sync_s)
+        return Parts(sampling, size / max(1 - equal, 0.1), reward_s, rows, train_s, sync_s, slowdown)
 
-
-def look_at_servers(trial: Trial, groups: list[Group]) -> None:
-    """Whether each server gives its tokens the log-probs that the trainer gives them. Collective."""
-    config, limit = replace(trial.config, num_iterations=1, num_minibatches=1), trial.config.max_logprob_mismatch
-    servers = [(server.url, server.number) for server in trial.rollouts.client.servers] if is_main() else []
-    for url, number in broadcast_object(servers):
-        own = [group for group in groups if group.server == number]
-        if not broadcast_object(len(own)):
-            tell(f"server {url}", "got none of the batch's groups")
-            continue
-        metrics, _ = trial.train(own, config)
-        mean, most = (metrics[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
-        tell(f"server {url}", f"mismatch {mean:.2g} mean, {most:.2g} max nats")
-        is_off = mean > limit / 3 and not bending(trial.config)
-        trial.advise(is_off, f"{url} is {mean:.2g} nats off, and at {limit:g} it is left out: compare its --dtype")
-
-
-def look_at_sharing(trial: Trial, groups: list[Group]) -> None:
-    """Shared prompts against plain rows: gradients, weight by weight, and time. Collective."""
-    if not trial.config.share_prefix:
-        return tell("shared prompts", "off, by the config or for the reason above")
-    found: list[list[Tensor]] = []  # this rank's parts of either's gradients
-
-    def keep(optimizer: Any, *_: Any) -> None:
-        grads = [w.grad for group in optimizer.param_groups for w in group["params"] if w.grad is not None]
-        parts = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)
-        found.append([part.to("cpu", torch.float64, copy=True) for part in parts])
-
-    trial.policy.train(trial.config.lora_dropout == 0)  # dropout would be another one every time
-    shared = replace(trial.config, num_iterations=1, num_minibatches=1, grad_norm=0.0)
-    calls = [partial(trial.train, groups, config) for config in (shared, replace(shared, share_prefix=False))]
-    hook = trial.optimizer.register_step_pre_hook(keep)
-    for call in calls:
-        call()
-    hook.remove()
-    trial.policy.train()
-    squares = [((a - b).square().sum(), b.square().sum()) for a, b in zip(*found, strict=True)]
-    sums = torch.tensor(squares, device=trial.device)
-    dist.all_reduce(sums)
-    errors, norms = sums.sqrt().T
-    error = (errors / norms.clamp(min=0.01 * norms.max())).max().item()  # some gradients are nothing but rounding
-    pairs = [[once(call) for call in calls] for _ in range(3)]  # in turn, as machines are noisy
-    gain = median(plain_s / shared_s for shared_s, plain_s in pairs)
-    tell("shared prompts", f"gradients equal to {error:.1g}, {gain:.2f} times as fast as plain rows")
-    trial.advise(gain < 1.02, f"share_prefix gains nothing ({gain:.2f} times as fast as plain rows): set it to false")
-
-
-def peak(trial: Trial, groups: list[Group], max_tokens: int) -> list[float]:
-    """Of a batch in such rows: tokens of the largest, bytes at the peak, seconds; over all ranks. Collective."""
-    config, sizes = replace(trial.config, max_tokens_per_gpu=max_tokens), [0]
-    with suppress(AttributeError):  # only glibc has it: give back what was freed
-        ctypes.CDLL(None).malloc_trim(0)
-    reset_peak(trial.device)
-    step_s = seconds(lambda: sizes.extend(trial.train(groups, config)[1]))
-    most = torch.tensor([max(sizes), 1e6 * memory_mb(trial.device, "VmHWM"), step_s], device=trial.device).double()
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return most.tolist()
-
-
-def look_at_memory(trial: Trial, groups: list[Group]) -> tuple[int, float]:
-    """The peak, and the size of rows that fits; returns the rows that a rank trains, and seconds. Collective."""
-    config, sizes, device = trial.config, trial.train(groups, trial.config)[1], trial.device
-    longest = max((len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions), default=0)
-    least = broadcast_object(max(longest, config.max_completion_len + 1))
-    free = psutil.virtual_memory().available / dist.get_world_size() + 1e6 * memory_mb(device, "VmRSS")
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    half, whole = (peak(trial, groups, max(size, least)) for size in (max(sizes) // 2, config.max_tokens_per_gpu))
-    fits = fitting_tokens(line(half[:2], whole[:2]), free)
-    limit = f"up to {fits:,} fit into" if fits else "of"
-    tell("memory", f"peak {whole[1] / 1e9:.2f} GB with rows of {whole[0]:,.0f} tokens; {limit} {free / 1e9:.1f} GB")
-    setting, gain = f"max_tokens_per_gpu={config.max_tokens_per_gpu}", half[2] / whole[2] - 1
-    is_small = fits > 2 * config.max_tokens_per_gpu and len(sizes) > 1 and gain > LITTLE
-    trial.advise(is_small, f"{setting}: {fits:,} fit, and rows of half of it take {gain:.0%} longer: raise it")
-    trial.advise(0 < fits < config.max_tokens_per_gpu, f"{setting}: only {fits:,} fit: lower it")
-    if config.gradient_checkpoint and dist.get_world_size() == 1:  # else one rank alone may run out of memory
-        base_model(trial.policy).gradient_checkpointing_disable()
-        start, slope = line(*(peak(trial, groups, max(max(sizes) // part, least))[:2] for part in (4, 2)))
-        needed = start + slope * config.max_tokens_per_gpu
-        cost = f"without it {needed / 1e9:.1f} GB of {free / 1e9:.1f} GB are needed"
-        trial.advise(needed < USABLE * free, f"gradient_checkpoint could be off: {cost}")
-        base_model(trial.policy).gradient_checkpointing_enable({"use_reentrant": False})
-    return len(sizes), whole[2]
-
-
-def measure(trial: Trial, groups: list[Group], num_rows: int, train_s: float, num_servers: int) -> Parts:
-    """The parts of a step; of use on rank 0 alone. Collective."""
-    config, size, samples = trial.config, trial.config.batch_size, [groups]
-    few = min(max(size // 8, num_servers), size)
-    few_s = seconds(lambda: trial.sample(few))
-    sample_s = seconds(lambda: samples.append(trial.sample(size)))
-    sync_s = seconds(trial.sync)
-    both_s = seconds(lambda: trial.sample(size, (), lambda: trial.sync(trial.train(groups, config))))
-    sampling = line((few / num_servers, few_s), (size / num_servers, sample_s))
-    begun_s = min((g.started_s for g in samples[-1]), default=0)
-    ends = [end_s - begun_s for end_s in accumulate((g.scored_s for g in samples[-1]), max)] or [1.0]
-    last = [ends[-1]] * num_rows  # each row waits for all, or for its own part of the groups
-    parts = [ends[math.ceil(len(ends) * row / num_rows) - 1] for row in range(1, num_rows + 1)]
-    rows = last if config.updates_per_batch > 1 or config.weighs_whole_batch else parts
-    equal = sum(not g.can_teach for g in groups) / size if config.drop_zero_advantage else 0.0
-    reward_s = ends[-1] - max((g.sampled_s - begun_s for g in samples[-1]), default=0)
-    slowdown = both_s / (max(sample_s, train_s) + sync_s)
-    shares = [end_s / ends[-1] for end_s in rows]
-    return Parts(sampling, size / max(1 - equal, 0.1), reward_s, shares, train_s, sync_s, slowdown)
-
-
-def look_at_speed(trial: Trial, groups: list[Group], num_rows: int, train_s: float) -> None:
-    """A step and the run, and what more servers, or staleness, would give. Collective."""
-    config, rollouts, num = trial.config, trial.rollouts, len(trial.rollouts.client.servers) if is_main() else 1
-    parts = measure(trial, groups, num_rows, train_s, num)
-    if not is_main():
-        return
-    (start, slope), completions = parts.sampling, [c for group in groups for c in group.completions]
-    sampled = sum(c.num_sampled for c in completions) / (start + slope * config.batch_size / num)
-    trained = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions) / train_s
-    tell("speed of either side alone", f"{sampled:,.0f} tokens/s sampled, {trained:,.0f} tokens/s trained")
-    steps = {k: predict(parts, k, config.max_staleness) for k in sorted({1, 2, 4, 8, num})}
-    step_s, waits, idle = steps[num]
-    sample_s = start + slope * parts.num_groups / num - parts.reward_s
-    times = f"sampling {sample_s:.2f} s, rewards {parts.reward_s:.2f} s, training {train_s:.2f} s"
-    tell("one step", f"{step_s:.2f} s: {times}, sync {parts.sync_s:.2f} s")
-    slower = f"; both at once take {parts.slowdown:.2f} times as long" if config.max_staleness else ""
-    tell("", f"trainer waits {waits:.0%}, servers {idle:.0%}{slower}")
-    enough = min(k for k in steps if steps[k].step_s < (1 + LITTLE) * min(steps.values()).step_s)
-    tell("by number of servers", ", ".join(f"{k}: {s.step_s:.2f} s" for k, s in steps.items()) + f"; {enough} suffice")
-    held_out = [*chain.from_iterable(rollouts.held_out.values())]
-    some, every = held_out[: config.batch_size * config.num_generations], config.eval_steps or rollouts.num_steps
-    eval_s = once(lambda: trial.sample(0, some)) * len(held_out) / max(len(some), 1)
-    num_evals = len({0, rollouts.num_steps, *range(every, rollouts.num_steps, every)}) if held_out else 0
-    hours = (rollouts.num_steps * step_s + num_evals * eval_s) / 3600
-    tell("the run", f"{hours:.2f} h: {rollouts.num_steps:,} steps, {num_evals} evaluations of {eval_s:.2f} s")
-    saved = 1 - predict(parts, num, 1).step_s / step_s
-    is_sync = config.max_staleness == 0
-    trial.advise(
-        is_sync and saved > LITTLE, f"max_staleness=0 costs {saved:.0%} of a step: at 1 both sides work at once"
-    )
-    cure = f"{enough} servers give {steps[enough].step_s:.2f} s a step" if enough > num else "raise batch_size"
-    trial.advise(not is_sync and waits > MUCH, f"the trainer waits {waits:.0%} of the time: {cure}")
-    cure = f"{enough} would do" if enough < num else "raise batch_size, or give the trainer more GPUs"
-    trial.advise(not is_sync and idle > MUCH, f"servers wait {idle:.0%} of the time: {cure}")
+    def look_at_speed(self, groups: list[Group], num_rows: int, train_s: float) -> None:
+        """A step and the run, and what more servers, or staleness, would give. Collective."""
+        config, rollouts, num = self.config, self.rollouts, len(self.rollouts.client.servers) if is_main() else 1
+        parts = self.measure(groups, num_rows, train_s, num)
+        if not is_main():
+            return
+        (start, slope), completions = parts.sampling, [c for group in groups for c in group.completions]
+        sampled = sum(c.num_sampled for c in completions) / (start + slope * config.batch_size / num)
+        trained = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions) / train_s
+        tell("speed of either side alone", f"{sampled:,.0f} tokens/s sampled, {trained:,.0f} tokens/s trained")
+        steps = {k: predict(parts, k, config.max_staleness) for k in sorted({1, 2, 4, 8, num})}
+        step_s, waits, idle = steps[num]
+        sample_s = start + slope * parts.num_groups / num - parts.reward_s
+        times = f"sampling {sample_s:.2f} s, rewards {parts.reward_s:.2f} s, training {train_s:.2f} s"
+        tell("one step", f"{step_s:.2f} s: {times}, sync {parts.sync_s:.2f} s")
+        slower = f"; both at once take {parts.slowdown:.2f} times as long" if config.max_staleness else ""
+        tell("", f"trainer waits {waits:.0%}, servers {idle:.0%}{slower}")
+        enough = min(k for k in steps if steps[k].step_s < (1 + LITTLE) * min(steps.values()).step_s)
+        by_number = ", ".join(f"{k}: {of_k.step_s:.2f} s" for k, of_k in steps.items())
+        tell("one step, by number of servers", f"{by_number}; {enough} suffice")
+        held_out = [*chain.from_iterable(rollouts.held_out.values())]
+        some, every = held_out[: config.batch_size * config.num_generations], config.eval_steps or rollouts.num_steps
+        eval_s = seconds(lambda: self.sample(0, some), 1) * len(held_out) / max(len(some), 1)
+        num_evals = len({0, rollouts.num_steps, *range(every, rollouts.num_steps, every)}) if held_out else 0
+        hours = (rollouts.num_steps * step_s + num_evals * eval_s) / 3600
+        tell("the run", f"{hours:.2f} h: {rollouts.num_steps:,} steps, {num_evals} evaluations of {eval_s:.2f} s")
+        saved = 1 - predict(parts, num, 1).step_s / step_s
+        is_sync = config.max_staleness == 0
+        self.advise(is_sync and saved > LITTLE, f"max_staleness=0 costs {saved:.0%} of a step, which 1 would save")
+        cure = f"{enough} servers give {steps[enough].step_s:.2f} s a step" if enough > num else "raise batch_size"
+        self.advise(not is_sync and waits > MUCH, f"the trainer waits {waits:.0%} of the time: {cure}")
+        cure = f"{enough} would do" if enough < num else "raise batch_size, or give the trainer more GPUs"
+        self.advise(not is_sync and idle > MUCH, f"servers wait {idle:.0%} of the time: {cure}")
 
 
 def examine(config: TrainConfig) -> None:
@@ -314,19 +306,18 @@ def examine(config: TrainConfig) -> None:
     if config.replay:
         raise UserError("replay asks no server, and its speed is the trainer's alone: unset it")
     check_loss(config)
-    group, folder = process_group(config.collective_timeout), TemporaryDirectory()
-    with group as device, folder as path, closing(Rollouts(config, device)) as rollouts:
+    with process_group(config.collective_timeout) as device, closing(Rollouts(config, device)) as rollouts:
         if is_main():
-            rollouts.scorer.failed_path = Path(path) / "failed_rewards.jsonl"
-        trial = Trial(config, device, rollouts)
-        rollouts.publish(trial.policy, 0)
-        groups = trial.sample(config.batch_size)
-        look_at_servers(trial, groups)
-        look_at_sharing(trial, groups)
-        look_at_speed(trial, groups, *look_at_memory(trial, groups))
+            rollouts.scorer.failed_path = Path(os.devnull)
+        doctor = Doctor(config, device, rollouts)
+        rollouts.publish(doctor.policy, 0)
+        groups = doctor.sample(config.batch_size)
+        doctor.look_at_servers(groups)
+        doctor.look_at_sharing(groups)
+        doctor.look_at_speed(groups, *doctor.look_at_memory(groups))
         if is_main():
-            look_at_batch(trial, groups)
-            print("\n" + ("\n".join(f"- {text}" for text in trial.advice) or "no setting looks off"))
+            doctor.look_at_batch(groups)
+            print("\n" + ("\n".join(f"- {text}" for text in doctor.advice) or "no setting looks off"))
 
 
 if __name__ == "__main__":
