@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.common import memory_mb, reset_peak
 from config import TrainConfig, UserError, bending, parse_args
-from prefix_attention import base_model
 from rollouts.data import Group, Prompt, epochs
 from rollouts.stream import MAX_GROUPS, Rollouts
 from train import Dealer, check_advantages, check_loss, set_advantages, train_batch
@@ -80,11 +79,11 @@ def fitting_tokens(memory: tuple[float, float], available: float) -> int:
 
 def predict(parts: Parts, num_servers: int, staleness: int) -> Step:
     """A step with so many servers: at staleness 0 a batch is sampled and then trained, above 0 side by side."""
-    start, slope = parts.sampling
-    sample_s, step_s = start + slope * parts.num_groups / num_servers, 0.0
-    slowdown = parts.slowdown if staleness else 1.0
-    if staleness:
-        step_s = slowdown * (max(sample_s, parts.train_s) + parts.sync_s)
+    start, per_batch_s = parts.sampling[0], parts.sampling[1] * parts.num_groups / num_servers
+    sample_s, step_s, slowdown = start + per_batch_s, 0.0, parts.slowdown if staleness else 1.0
+    if staleness:  # so many batches, and one more, are in flight: of each, `start` falls into the time of others
+        paced_s = max(per_batch_s, sample_s / (staleness + 1))
+        step_s = slowdown * (max(paced_s, parts.train_s) + parts.sync_s)
     else:
         for part in parts.rows:  # each trains as soon as it is there
             step_s = max(step_s, part * sample_s) + parts.train_s / len(parts.rows)
@@ -236,15 +235,15 @@ class Doctor:
         limit = f"up to {fits:,} fit into" if fits else "of"
         tell("memory", f"peak {whole[1] / 1e9:.2f} GB with rows of {whole[0]:,.0f} tokens; {limit} {free / 1e9:.1f} GB")
         setting, gain = f"max_tokens_per_gpu={config.max_tokens_per_gpu}", half[2] / whole[2] - 1
-        is_small = fits > 2 * config.max_tokens_per_gpu and len(sizes) > 1 and gain > LITTLE
+        is_small = fits > 2 * config.max_tokens_per_gpu and len(sizes) > config.num_minibatches and gain > LITTLE
         self.advise(is_small, f"{setting}: {fits:,} fit, and rows of half of it take {gain:.0%} longer: raise it")
         self.advise(0 < fits < config.max_tokens_per_gpu, f"{setting}: only {fits:,} fit: lower it")
         if config.gradient_checkpoint and dist.get_world_size() == 1:  # else one rank alone may run out of memory
-            base_model(self.policy).gradient_checkpointing_disable()
+            self.policy.gradient_checkpointing_disable()
             start, slope = line(*(self.peak(groups, max(max(sizes) // part, least))[:2] for part in (4, 2)))
             needed = start + slope * config.max_tokens_per_gpu
             self.advise(needed < USABLE * free, f"gradient_checkpoint: without it {needed / 1e9:.1f} GB would do")
-            base_model(self.policy).gradient_checkpointing_enable({"use_reentrant": False})
+            self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         return len(sizes), whole[2]
 
     def measure(self, groups: list[Group], num_rows: int, train_s: float, num_servers: int) -> Parts:
@@ -259,11 +258,12 @@ class Doctor:
         begun_s = min((g.started_s for g in samples[-1]), default=0)
         ends = [end_s - begun_s for end_s in accumulate((g.scored_s for g in samples[-1]), max)] or [1.0]
         waits = config.updates_per_batch > 1 or config.weighs_whole_batch  # rows, for all groups
-        part = [1.0 if waits else row / num_rows for row in range(1, num_rows + 1)]
-        rows = [ends[math.ceil(len(ends) * share) - 1] / ends[-1] for share in part]
+        shares = [1.0 if waits else row / num_rows for row in range(1, num_rows + 1)]
+        # The next group tells that a row is full.
+        rows = [ends[min(math.ceil(len(ends) * share), len(ends) - 1)] / ends[-1] for share in shares]
         equal = sum(not g.can_teach for g in groups) / size if config.drop_zero_advantage else 0.0
         reward_s = ends[-1] - max((g.sampled_s - begun_s for g in samples[-1]), default=0)
-        slowdown = both_s / (max(sample_s, train_s) + sync_s)
+        slowdown = max(both_s / (max(sample_s, train_s) + sync_s), 1.0)  # below 1 it is noise
         return Parts(sampling, size / max(1 - equal, 0.1), reward_s, rows, train_s, sync_s, slowdown)
 
     def look_at_speed(self, groups: list[Group], num_rows: int, train_s: float) -> None:

@@ -8,7 +8,7 @@ from helpers import RECIPE, ROOT, on_forked_ranks
 
 DOCTOR = ROOT / "scripts" / "doctor.py"
 # One server takes 1 + 0.5 * 8 = 5 s for a batch, two take 3 s; the last second is a reward's.
-PARTS = Parts(sampling=(1.0, 0.5), num_groups=8, reward_s=1.0, rows=[0.4, 1.0], train_s=4.0, sync_s=1.0, slowdown=1.5)
+PARTS = Parts(sampling=(1.0, 0.5), num_groups=8, reward_s=1.0, rows=[0.4, 1.0], train_s=3.0, sync_s=1.0, slowdown=1.5)
 CONSTANT = "\ndef always_one(completions, **_): return [1.0] * len(completions)\n"
 
 
@@ -34,16 +34,18 @@ def test_what_fits():
 
 
 @pytest.mark.parametrize(
-    ("num_servers", "staleness", "expected"),
+    ("num_servers", "staleness", "train_s", "expected"),
     [
-        (1, 0, (8, 3 / 8, 1 / 2)),  # rows come at 2 and 5 s and end at 4 and 7
-        (2, 0, (6.2, 1.2 / 6.2, 4.2 / 6.2)),  # at 1.2 and 3 s, and end at 3.2 and 5.2
-        (1, 1, (9, 1.5 / 9, 3 / 9)),  # 1.5 * (5 + 1)
-        (2, 1, (7.5, 0, 4.5 / 7.5)),  # 1.5 * (4 + 1): the trainer never waits
+        (1, 0, 3, (7.5, 3.5 / 7.5, 3.5 / 7.5)),  # rows come at 2 and 5 s and end at 3.5 and 6.5
+        (2, 0, 3, (5.5, 1.5 / 5.5, 3.5 / 5.5)),  # at 1.2 and 3 s, and end at 2.7 and 4.5
+        (1, 1, 3, (7.5, 1.5 / 7.5, 1.5 / 7.5)),  # 1.5 * (4 + 1): the 1 s that does not grow is hidden
+        (2, 1, 3, (6, 0, 0.5)),  # 1.5 * (3 + 1): the trainer never waits
+        (8, 1, 0.5, (2.625, 0.375 / 2.625, 1.875 / 2.625)),  # a batch takes 1.5 s, and two are in flight
+        (8, 2, 0.1, (2.25, 0.6 / 2.25, 1.5 / 2.25)),  # of three in flight, the 0.5 s that each adds are more
     ],
 )
-def test_prediction(num_servers, staleness, expected):
-    assert predict(PARTS, num_servers, staleness) == pytest.approx(expected)
+def test_prediction(num_servers, staleness, train_s, expected):
+    assert predict(PARTS._replace(train_s=train_s), num_servers, staleness) == pytest.approx(expected)
 
 
 def test_replay_has_no_servers(tmp_path):
