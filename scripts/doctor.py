@@ -242,7 +242,7 @@ class Doctor:
             self.policy.gradient_checkpointing_disable()
             start, slope = line(*(self.peak(groups, max(max(sizes) // part, least))[:2] for part in (4, 2)))
             needed = start + slope * config.max_tokens_per_gpu
-            self.advise(needed < USABLE * free, f"gradient_checkpoint: without it {needed / 1e9:.1f} GB would do")
+            self.advise(needed < USABLE * free, f"gradient_checkpoint is not needed: {needed / 1e9:.1f} GB without it")
             self.policy.gradient_checkpointing_enable({"use_reentrant": False})
         return len(sizes), whole[2]
 
