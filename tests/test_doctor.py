@@ -1,0 +1,120 @@
+"""What doctor.py tells before a run: the prediction and the memory by hand, the rest on a real tiny server."""
+
+import re
+
+import pytest
+from doctor import Parts, fitting_tokens, line, predict
+from helpers import RECIPE, ROOT, on_forked_ranks
+
+DOCTOR = ROOT / "scripts" / "doctor.py"
+# One server takes 1 + 0.5 * 8 = 5 s for a batch, two take 3 s; the last second is a reward's.
+PARTS = Parts(sampling=(1.0, 0.5), num_groups=8, reward_s=1.0, rows=[0.4, 1.0], train_s=3.0, sync_s=1.0, slowdown=1.5)
+CONSTANT = "\ndef always_one(completions, **_): return [1.0] * len(completions)\n"
+
+
+@pytest.mark.parametrize(
+    ("points", "expected"),
+    [
+        (((2, 5), (4, 9)), (1, 2)),
+        (((2, 9), (4, 8)), (8, 0)),  # noise: it would fall
+        (((2, 1), (4, 8)), (0, 2)),  # noise: it would begin at -6
+        (((4, 7), (4, 8)), (8, 0)),
+    ],
+)
+def test_line(points, expected):
+    assert line(*points) == expected
+
+
+def test_what_fits():
+    """2 GB whatever the rows, 1 MB a token: of 10 GB, 9 are usable, 7 by rows."""
+    memory = line((1000, 3e9), (2000, 4e9))
+    assert fitting_tokens(memory, 10e9) == 7000
+    assert fitting_tokens(memory, 1e9) == 0
+    assert fitting_tokens((2e9, 0.0), 10e9) == 0  # the peak does not tell
+
+
+@pytest.mark.parametrize(
+    ("num_servers", "staleness", "train_s", "expected"),
+    [
+        (1, 0, 3, (7.5, 3.5 / 7.5, 3.5 / 7.5)),  # rows come at 2 and 5 s and end at 3.5 and 6.5
+        (2, 0, 3, (5.5, 1.5 / 5.5, 3.5 / 5.5)),  # at 1.2 and 3 s, and end at 2.7 and 4.5
+        (1, 1, 3, (7.5, 1.5 / 7.5, 1.5 / 7.5)),  # 1.5 * (4 + 1): the 1 s that does not grow is hidden
+        (2, 1, 3, (6, 0, 0.5)),  # 1.5 * (3 + 1): the trainer never waits
+        (8, 1, 0.5, (2.625, 0.375 / 2.625, 1.875 / 2.625)),  # a batch takes 1.5 s, and two are in flight
+        (8, 2, 0.1, (2.25, 0.6 / 2.25, 1.5 / 2.25)),  # of three in flight, the 0.5 s that each adds are more
+    ],
+)
+def test_prediction(num_servers, staleness, train_s, expected):
+    assert predict(PARTS._replace(train_s=train_s), num_servers, staleness) == pytest.approx(expected)
+
+
+def test_replay_has_no_servers(tmp_path):
+    (tmp_path / "recipe_replay.py").write_text(RECIPE.format(model="m", urls=["http://127.0.0.1:1"], output="o"))
+    done = on_forked_ranks(0, DOCTOR, tmp_path / "recipe_replay.py", "--replay", "outputs/other")
+    assert done.returncode == 1
+    assert re.fullmatch("error: replay asks no server.*\n", done.stderr)
+
+
+@pytest.fixture
+def place(models, servers, tmp_path):
+    """A recipe for a real server, whose output_dir has a run."""
+    path = tmp_path / f"recipe_{tmp_path.name}.py"
+    text = RECIPE.format(model=models["tied"], urls=[servers["tied"]], output=str(tmp_path / "run"))
+    path.write_text(text.replace("rows,", "rows, eval_dataset_id=rows,") + CONSTANT)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n')
+    return path
+
+
+def files(folder):
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.iterdir()}
+
+
+NUMBER = r"[\d.,e+-]+"
+LINES = [
+    rf"server http://[\d.:]+ +mismatch {NUMBER} mean, {NUMBER} max nats",
+    rf"shared prompts +gradients equal to {NUMBER}, {NUMBER} times as fast as plain rows",
+    rf"memory +peak {NUMBER} GB with rows of {NUMBER} tokens; (up to {NUMBER} fit into|of) {NUMBER} GB",
+    rf"speed of either side alone +{NUMBER} tokens/s sampled, {NUMBER} tokens/s trained",
+    rf"one step +{NUMBER} s: sampling {NUMBER} s, rewards {NUMBER} s, training {NUMBER} s, sync {NUMBER} s",
+    r" +trainer waits \d+%, servers \d+%",
+    rf"one step, by number of servers +1: {NUMBER} s, 2: {NUMBER} s, 4: {NUMBER} s, 8: {NUMBER} s; \d suffice",
+    rf"the run +{NUMBER} h: 3 steps, 2 evaluations of {NUMBER} s",
+    rf"one batch +reward {NUMBER}, all equal in \d+% of groups; \d+ tokens a completion, \d+% cut off",
+]
+
+
+def test_each_figure_and_the_next_run(place, tmp_path):
+    """The run in output_dir stays as it is, and the server takes the next trainer."""
+    before = files(tmp_path / "run")
+    done = on_forked_ranks(0, DOCTOR, place)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert files(tmp_path / "run") == before
+    _, _, table = done.stdout.partition("over gloo\n")
+    for pattern, text in zip(LINES, table.splitlines(), strict=False):
+        assert re.fullmatch(pattern, text)
+    mean, most = map(float, re.findall(f"mismatch ({NUMBER}) mean, ({NUMBER}) max", table)[0])
+    assert 0 < mean < most < 1e-3
+    assert 0 < float(re.findall(f"equal to ({NUMBER}),", table)[0]) < 1e-4
+    assert "max_tokens_per_gpu" not in table.partition("\n\n")[2]
+    next_run = on_forked_ranks(0, "train.py", place, "--max_steps", "1", "--output_dir", tmp_path / "next")
+    assert next_run.returncode == 0, next_run.stdout + next_run.stderr
+
+
+def test_wrong_settings_on_two_ranks(place):
+    """Each is named once, by rank 0."""
+    wrong = [
+        "--reward_funcs",
+        "always_one",
+        "--use_peft",
+        "true",
+        "--learning_rate",
+        "1e-6",
+        "--max_tokens_per_gpu",
+        "64",
+    ]
+    done = on_forked_ranks(2, DOCTOR, place, *wrong, "--max_completion_len", "2", "--temperature", "0.5")
+    assert done.returncode == 0, done.stdout + done.stderr
+    advice = done.stdout.partition("\n\n")[2]
+    for text in ("rewards are all equal in 100% of groups: nothing to learn", "learning_rate=1e-06 is low", "cuts"):
+        assert advice.count(text) == 1
