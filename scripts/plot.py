@@ -90,6 +90,18 @@ def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> N
         axes.plot(at, values if is_sparse else smoothed(values, window), "o-" if is_sparse else "-", label=label)
 
 
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; an SVG with its places to a hundredth of a point, and without the date."""
+    if path.suffix != ".svg":
+        figure.savefig(path, dpi=120)
+        return
+    figure.savefig(path, metadata={"Date": None})
+    # What stands between > and < is text.
+    rounded: Any = lambda found: found[0] if found[0][0] == ">" else f"{float(found[0]):.2f}"  # noqa: E731
+    picture = re.sub(r">[^<]*<|\d+\.\d{3,}", rounded, path.read_text(encoding="utf-8"))
+    path.write_text(picture, encoding="utf-8")
+
+
 def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Path) -> None:
     """The chosen metrics in a panel each, or the summary where none is chosen, as an image file.
 
@@ -117,14 +129,7 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
         axes.set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix != ".svg":
-        figure.savefig(path, dpi=120)
-        return
-    figure.savefig(path, metadata={"Date": None})
-    # Places to a hundredth of a point; what stands between > and < is text.
-    rounded: Any = lambda found: found[0] if found[0][0] == ">" else f"{float(found[0]):.2f}"  # noqa: E731
-    picture = re.sub(r">[^<]*<|\d+\.\d{3,}", rounded, path.read_text(encoding="utf-8"))
-    path.write_text(picture, encoding="utf-8")
+    save(figure, path)
 
 
 def keep(rows: Rows, names: list[str], x: str, folder: Path) -> None:
