@@ -39,6 +39,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DIS
 
 import torch
 from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.common import report
 from benchmarks.end_to_end import JOBS, build
@@ -463,6 +464,7 @@ def main() -> None:
         sys.exit("trl is not installed: pip install -r requirements-dev.txt")
     warnings.simplefilter("ignore")
     logging.getLogger("trl").setLevel(logging.ERROR)
+    disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         build(JOBS["tiny"], model)

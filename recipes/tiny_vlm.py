@@ -4,7 +4,8 @@
     python vllm_server.py --model outputs/tiny_vlm/model --dtype float32 --max-model-len 64 --max-num-seqs 256
     torchrun --nproc_per_node=1 train.py recipes/tiny_vlm.py
 
-(with what the README says of a few CPU cores). Expected: 39 % of the held-out squares, and 75 % after 120 steps: 3 min.
+(with what the README says of a few CPU cores). Expected: 39 % of the held-out squares, and 68 to 81 % after 120 steps,
+which take 3 min.
 """
 
 import random
