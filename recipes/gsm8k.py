@@ -2,8 +2,9 @@
 
     python scripts/launch.py recipes/gsm8k.py
 
-Meant for two GPUs of 48 GB and more. Expected, as verl's baselines have it for LoRA at this batch, and not
-measured here: `eval/accuracy` 75 % after 20 steps and 78 % after 117, one epoch, from about 70 %.
+Meant for two GPUs of 48 GB and more. Expected, and not measured here: SkyRL reports a test accuracy of 79.6 % for full
+training of this model at this learning rate, after 140 steps. An epoch is 117 steps here. verl reports 77.9 % for LoRA
+(rank 32, rate 3e-5, batches of 64 prompts, one epoch).
 """
 
 from typing import Any

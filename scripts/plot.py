@@ -4,6 +4,7 @@
     python scripts/plot.py RUN RUN -v reward -v eval/reward -x num_tokens --smooth 20 -o curve.svg
     python scripts/plot.py info RUN                                    # which metrics there are
     python scripts/plot.py RUN --remote host                           # a run on another machine, read over ssh
+    python scripts/plot.py RUN --keep docs/runs/tiny -o docs/curves-tiny.svg     # and what is drawn, as a small run
 
 The suffix of `-o` chooses PNG, SVG or PDF.
 """
@@ -12,6 +13,7 @@ import argparse
 import difflib
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -22,6 +24,10 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+
+# Text stays text in an SVG, which is then small; the same numbers give the same file, with a point for each.
+matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot", "path.simplify": False})
+matplotlib.rcParams["font.sans-serif"] = ["DejaVu Sans"]
 
 Rows = list[dict[str, Any]]
 SUMMARY = (
@@ -84,6 +90,18 @@ def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> N
         axes.plot(at, values if is_sparse else smoothed(values, window), "o-" if is_sparse else "-", label=label)
 
 
+def save(figure: Any, path: Path) -> None:
+    """Write a figure; an SVG with its places to a hundredth of a point, and without the date."""
+    if path.suffix != ".svg":
+        figure.savefig(path, dpi=120)
+        return
+    figure.savefig(path, metadata={"Date": None})
+    # What stands between > and < is text.
+    rounded: Any = lambda found: found[0] if found[0][0] == ">" else f"{float(found[0]):.2f}"  # noqa: E731
+    picture = re.sub(r">[^<]*<|\d+\.\d{3,}", rounded, path.read_text(encoding="utf-8"))
+    path.write_text(picture, encoding="utf-8")
+
+
 def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Path) -> None:
     """The chosen metrics in a panel each, or the summary where none is chosen, as an image file.
 
@@ -111,7 +129,19 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
         axes.set_visible(False)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path)
+
+
+def keep(rows: Rows, names: list[str], x: str, folder: Path) -> None:
+    """Write what is drawn of a run, and what is printed, to `<folder>/metrics.jsonl`, with five digits."""
+    drawn = names or [name for panel in SUMMARY for name in panel]
+    wanted = {"step", x, "reward", "eval/reward", "eval/accuracy", *drawn}
+    kept = [{name: value for name, value in row.items() if name in wanted and value is not None} for row in rows]
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as lines:
+        for row in kept:
+            short = {name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in row.items()}
+            lines.write(json.dumps(short) + "\n")
 
 
 def main(argv: list[str]) -> None:
@@ -122,6 +152,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("-x", default="step", help="the metric of the horizontal axis")
     parser.add_argument("--smooth", type=int, default=1, metavar="STEPS", help="mean over so many values")
     parser.add_argument("-o", "--output", type=Path, help="default: reward.png in the first run, here if it is remote")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write what is drawn of one run there, as a run")
     parser.add_argument("--remote", metavar="HOST", help="where the runs are; as ssh takes it")
     args = parser.parse_args(argv)
     if args.smooth < 1:
@@ -138,6 +169,11 @@ def main(argv: list[str]) -> None:
     path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"-o {path} must end with .png, .svg or .pdf")
+    if args.keep:
+        if len(runs) > 1:
+            parser.error("--keep takes one run")
+        (rows,) = runs.values()
+        keep(rows, args.metric, args.x, args.keep)
     plot(runs, args.metric, args.x, args.smooth, path)
     for name, rows in runs.items():
         if rewards := [row["reward"] for row in rows if row.get("reward") is not None]:
