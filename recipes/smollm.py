@@ -1,6 +1,11 @@
 """SmolLM2-135M-Instruct learns to answer with one word, on two CPU cores.
 
     bash scripts/demo.sh recipes/smollm.py
+
+Asked for one word in lower case, it says `The plural of body is bodies.` The reward is graded, as whole sentences are
+all that it samples at first. Two that seemed right were not: 0.2 for any single word was had by `admiration` for each
+question after 12 steps, and 0.5 over the number of words, where the answer is one of them, left it with its sentences.
+`scripts/show.py` tells such things. Expected: RESULT
 """
 
 from difflib import SequenceMatcher
@@ -9,7 +14,7 @@ from config import TrainConfig
 
 
 def likeness(completions, answer, **_):
-    """1 for the answer and nothing else; below that, how much of the text it is (2 x what is common / both lengths)."""
+    """1 for the answer and nothing else; below that, twice what the text has in common with it over both lengths."""
     pairs = zip(completions, answer, strict=True)
     return [SequenceMatcher(None, text.strip(), truth, autojunk=False).ratio() for text, truth in pairs]
 
@@ -23,9 +28,9 @@ config = TrainConfig(
     max_completion_len=12,
     temperature=0.7,
     batch_size=16,
-    max_steps=40,
+    max_steps=30,
     learning_rate=2e-5,
     max_tokens_per_gpu=4096,
-    eval_steps=10,
+    eval_steps=6,
     output_dir="outputs/smollm/run",
 )

@@ -20,7 +20,8 @@ from config import TrainConfig, parse_args
 ROOMS = ("rollouts", "training")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 OPTIONS = {  # of the server, and of scripts: no fields
-    "gpu-memory-utilization", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",
+    "gpu-memory-utilization", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote", "servers",
+    "print", "doctor",
 }  # fmt: skip
 # What documents name and no source of ours defines: other programs, their variables, routes, and names of examples.
 OUTSIDE = frozenset({
@@ -155,14 +156,14 @@ def check_options(command):
 
 def test_every_command_is_run_by_a_test():
     """By test_readme.py, test_scripts.py, test_launch.py or test_tools.py, which name them as they stand here."""
-    scripts = (f"python scripts/{name}.py " for name in ("launch", "plot", "show"))
-    known = ("bash scripts/demo.sh", "bash scripts/test.sh", *scripts)
+    scripts = (f"python scripts/{name}.py " for name in ("launch", "plot", "show", "doctor"))
+    known = ("bash scripts/demo.sh", "bash scripts/test.sh", "source .venv/bin/activate", *scripts)
     a_loop = "until python vllm_server.py "
     assert any(line.startswith(a_loop) for block in TRAINING for line in block)
     for text in DOCUMENTS.values():
         for line in (line for block in commands(text) if block not in TRAINING for line in block):
             assert line.startswith((*known, a_loop)), line
-            if not line.startswith(a_loop):
+            if not line.startswith((a_loop, "source ")):
                 check_options(line)
         for span in inline(text):
             if span.startswith(("python ", "bash ")):

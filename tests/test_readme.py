@@ -20,7 +20,8 @@ SMALL = "--max_completion_len 8 --batch_size 4 --num_generations 4 --max_tokens_
 OF_MATH = "--dataset_id math.jsonl --eval_dataset_id none --eval_dataset_split test --eval_steps 0"
 OF_MATH += " --drop_zero_advantage false"  # no random model is right
 FOLDERS = ("recipes", "rollouts", "training", "scripts", "benchmarks")
-TRAINING = [b for text in DOCUMENTS.values() for b in commands(text) if any("torchrun" in line for line in b)]
+TRAINS = re.compile(r"(\w+=\S+ )*(torchrun .*|python )train\.py ")
+TRAINING = [b for text in DOCUMENTS.values() for b in commands(text) if any(map(TRAINS.match, b))]
 
 
 def make_clone(folder):
@@ -96,7 +97,7 @@ def test_servers_and_trainers(block, tmp_path):
             elif "vllm_server.py" in line:
                 address = "http://127.0.0.1:" + line.partition("--port ")[2].split()[0]
                 waiting.append(stack.enter_context(started(line, folder, env, address)))
-            elif "torchrun" in line:
+            elif TRAINS.match(line):
                 for server in waiting:
                     server.wait()
                 nodes = int(next(iter(re.findall(r"--nnodes=(\d+)", line)), 1))

@@ -1,0 +1,45 @@
+"""`recipes/smollm.py` through a `rollout_fn`: an answer of several words is met by `One word only.`, and a second try.
+
+    bash scripts/demo.sh recipes/smollm_asked_again.py
+
+The reward looks at the last answer, and both train. Expected: RESULT
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+from recipes.smollm import config as smollm
+from recipes.smollm import likeness
+
+# What the chat template puts between the end of an answer, which is sampled, and the next one.
+AGAIN = "\n<|im_start|>user\nOne word only.<|im_end|>\n<|im_start|>assistant\n"
+
+
+def ask_again(server, prompt, sampling):
+    """`sampling["n"]` answers, each with a second try where it has several words."""
+
+    def second_try(first):
+        if first.finish_reason == "length" or " " not in server.tokenizer.decode(first.token_ids).strip():
+            return first
+        said = server.tokenizer(AGAIN, add_special_tokens=False)["input_ids"]
+        ids = [*prompt.token_ids, *first.token_ids.tolist(), *said]
+        (second,) = server.generate(ids, {**sampling, "n": 1})
+        return first.then(said, second)
+
+    answers = server.generate(prompt.token_ids, sampling)
+    with ThreadPoolExecutor(len(answers)) as pool:
+        return list(pool.map(second_try, answers))
+
+
+def last_likeness(completions, answer, **_):
+    """`likeness` of the last answer."""
+    return likeness([text.rpartition("assistant\n")[2] for text in completions], answer)
+
+
+config = replace(
+    smollm,
+    rollout_fn=ask_again,
+    reward_funcs=[last_likeness],
+    max_completion_len=16,
+    output_dir="outputs/smollm/asked_again",
+)

@@ -1,0 +1,12 @@
+"""`recipes/smollm.py` with LoRA: adapters of rank 16 in place of all weights.
+
+    bash scripts/demo.sh recipes/smollm_lora.py
+
+Expected: RESULT
+"""
+
+from dataclasses import replace
+
+from recipes.smollm import config as smollm
+
+config = replace(smollm, use_peft=True, learning_rate=5e-4, output_dir="outputs/smollm/lora")
