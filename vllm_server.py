@@ -4,7 +4,6 @@ Start it by `python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct`, with any
 """
 
 import hmac
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -22,12 +21,12 @@ if vllm.__version__.partition("+")[0] != VLLM_VERSION:  # before an import below
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from torch.distributed import TCPStore
-from vllm.distributed.weight_transfer import base
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer import base, factory
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.utils.nccl import unpinned_nccl_env
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
+from vllm.utils import cpu_resource_utils, nccl, torch_utils
 
 BACKEND = "grpo"
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
@@ -42,9 +41,14 @@ DEFAULTS = {  # ours, in place of vLLM's
     "logprobs_mode": "processed_logprobs",  # log-probs after temperature, as the trainer computes them
     "uvicorn_log_level": "warning",
 }
+CPU_DEFAULTS = {  # -1: the model's length, or what the memory holds; `share_cpu` replaces None and 1e-9
+    "dtype": "float32", "max_model_len": -1, "max_num_seqs": 256, "enforce_eager": None, "gpu_memory_utilization": 1e-9,
+    "block_size": 32,  # in blocks of 128 a shorter prompt would be computed for each of its completions
+    "enable_chunked_prefill": False,  # a seeded request that is prefilled in parts ends vLLM's CPU engine
+}  # fmt: skip
 REQUIRED = [
     "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
-    "--weight-transfer-config", json.dumps({"backend": BACKEND}),
+    "--weight-transfer-config.backend", BACKEND,
     "--worker-extension-cls", "vllm_server.WorkerExtension",
     "--middleware", "vllm_server.AccessGuard",
     "--allowed-media-domains", "none.invalid",  # images come as data URIs: the server fetches nothing
@@ -92,12 +96,17 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=10))
         store.set_timeout(timedelta(seconds=init_info.timeout_s))
         dtype: Any = self.model_config.dtype
-        with unpinned_nccl_env():  # the trainer has not what vLLM sets for its own communicators
+        with nccl.unpinned_nccl_env():  # the trainer has not what vLLM sets for its own communicators
             self.group = TransferGroup(store, rank, init_info.world_size, self.device, init_info.timeout_s, dtype=dtype)
 
     def start_weight_update(self) -> None:
         """Open vLLM's layerwise reload: layers are rebuilt as soon as all of their weights have arrived."""
-        initialize_layerwise_reload(self.model)
+        layerwise.initialize_layerwise_reload(self.model)
+        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
+        for module in self.model.modules():  # of those without weights vLLM would warn that they failed to load
+            info = layerwise.get_layerwise_info(module)
+            if not info.restore_metadata[0] or (tied and isinstance(module, ParallelLMHead)):
+                info.load_numel_total = 0
 
     def receive_weights(self, update_info: base.WeightTransferUpdateInfo) -> None:
         """Load every bucket; each has memory of its own, as layerwise reload keeps views until a layer is whole."""
@@ -108,12 +117,12 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
                 load_weights(bucket.items())
         except BaseException:
             self.shutdown()  # what the trainer sends then fails at once, instead of waiting for this worker
-            finalize_layerwise_reload(self.model, self.model_config)  # layers must be closed to be opened again
+            layerwise.finalize_layerwise_reload(self.model, self.model_config)  # or they cannot be opened again
             raise
 
     def finish_weight_update(self) -> None:
         """Close the reload and refresh what it leaves behind."""
-        finalize_layerwise_reload(self.model, self.model_config)
+        layerwise.finalize_layerwise_reload(self.model, self.model_config)
         # The reload does not touch what vLLM prepacks for the CPU, a tied embedding and experts: they would stay.
         for module in self.model.modules() if self.device.type == "cpu" else ():
             if isinstance(module, ParallelLMHead):
@@ -132,8 +141,8 @@ class WorkerExtension:
     """Named by `--worker-extension-cls`, so that every worker imports this module and registers `WeightReceiver`."""
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:  # the API server imports this file twice, as script and module
-    WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
+if BACKEND not in factory.WeightTransferEngineFactory._registry:  # the file is imported twice, as script and module
+    factory.WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
 if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
     die_with(os.getppid())
 
@@ -149,6 +158,9 @@ class AccessGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer it here."""
+        if scope["type"] == "lifespan" and current_platform.is_cpu():  # where vLLM's log is quiet
+            args, model = scope["app"].state.args, scope["app"].state.vllm_config.model_config
+            print(f"serving at http://{args.host}:{args.port}, up to {model.max_model_len} tokens", flush=True)
         refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
         await (refusal or self.app)(scope, receive, send)
 
@@ -168,35 +180,47 @@ class AccessGuard:
         return None
 
 
+def share_cpu(args: Any, parser: Any) -> None:
+    """Choose what the user left open so that a trainer fits beside the server, and print it."""
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)} | os.environ.keys()
+    if args.enforce_eager is None:
+        args.enforce_eager = not given & {"compilation_config", "optimization_level"}
+    line = f"loading {args.model} on the CPU: --dtype {args.dtype} --{'' if args.enforce_eager else 'no-'}enforce-eager"
+    if not given & {"gpu_memory_utilization", "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"}:
+        args.kv_cache_memory_bytes = min(4 << 30, cpu_resource_utils.get_memory_node_info().available_memory // 8)
+        line += f" --kv-cache-memory-bytes {args.kv_cache_memory_bytes >> 20}M"
+    has_workers = "VLLM_CPU_OMP_THREADS_BIND" in given or any("parallel_size" in name for name in given)
+    chosen = {"OMP_NUM_THREADS": str(max(1, torch_utils.available_cpu_count() // 2)), "VLLM_LOGGING_LEVEL": "ERROR"}
+    chosen["TORCHDYNAMO_DISABLE"] = f"{args.enforce_eager:d}"  # or the sampler compiles itself for many batch sizes
+    chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = f"{has_workers:d}"  # else one process: waiting for two takes a core
+    os.environ.update(chosen | os.environ)
+    print(line, *(f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL")), flush=True)
+
+
 def main(argv: list[str]) -> None:
     """Start the server and serve until a signal; SystemExit for options that it refuses."""
     here = str(Path(__file__).resolve().parent)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))  # for the workers
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the RL routes; AccessGuard closes the rest of dev mode
-
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
-    from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    cli_env_setup()
     parser = make_arg_parser(FlexibleArgumentParser(description=__doc__))
-    parser.set_defaults(**DEFAULTS)
+    parser.set_defaults(**DEFAULTS, **(CPU_DEFAULTS if current_platform.is_cpu() else {}))
     args = parser.parse_args([*argv, *REQUIRED])
+    if args.api_key and len(args.api_key) > 1:
+        sys.exit("--api-key: one token, which the trainer has as VLLM_API_KEY")
     if args.api_key:
-        if len(args.api_key) > 1:
-            sys.exit("--api-key: one token, which the trainer has as VLLM_API_KEY")
-        os.environ["VLLM_API_KEY"] = args.api_key[0]
-        args.api_key = None  # the log would show it
+        os.environ["VLLM_API_KEY"], args.api_key = args.api_key[0], None  # the log would show it
     if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
         sys.exit(f"--host {args.host} is reachable from outside: set VLLM_API_KEY, here and at the trainer")
-    if current_platform.is_cpu() and args.enable_chunked_prefill is None:
-        args.enable_chunked_prefill = False  # a seeded request that is prefilled in parts ends vLLM's CPU engine
     args.model = args.model_tag or args.model  # the word without an option, as `vllm serve` takes it
-    if Path(args.model).is_dir():
-        args.model = str(Path(args.model).resolve())  # for trainers in other directories, which compare it
+    args.model = str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model  # which trainers compare
+    if current_platform.is_cpu():
+        share_cpu(args, parser)
     validate_parsed_serve_args(args)
     uvloop.run(run_server(args))
 

@@ -35,14 +35,6 @@ sys.path.insert(0, str(ROOT))
 
 from config import TrainConfig, UserError, parse_args
 
-# What a server needs on a CPU.
-CPU_OPTIONS = ["--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.3"]
-CPU_ENV = {
-    "TORCHDYNAMO_DISABLE": "1",  # the sampler would compile itself anew for many sizes of a batch
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # each server would take all cores, whatever OMP_NUM_THREADS says
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: between two, waiting takes a core
-}
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Command = tuple[list[str], dict[str, str]]  # its words, and what it needs in its environment
 WITHOUT_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -150,12 +142,11 @@ def commands(args: argparse.Namespace, trainer: list[str], config: TrainConfig) 
     gpus, num_servers = gpus_here(), 0 if config.replay else args.servers
     *given, env = shares(gpus, [*[args.tensor_parallel] * num_servers, args.trainers])
     words = server_words(args, config) if given else []
-    words += (["--gpu-memory-utilization", "0.35"] if env in given else []) if gpus else CPU_OPTIONS
-    cpu_env = {} if gpus else {name: os.environ.get(name, value) for name, value in CPU_ENV.items()}
+    words += ["--gpu-memory-utilization", "0.35"] * (gpus != [] and env in given)
     servers = {}
     for own in given:
         port = str(free_port())
-        servers[f"http://127.0.0.1:{port}"] = [*words, "--port", port, *shlex.split(args.server_options)], own | cpu_env
+        servers[f"http://127.0.0.1:{port}"] = [*words, "--port", port, *shlex.split(args.server_options)], own
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.trainers}"]
     urls = ["--vllm_urls", ",".join(servers)] if servers else []
     return servers, ([sys.executable, *(ranks if args.trainers > 1 else []), *trainer, *urls], env)

@@ -6,11 +6,13 @@ import dataclasses
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 from forked import Forked
 from helpers import ENV, ROOT, VOCAB, make_tokenizer, on_ranks, server
+from launch import LocalServer, free_port
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -271,6 +274,119 @@ def test_merged_weights_are_temporaries(models):
         merged = {name for name, tensor in full_weights(policy) if tensor.data_ptr() not in storages}
     assert {name for name in merged if "proj" not in name} == set()
     assert len(merged) == 14
+
+
+# -- a start without options -----------------------------------------------------------------------------------------
+
+GIB = 1 << 30
+ENVIRONMENT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
+ON_CPU = {  # of 8 cores and 16 GiB that are free
+    "dtype": "float32", "max_model_len": -1, "enforce_eager": True, "enable_chunked_prefill": False,
+    "gpu_memory_utilization": 1e-9, "kv_cache_memory_bytes": 2 * GIB, "OMP_NUM_THREADS": "4",
+    "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
+}  # fmt: skip
+ON_GPU = {  # vLLM's own
+    "dtype": "auto", "max_model_len": None, "enforce_eager": False, "enable_chunked_prefill": None,
+    "gpu_memory_utilization": 0.92, "kv_cache_memory_bytes": None, **dict.fromkeys(ENVIRONMENT),
+}  # fmt: skip
+COMPILED = {"enforce_eager": False, "TORCHDYNAMO_DISABLE": "0"}
+WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+Choice = tuple[int, int, str, dict[str, str], dict[str, Any]]
+CHOICES: list[Choice] = [  # cores, GiB that are free, options, environment, what is not as in ON_CPU
+    (8, 16, "", {}, {}),
+    (1, 4, "", {}, {"OMP_NUM_THREADS": "1", "kv_cache_memory_bytes": GIB // 2}),
+    (8, 99, "", {}, {"kv_cache_memory_bytes": 4 * GIB}),
+    (8, 16, "--dtype=bfloat16", {}, {"dtype": "bfloat16"}),
+    (8, 16, "--max_model_len 64", {}, {"max_model_len": 64}),
+    (8, 16, "--enable-chunked-prefill", {}, {"enable_chunked_prefill": True}),
+    (8, 16, "--no-enforce-eager", {}, COMPILED),
+    (8, 16, "-O3", {}, COMPILED),
+    (8, 16, "-cc.mode=3", {}, COMPILED),
+    (8, 16, "--enforce_eager -O3", {}, {}),
+    (8, 16, "--gpu-memory-utilization 0.92", {}, {"gpu_memory_utilization": 0.92, "kv_cache_memory_bytes": None}),
+    (8, 16, "--kv_cache_memory_bytes=3G", {}, {"kv_cache_memory_bytes": 3 * GIB}),
+    (8, 16, "", {"VLLM_CPU_KVCACHE_SPACE": "3"}, {"kv_cache_memory_bytes": None}),
+    (8, 16, "-tp 2", {}, WORKERS),
+    (8, 16, "--data-parallel-size=2", {}, WORKERS),
+    (8, 16, "", {"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, WORKERS),
+    (8, 16, "--config FILE", {}, {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": None}),
+    *((8, 16, "", {name: "7"}, {name: "7"}) for name in ENVIRONMENT),
+]
+
+
+def choose(argv, log, environment):
+    """In a fork: what the server would start with in each case, and at last on a GPU, as JSON in the log."""
+    from vllm.entrypoints.launchers import cli_args
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    import vllm_server
+
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
+    seen = []
+
+    async def run_server(args):
+        seen.append({name: getattr(args, name, os.environ.get(name)) for name in ON_CPU})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cli_args, "make_arg_parser", lambda _: parser)
+        patch.setattr(entry, "run_server", run_server)
+        for cores, free, options, variables, _ in CHOICES:
+            memory = vllm_server.cpu_resource_utils.MemoryNodeInfo(100 * GIB, free * GIB)
+            patch.setattr(vllm_server.torch_utils, "available_cpu_count", lambda n=cores: n)
+            patch.setattr(vllm_server.cpu_resource_utils, "get_memory_node_info", lambda m=memory: m)
+            os.environ.clear()
+            os.environ.update({"PATH": environment["PATH"], **variables})
+            vllm_server.main(["--model", "nowhere", *options.replace("FILE", argv[0]).split()])
+        parser.set_defaults(**{name: value for name, value in ON_GPU.items() if name not in ENVIRONMENT})
+        patch.setattr(vllm_server.current_platform, "is_cpu", lambda: False)
+        os.environ.clear()
+        vllm_server.main(["--model", "nowhere"])
+    Path(log).write_text(json.dumps(seen))
+
+
+class Choosing(Forked):
+    serve = staticmethod(choose)
+
+
+def test_what_the_user_gave_nothing_for(tmp_path):
+    """On the CPU it gets our choice, in the engine's processes, too; on a GPU it stays vLLM's."""
+    (tmp_path / "config.yaml").write_text("dtype: bfloat16\ngpu-memory-utilization: 0.3\n")
+    choosing = Choosing(["python", "vllm_server.py", str(tmp_path / "config.yaml")], tmp_path / "log", ENV)
+    choosing.wait(240)
+    assert choosing.poll() == 0
+    *seen, on_gpu = json.loads((tmp_path / "log").read_text())
+    for got, case in zip(seen, CHOICES, strict=True):
+        assert got == {**ON_CPU, **case[-1]}, case
+    assert on_gpu == ON_GPU
+
+
+def test_a_start_without_options(models, tmp_path, monkeypatch):
+    """It says what it does, and at a sync vLLM warns of layers whose weights did not come, not of those without."""
+    log, port = tmp_path / "log", free_port()
+    env = {name: value for name, value in ENV.items() if name not in ENVIRONMENT} | {"VLLM_LOGGING_LEVEL": "WARNING"}
+    command = ["python", "vllm_server.py", "--model", models["tied"], "--port", str(port)]
+    started = LocalServer(f"http://127.0.0.1:{port}", Forked(command, log, env), log)
+    try:
+        config = make_config(models["tied"], started.wait())
+        assert_agreement(config)
+        assert "Failed to load weights" not in log.read_text()
+        complete = published_weights
+        with process_group(120) as device:
+            rollouts = Rollouts(config, device)
+            policy = make_policy(config, device)
+            rollouts.publish(policy, 0)
+            missing = lambda p: ((name, t) for name, t in complete(p) if name != "model.norm.weight")  # noqa: E731
+            monkeypatch.setattr(stream, "published_weights", missing)
+            rollouts.publish(policy, 1)
+            rollouts.close()
+    finally:
+        os.killpg(started.process.pid, signal.SIGTERM)
+        started.process.wait(20)
+    printed = log.read_text()
+    assert re.findall(r"(\w+): Failed to load weights", printed) == ["RMSNorm"]
+    assert f"loading {models['tied']} on the CPU: --dtype float32 --enforce-eager --kv-cache-memory-bytes" in printed
+    assert f"serving at http://127.0.0.1:{port}, up to 256 tokens" in printed
 
 
 # -- completions -----------------------------------------------------------------------------------------------------
