@@ -15,6 +15,7 @@ from fake_server import fake_server
 from helpers import ENV, ROOT, answer_in
 
 from config import TrainConfig, UserError, describe, parse_args
+from rollouts.stream import Rollouts
 from train import main
 from training import model as builders
 from training.checkpoints import find_checkpoint
@@ -252,6 +253,17 @@ def test_the_default_of_bf16(cuda, is_available, is_native, fields, expected):
     assert text.startswith(f"weights in {config.dtype}, computation in {computes}; ")
     slow = "warning: computation in float32: half to a tenth of the speed of bfloat16; leave bf16 at none"
     assert (slow in text.splitlines()) == (is_available and is_native and computes == "float32")
+
+
+def test_a_run_in_float32_is_warned_where_bfloat16_is_faster(models, cuda, capsys):
+    """Before anything is loaded; here the data set is what is missing."""
+    config = dataclasses.replace(make_config(bf16=False), model_id=models["tied"], dataset_id="nowhere.jsonl")
+    with process_group(60) as device:
+        cuda(True)
+        with pytest.raises(UserError, match="nowhere"):
+            Rollouts(config, device)
+        cuda(False)
+    assert "warning: computation in float32: half to a tenth of the speed" in capsys.readouterr().out
 
 
 def test_prefixes_are_verified_as_they_train(models, monkeypatch):
