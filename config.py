@@ -58,9 +58,8 @@ Fraction = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
 BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 _RESERVED = {"n", "max_tokens", "temperature", "top_k", "stop", "logprobs"}
-_BENDING = {"top_k", "top_p", "min_p", "min_tokens", "structured_outputs", "bad_words", "allowed_token_ids"}
-_BENDING |= {"logit_bias", "thinking_token_budget", "extra_args"}
-_BENDING |= {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+_BENDING = {"top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "thinking_token_budget"}
+_BENDING |= {"logit_bias", "min_tokens", "extra_args", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -380,9 +379,10 @@ def bending(config: TrainConfig) -> list[str]:
     return sorted(_BENDING & {*changed_fields(config), *(config.sampling_params or {})})
 
 
-def describe(config: TrainConfig) -> str:
-    """What differs from the defaults, one line per field, and warnings."""
+def describe(config: TrainConfig, usual: TrainConfig | None = None) -> str:
+    """What differs from the defaults, one line per field, and warnings; `usual` is what bf16=none would give here."""
     changed = changed_fields(config)
+    computes, could = ("bfloat16" if c.bf16 or c.fsdp_bf16 else c.dtype for c in (config, usual or config))
     lines = [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
     if names := ", ".join(bending(config)):
         lines.append(f"warning: {names}: tokens are not drawn from the policy itself; ratios are then inexact")
@@ -391,9 +391,11 @@ def describe(config: TrainConfig) -> str:
         lines.append(f"warning: {idle} without effect: all ratios are 1 with one update per batch")
     if config.dtype == "bfloat16" and not config.use_peft:
         lines.append("warning: dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16")
-    computes = "bfloat16" if config.bf16 or config.fsdp_bf16 else config.dtype
-    lines.insert(0, f"weights in {config.dtype}, computation in {computes}; where settings differ from the defaults:")
-    return "\n".join(lines)
+    if computes == "float32" != could:
+        lines.append("warning: computation in float32: half to a tenth of the speed of bfloat16; leave bf16 at none")
+    if config.use_peft and config.learning_rate < 1e-5:
+        lines.append(f"warning: learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; try 1e-5 to 1e-4")
+    return "\n".join([f"weights in {config.dtype}, computation in {computes}; other than the defaults:", *lines])
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:

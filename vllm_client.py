@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import ADDRESS, TrainConfig, UserError
-from utils import VLLM_VERSION, TransferGroup, address_towards, api_token, buckets
+from utils import RIGHT_VLLM, VLLM_VERSION, TransferGroup, address_towards, api_token, buckets
 
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
@@ -190,11 +190,10 @@ class Server:
                 with session.request(method, self.url + path, timeout=timeout_s or self.timeout_s, **kwargs) as reply:
                     if reply.status_code >= 400:
                         kind = ServerError if reply.status_code < 500 else ServerLost
-                        hint = ": set VLLM_API_KEY to the server's token" if reply.status_code == 401 else ""
-                        raise kind(f"{where} answered {reply.status_code}: {reply.text[:500]}{hint}")
-                    if read:
-                        return read(reply)
-                    return reply.json() if reply.content else None
+                        cures = {401: " (set VLLM_API_KEY to the server's token)", 404: f" ({RIGHT_VLLM})"}
+                        cure, text = cures.get(reply.status_code, ""), " ".join(reply.text.split())
+                        raise kind(f"{where} answered {reply.status_code}{cure}: {text[:500]}")
+                    return read(reply) if read else reply.json() if reply.content else None
         except (requests.RequestException, msgspec.MsgspecError, ValueError) as error:
             cause: BaseException = error
             while isinstance(error, requests.ConnectionError) and cause.__context__:  # below "max retries exceeded"
@@ -381,8 +380,10 @@ class VLLMClient:
 
     def _max_model_len(self, server: Server) -> int:
         """The longest sequence that a server takes, if it serves our model by the version of vLLM that we speak to."""
-        if (version := server.request("GET", "/version")["version"]).partition("+")[0] != VLLM_VERSION:
-            raise ServerError(f"{server.url} runs vLLM {version}, and the trainer speaks to {VLLM_VERSION}")
+        about = server.request("GET", "/version")
+        version = str(about["version"] if isinstance(about, dict) and "version" in about else about)
+        if version.partition("+")[0] != VLLM_VERSION:
+            raise ServerError(f"{server.url} runs vLLM {version[:100]}, not {VLLM_VERSION}: {RIGHT_VLLM}")
         (model, *_) = server.request("GET", "/v1/models")["data"]
         ours, served = self.config.model_id, (model["id"], model["root"])
         if Path(ours).resolve() not in [Path(name).resolve() for name in served]:  # ours may be a relative path

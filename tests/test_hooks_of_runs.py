@@ -161,6 +161,27 @@ def test_held_out_sets_and_their_completions(models, recipe, tmp_path):
     assert "advantage" not in held_out[0]
 
 
+def test_a_held_out_set_is_named_in_what_is_wrong_with_it(models, capsys):
+    """A missing file, before any server is asked; and prompts without room."""
+    long = [{"prompt": "1+1="}, {"prompt": "1" * 120}]
+    sets: Any = {"easy": lambda: long[:1], "hard": lambda: long}
+    words = {"model_id": models["untied"], "dataset_id": lambda: long, "max_completion_len": 20, "num_epochs": 2.0}
+    of_one = make_config(**words, eval_dataset_id="nowhere.jsonl", reward_funcs=[lambda **_: []])
+    of_two = replace(of_one, eval_dataset_id=sets | {"aime": "nowhere.jsonl"})
+    with process_group(60) as device:
+        for config, name in ((of_one, "eval_dataset_id"), (of_two, "eval_dataset_id aime")):
+            with pytest.raises(UserError, match=rf"^{name}: dataset nowhere\.jsonl: FileNotFoundError"):
+                Rollouts(config, device)
+        capsys.readouterr()
+        with fake_server(models["untied"], answer_in(0.0)) as server:
+            of_two = replace(of_one, eval_dataset_id=sets, vllm_urls=[server.url])
+            Rollouts(of_two, device).close()
+    lines = [line for line in capsys.readouterr().out.splitlines() if "left out" in line]
+    cure = "raise the servers' --max-model-len, or lower max_completion_len=20"
+    expected = f"left out 1 of 2 prompts, empty or over 108 tokens: {cure}"
+    assert lines == [f"dataset_id: {expected}", f"eval_dataset_id hard: {expected}"]
+
+
 def test_what_held_out_completions_are_sampled_with(monkeypatch):
     """By `eval_generations` and `eval_temperature`; no reference is asked for them."""
     seen, asked = [], []

@@ -35,11 +35,12 @@ config = TrainConfig(model_id="m", dataset_id="d.jsonl", reward_funcs=[len], out
 with process_group(60):
     log = RunLog(config, 4)
     log.step(0, {{"eval/reward": 0.25}})
-    pace = {{"tokens_per_s/trained": 12345.0, "idle/trainer": 0.03, "idle/servers": 0.4}}
-    log.step(1, {{"reward": 0.5, "loss": -0.125, **pace}})
+    pace = {{"time/step_s": 2.0, "tokens_per_s/trained": 12345.0, "idle/trainer": 0.03, "idle/servers": 0.4}}
+    for step in (1, 2):
+        log.step(step, {{"reward": 0.5, "loss": -0.125, **pace}})
     log.close()
 """
-LINE = r"\d\d:\d\d left · 12\.3k tok/s · idle 3%/40%"
+LINE = "00:04 left · 12.3k tok/s · idle: trainer 3%, servers 40%"
 
 
 def test_the_live_line(tmp_path):
@@ -56,26 +57,100 @@ def test_the_live_line(tmp_path):
         except OSError:  # the other end is closed
             break
     assert process.wait(60) == 0
-    assert re.search(rf"\r *step 1/4 · reward 0\.5 · eval 0\.25 · {LINE}", shown.decode()), shown
+    assert re.search(rf"\r *step 2/4 · reward 0\.5 · eval 0\.25 · {re.escape(LINE)}", shown.decode()), shown
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV)
     told, *lines = done.stdout.splitlines()
     assert told.endswith("has an earlier run: its logs get the ending .old")
     assert lines[0] == "step 0/4 · eval/reward 0.25"
-    assert re.fullmatch(r"step 1/4 · reward 0\.5 · loss -0\.125 · " + LINE, lines[1])
+    # At the first step servers may have sampled all that they may, before its clocks started.
+    assert lines[1] == "step 1/4 · reward 0.5 · loss -0.125 · time/step_s 2 · 00:06 left · 12.3k tok/s"
+    assert lines[2] == f"step 2/4 · reward 0.5 · loss -0.125 · time/step_s 2 · {LINE}"
     of_both = [(tmp_path / name).read_text() for name in ("metrics.jsonl", "metrics.jsonl.old")]
     assert of_both[0] == of_both[1]  # what the run before wrote is kept
 
 
 def test_how_long_yet(tmp_path, capsys):
-    """By hand: two steps in ten seconds, and six to go."""
+    """By hand, from steps and their evaluations: the last 50, and nothing of what comes before the first step."""
     config = TrainConfig(model_id="m", dataset_id="d.jsonl", reward_funcs=[len], output_dir=str(tmp_path))
+    pace = {"tokens_per_s/trained": 1.0, "idle/trainer": 0.0, "idle/servers": 0.0}
     with process_group(60):
-        log = RunLog(config, 10, {"step": 2, "run_id": "a", "wandb_id": None})
-        log._started_s = time.monotonic() - 10
-        for step in (2, 4):
-            log.step(step, {"reward": 0.5})
+        log = RunLog(config, 100, {"step": 2, "run_id": "a", "wandb_id": None})
+        log.step(2, {"time/eval_s": 1000.0})
+        log.step(3, {"time/step_s": 9.0, "time/eval_s": 3.0, **pace})
+        for step in range(4, 54):
+            log.step(step, {"time/step_s": 2.0, **pace})
         log.close()
-    assert capsys.readouterr().out.splitlines() == ["step 2/10 · reward 0.5", "step 4/10 · reward 0.5 · 00:30 left"]
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "step 2/100"
+    assert "step 3/100 · time/step_s 9 · 19:24 left" in lines[1]  # 97 steps of 12 s
+    assert "step 4/100 · time/step_s 2 · 11:12 left" in lines[2]  # 96 of 7 s
+    assert "step 53/100 · time/step_s 2 · 01:34 left" in lines[-1]  # 47 of 2 s
+
+
+def scored(rewards, cut=0):
+    """A group whose completions have these rewards, and of which the first `cut` were cut off."""
+    ends = ["length"] * cut + ["stop"] * (len(rewards) - cut)
+    completions = [Completion([6], [-1.0], end, [Span(0, 0, 1)]) for end in ends]
+    return Group(Prompt(0, [5], "a", {}), completions, ["b"] * len(ends), [[r] for r in rewards], rewards)
+
+
+@pytest.mark.parametrize(
+    ("groups", "fields", "warned"),
+    [
+        ([[0.0, 0.0], [0.0, 0.0]], {}, ["0"]),
+        ([[0.25, 0.25], [0.75, 0.75]], {}, ["0.5"]),
+        ([[0.25, 0.25], [0.5, 0.75]], {}, []),
+        ([[0.25, 0.25], [0.75, 0.75]], {"advantage_fn": "os.path.exists"}, []),
+    ],
+)
+def test_a_first_batch_without_advantages(tmp_path, capsys, groups, fields, warned):
+    """It is told of once, before its step's line; a later one is not."""
+    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), **fields)
+    times = {"time/step_s": 1.0, "time/train_s": 1.0, "time/wait_s": 0.0}
+    times |= {"tokens_per_s/trained": 1.0, "idle/trainer": 0.0, "idle/servers": 0.0}
+    with process_group(60):
+        log = RunLog(config, 4)
+        for step in (1, 2):
+            log.step(step, times, Batch([scored(rewards) for rewards in groups]))
+        log.close()
+    start = "warning: no advantages, as every prompt's completions have the same reward"
+    read = f"read them with `python scripts/show.py {tmp_path}`"
+    expected = [f"{start} (mean {value}): {read}" for value in warned]
+    assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")] == expected
+
+
+@pytest.mark.parametrize(("num_cut", "warned"), [(20, ["100%"]), (19, ["95%"]), (18, [])])
+def test_a_first_batch_that_is_cut(tmp_path, capsys, num_cut, warned):
+    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path))
+    with process_group(60):
+        log = RunLog(config, 4)
+        log.step(1, {"time/train_s": 1.0, "time/wait_s": 0.0}, Batch([scored([0.0, 1.0] * 10, num_cut)]))
+        log.close()
+    cure = "raise it, or see why the model does not end its answers (EOS, chat template)"
+    expected = [f"warning: max_completion_len=512 cuts {share} of completions: {cure}" for share in warned]
+    assert capsys.readouterr().out.splitlines()[:-1] == expected
+
+
+@pytest.mark.parametrize(("accuracy", "kind"), [(0.25, "accuracy"), (0.0, "reward")])
+def test_held_out_sets_in_a_line(tmp_path, capsys, accuracy, kind):
+    """The largest k of pass@k, and one figure of each set: its reward where no completion has the reward 1."""
+    sets: Any = {"easy": "x.jsonl", "hard": "y.jsonl"}
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), eval_dataset_id=sets,
+        eval_generations=8, eval_temperature=1.0,
+    )  # fmt: skip
+    heads = {"eval": (0.5, accuracy), "eval/easy": (0.75, accuracy), "eval/hard": (0.125, accuracy)}
+    metrics: dict[str, float] = {}
+    for head, (reward, share) in heads.items():
+        metrics |= {f"{head}/reward": reward, f"{head}/accuracy": share}
+        metrics |= {f"{head}/pass@{k}": k / 8 for k in (2, 4, 8)}
+    with process_group(60):
+        log = RunLog(config, 4)
+        log.step(0, metrics)
+        log.close()
+    of_sets = [f"eval/{name}/{kind} {metrics[f'eval/{name}/{kind}']:.4g}" for name in sets]
+    expected = ["step 0/4", f"eval/accuracy {accuracy:.4g}", "eval/reward 0.5", "eval/pass@8 1", *of_sets]
+    assert capsys.readouterr().out == " · ".join(expected) + "\n"
 
 
 def run(folder, name, shift=0.0):

@@ -2,8 +2,8 @@
 
 import json
 import math
-import time
 import uuid
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import takewhile
@@ -26,8 +26,7 @@ from vllm_client import MAX_SERVERS
 MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
 MIN_COMPARED = 32  # tokens of a server, from which its difference from the trainer is judged: those of a probe
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # NaN and infinity, which JSON does not have, become null
-PRINTED = ["eval/accuracy", "eval/reward", "loss", "grad_norm", "kl", "frac_reward_zero_std"]
-PRINTED += ["completions/mean_length", "time/step_s"]
+PRINTED = ["loss", "grad_norm", "kl", "frac_reward_zero_std", "completions/mean_length", "time/step_s"]
 Sets = dict[str, list[Group]]  # held-out groups, by the name of their data set
 
 
@@ -109,6 +108,16 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
     }
 
 
+def warn_of(first: dict[str, float], config: TrainConfig) -> None:
+    """Print what the metrics of a run's first batch say against it, and what to do, one line each."""
+    if first["frac_reward_zero_std"] == 1 and not config.advantage_fn:
+        cause = f"every prompt's completions have the same reward (mean {first['reward']:.4g})"
+        tqdm.write(f"warning: no advantages, as {cause}: read them with `python scripts/show.py {config.output_dir}`")
+    if (share := first["completions/clipped_ratio"]) > 0.9:
+        cure = "raise it, or see why the model does not end its answers (EOS, chat template)"
+        tqdm.write(f"warning: max_completion_len={config.max_completion_len} cuts {share:.0%} of completions: {cure}")
+
+
 def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
     """One JSON object per completion, for `completions.jsonl`; long columns are shortened."""
     functions: Any = config.reward_funcs
@@ -134,7 +143,7 @@ class RunLog:
     """What a run writes, on rank 0: `run_id`, `config.json`, the `.jsonl` files, the terminal, and wandb if asked."""
 
     def __init__(self, config: TrainConfig, num_steps: int, resumed: dict[str, Any] | None = None):
-        start = resumed or {"step": 0, "run_id": uuid.uuid4().hex, "wandb_id": None}
+        start = resumed or {"run_id": uuid.uuid4().hex, "wandb_id": None}
         self.config, self.run_id, self.wandb_id = config, start["run_id"], start["wandb_id"]
         files = ExitStack()
         self.close = files.close
@@ -158,7 +167,7 @@ class RunLog:
         self._written: Future[None] = self._writer.submit(lambda: None)
         files.callback(lambda: self._written.result())
         self._bar = files.enter_context(tqdm(disable=None, bar_format="{desc}"))
-        self._started_s, self._first_step, self._num_steps = time.monotonic(), start["step"], num_steps
+        self._num_steps, self._steps_s = num_steps, deque[float](maxlen=50)  # seconds of recent steps and evaluations
         self._held_out: list[str] = []  # the last evaluation's reward, for the live line
         self._wandb: Any = None
         if config.use_wandb:
@@ -178,6 +187,8 @@ class RunLog:
         if batch:
             metrics = batch_metrics(batch.groups, step - 1, self.config) | batch.metrics | metrics
             metrics["time/train_s"] -= metrics["time/wait_s"]
+            if not self._steps_s:
+                warn_of(metrics, self.config)
             logged = sorted(batch.groups, key=lambda group: group.id)[: self.config.logged_groups]
             rows["completions"] = batch_samples(logged, self.config)
             pairs = ((group, reason) for reason, groups in batch.dropped.items() for group in groups)
@@ -207,19 +218,23 @@ class RunLog:
     def _print(self, step: int, metrics: dict[str, float]) -> None:
         """Renew the live line, and print one every `log_steps` and after an evaluation, both with the time left."""
         head, pace = f"step {step}/{self._num_steps}", []
-        if num_done := step - self._first_step:
-            left_s = (time.monotonic() - self._started_s) / num_done * (self._num_steps - step)
+        if "time/step_s" in metrics:
+            self._steps_s.append(metrics["time/step_s"] + metrics.get("time/eval_s", 0.0))
+            left_s = sum(self._steps_s) / len(self._steps_s) * (self._num_steps - step)
             pace += [f"{tqdm.format_interval(left_s)} left"]
-        if "tokens_per_s/trained" in metrics:
             pace += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tok/s"]
-            pace += [f"idle {metrics['idle/trainer']:.0%}/{metrics['idle/servers']:.0%}"]
+            if len(self._steps_s) > 1:  # the first step's groups were sampled, in part or all, before it began
+                pace += [f"idle: trainer {metrics['idle/trainer']:.0%}, servers {metrics['idle/servers']:.0%}"]
         if "eval/reward" in metrics:
             self._held_out = [f"eval {metrics['eval/reward']:.4g}"]
         live = [f"reward {metrics['reward']:.4g}"] if "reward" in metrics else []
         self._bar.set_description_str(" · ".join([head, *live, *self._held_out, *pace]))
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
             parts = [name for name in metrics if name.startswith("rewards/")]
-            names = ["reward", *(parts if len(parts) > 1 else ()), *PRINTED]
+            kind = "accuracy" if metrics.get("eval/accuracy") else "reward"
+            evals = ["eval/accuracy", "eval/reward", *[name for name in metrics if name.startswith("eval/pass@")][-1:]]
+            evals += [f"eval/{name}/{kind}" for name in self.config.eval_sets]
+            names = ["reward", *(parts if len(parts) > 1 else ()), *evals, *PRINTED]
             printed = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
             tqdm.write(" · ".join([head, *printed, *pace]))
 
