@@ -48,8 +48,6 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
             raise UserError(f"torchrun starts {num_ranks} ranks here, for {num_gpus} GPUs: --nproc_per_node {num_gpus}")
         device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:  # a server beside the trainer has the other half of the cores
-        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     world: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
     _from_main = dist.new_group(backend="gloo", timeout=timedelta(days=30))  # as long as rank 0 waits for servers
@@ -408,6 +406,8 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
     rank = os.environ.get("RANK", "0")
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())  # torchrun: without it, ranks would train on beside those of the next run
+    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():  # a server here has the other cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // 2))
     status, report = 1, get_error_handler()  # torchrun ends its own report with the first error that is recorded here
     report.initialize()
     try:

@@ -190,9 +190,9 @@ class Server:
                 with session.request(method, self.url + path, timeout=timeout_s or self.timeout_s, **kwargs) as reply:
                     if reply.status_code >= 400:
                         kind = ServerError if reply.status_code < 500 else ServerLost
-                        cures = {401: " (set VLLM_API_KEY to the server's token)", 404: f" ({RIGHT_VLLM})"}
-                        cure, text = cures.get(reply.status_code, ""), " ".join(reply.text.split())
-                        raise kind(f"{where} answered {reply.status_code}{cure}: {text[:500]}")
+                        cures = {401: "set VLLM_API_KEY to the server's token", 404: RIGHT_VLLM * (method == "GET")}
+                        cure, text = cures.get(reply.status_code), " ".join(reply.text.split())
+                        raise kind(f"{where} answered {reply.status_code}{f' ({cure})' if cure else ''}: {text[:500]}")
                     return read(reply) if read else reply.json() if reply.content else None
         except (requests.RequestException, msgspec.MsgspecError, ValueError) as error:
             cause: BaseException = error

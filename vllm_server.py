@@ -182,7 +182,8 @@ class AccessGuard:
 
 def share_cpu(args: Any, parser: Any) -> None:
     """Choose what the user left open so that a trainer fits beside the server, and print it."""
-    given = {name for name, value in vars(args).items() if value != parser.get_default(name)} | os.environ.keys()
+    given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
+    given |= {name for name, value in os.environ.items() if value}
     if args.enforce_eager is None:
         args.enforce_eager = not given & {"compilation_config", "optimization_level"}
     line = f"loading {args.model} on the CPU: --dtype {args.dtype} --{'' if args.enforce_eager else 'no-'}enforce-eager"

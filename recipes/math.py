@@ -3,16 +3,9 @@
     python scripts/launch.py recipes/math.py --servers 4 --trainers 4
 
 Meant for eight GPUs of 80 GB. First 8192 tokens; once `completions/clipped_ratio` falls no more, go on with 16384:
-<<<<<<< HEAD
-add `--max_completion_len 16384 --model_id outputs/math/checkpoint-1000 --output_dir outputs/math16k`. Expected, as
-DeepScaleR reports for 1040 steps and not measured here: AIME 2024 at 8192 tokens from 23 to 33 %, in the end 43 %.
-(One greedy answer to each of 30.)
-=======
-start the servers anew with `--model outputs/math/checkpoint-1000`, and train with `--max_completion_len 16384
---model_id outputs/math/checkpoint-1000 --output_dir outputs/math16k`. Expected, and not measured here: DeepScaleR
-reports 28.8 % of AIME 2024 for this model (mean of 16 samples) and 43.1 % after stages of 8k, 16k and 24k tokens, of
-which these are two. An evaluation here is one greedy answer to each of the 30 problems.
->>>>>>> evidence
+`--max_completion_len 16384 --model_id outputs/math/checkpoint-1000 --output_dir outputs/math16k`. Expected, and not
+measured here: DeepScaleR reports 28.8 % of AIME 2024 for this model (mean of 16 samples) and 43.1 % after stages of 8k,
+16k and 24k tokens, of which these are two. An evaluation here is one greedy answer to each of the 30 problems.
 """
 
 from typing import Any

@@ -14,9 +14,9 @@ from config import TrainConfig
 
 
 def likeness(completions, answer, **_):
-    """1 for the answer and nothing else; below that, twice what the text has in common with it over both lengths."""
+    """1 for the answer alone; else the square of twice what the text has in common with it over both lengths."""
     pairs = zip(completions, answer, strict=True)
-    return [SequenceMatcher(None, text.strip(), truth, autojunk=False).ratio() for text, truth in pairs]
+    return [SequenceMatcher(None, text.strip(), truth, autojunk=False).ratio() ** 2 for text, truth in pairs]
 
 
 config = TrainConfig(
@@ -24,6 +24,7 @@ config = TrainConfig(
     dataset_id="recipes/smollm.jsonl",
     eval_dataset_id="recipes/smollm_heldout.jsonl",
     reward_funcs=[likeness],
+    scale_rewards="none",  # a group of sentences alone has little to say
     num_generations=8,
     max_completion_len=12,
     temperature=0.7,

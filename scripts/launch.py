@@ -22,9 +22,9 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,8 @@ def popen(command: list[str], log: Path | None, env: Mapping[str, str]) -> subpr
 
 
 def end_all(processes: Sequence[Any]) -> None:
-    """End the sessions of these processes: SIGTERM to all, and SIGKILL to what is left after 20 seconds."""
-    for kind, patience_s in ((signal.SIGTERM, 20), (signal.SIGKILL, 5)):
+    """End the sessions of these processes: SIGTERM to all, and SIGKILL to what is left after 40 seconds."""
+    for kind, patience_s in ((signal.SIGTERM, 40), (signal.SIGKILL, 5)):  # torchrun gives its ranks 30 s
         for process in processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, kind)
@@ -77,6 +77,7 @@ class LocalServer:
     url: str
     process: Any
     log: Path
+    started_s: float = field(default_factory=time.monotonic)
 
     def wait(self, timeout_s: float = 240) -> str:
         """Wait until it serves; returns its address. RuntimeError with the log's end: it ended, or takes longer."""
@@ -95,15 +96,17 @@ class LocalServer:
 def gpus_here() -> list[str]:
     """The GPUs in CUDA_VISIBLE_DEVICES or, where it is not set, those that nvidia-smi lists."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [name for name in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if name]
-    with suppress(OSError, subprocess.CalledProcessError):
+        return [*takewhile(lambda name: name and name != "-1", os.environ["CUDA_VISIBLE_DEVICES"].split(","))]
+    with suppress(OSError, subprocess.SubprocessError):
         ask = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        return subprocess.run(ask, capture_output=True, text=True, check=True).stdout.split()
+        return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60).stdout.split()
     return []
 
 
 def shares(gpus: list[str], sizes: list[int]) -> list[dict[str, str]]:
     """The variables that give the servers and then the trainer, of these sizes, their GPUs or CPU cores."""
+    if not gpus and sizes == [1, 1]:
+        return [{}, {}]  # each takes half of the cores by itself
     if not gpus:
         threads = str(max(len(os.sched_getaffinity(0)) // sum(sizes), 1))
         return [{"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)} for _ in sizes]
@@ -129,9 +132,10 @@ def server_words(args: argparse.Namespace, config: TrainConfig) -> list[str]:
         cause = str(error).partition("\n")[0]
         raise UserError(f"model_id={config.model_id} is no model's folder, nor on the hub: {cause}") from error
     # The trainer takes at most max_tokens_per_gpu tokens of prompt and completion, so longer ones need no room.
-    context = (model | model.get("text_config", {})).get("max_position_embeddings", config.max_tokens_per_gpu)
+    context = (model | (model.get("text_config") or {})).get("max_position_embeddings", 0)
+    length = str(config.max_tokens_per_gpu) if config.max_tokens_per_gpu <= context else "auto"  # as long as it can
     words = [sys.executable, os.path.relpath(ROOT / "vllm_server.py"), "--model", config.model_id]
-    words += ["--max-model-len", str(min(context, config.max_tokens_per_gpu))]
+    words += ["--max-model-len", length]
     words += ["--tensor-parallel-size", str(args.tensor_parallel)] * (args.tensor_parallel > 1)
     words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)] * bool(config.processor_kwargs)
     return words + ["--trust-remote-code"] * config.trust_remote_code
@@ -146,7 +150,7 @@ def commands(args: argparse.Namespace, trainer: list[str], config: TrainConfig) 
     servers = {}
     for own in given:
         port = str(free_port())
-        servers[f"http://127.0.0.1:{port}"] = [*words, "--port", port, *shlex.split(args.server_options)], own
+        servers[f"http://127.0.0.1:{port}"] = [*words, *shlex.split(args.server_options), "--port", port], own
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.trainers}"]
     urls = ["--vllm_urls", ",".join(servers)] if servers else []
     return servers, ([sys.executable, *(ranks if args.trainers > 1 else []), *trainer, *urls], env)
@@ -190,7 +194,8 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
     import utils  # noqa: F401  # for `popen`: an import of torch may swallow the SystemExit of a signal
 
     for number in SIGNALS:
-        signal.signal(number, pass_on)
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, pass_on)
     try:
         for url, (words, env) in servers.items():
             log = folder / f"server-{len(running)}.log"
@@ -202,10 +207,14 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
             print(f"{server.wait(timeout_s)} serves", flush=True)
         training.append(popen(trainer[0], None, os.environ | trainer[1]))
         while (status := training[0].poll()) is None:
-            for server in (server for server in running if server.process.poll() is not None):
+            for server in [server for server in running if server.process.poll() is not None and not received]:
+                if time.monotonic() < server.started_s + 60:
+                    print(f"the server at {server.url} ended soon, and is given up (log: {server.log})", flush=True)
+                    running.remove(server)
+                    continue
                 print(f"the server at {server.url} ended, and starts again (log: {server.log})", flush=True)
                 words, env = servers[server.url]  # the trainer takes it back once it serves
-                server.process = popen(words, server.log, os.environ | env)
+                server.process, server.started_s = popen(words, server.log, os.environ | env), time.monotonic()
             time.sleep(0.5)
     finally:
         for number in SIGNALS:
@@ -234,6 +243,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
             sys.exit(f"error: --{name} has no effect {'with' if args.slurm else 'without'} --slurm")
     if min(getattr(args, name) for name in (*here, "tensor_parallel", *there)) < 1:
         sys.exit("error: numbers of servers, trainers, nodes and GPUs are 1 or more")
+    if args.doctor and args.slurm:
+        sys.exit("error: --doctor has no effect with --slurm")
     if any(word.partition("=")[0].replace("-", "_") == "__vllm_urls" for word in words):
         sys.exit("error: --vllm_urls: servers are started here; for servers that run, there is train.py")
     try:
@@ -256,7 +267,7 @@ def main(argv: list[str]) -> None:
             sys.exit(run(servers, training, Path(config.output_dir), config.server_timeout))
         for program, env in (*servers.values(), training):
             print(*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(program))
-    except (UserError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # such as a UserError, or quotes that do not match
         sys.exit(f"error: {error}")
 
 

@@ -169,12 +169,11 @@ def main(argv: list[str]) -> None:
     path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"-o {path} must end with .png, .svg or .pdf")
-    if args.keep:
-        if len(runs) > 1:
-            parser.error("--keep takes one run")
-        (rows,) = runs.values()
-        keep(rows, args.metric, args.x, args.keep)
+    if args.keep and (len(runs) > 1 or args.keep.resolve() == paths[0].resolve()):
+        parser.error("--keep takes one run, and another folder than its own")
     plot(runs, args.metric, args.x, args.smooth, path)
+    if args.keep:
+        keep(next(iter(runs.values())), args.metric, args.x, args.keep)
     for name, rows in runs.items():
         if rewards := [row["reward"] for row in rows if row.get("reward") is not None]:
             print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
@@ -184,8 +183,8 @@ def main(argv: list[str]) -> None:
             kinds = [] if is_share else [("reward", ".3g")]
             kinds += [("accuracy", ".1%")] if is_share or any(row.get("eval/accuracy") for row in held_out) else []
             for what, form in kinds:
-                print(f"held-out {what}{of} before: {held_out[0][f'eval/{what}']:{form}}")
-                print(f"held-out {what}{of} after:  {held_out[-1][f'eval/{what}']:{form}}")
+                print(f"held-out {what}{of} before: {held_out[0].get(f'eval/{what}', math.nan):{form}}")
+                print(f"held-out {what}{of} after:  {held_out[-1].get(f'eval/{what}', math.nan):{form}}")
     print(f"reward curve: {path}")
 
 

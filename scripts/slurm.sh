@@ -8,7 +8,7 @@ VLLM_API_KEY=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
 export VLLM_API_KEY  # in the environment, as other users of a node can read command lines
 trap 'kill $(jobs -p) 2>/dev/null || true' EXIT  # the servers end with the trainer
 
-step=(srun --overlap --cpu-bind=none --ntasks-per-node=1 --open-mode=append)  # with all of a node's cores and GPUs
+step=(srun --export=ALL --overlap --cpu-bind=none --ntasks-per-node=1 --open-mode=append)  # with all of a node's cores and GPUs
 : > "$output/servers.txt"
 for node in "${nodes[@]:0:server_nodes}"; do
     for ((gpu = 0; gpu < gpus_per_node; gpu += tensor_parallel)); do

@@ -1,6 +1,7 @@
 """The house: which rooms there are, who may import whom, and how large anything may grow."""
 
 import ast
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -99,3 +100,8 @@ def test_sizes_of_functions(name):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             assert node.end_lineno - node.lineno + 1 <= FUNCTION_LINES, f"{name}.{node.name}"
+
+
+def test_no_merge_is_half_done():
+    done = subprocess.run(["git", "grep", "-lE", "^(<<<<<<< |>>>>>>> )"], cwd=ROOT, capture_output=True, check=False)
+    assert done.stdout == b""

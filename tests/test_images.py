@@ -764,7 +764,7 @@ def test_other_tokens_for_an_image_are_noticed(vlm, url):
 
 @pytest.mark.slow
 def test_the_tiny_vlm_learns(tmp_path):
-    """About four minutes: recipes/tiny_vlm.py, from what it was taught to at least 20 points more (runs differ: 30 to 42)."""
+    """About four minutes: recipes/tiny_vlm.py, from what it was taught to 20 points more: runs differ, 30 to 42."""
     build(tmp_path, seed=0)
     options = ("--max-num-seqs", "256")
     with server(str(tmp_path / "model"), tmp_path / "log", *options) as started:

@@ -54,12 +54,13 @@ def option(words, name):
 
 
 def test_on_a_cpu(my_recipe):
-    num_cores = len(os.sched_getaffinity(0))
+    """Both sides know what to take of it; with more of them each gets its share of the cores."""
     (env, server), (trainer_env, trainer) = made(my_recipe, "--max_steps", "2", "--stop", "a b")
-    assert env == {"OMP_NUM_THREADS": str(max(num_cores // 2, 1))}
-    assert trainer_env == env
+    assert env == trainer_env == {}
+    assert "--gpu-memory-utilization" not in server
+    (env, _), (trainer_env, _) = made(my_recipe, "--trainers", "3", gpus="-1,0")
+    assert env == trainer_env == {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // 4, 1))}
     assert server[:2] == [sys.executable, "vllm_server.py"]
-    assert server[-2] == "--port"  # the server knows itself what a CPU needs
     urls = f"http://127.0.0.1:{option(server, '--port')}"
     assert trainer == [sys.executable, "train.py", my_recipe, "--max_steps", "2", "--stop", "a b", "--vllm_urls", urls]
     assert parse_args(trainer[2:]).vllm_urls == [urls]
@@ -73,25 +74,26 @@ def test_elsewhere_the_commands_still_work(my_recipe, tmp_path):
 
 
 def test_what_the_server_takes_from_the_recipe(my_recipe):
-    """The length is the model's, or the trainer's bound where that is lower; the user's own options win."""
+    """The length is the trainer's bound where the model has that; the user's own options win, but for the port."""
     fields = ["--processor_kwargs", '{"max_pixels": 1000}', "--trust_remote_code", "true"]
-    (_, server), _ = made(my_recipe, *fields, "--server_options", "--quantization fp8 --max-num-seqs 7")
+    (_, server), _ = made(my_recipe, *fields, "--server_options", "--port 7 --max-num-seqs 7")
     config = parse_args([my_recipe])
     assert option(server, "--model") == config.model_id
     assert option(server, "--max-model-len") == "200"
     assert json.loads(option(server, "--mm-processor-kwargs")) == {"max_pixels": 1000}
     assert "--trust-remote-code" in server
-    assert server[-4:] == ["--quantization", "fp8", "--max-num-seqs", "7"]
+    assert server[-6:-1] == ["--port", "7", "--max-num-seqs", "7", "--port"]
     (_, server), _ = made(my_recipe, "--max_tokens_per_gpu", "5000")
-    assert option(server, "--max-model-len") == "256"
+    assert option(server, "--max-model-len") == "auto"
     assert "--trust-remote-code" not in server
     assert "--mm-processor-kwargs" not in server
 
 
 def test_the_length_of_a_vision_language_model(my_recipe, vlm):
     """Its text model has it."""
-    (_, server), _ = made(my_recipe, "--model_id", vlm, "--max_tokens_per_gpu", "5000")
-    assert option(server, "--max-model-len") == "512"
+    for bound, length in (("512", "512"), ("513", "auto")):
+        (_, server), _ = made(my_recipe, "--model_id", vlm, "--max_tokens_per_gpu", bound)
+        assert option(server, "--max-model-len") == length
 
 
 def test_gpus_are_dealt(my_recipe):
@@ -119,7 +121,7 @@ def test_gpus_that_nvidia_smi_counts(my_recipe, tmp_path):
     assert trainer[0] == {"CUDA_VISIBLE_DEVICES": "1"}
     assert "and 3 are here" in made(my_recipe, "--trainers", "3", gpus=None, path=path)
     fake.write_text("#!/bin/sh\necho no devices were found\nexit 6\n")
-    assert "OMP_NUM_THREADS" in made(my_recipe, gpus=None, path=path)[0][0]
+    assert made(my_recipe, gpus=None, path=path)[0][0] == {}
 
 
 def test_one_gpu_is_shared(my_recipe):

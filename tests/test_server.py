@@ -281,12 +281,14 @@ def test_merged_weights_are_temporaries(models):
 GIB = 1 << 30
 ENVIRONMENT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
 ON_CPU = {  # of 8 cores and 16 GiB that are free
-    "dtype": "float32", "max_model_len": -1, "enforce_eager": True, "enable_chunked_prefill": False,
+    "dtype": "float32", "max_model_len": -1, "max_num_seqs": 256, "block_size": 32, "enforce_eager": True,
+    "enable_chunked_prefill": False,
     "gpu_memory_utilization": 1e-9, "kv_cache_memory_bytes": 2 * GIB, "OMP_NUM_THREADS": "4",
     "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
 }  # fmt: skip
 ON_GPU = {  # vLLM's own
-    "dtype": "auto", "max_model_len": None, "enforce_eager": False, "enable_chunked_prefill": None,
+    "dtype": "auto", "max_model_len": None, "max_num_seqs": None, "block_size": None, "enforce_eager": False,
+    "enable_chunked_prefill": None,
     "gpu_memory_utilization": 0.92, "kv_cache_memory_bytes": None, **dict.fromkeys(ENVIRONMENT),
 }  # fmt: skip
 COMPILED = {"enforce_eager": False, "TORCHDYNAMO_DISABLE": "0"}
@@ -298,6 +300,8 @@ CHOICES: list[Choice] = [  # cores, GiB that are free, options, environment, wha
     (8, 99, "", {}, {"kv_cache_memory_bytes": 4 * GIB}),
     (8, 16, "--dtype=bfloat16", {}, {"dtype": "bfloat16"}),
     (8, 16, "--max_model_len 64", {}, {"max_model_len": 64}),
+    (8, 16, "--block-size 16 --max-num-seqs 7", {}, {"block_size": 16, "max_num_seqs": 7}),
+    (8, 16, "", {"VLLM_CPU_KVCACHE_SPACE": ""}, {}),
     (8, 16, "--enable-chunked-prefill", {}, {"enable_chunked_prefill": True}),
     (8, 16, "--no-enforce-eager", {}, COMPILED),
     (8, 16, "-O3", {}, COMPILED),

@@ -110,7 +110,8 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
 
 def warn_of(first: dict[str, float], config: TrainConfig) -> None:
     """Print what the metrics of a run's first batch say against it, and what to do, one line each."""
-    if first["frac_reward_zero_std"] == 1 and not config.advantage_fn:
+    uses_rewards = not (config.advantage_fn or config.loss_fn or config.beta)
+    if first["frac_reward_zero_std"] == 1 and uses_rewards:
         cause = f"every prompt's completions have the same reward (mean {first['reward']:.4g})"
         tqdm.write(f"warning: no advantages, as {cause}: read them with `python scripts/show.py {config.output_dir}`")
     if (share := first["completions/clipped_ratio"]) > 0.9:
@@ -187,7 +188,7 @@ class RunLog:
         if batch:
             metrics = batch_metrics(batch.groups, step - 1, self.config) | batch.metrics | metrics
             metrics["time/train_s"] -= metrics["time/wait_s"]
-            if not self._steps_s:
+            if step == 1:
                 warn_of(metrics, self.config)
             logged = sorted(batch.groups, key=lambda group: group.id)[: self.config.logged_groups]
             rows["completions"] = batch_samples(logged, self.config)
