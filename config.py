@@ -394,7 +394,7 @@ def describe(config: TrainConfig, usual: TrainConfig | None = None) -> str:
     if computes == "float32" != could:
         lines.append("warning: computation in float32: half to a tenth of the speed of bfloat16; leave bf16 at none")
     if config.use_peft and config.learning_rate < 1e-5:
-        lines.append(f"warning: learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; try 1e-5 to 1e-4")
+        lines.append(f"warning: learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; try 1e-5 to 5e-4")
     return "\n".join([f"weights in {config.dtype}, computation in {computes}; other than the defaults:", *lines])
 
 

@@ -41,9 +41,9 @@ DEFAULTS = {  # ours, in place of vLLM's
     "logprobs_mode": "processed_logprobs",  # log-probs after temperature, as the trainer computes them
     "uvicorn_log_level": "warning",
 }
-CPU_DEFAULTS = {  # -1: the model's length, or what the memory holds; `share_cpu` replaces None and 1e-9
+CPU_DEFAULTS = {  # -1: as memory allows; `share_cpu` sets None, and a size of the cache in place of 1e-9
     "dtype": "float32", "max_model_len": -1, "max_num_seqs": 256, "enforce_eager": None, "gpu_memory_utilization": 1e-9,
-    "block_size": 32,  # in blocks of 128 a shorter prompt would be computed for each of its completions
+    "block_size": 32,  # completions share whole blocks alone: of 128, shorter prompts would have none
     "enable_chunked_prefill": False,  # a seeded request that is prefilled in parts ends vLLM's CPU engine
 }  # fmt: skip
 REQUIRED = [

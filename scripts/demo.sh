@@ -6,7 +6,7 @@ case " $* " in *" -h "* | *" --help "*) sed -n '2,3s/^# //p' "${BASH_SOURCE[0]}"
 if [[ ${1:-} == *.py ]]; then set -- "$(realpath "$1")" "${@:2}"; else set -- recipes/tiny.py "$@"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 make_environment gpu
-echo "checking the recipe"  # a wrong one, or a wrong option, is told before anything is made or started
+echo "checking the recipe"  # errors show before a model is made or a server started
 found=$(PYTHONPATH=scripts "$python" -c 'import sys, launch
 _, _, config = launch.parse(sys.argv[1:])
 print(config.model_id, config.output_dir, sep="\n")' "$@" | tail -n 2) || exit 1

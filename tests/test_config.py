@@ -324,7 +324,7 @@ def test_a_config_is_a_frozen_dataclass():
         ({"epsilon": 0.1, "num_minibatches": 2}, None),
         ({"dtype": "bfloat16"}, "weights lose most updates"),
         ({"dtype": "bfloat16", "use_peft": True, "learning_rate": 1e-5}, None),
-        ({"use_peft": True}, "warning: learning_rate=1e-06: LoRA hardly learns below 1e-5; try 1e-5 to 1e-4"),
+        ({"use_peft": True}, "warning: learning_rate=1e-06: LoRA hardly learns below 1e-5; try 1e-5 to 5e-4"),
         ({"use_peft": True, "learning_rate": 9e-6}, "warning: learning_rate=9e-06: LoRA hardly learns below 1e-5"),
         ({"learning_rate": 9e-6}, None),
     ],

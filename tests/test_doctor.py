@@ -87,11 +87,11 @@ NUMBER = r"[\d.,e+-]+"
 LINES = [
     rf"server http://[\d.:]+ +mismatch {NUMBER} mean, {NUMBER} max nats",
     rf"shared prompts +gradients equal to {NUMBER}, {NUMBER} times as fast as plain rows",
-    rf"memory +peak {NUMBER} GB with rows of {NUMBER} tokens; (up to {NUMBER} fit into|of) {NUMBER} GB",
+    rf"memory +peak {NUMBER} GB with rows of {NUMBER} tokens; (up to {NUMBER} fit into|free:) {NUMBER} GB",
     rf"speed of either side alone +{NUMBER} tokens/s sampled, {NUMBER} tokens/s trained",
     rf"one step +{NUMBER} s: sampling {NUMBER} s, rewards {NUMBER} s, training {NUMBER} s, sync {NUMBER} s",
     r" +trainer waits \d+%, servers \d+%",
-    rf"one step, by number of servers +1: {NUMBER} s, 2: {NUMBER} s, 4: {NUMBER} s, 8: {NUMBER} s; \d suffice",
+    rf"one step, by number of servers +1: {NUMBER} s, 2: {NUMBER} s, 4: {NUMBER} s, 8: {NUMBER} s; enough: \d",
     rf"the run +{NUMBER} h: 3 steps, 2 evaluations of {NUMBER} s",
     rf"one batch +reward {NUMBER}, all equal in \d+% of groups; \d+ tokens a completion, \d+% cut off",
 ]

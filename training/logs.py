@@ -109,7 +109,7 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
 
 
 def warn_of(first: dict[str, float], config: TrainConfig) -> None:
-    """Print what the metrics of a run's first batch say against it, and what to do, one line each."""
+    """Warn, one line each, of a first batch without signal, or whose completions are mostly cut off."""
     uses_rewards = not (config.advantage_fn or config.loss_fn or config.beta)
     if first["frac_reward_zero_std"] == 1 and uses_rewards:
         cause = f"every prompt's completions have the same reward (mean {first['reward']:.4g})"
