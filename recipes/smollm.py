@@ -2,10 +2,10 @@
 
     bash scripts/demo.sh recipes/smollm.py
 
-Asked for one word in lower case, it says `The plural of body is bodies.` The reward is graded, as whole sentences are
-all that it samples at first. Two that seemed right were not: 0.2 for any single word was had by `admiration` for each
-question after 12 steps, and 0.5 over the number of words, where the answer is one of them, left it with its sentences.
-`scripts/show.py` tells such things. Expected: RESULT
+Asked for one lower-case word, it says `The plural of body is bodies.` At first it samples only whole sentences, so the
+reward is graded. Two others failed: with 0.2 for any single word it answered `admiration` to everything after 12 steps;
+with 0.5 over the number of words, if the answer is among them, it kept its sentences. `scripts/show.py` shows such
+things. Expected: 0 to 59 % of the held-out questions right, in 9 minutes.
 """
 
 from difflib import SequenceMatcher
@@ -14,7 +14,7 @@ from config import TrainConfig
 
 
 def likeness(completions, answer, **_):
-    """1 for the answer alone; else the square of twice what the text has in common with it over both lengths."""
+    """The squared `SequenceMatcher` similarity of text and answer: 1 if they are equal."""
     pairs = zip(completions, answer, strict=True)
     return [SequenceMatcher(None, text.strip(), truth, autojunk=False).ratio() ** 2 for text, truth in pairs]
 
@@ -24,7 +24,7 @@ config = TrainConfig(
     dataset_id="recipes/smollm.jsonl",
     eval_dataset_id="recipes/smollm_heldout.jsonl",
     reward_funcs=[likeness],
-    scale_rewards="none",  # a group of sentences alone has little to say
+    scale_rewards="none",  # or groups of sentences alone would count in full
     num_generations=8,
     max_completion_len=12,
     temperature=0.7,

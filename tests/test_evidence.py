@@ -69,7 +69,7 @@ def test_curves(run):
     """`docs/runs/<name>` or `<name>-<seed>` is what the picture shows; the page has its first and last evaluation."""
     name = run.partition("-")[0]
     picture_of_it = ROOT / "docs" / f"curves-{name}.svg"
-    assert picture_of_it.stat().st_size < 40_000
+    assert picture_of_it.stat().st_size < 50_000
     assert f"](curves-{name}.svg)" in PAGE
     rows = plot.read_metrics(ROOT / "docs" / "runs" / run)
     assert (ROOT / "docs" / "runs" / run / "metrics.jsonl").stat().st_size < 20_000
