@@ -66,6 +66,13 @@ def test_ctrl_c_leaves_no_process(moment):
     assert left_behind(process.pid) == []
 
 
+def test_the_model_that_is_there_is_found(tmp_path):
+    """Without a word to the hub; the model itself is made by hand, as the package has 98 MB."""
+    command = [sys.executable, "scripts/get_smollm.py", "--output", tmp_path]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{tmp_path}\n"
+
+
 def test_a_wrong_option_is_told_at_once():
     process = demo("--reward_funcs", "no_such_module.f")
     output, _ = process.communicate(timeout=60)

@@ -101,6 +101,8 @@ def scored(rewards, cut=0):
         ([[0.25, 0.25], [0.75, 0.75]], {}, ["0.5"]),
         ([[0.25, 0.25], [0.5, 0.75]], {}, []),
         ([[0.25, 0.25], [0.75, 0.75]], {"advantage_fn": "os.path.exists"}, []),
+        ([[0.0, 0.0], [0.0, 0.0]], {"loss_fn": "os.path.exists"}, []),  # as in distillation, which asks no reward
+        ([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]], {}, []),
     ],
 )
 def test_a_first_batch_without_advantages(tmp_path, capsys, groups, fields, warned):
@@ -188,6 +190,10 @@ def test_what_is_kept_draws_the_same(tmp_path):
     assert rows[1] == {"step": 1, "reward": 0.1012}
     with pytest.raises(SystemExit):
         plot.main([str(tmp_path / "a"), str(tmp_path / "small"), "--keep", str(tmp_path / "more")])
+    whole = (tmp_path / "a" / "metrics.jsonl").read_bytes()
+    with pytest.raises(SystemExit):
+        plot.main([str(tmp_path / "a"), "--keep", str(tmp_path / "a")])
+    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == whole
 
 
 def test_what_is_drawn(tmp_path, monkeypatch, capsys):
