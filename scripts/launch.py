@@ -6,11 +6,13 @@
     python scripts/launch.py recipe.py --slurm job.sh --server_nodes 1 --trainer_nodes 2
 
 Each gets its own GPUs, the servers first; with one GPU in all, one server and one rank share it; with none, they share
-the CPU cores. A server that dies is started again. All other options are fields of TrainConfig, as of `train.py`.
+the CPU cores. A server that dies is started again, and given up if that was less than ten minutes ago. All other
+options are fields of TrainConfig, as of `train.py`.
 """
 
 import argparse
 import json
+import math
 import os
 import random
 import shlex
@@ -22,7 +24,7 @@ import time
 import urllib.request
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, takewhile
 from pathlib import Path
@@ -77,7 +79,7 @@ class LocalServer:
     url: str
     process: Any
     log: Path
-    started_s: float = field(default_factory=time.monotonic)
+    restarted_s: float = -math.inf
 
     def wait(self, timeout_s: float = 240) -> str:
         """Wait until it serves; returns its address. RuntimeError with the log's end: it ended, or takes longer."""
@@ -208,13 +210,13 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
         training.append(popen(trainer[0], None, os.environ | trainer[1]))
         while (status := training[0].poll()) is None:
             for server in [server for server in running if server.process.poll() is not None and not received]:
-                if time.monotonic() < server.started_s + 60:
-                    print(f"the server at {server.url} ended soon, and is given up (log: {server.log})", flush=True)
+                if time.monotonic() < server.restarted_s + 600:
+                    print(f"the server at {server.url} ended again, and is given up (log: {server.log})", flush=True)
                     running.remove(server)
                     continue
                 print(f"the server at {server.url} ended, and starts again (log: {server.log})", flush=True)
                 words, env = servers[server.url]  # the trainer takes it back once it serves
-                server.process, server.started_s = popen(words, server.log, os.environ | env), time.monotonic()
+                server.process, server.restarted_s = popen(words, server.log, os.environ | env), time.monotonic()
             time.sleep(0.5)
     finally:
         for number in SIGNALS:

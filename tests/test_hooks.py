@@ -356,14 +356,15 @@ def test_half_of_a_group_thinks_again(n, monkeypatch):
     assert len(completions) == n
     plain, rewritten = completions[: n - n // 2], completions[n - n // 2 :]
     assert all("".join(map(chr, c.token_ids.tolist())) == "1234" and c.loss_mask.all() for c in plain)
-    for completion, (asked, sampling) in zip(rewritten, talker.asked[1:], strict=True):
+    assert len(talker.asked) == 1 + n // 2
+    for completion in rewritten:  # asked for at once, so in any order
         text = "".join(map(chr, completion.token_ids.tolist()))
         kept, cue, said = text.partition("=?")
         assert "1234".startswith(kept)
         assert 0 < len(kept) < 4
         assert cue + said == "=?567"
-        assert asked == [*PROMPT.token_ids, *map(ord, kept + cue)]
-        assert sampling == {"n": 1, "max_tokens": 8 - len(kept + cue), "temperature": 1.0}
+        prompt, sampling = [*PROMPT.token_ids, *map(ord, kept + cue)], {"n": 1, "temperature": 1.0}
+        assert (prompt, sampling | {"max_tokens": 8 - len(kept + cue)}) in talker.asked[1:]
         assert completion.loss_mask.tolist() == [True] * len(kept) + [False] * 2 + [True] * 3
         assert completion.sampler_logprobs[: len(kept)].tolist() == [-1.5] * len(kept)
         assert {span.version for span in completion.weight_versions} == {3, 4}

@@ -167,10 +167,16 @@ def test_nothing_heavy_is_imported_before_it_must():
 
 
 def launched(*words):
-    """The command in a session of its own, from `/`."""
+    """The command, from `/`, and without the SIG_IGN of SIGHUP that `nohup scripts/test.sh` has."""
     env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"}
     return subprocess.Popen(
-        [*LAUNCH, *words], cwd="/", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        [*LAUNCH, *words],
+        cwd="/",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
 
 
@@ -261,13 +267,13 @@ def test_a_server_that_does_not_start(my_recipe, tmp_path):
 
 @pytest.mark.server
 def test_a_server_that_dies_is_started_again(my_recipe, tmp_path):
-    """The trainer, which waits for it, goes on."""
+    """The trainer, which waits for it, goes on; if it dies again within minutes it is given up."""
     process = launched(my_recipe, "--max_steps", "1000", *SMALL)
-    until(process, "step 1/1000")
-    (server,) = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_server(entry, my_recipe)]
-    os.kill(server, signal.SIGKILL)
-    until(process, "ended, and starts again")
-    until(process, " is back")
+    for text, word in (("step 1/1000", "ended, and starts again"), (" is back", "ended again, and is given up")):
+        until(process, text)
+        (server,) = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_server(entry, my_recipe)]
+        os.kill(server, signal.SIGKILL)
+        until(process, word)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143

@@ -278,7 +278,7 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
         ),
         (
             ["--max_completion_len", "127", "--max_tokens_per_gpu", "128"],
-            "error: no prompt has at most 1 tokens, the room",
+            "error: dataset_id: no prompt has at most 1 tokens: raise max_tokens_per_gpu",
         ),
         (["--max_completion_len", "127"], "error: max_tokens_per_gpu must exceed max_completion_len"),
         (["--use_peft", "true", "--lora_target_modules", "qkv"], "error: lora_target_modules: qkv is no module"),
