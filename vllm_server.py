@@ -205,7 +205,7 @@ def main(argv: list[str]) -> None:
     os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the RL routes; AccessGuard closes the rest of dev mode
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     import uvloop
-    from vllm.entrypoints.launchers.api_server.entry import run_server
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -223,7 +223,8 @@ def main(argv: list[str]) -> None:
     if current_platform.is_cpu():
         share_cpu(args, parser)
     validate_parsed_serve_args(args)
-    uvloop.run(run_server(args))
+    # `run_server` would hand SIGTERM to a loop that sees it once the model is loaded: so it ends us at once until then.
+    uvloop.run(run_server_worker(*setup_server(args, reuse_port=False), args=args))
 
 
 if __name__ == "__main__":

@@ -329,12 +329,13 @@ def choose(argv, log, environment):
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     seen = []
 
-    async def run_server(args):
+    async def run_server_worker(address, socket, args):
         seen.append({name: getattr(args, name, os.environ.get(name)) for name in ON_CPU})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cli_args, "make_arg_parser", lambda _: parser)
-        patch.setattr(entry, "run_server", run_server)
+        patch.setattr(entry, "setup_server", lambda args, reuse_port: ("", None))
+        patch.setattr(entry, "run_server_worker", run_server_worker)
         for cores, free, options, variables, _ in CHOICES:
             memory = vllm_server.cpu_resource_utils.MemoryNodeInfo(100 * GIB, free * GIB)
             patch.setattr(vllm_server.torch_utils, "available_cpu_count", lambda n=cores: n)
