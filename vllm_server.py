@@ -223,8 +223,8 @@ def main(argv: list[str]) -> None:
     if current_platform.is_cpu():
         share_cpu(args, parser)
     validate_parsed_serve_args(args)
-    # `run_server` would hand SIGTERM to a loop that sees it once the model is loaded: so it ends us at once until then.
-    uvloop.run(run_server_worker(*setup_server(args, reuse_port=False), args=args))
+    address, sock = setup_server(args, reuse_port=False)
+    uvloop.run(run_server_worker(address, sock, args))  # `run_server` would not hear SIGTERM while a model loads
 
 
 if __name__ == "__main__":
