@@ -167,7 +167,7 @@ def test_nothing_heavy_is_imported_before_it_must():
 
 
 def launched(*words):
-    """The command, from `/`, and without the SIG_IGN of SIGHUP that `nohup scripts/test.sh` has."""
+    """The command, from `/`; it hears the signals that tests in the background, or of `nohup`, do not."""
     env = {name: value for name, value in ENV.items() if name != "OMP_NUM_THREADS"}
     return subprocess.Popen(
         [*LAUNCH, *words],
@@ -176,7 +176,7 @@ def launched(*words):
         stderr=subprocess.STDOUT,
         text=True,
         env=env,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
     )
 
 
@@ -347,7 +347,8 @@ def job(my_recipe, tmp_path, *words):
     (folder / "scontrol").write_text("#!/bin/sh\nprintf 'localhost\\n127.0.0.1\\n127.0.0.2\\n'\n")
     for file in folder.iterdir():
         file.chmod(0o755)
-    port = launch.free_port()
+    while (port := launch.free_port()) >= 30_000:  # the job's number is at most 20,000 below
+        pass
     env = {"PATH": f"{folder}:{ENV['PATH']}", "SLURM_JOB_ID": str(port - 10_000), "SLURM_JOB_NODELIST": "node[1-3]"}
     return path, {**ENV, **env, "SRUN_LOG": str(tmp_path / "srun.log")}
 
