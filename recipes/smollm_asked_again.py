@@ -2,7 +2,7 @@
 
     bash scripts/demo.sh recipes/smollm_asked_again.py
 
-The reward looks at the last answer, and both train. Expected: RESULT
+The reward looks at the last answer, and both train. Expected: 0 to 64 % of the held-out questions right, in 9 minutes.
 """
 
 from concurrent.futures import ThreadPoolExecutor

@@ -2,7 +2,7 @@
 
     bash scripts/demo.sh recipes/smollm_lora.py
 
-Expected: RESULT
+Expected: 0 to 69 % of the held-out questions right, in 7 minutes.
 """
 
 from dataclasses import replace
