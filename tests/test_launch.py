@@ -246,7 +246,9 @@ def test_it_ends_with_all_that_it_started(my_recipe, tmp_path, number):
 def test_ctrl_c_while_the_server_loads(my_recipe, tmp_path):
     """It ends at once: end_all would wait 40 s for it."""
     process, log = launched(my_recipe, *SMALL), tmp_path / "run" / "server-0.log"
+    deadline = time.monotonic() + 120
     while not log.exists() or "Loading safetensors" not in log.read_text():
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=35)
