@@ -348,6 +348,12 @@ class TrainConfig(metaclass=_OneLineErrors):
         return self.scale_rewards == "batch" or self.advantage_fn is not None
 
     @property
+    def weighs_whole_completions(self) -> bool:
+        """Whether a token's loss may depend on the others of its completion, which then stand in one row."""
+        levels = (self.importance_level, self.off_policy_correction.partition("_")[0])
+        return self.loss_fn is not None or self.loss_type == "grpo" or bool({"sequence", "geometric"} & {*levels})
+
+    @property
     def eval_sets(self) -> dict[str, Any]:
         """Held-out data sets by name; a single one has the name ""."""
         given = self.eval_dataset_id

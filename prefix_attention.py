@@ -14,11 +14,13 @@ import inspect
 import math
 import random
 from array import array
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, groupby, pairwise
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -33,24 +35,11 @@ from transformers.masking_utils import sdpa_mask
 NAME = "shared_prefix"  # of the attention function in transformers
 HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at a time
 QUERY_BLOCK = 512  # queries at a time in `_loop`
+MIN_SAVED = 0.05  # of the tokens below: sharing what saves less would only make more and smaller kernel calls
 SMALL = 64  # on the CPU, calls of at most SMALL² scores are made together: each costs more than its work
 
 Tokens = Sequence[int] | Tensor  # a tensor is [n] int64, on the CPU
-Groups = Sequence[tuple[Tokens, Sequence[Tokens]]]  # (prompt_ids, [completion_ids, ...])
-
-
-class Segment(NamedTuple):
-    """Consecutive tokens of a row, which attend to themselves and to all segments above them."""
-
-    start: int
-    length: int
-    parent: int  # number of the segment directly above; -1 for a root
-    sees_all: int = 0  # 1 where the tokens also see later ones of the segment (an image in Gemma3's prompts)
-
-    @property
-    def tokens(self) -> slice:
-        """Places of the tokens in the row."""
-        return slice(self.start, self.start + self.length)
+Groups = Sequence[tuple[Tokens, Sequence[Any]]]  # (prompt_ids, [completion_ids, ...]), see `pack`
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -70,14 +59,14 @@ class PackedBatch:
     Attributes:
         input_ids, position_ids: [R, T] int64; positions restart in every completion where its prompt ended.
         attention_mask: [R, T] int64, 1 on tokens (by length, never by the value of a token); None with segments.
-        segments: [S, 3] int64 on the CPU, (start, length, parent or -1), by depth: roots, then what follows them, and
-            so on; None in padded rows.
+        segments: [S, 5] int64 on the CPU: start, length, parent or -1, how many of the parent's tokens come before it,
+            and 1 where its tokens also see later ones of it (an image; 0 here); None in padded rows.
         row, position: [N] int64, where the logits that predict each completion token stand.
         targets: [N] int64, the completion tokens.
         group, completion: [N] int64, number of the group and of the completion among all given to `pack`.
         index: [N] int64, place of the token among all completion tokens given to `pack`, in the order group,
             completion, token: `per_token[row.index]` picks this row's part of any per-token tensor.
-        prompts: the group of every prompt that is forwarded, in order.
+        prompts: for every root, in order, the group whose prompt it begins with; None for that of several groups.
     """
 
     input_ids: Tensor
@@ -90,7 +79,7 @@ class PackedBatch:
     group: Tensor
     completion: Tensor
     index: Tensor
-    prompts: list[int]
+    prompts: list[int | None]
 
     @property
     def num_tokens(self) -> int:
@@ -111,123 +100,187 @@ def as_tokens(ids: Tokens) -> Tensor:
 
 
 def pack(
-    groups: Groups, max_tokens: int | None = None, share_prefix: bool = True, share_completions: bool = False,
-    padded: bool = True,
-) -> list[PackedBatch]:  # fmt: skip
+    groups: Groups, max_tokens: int | None = None, share_prefix: bool = True, apart: Collection[int] = ()
+) -> list[PackedBatch]:
     """Lay groups out as forwards of at most `max_tokens` positions.
 
-    Groups go first-fit into rows of segments, and a group larger than the budget is split with its prompt repeated. A
-    completion's last token predicts nothing and is not forwarded; one that is alone with its prompt is one segment.
+    What stands in a row is forwarded once, however many completions begin with it: prompts, what prompts of several
+    groups have in common, a history that goes on or branches, equal completions; but not where that would save less
+    than `MIN_SAVED`. A group goes where it adds the fewest tokens; one over the budget is split into its completions,
+    and these into their segments. The last token of a completion predicts nothing and is not forwarded.
 
     Args:
-        groups: `(prompt_ids, completions)` of one prompt each; an empty completion contributes nothing.
+        groups: `(prompt_ids, completions)` of one prompt each. A completion is its tokens, or, where its history was
+            rewritten, a list of segments `(prompt_ids, tokens)`; an empty one contributes nothing.
         max_tokens: bound on R·T of a batch; None puts everything into one.
-        share_prefix: False repeats the prompt before each of its completions.
-        share_completions: forward leading tokens that completions of a group have in common once, too.
-        padded: without shared prefixes, one right-padded row per completion, for any model's own attention; False gives
-            an attached model segments without padding.
+        share_prefix: False gives one right-padded row per completion, for any model's own attention.
+        apart: numbers of groups that share nothing with others: those with images, which token ids do not tell apart.
+            Their segments' prompts begin with all images of the group's.
 
     Raises:
         ValueError: an empty prompt, or a prompt and completion that alone exceed `max_tokens`, named by number.
     """
     budget = math.inf if max_tokens is None else max_tokens
-    padded = padded and not share_prefix
-    size: Any = (lambda lengths: len(lengths) * max(lengths)) if padded else sum  # positions, padding included
-    batches: list[list[_Tree]] = []
+    rows, empty = list[_Row](), _Row(is_padded=not share_prefix)
+    for group in _sequences(groups, share_prefix, apart, budget):
+        for unit in _units(group, empty, budget):
+            open_rows = range(len(rows)) if share_prefix else range(len(rows))[-1:]  # padded rows keep the order
+            wider = [(rows[n].and_also(unit), n) for n in open_rows]
+            fitting = [(row.num_tokens - rows[n].num_tokens, n, row) for row, n in wider if row.num_tokens <= budget]
+            _, n, row = min(fitting, key=itemgetter(0), default=(0, len(rows), empty.and_also(unit)))
+            rows[n : n + 1] = [row]
+    return [_batch(row) for row in rows]
+
+
+def num_packed_tokens(groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()) -> int:
+    """Positions of a single row of all groups."""
+    sequences = [s for group in _sequences(groups, share_prefix, apart) for completion in group for s in completion]
+    return _Row(is_padded=not share_prefix).and_also(sequences).num_tokens
+
+
+def _units(group: list[list["_Sequence"]], empty: "_Row", budget: float) -> Iterator[list["_Sequence"]]:
+    """A group's sequences together; or by completion, where they share nothing or do not fit; or one by one."""
+    whole = [sequence for completion in group for sequence in completion]
+    fits = lambda unit: empty.and_also(unit).num_tokens <= budget  # noqa: E731
+    for unit in filter(None, [whole] if fits(whole) and not empty.is_padded else group):
+        yield from [unit] if fits(unit) else [[sequence] for sequence in unit]
+
+
+class _Sequence(NamedTuple):
+    """What is forwarded for a completion, or a segment of one: its prompt and its tokens but the last."""
+
+    key: tuple[int, bytes]  # a number that sequences need in common to share, and the ids: alike ones are neighbours
+    ids: Any  # [n] int64, of numpy
+    tokens: Tensor  # those that are predicted
+    group: int
+    completion: int
+    place: int  # of its first token among all completion tokens
+
+
+def _sequences(
+    groups: Groups, share_prefix: bool, apart: Collection[int], budget: float = math.inf
+) -> Iterator[list[list[_Sequence]]]:
+    """For every group the sequences of each of its completions; none for an empty one."""
     number = place = 0
     for g, (prompt_ids, completions) in enumerate(groups):
-        prompt = as_tokens(prompt_ids)
-        if not prompt.numel():
-            raise ValueError(f"group {g} has an empty prompt: nothing predicts the first completion token")
-        parts: list[list[_Leaf]] = []  # completions that stand below the same copy of the prompt
-        room = 0.0
-        for c, tokens in enumerate(map(as_tokens, completions)):
-            total = prompt.numel() + tokens.numel()
-            if tokens.numel() and total - 1 > budget:
-                raise ValueError(f"completion {c} of group {g} has {total} tokens with its prompt, over {max_tokens=}")
-            if tokens.numel():
-                if not parts or not share_prefix or tokens.numel() - 1 > room:
-                    parts.append([])
-                    room = budget - prompt.numel()
-                parts[-1].append(_Leaf(tokens, g, number, place))
-                room -= tokens.numel() - 1
+        of_group: list[list[_Sequence]] = []
+        for c, completion in enumerate(completions):
+            has_segments = not isinstance(completion, Tensor) and len(completion) and isinstance(completion[0], tuple)
+            of_group.append([])
+            for pair in completion if has_segments else [(prompt_ids, completion)]:
+                prompt, tokens = map(as_tokens, pair)
+                if not prompt.numel():
+                    raise ValueError(f"group {g} has an empty prompt: nothing predicts the first completion token")
+                if (num := prompt.numel() + tokens.numel()) - 1 > budget:
+                    raise ValueError(f"completion {c} of group {g} has {num} tokens with its prompt, over {budget}")
+                if tokens.numel():
+                    ids = torch.cat([prompt, tokens[:-1]]).numpy()
+                    shares_with = place if not share_prefix else g if g in apart else -1
+                    of_group[-1].append(_Sequence((shares_with, ids.tobytes()), ids, tokens, g, number, place))
+                place += tokens.numel()
             number += 1
-            place += tokens.numel()
-        trees = [_Tree(prompt, part, share_completions) for part in parts]
-        if share_prefix and share_completions and len(parts) > 1:  # with tokens shared, all may fit
-            whole = _Tree(prompt, [leaf for part in parts for leaf in part], share_completions)
-            trees = [whole] if whole.num_tokens <= budget else trees
-        for tree in trees:
-            candidates = batches[-1:] if padded else batches
-            batch = next((b for b in candidates if size([t.num_tokens for t in [*b, tree]]) <= budget), None)
-            if batch is None:
-                batches.append(batch := [])
-            batch.append(tree)
-    return [_batch(trees, padded) for trees in batches]
-
-
-class _Leaf(NamedTuple):
-    """A completion that is not empty; its first token has this `place` among all completion tokens."""
-
-    tokens: Tensor
-    group: int
-    number: int
-    place: int
+        yield of_group
 
 
 @dataclass(eq=False)  # a key of dictionaries
-class _Piece:
-    """The tokens of a segment, and the completions that lead through it."""
+class _Branch:
+    """A sequence in a row: a segment of its tokens from `depth` on; those before stand in the branches above."""
 
-    tokens: Tensor
-    parent: "_Piece | None"
+    sequence: _Sequence
     depth: int
-    position: int  # of the first token
-    num_sources: int  # tokens, the last ones, that predict a token of a completion
-    leaves: list[_Leaf]
+    above: "list[_Branch]"  # the nearest first
+
+    @classmethod
+    def of(cls, sequence: _Sequence, near: "list[_Branch]") -> Self:
+        """The branch that goes off what a sequence has in common with one of others, where that saves enough."""
+        num_tokens, depth, path = len(sequence.ids), 0, list[_Branch]()
+        for branch in near:
+            if (common := _num_common(sequence, branch.sequence)) > depth:
+                depth, path = common, [branch, *branch.above]
+        prompt_length = num_tokens - len(sequence.tokens) + 1
+        for fork in sorted([prompt_length, *(branch.depth for branch in path)], reverse=True):  # where others do
+            if 0 < depth - fork < MIN_SAVED * (num_tokens - fork):
+                depth = fork
+        return cls(sequence, depth, [branch for branch in path if branch.depth < depth])
+
+    @property
+    def length(self) -> int:
+        """How many tokens it adds; 0 where its sequence is the beginning of another."""
+        return len(self.sequence.ids) - self.depth
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Sorts the segments of a row: by level, and then what sees the same stands side by side."""
+        return len(self.above), self.above[0].sequence.place if self.above else 0, self.depth, self.sequence.place
 
 
-class _Tree:
-    """A prompt and its completions as pieces, by depth; completions that begin alike may share pieces."""
-
-    def __init__(self, prompt: Tensor, leaves: list[_Leaf], share_completions: bool = False):
-        # A completion that is alone with its prompt has nothing to share: plain causal attention, in one piece.
-        root = torch.cat([prompt, leaves[0].tokens[:-1]]) if len(leaves) == 1 else prompt
-        self.pieces = [_Piece(root, None, 0, 0, root.numel() - prompt.numel() + 1, leaves)]
-        for piece in self.pieces:  # which grow meanwhile: breadth first
-            done = piece.position + piece.tokens.numel() - prompt.numel()  # completion tokens down to its end
-            children: dict[int, list[_Leaf]] = {}
-            for leaf in piece.leaves:
-                if leaf.tokens.numel() - 1 > done:
-                    children.setdefault(int(leaf.tokens[done]) if share_completions else leaf.number, []).append(leaf)
-            for child in children.values():
-                stop = min(leaf.tokens.numel() for leaf in child) - 1  # one that ends is a branching
-                ahead = torch.stack([leaf.tokens[done:stop] for leaf in child])
-                tokens = ahead[0, : int((ahead == ahead[0]).all(0).cumprod(0).sum())]  # what they have in common
-                self.pieces.append(_Piece(tokens, piece, piece.depth + 1, prompt.numel() + done, tokens.numel(), child))
-        self.num_tokens = sum(piece.tokens.numel() for piece in self.pieces)
+def _num_common(a: _Sequence, b: _Sequence) -> int:
+    """How many tokens two sequences share, from the first on."""
+    length = min(len(a.ids), len(b.ids)) * (a.key[0] == b.key[0])
+    differ = a.ids[:length] != b.ids[:length]
+    return int(differ.argmax()) if differ.any() else length
 
 
-def _batch(trees: list[_Tree], padded: bool) -> PackedBatch:
-    """The segments of all trees by depth in a single row; or, padded, a row for each tree."""
-    pieces = sorted((piece for tree in trees for piece in tree.pieces), key=lambda piece: piece.depth)  # stable
-    numbers = {None: -1} | {piece: number for number, piece in enumerate(pieces)}
-    lengths = [piece.tokens.numel() for piece in pieces]
-    ends = lengths if padded else [*accumulate(lengths)]
-    segments = [(ends[n] - lengths[n], lengths[n], numbers[piece.parent]) for n, piece in enumerate(pieces)]
-    sources = [(leaf.number, ends[n], piece.num_sources) for n, piece in enumerate(pieces) for leaf in piece.leaves]
-    position = _ranges([(end - count, count) for _, end, count in sorted(sources)])
-    ids = torch.cat([piece.tokens for piece in pieces])
-    rows = [ids, _ranges([(piece.position, piece.tokens.numel()) for piece in pieces]), torch.ones_like(ids)]
-    ids, positions, ones = (pad_sequence(list(of.split(lengths)), True) if padded else of[None] for of in rows)
-    leaves = [(t, leaf) for t, tree in enumerate(trees) for leaf in tree.pieces[0].leaves]
-    of_leaves = torch.tensor([(t if padded else 0, leaf.group, leaf.number, leaf.tokens.numel()) for t, leaf in leaves])
-    row, group, completion = map(torch.clone, of_leaves[:, :3].repeat_interleave(of_leaves[:, 3], 0).T)
-    targets = torch.cat([leaf.tokens for _, leaf in leaves])
-    index = _ranges([(leaf.place, leaf.tokens.numel()) for _, leaf in leaves])
-    mask, plan = (ones, None) if padded else (None, torch.tensor(segments))
-    prompts = [tree.pieces[0].leaves[0].group for tree in trees]
-    return PackedBatch(ids, positions, mask, plan, row, position, targets, group, completion, index, prompts)
+@dataclass
+class _Row:
+    """Sequences that are forwarded together, as branches sorted by their keys."""
+
+    is_padded: bool
+    branches: list[_Branch] = field(default_factory=list)
+
+    def and_also(self, unit: list[_Sequence]) -> "_Row":
+        """The row with some sequences more. The longest come first: the others branch off them."""
+        branches = [*self.branches]
+        for sequence in sorted(unit, key=lambda sequence: -len(sequence.ids)):
+            place = bisect_left(branches, sequence.key, key=lambda branch: branch.sequence.key)
+            near = branches[max(place - 1, 0) : place + 1]  # with a neighbour it has the most in common
+            branches.insert(place, _Branch.of(sequence, near))
+        return _Row(self.is_padded, branches)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Positions of its forward."""
+        lengths = [branch.length for branch in self.branches]
+        return len(lengths) * max(lengths, default=0) if self.is_padded else sum(lengths)
+
+
+def _batch(row: _Row) -> PackedBatch:
+    """A row of segments; or, padded, a row for each sequence."""
+    segments = sorted((branch for branch in row.branches if branch.length), key=attrgetter("order"))
+    lengths = [segment.length for segment in segments]
+    starts = dict(zip(segments, [0] * len(segments) if row.is_padded else accumulate([0, *lengths]), strict=False))
+    numbers = {segment: number for number, segment in enumerate(segments)}
+    branches = sorted(row.branches, key=lambda branch: branch.sequence.place)
+    position = _ranges([source for branch in branches for source in _sources(branch, starts)])
+    ids = torch.cat([torch.from_numpy(segment.sequence.ids[segment.depth :]) for segment in segments])
+    rows = [ids, _ranges([(segment.depth, segment.length) for segment in segments]), torch.ones_like(ids)]
+    ids, positions, ones = (pad_sequence(list(of.split(lengths)), True) if row.is_padded else of[None] for of in rows)
+    sequences = [branch.sequence for branch in branches]
+    of_sequences = [(numbers[b] if row.is_padded else 0, b.sequence.group, b.sequence.completion) for b in branches]
+    sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
+    in_row, group, completion = (torch.tensor(of).repeat_interleave(sizes) for of in zip(*of_sequences, strict=True))
+    targets = torch.cat([sequence.tokens for sequence in sequences])
+    index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
+    forks = [(numbers[s.above[0]], s.depth - s.above[0].depth) if s.above else (-1, 0) for s in segments]
+    plan = torch.tensor([(starts[s], s.length, *fork, 0) for s, fork in zip(segments, forks, strict=True)])
+    below: dict[_Branch, set[int]] = {segment: set() for segment in segments if not segment.above}
+    for branch in branches:
+        below[[branch, *branch.above][-1]].add(branch.sequence.group)
+    prompts = [groups.pop() if len(groups) == 1 else None for groups in below.values()]
+    mask, plan_or_none = (ones, None) if row.is_padded else (None, plan)
+    of_tokens = in_row, position, targets, group, completion, index
+    return PackedBatch(ids, positions, mask, plan_or_none, *of_tokens, prompts)
+
+
+def _sources(branch: _Branch, starts: dict[_Branch, int]) -> list[tuple[int, int]]:
+    """Where the tokens of its sequence are predicted, as (place in the row, length)."""
+    found, stop = [], len(branch.sequence.ids)
+    first = stop - len(branch.sequence.tokens)
+    for segment in (branch, *branch.above):
+        if (start := max(first, segment.depth)) < stop:
+            found.append((starts[segment] + start - segment.depth, stop - start))
+            stop = start
+    return found[::-1]
 
 
 def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
@@ -237,22 +290,22 @@ def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
 
 
 # -- Attention over a row of segments --------------------------------------------------------------------------------
-# The cascade: every segment attends causally to itself, then to its parent, to its parent's parent, and so on. A
-# softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: this is exact.
-# On CUDA a level (own segment, parent, and so on) is one kernel call. As rows are laid out by depth, it copies nothing
-# where every prompt has completions below it, and these have no segments below them.
+# The cascade: every segment attends causally to itself, then to what it sees of its parent, of its parent's parent,
+# and so on. A softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: exactly.
+# On CUDA a level (own segment, parent, and so on) is one kernel call; it copies the keys of parents.
 # The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But flash attention's
 # backward makes p = exp(q·k - lse) again and needs only rowsum(grad·out) besides: from the *merged* output and
 # log-sum-exp it computes the part of the whole gradient that belongs to its block of keys.
-# A plan is a row's `segments` as a tensor [S, 3], or [S, 4] with the column `sees_all`. The cascade is an operator, so
-# that `torch.compile` takes the plan as data and does not make a program for every layout.
+# A plan is a row's `segments`. The cascade is an operator, so that `torch.compile` takes the plan as data and does not
+# make a program for every layout.
 
 
-def _paths(plan: Tensor) -> list[list[Segment]]:
-    """For each segment, its ancestors and itself, root first."""
-    paths: list[list[Segment]] = []
-    for segment in (Segment(*numbers) for numbers in plan.tolist()):
-        paths.append([*(paths[segment.parent] if segment.parent >= 0 else []), segment])
+def _paths(plan: Tensor) -> list[list[range]]:
+    """Of each segment its own tokens, then what it sees of its parent, of its parent's parent, and so on."""
+    paths: list[list[range]] = []
+    for start, length, parent, seen, _ in plan.tolist():
+        above = [paths[parent][0][:seen], *paths[parent][1:]] if parent >= 0 else []
+        paths.append([range(start, start + length), *above])
     return paths
 
 
@@ -268,16 +321,14 @@ class _Block(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def _blocks(plan: bytes, num_columns: int, device: torch.device, is_cuda: bool) -> list[_Block]:
+def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
     """The kernel calls of a row, from level 0 on, made once for the forward and backward passes of all layers."""
-    # queries and the keys they see, by level (0: their own segment, n: its n-th ancestor) and whether they see them all
-    levels: dict[tuple[int, bool], list[tuple[range, range]]] = {}
-    for path in _paths(torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, num_columns)):
-        places = [range(segment.start, segment.start + segment.length) for segment in reversed(path)]
-        for level, keys in enumerate(places):
-            queries = places[0]
-            pieces = levels.setdefault((level, level > 0 or bool(path[-1].sees_all)), [])
-            if pieces and pieces[-1][1] == keys and pieces[-1][0].stop == queries.start:
+    numbers = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5)
+    levels: dict[tuple[int, int], list[tuple[range, range]]] = {}  # queries and keys; 0: of the segment itself
+    for (*_, sees_all), path in zip(numbers.tolist(), _paths(numbers), strict=True):
+        for level, keys in enumerate(path):
+            queries, pieces = path[0], levels.setdefault((level, sees_all if level == 0 else 0), [])
+            if level and pieces and pieces[-1][1] == keys and pieces[-1][0].stop == queries.start:
                 queries = range(pieces.pop()[0].start, queries.stop)
             pieces.append((queries, keys))
     blocks = []
@@ -291,8 +342,9 @@ def _blocks(plan: bytes, num_columns: int, device: torch.device, is_cuda: bool) 
             sides = list(zip(*call, strict=True))
             lengths = [torch.tensor([0, *accumulate(map(len, side))], dtype=torch.int32).to(device) for side in sides]
             longest = [max(map(len, side)) for side in sides]
-            below, above = (_places(side, device) for side in sides)
-            blocks.append(_Block(level, not sees_all, len(call), below, above, (*lengths, *longest)))
+            of_queries, of_keys = (_places(side, device) for side in sides)
+            is_causal = level == 0 and not sees_all
+            blocks.append(_Block(level, is_causal, len(call), of_queries, of_keys, (*lengths, *longest)))
     return blocks
 
 
@@ -337,7 +389,7 @@ def _cascade(
     """Attention of a row: q [T, H, D], k and v [T, H_kv, D], sinks [H] or None -> out [T, H, D], log-sum-exp [T, H]."""
     out = torch.empty(q.shape, dtype=_wide(q), device=q.device)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
-    for block in _blocks(plan.numpy().tobytes(), plan.shape[1], q.device, q.is_cuda):
+    for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries = block.queries
         part, part_lse = _flash(q[queries], k[block.keys], v[block.keys], block, scale)
         if block.level == 0:
@@ -363,11 +415,16 @@ def _cascade_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: the sum of every block's."""
     dq, dk, dv = (torch.empty(t.shape, dtype=_wide(q), device=t.device) for t in (q, k, v))
-    for block in _blocks(plan.numpy().tobytes(), plan.shape[1], q.device, q.is_cuda):
+    for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries, keys = block.queries, block.keys
         parts = _flash_backward((grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale)
         for total, part, where in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
-            total[where] = part.to(total.dtype) if block.level == 0 else total[where] + part
+            if block.level == 0:
+                total[where] = part.to(total.dtype)
+            elif isinstance(where, slice):
+                total[where] += part
+            else:  # several pieces may see the same keys
+                total.index_add_(0, where, part.to(total.dtype))
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
@@ -410,20 +467,19 @@ def _attend(
     return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
 
 
-def _loop(q: Tensor, k: Tensor, v: Tensor, paths: list[list[Segment]], window: int | None, *rules: Any) -> Tensor:
+def _loop(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, window: int | None, *rules: Any) -> Tensor:
     """`_attend` of a row, segment by segment and `QUERY_BLOCK` queries at a time, on copies of the keys they see."""
     row, outs = torch.arange(q.shape[2], device=q.device), []  # on the device, so that the host never waits for it
-    for path in paths:
-        segment = path[-1]
-        context = torch.cat([row[above.tokens] for above in path])
-        num_above = len(context) - segment.length
+    for (*_, sees_all), path in zip(plan.tolist(), _paths(plan), strict=True):
+        context = torch.cat([row[seen.start : seen.stop] for seen in reversed(path)])
+        num_above = len(context) - len(path[0])
         for first in range(num_above, len(context), QUERY_BLOCK):
             last = min(first + QUERY_BLOCK, len(context))
             oldest = 0 if window is None else max(first - window + 1, 0)
-            seen = torch.arange(oldest, len(context) if segment.sees_all else last, device=q.device)
+            seen = torch.arange(oldest, len(context) if sees_all else last, device=q.device)
             distance = torch.arange(first, last, device=q.device)[:, None] - seen
-            mask = ((distance >= 0) | bool(segment.sees_all)) & (distance < (window or math.inf))
-            start, keys = segment.start - num_above, context[seen]
+            mask = ((distance >= 0) | bool(sees_all)) & (distance < (window or math.inf))
+            start, keys = path[0].start - num_above, context[seen]
             tensors = (q[:, :, start + first : start + last], k[:, :, keys], v[:, :, keys], mask[None, None])
             outs.append(checkpoint(_attend, *tensors, *rules, use_reentrant=False))
     return torch.cat(outs, dim=2)
@@ -450,7 +506,7 @@ def _attention(
         q, k, v = (t[0].transpose(0, 1) for t in (query, key, F.pad(value, (0, missing)) if missing else value))
         out, _ = _cascade(q, k, v, sinks, plan, scale)
         return out[None, ..., : value.shape[-1]], None
-    return _loop(query, key, value, _paths(plan), window, scale, softcap, sinks).transpose(1, 2), None
+    return _loop(query, key, value, plan, window, scale, softcap, sinks).transpose(1, 2), None
 
 
 def _has_kernel(q: Tensor) -> bool:
@@ -463,7 +519,7 @@ def _has_kernel(q: Tensor) -> bool:
 @torch.compiler.disable
 def _longest(plan: Tensor) -> int:
     """Tokens of the longest path from a root to a leaf."""
-    return max(sum(segment.length for segment in path) for path in _paths(plan))
+    return max(sum(map(len, path)) for path in _paths(plan))
 
 
 # -- Gated delta nets (Qwen3-Next, Qwen3.5): recurrent layers, whose state goes from a segment to those below it -----
@@ -495,25 +551,29 @@ class _Handover:
 
 @torch.compiler.disable
 def _delta_net(forward: Any, layer: int, hidden_states: Tensor, segments: Tensor | None = None, **more: Any) -> Tensor:
-    """The forward of a gated delta net that takes a plan: parents one by one, then all leaves in one padded batch."""
+    """The forward of a gated delta net that takes a plan: up to the forks one by one, the rest in a padded batch."""
     if segments is None:
         return forward(hidden_states, **more)
-    plan = [Segment(*numbers) for numbers in segments.tolist()]
-    parents = {segment.parent for segment in plan}
-    outs: dict[int, Tensor] = {}
-    states: dict[int, _Handover] = {}
-    for number, segment in enumerate(plan):
-        if segment.parent < 0 or number in parents:
-            states[number] = _Handover(layer, [states[segment.parent]] if segment.parent >= 0 else [])
-            outs[number] = forward(hidden_states[:, segment.tokens], cache_params=states[number])[0]
-    leaves = [number for number in range(len(plan)) if number not in states]
+    plan = segments.tolist()
+    outs: dict[int, Tensor] = {}  # by where they begin
+    states: dict[tuple[int, int], _Handover] = {}  # by segment, and how many of its tokens have passed
+    leaves: list[tuple[range, _Handover]] = []
+    for number, (start, length, parent, seen, _) in enumerate(plan):
+        first, state = 0, states.get((parent, seen))
+        forks = {fork for _, _, above, fork, _ in plan if above == number}
+        for last in sorted(forks or ({length} if state is None else ())):
+            state = states[number, last] = _Handover(layer, [state] if state else [])
+            outs[start + first] = forward(hidden_states[:, start + first : start + last], cache_params=state)[0]
+            first = last
+        if state and first < length:
+            leaves.append((range(start + first, start + length), state))
     if leaves:
-        longest = max(2, *(plan[number].length for number in leaves))  # one token alone would take the decoding kernels
-        pieces = [F.pad(hidden_states[0, plan[n].tokens], (0, 0, 0, longest - plan[n].length)) for n in leaves]
-        state = _Handover(layer, [states[plan[number].parent] for number in leaves])
-        for number, out in zip(leaves, forward(torch.stack(pieces), cache_params=state), strict=True):
-            outs[number] = out[: plan[number].length]
-    return torch.cat([outs[number] for number in range(len(plan))])[None]
+        longest = max(2, *(len(leaf) for leaf, _ in leaves))  # one token alone would take the decoding kernels
+        pieces = [F.pad(hidden_states[0, leaf.start : leaf.stop], (0, 0, 0, longest - len(leaf))) for leaf, _ in leaves]
+        below = _Handover(layer, [state for _, state in leaves])
+        for (leaf, _), out in zip(leaves, forward(torch.stack(pieces), cache_params=below), strict=True):
+            outs[leaf.start] = out[: len(leaf)]
+    return torch.cat([outs[start] for start in sorted(outs)])[None]
 
 
 # -- attach ----------------------------------------------------------------------------------------------------------
@@ -672,7 +732,7 @@ def _trial(model: Any, attention: str, groups: Groups, images: Any, weights: lis
     base, is_shared = base_model(model), attention == NAME
     base.zero_grad()
     _use(base, attention)
-    row = pack(groups, share_prefix=is_shared)[0].to(device_of(base))
+    row = pack(groups, share_prefix=is_shared, apart={2})[0].to(device_of(base))
     times = row.prompts.count(2)  # the prompt with images is that of the third group
     images = {name: torch.cat([value.to(row.input_ids.device)] * times) for name, value in images.items()}
     with torch.set_grad_enabled(bool(weights)):  # whatever the caller's mode
@@ -918,15 +978,16 @@ def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tens
     assert row.segments is not None
     paths = _paths(row.segments)
     roots = [path[0] for path in paths if len(path) == 1]
-    ids = pad_sequence([row.input_ids[0, root.tokens] for root in roots], batch_first=True)
-    mask = pad_sequence([row.input_ids.new_ones(root.length) for root in roots], batch_first=True)
+    ids = pad_sequence([row.input_ids[0, root.start : root.stop] for root in roots], batch_first=True)
+    mask = pad_sequence([row.input_ids.new_ones(len(root)) for root in roots], batch_first=True)
     grids = {name: value for name, value in inputs.items() if name.endswith(("_grid_thw", "second_per_grid_ts"))}
     of_prompts, deltas = base.model.get_rope_index(ids, _kinds(base, ids), **grids, attention_mask=mask)
     positions = row.position_ids.expand(3, 1, -1).clone()
     for path in paths:
-        positions[:, 0, path[-1].tokens] += deltas[roots.index(path[0])]
-    for number, root in enumerate(roots):
-        positions[:, 0, root.tokens] = of_prompts[:, number, : root.length]
+        number = [root.start for root in roots].index(path[-1].start)
+        positions[:, 0, path[0].start : path[0].stop] += deltas[number]
+        if len(path) == 1:
+            positions[:, 0, path[0].start : path[0].stop] = of_prompts[:, number, : len(path[0])]
     return positions
 
 
@@ -936,13 +997,17 @@ def _kinds(base: Any, ids: Tensor) -> Tensor:
 
 
 def _cut_at_images(plan: Tensor, is_image: list[bool]) -> Tensor:
-    """The plan [S, 4] in which a run of image tokens is a segment that sees all of itself, above what follows it."""
-    cut: list[Segment] = []
-    last = {-1: -1}  # number of a segment -> number of its last piece
-    for number, segment in enumerate(Segment(*numbers) for numbers in plan.tolist()):
-        last[number] = last[segment.parent]
-        for kind, run in groupby(range(segment.start, segment.start + segment.length), key=is_image.__getitem__):
+    """The plan in which a run of image tokens is a segment that sees all of itself, above what follows it."""
+    cut: list[tuple[int, ...]] = []
+    pieces: list[range] = []  # numbers in `cut` of each segment's
+    for (_, _, above, *_), path in zip(plan.tolist(), _paths(plan), strict=True):
+        parent, seen, first = -1, 0, len(cut)
+        if above >= 0:
+            parent = max(number for number in pieces[above] if cut[number][0] < path[1].stop)
+            seen = path[1].stop - cut[parent][0]
+        for kind, run in groupby(path[0], key=is_image.__getitem__):
             places = list(run)
-            cut.append(Segment(places[0], len(places), last[number], int(kind)))
-            last[number] = len(cut) - 1
+            cut.append((places[0], len(places), parent, seen, int(kind)))
+            parent, seen = len(cut) - 1, len(places)
+        pieces.append(range(first, len(cut)))
     return torch.tensor(cut)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
-from prefix_attention import PackedBatch, pack
+from prefix_attention import PackedBatch, num_packed_tokens, pack
 from rollouts.data import Prompt, joined_images, naming
 from rollouts.stream import Group, Rollouts
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
@@ -37,7 +37,6 @@ from vllm_client import Completion, ServerError, Span
 
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # sums over tokens that a loss_fn may return, besides loss/...
 MAX_LOG_RATIO = 20.0  # nats: an exp that overflows would give a finite loss a gradient of NaN
-MIN_SAVED = 0.05  # of a row's tokens: where sharing prompts saves less, each completion repeats its prompt
 
 # -- Advantages --------------------------------------------------------------------------------------------------------
 
@@ -207,19 +206,14 @@ class MicroBatch:
         return replace(self, **moved, images={name: value.to(device) for name, value in self.images.items()})
 
 
-class Layout(NamedTuple):
-    """How groups are laid out: whether completions share their prompt, and the tokens (estimated if padded)."""
-
-    shares_prompts: bool
-    num_tokens: int
+def row_tokens(groups: list[Group], config: TrainConfig) -> int:
+    """Positions of the smallest row that holds all groups."""
+    return num_packed_tokens([group.sequences for group in groups], config.share_prefix, apart=with_images(groups))
 
 
-def row_layout(groups: list[Group], config: TrainConfig) -> Layout:
-    """Share prompts only where that saves `MIN_SAVED` of the tokens, as it takes more and smaller kernel calls."""
-    shared, alone, padded = (sum(group.row_sizes[i] for group in groups) for i in range(3))
-    if not config.share_prefix:
-        return Layout(False, padded)
-    return Layout(True, shared) if shared <= (1 - MIN_SAVED) * alone else Layout(False, alone)
+def with_images(groups: list[Group]) -> set[int]:
+    """Numbers of groups with images, by which equal token ids may differ."""
+    return {number for number, group in enumerate(groups) if group.prompt.images}
 
 
 def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
@@ -234,26 +228,26 @@ def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
 
 def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> list[MicroBatch]:
     """Groups packed into rows of at most `max_tokens`, with what their tokens need for the loss."""
-    completions = [c for group in groups for c in group.completions]
-    sizes = torch.tensor([c.token_ids.numel() for c in completions], dtype=torch.long)
+    segments = [segment for group in groups for segment in group.segments]
+    of_segments = torch.tensor([len(segment.token_ids) for segment in segments])
+    sizes = torch.tensor([sum(len(s.token_ids) for s in c.segments) for group in groups for c in group.completions])
     trains = torch.tensor(trained_lengths(groups, config)) > 0
-    num_old = torch.tensor([c.start_of(group.trained_version) for group in groups for c in group.completions])
-    marks = [mark for group in groups for _ in group.completions for mark in (0, 1 + group.server)]
-    sizes_by_age = torch.stack([num_old, sizes - num_old], 1).flatten()  # older policies' tokens come first
+    num_old = torch.tensor([segment.start_of(group.trained_version) for group in groups for segment in group.segments])
+    marks = [mark for group in groups for _ in group.segments for mark in (0, 1 + group.server)]
+    sizes_by_age = torch.stack([num_old, of_segments - num_old], 1).flatten()  # older policies' tokens come first
     tokens = {
         "advantages": torch.tensor([a for group in groups for a in group.advantages]).float().repeat_interleave(sizes),
-        "mask": (trains.repeat_interleave(sizes) & torch.cat([c.loss_mask for c in completions])).float(),
-        "sampler_logprobs": torch.cat([c.sampler_logprobs for c in completions]),
+        "mask": (trains.repeat_interleave(sizes) & torch.cat([segment.loss_mask for segment in segments])).float(),
+        "sampler_logprobs": torch.cat([segment.sampler_logprobs for segment in segments]),
         "servers": torch.tensor(marks, dtype=torch.int16).repeat_interleave(sizes_by_age),
     }
     if groups[0].ref_logprobs:
         tokens["ref_logprobs"] = torch.cat([values for group in groups for values in group.ref_logprobs])
-    pairs = [(group.prompt.token_ids, [c.token_ids for c in group.completions]) for group in groups]
     batches = []
-    shares_prompts = row_layout(groups, config).shares_prompts
-    for row in pack(pairs, max_tokens, share_prefix=shares_prompts, padded=not config.share_prefix):
+    for row in pack([group.sequences for group in groups], max_tokens, config.share_prefix, apart=with_images(groups)):
         of_row: Any = {name: values[row.index] for name, values in tokens.items()}
-        batches.append(MicroBatch(row, images=joined_images([groups[n].prompt for n in row.prompts]), **of_row))
+        prompts = [groups[number].prompt for number in row.prompts if number is not None]
+        batches.append(MicroBatch(row, images=joined_images(prompts), **of_row))
     return batches
 
 
@@ -283,7 +277,7 @@ class Dealer:
         if self.config.updates_per_batch > 1 or self.config.weighs_whole_batch:
             return math.inf
         num_rows = len(self.loads) - len(self.rows)
-        return num_rows * self.config.max_tokens_per_gpu - row_layout(self.waiting, self.config).num_tokens
+        return num_rows * self.config.max_tokens_per_gpu - row_tokens(self.waiting, self.config)
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
         """Each rank's shares of the groups that came, one per mini-batch; `is_complete`: they are the batch's last."""
@@ -301,15 +295,16 @@ class Dealer:
         config, num_ranks = self.config, len(self.loads)
         self.lengths += trained_lengths(groups, config)
         for group in groups:
-            if self.waiting and row_layout([*self.waiting, group], config).num_tokens > config.max_tokens_per_gpu:
+            if self.waiting and row_tokens([*self.waiting, group], config) > config.max_tokens_per_gpu:
                 self.rows += micro_batches(self.waiting, config.max_tokens_per_gpu, config)
                 self.waiting = []
             self.waiting.append(group)
         normalizer = None
         if ends_update:  # Spread the waiting groups evenly over the rows that the round lacks.
             num_missing = num_ranks - len(self.rows) % num_ranks
-            tokens_each = math.ceil(row_layout(self.waiting, config).num_tokens / num_missing)
-            longest = max(len(g.prompt.token_ids) + c.token_ids.numel() for g in self.waiting for c in g.completions)
+            tokens_each = math.ceil(row_tokens(self.waiting, config) / num_missing)
+            alone = [(prompt, [one]) for prompt, every in (g.sequences for g in self.waiting) for one in every]
+            longest = max(num_packed_tokens([completion], config.share_prefix) for completion in alone)
             budget = min(max(tokens_each, longest), config.max_tokens_per_gpu)
             self.rows += micro_batches(self.waiting, budget, config)
             smallest = min(self.rows, key=lambda micro: micro.packed.num_tokens)

@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import chain, count
@@ -62,9 +62,12 @@ class Completion:
     weight_versions: list[Span]  # the tokens that were sampled, by policy version
     loss_mask: Any = None  # [n] bool, False on tokens that an environment wrote; all True where it is not given
     info: dict[str, Any] = field(default_factory=dict)  # what an environment knows: columns for the rewards, by name
+    prompt_ids: Any = None  # [m] int64, what it was sampled for, where that is not the prompt of its group
+    earlier: list["Completion"] = field(default_factory=list)  # segments before the rollout's history was rewritten
 
     def __post_init__(self) -> None:
         num = len(self.token_ids)
+        self.prompt_ids = None if self.prompt_ids is None else torch.as_tensor(self.prompt_ids, dtype=torch.int64)
         mask = torch.ones(num, dtype=torch.bool) if self.loss_mask is None else self.loss_mask
         self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
         self.sampler_logprobs = torch.as_tensor(self.sampler_logprobs, dtype=torch.float32)
@@ -78,9 +81,14 @@ class Completion:
             raise ValueError("a completion needs tokens, with a log-prob each, and a version of each that was sampled")
 
     @property
+    def segments(self) -> list["Completion"]:
+        """All segments of the rollout, itself the last; each token was sampled in one of them."""
+        return [*self.earlier, self]
+
+    @property
     def num_sampled(self) -> int:
-        """How many of its tokens were sampled."""
-        return sum(end - start for _, start, end in self.weight_versions)
+        """How many tokens of its segments were sampled."""
+        return sum(end - start for segment in self.segments for _, start, end in segment.weight_versions)
 
     def start_of(self, version: int) -> int:
         """Where the tokens begin that this policy version, its last, sampled; the length where it sampled none."""
@@ -97,6 +105,8 @@ class Completion:
             [*self.weight_versions, *moved],
             torch.cat([self.loss_mask, torch.zeros(num, dtype=torch.bool), reply.loss_mask]),
             self.info | reply.info,
+            self.prompt_ids,
+            self.earlier,
         )
 
 
@@ -228,7 +238,7 @@ class Server:
         if images and expanded != prompt_ids:
             sizes = f"{len(expanded)} tokens on {self.url} and {len(prompt_ids)} here, or others of the same number"
             raise ServerError(f"a prompt has {sizes}: do both process images alike (--mm-processor-kwargs)?")
-        return completions
+        return [replace(completion, prompt_ids=torch.tensor(prompt_ids)) for completion in completions]
 
     def answers(self) -> bool:
         """Whether the server calls itself healthy."""
@@ -318,18 +328,18 @@ class ReferenceServer(Server):
         self.post("/init_weight_transfer_engine", {"init_info": {"temperature": self.temperature}})
         self.is_connected = self.has_weights = True
 
-    def logprobs(self, prompt_ids: list[int], completions: list[Completion]) -> list[Tensor]:
-        """The log-probs [n] float32, nats, of each completion's tokens. Raises as `request` does."""
+    def logprobs(self, completions: list[list[tuple[Tensor, Tensor]]]) -> list[Tensor]:
+        """The log-probs [n] float32, nats, of each completion's tokens, given as (prompt, tokens) of its segments."""
         if self.temperature != 1:  # it may have been restarted meanwhile
             self.connect()
-        found = []
-        for completion in completions:
-            ids = [*prompt_ids, *completion.token_ids.tolist()]
-            body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-            given = self.request("POST", "/inference/v1/generate", json=body)["prompt_logprobs"]
-            pairs = list(zip(ids, given, strict=True))[len(prompt_ids) :]
-            found.append(torch.tensor([of_place[str(token)]["logprob"] for token, of_place in pairs]))
-        return found
+        return [torch.cat([self._of_segment(*segment) for segment in segments]) for segments in completions]
+
+    def _of_segment(self, prompt_ids: Tensor, token_ids: Tensor) -> Tensor:
+        ids = [*prompt_ids.tolist(), *token_ids.tolist()]
+        body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+        given = self.request("POST", "/inference/v1/generate", json=body)["prompt_logprobs"]
+        pairs = list(zip(ids, given, strict=True))[len(prompt_ids) :]
+        return torch.tensor([of_place[str(token)]["logprob"] for token, of_place in pairs])
 
 
 def server_urls(config: TrainConfig) -> list[str]:

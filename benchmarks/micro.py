@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +35,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import Rows, Skipped, device_here, durations, median, memory_mb, peak_flops, reset_peak
 from benchmarks.prefix_attention import SIZES, grouper_attention
-from prefix_attention import _attention, _Logits, _TokenLogprobs, attach, completion_logprobs, pack
+from prefix_attention import _attention, _Logits, _paths, _TokenLogprobs, attach, completion_logprobs, pack
 
 # groups, tokens of a prompt, tokens of a completion that are forwarded, completions of a group
 SHAPES = {
@@ -81,13 +82,12 @@ class Attention:
     def __init__(self, shape: tuple[int, int, int, int], heads: tuple[int, int, int], device: torch.device):
         num_groups, prompt, completion, size = shape
         self.device, self.prompt, self.length = device, prompt, prompt + completion
-        (row,) = pack([([0] * prompt, [[0] * (completion + 1)] * size)] * num_groups)
+        completions = [[n] * (completion + 1) for n in range(size)]
+        (row,) = pack([([g] * prompt, completions) for g in range(num_groups)])
         assert row.segments is not None
         self.plan = row.segments
-        places = [range(start, start + length) for start, length, _ in self.plan.tolist()]
-        parents = self.plan[:, 2].tolist()
-        pairs = [(places[parent], own) for parent, own in zip(parents, places, strict=True) if parent >= 0]
-        self.rows = torch.tensor([[*above, *own] for above, own in pairs], device=device)  # [completions, length]
+        paths = sorted(_paths(self.plan), key=lambda path: path[-1].start)  # by group
+        self.rows = torch.tensor([[*chain(*reversed(path))] for path in paths], device=device)  # [completions, length]
         together = [self.rows[n * size : (n + 1) * size] for n in range(num_groups)]
         self.groups = torch.stack([torch.cat([rows[0, :prompt], *rows[:, prompt:]]) for rows in together])
         self.num_groups, self.size = num_groups, size
@@ -429,7 +429,7 @@ def layer(is_compiled: bool, is_quick: bool, device: torch.device) -> dict[str, 
     model = network.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     attach(model)
     _, prompt, completion, size = SHAPES[is_quick][1]
-    (row,) = pack([([7] * prompt, [[number] * completion for number in range(size)])] * 10)
+    (row,) = pack([([group] * prompt, [[number] * completion for number in range(size)]) for group in range(10)])
     row = row.to(device)
     if is_compiled:
         model.model.layers[0].compile()

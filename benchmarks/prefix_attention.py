@@ -186,7 +186,8 @@ def make_batches(method: str, groups: Groups, max_tokens: int, device: torch.dev
     if method == "padded":  # a group's rows are equally long but for the completions
         rows = [row for group in groups for row in pack([group], max_tokens, share_prefix=False)]
     elif method == "packed":
-        rows = pack(groups, max_tokens, share_prefix=False, padded=False)
+        alone = [(prompt, [completion]) for prompt, completions in groups for completion in completions]
+        rows = pack(alone, max_tokens, apart=range(len(alone)))
     else:
         rows = pack(groups, max_tokens)
     return [row.to(device) for row in rows]

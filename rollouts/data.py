@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError
+from prefix_attention import as_tokens, num_packed_tokens
 from vllm_client import Completion
 
 
@@ -61,22 +62,62 @@ class Group:
     scored_s: float = 0.0
 
     @cached_property
-    def row_sizes(self) -> tuple[int, int, int]:
-        """Its tokens in a row: with the prompt once, with the prompt before each completion, and this padded."""
-        prompt, lengths = len(self.prompt.token_ids), [c.token_ids.numel() for c in self.completions]
-        repeated = len(lengths) * prompt
-        return prompt + sum(lengths), repeated + sum(lengths), repeated + len(lengths) * max(lengths)
+    def sequences(self) -> tuple[Tensor, list[list[tuple[Tensor, Tensor]]]]:
+        """The prompt, and each completion as (prompt, tokens) of its segments: what `pack` takes as a group."""
+        own = as_tokens(self.prompt.token_ids)
+        return own, [
+            [(own if s.prompt_ids is None else s.prompt_ids, s.token_ids) for s in completion.segments]
+            for completion in self.completions
+        ]
+
+    @property
+    def segments(self) -> list[Completion]:
+        """Those of all completions, one after the other."""
+        return [segment for completion in self.completions for segment in completion.segments]
+
+    @property
+    def num_tokens(self) -> int:
+        """Its tokens, prompts included, as they would be without shared prefixes."""
+        return sum(len(prompt) + len(tokens) for segments in self.sequences[1] for prompt, tokens in segments)
 
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled one of its tokens."""
-        versions = (span.version for c in self.completions for span in c.weight_versions)
+        versions = (span.version for segment in self.segments for span in segment.weight_versions)
         return min(versions, default=self.finished_version)
 
     @property
     def can_teach(self) -> bool:
         """Whether its rewards differ, so that its advantages do."""
         return len({r for r in self.reward if not math.isnan(r)}) > 1
+
+
+def as_completion(rollout: Completion | list[Completion], prompt: Prompt) -> Completion:
+    """A rollout as its last segment, which holds the earlier ones and the `info` of all; ValueError for a wrong one."""
+    segments = [replace(segment) for segment in (rollout if isinstance(rollout, list) else [rollout])]
+    for segment in segments:
+        if segment.prompt_ids is not None and segment.prompt_ids.tolist() == prompt.token_ids:
+            segment.prompt_ids = None
+    info = {name: value for segment in segments for name, value in segment.info.items()}
+    return replace(segments[-1], info=info, earlier=segments[:-1] or segments[-1].earlier)
+
+
+def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:
+    """ValueError where no row of the policy takes a group's segments."""
+    own, completions = group.sequences
+    num_images = group.prompt.images.num_tokens if group.prompt.images else 0
+    for segments in completions:
+        longest = max(len(ids) + len(tokens) for ids, tokens in segments)
+        if config.weighs_whole_completions:
+            longest = max(longest, num_packed_tokens([(own, [segments])], config.share_prefix) + 1)
+        if longest > config.max_tokens_per_gpu:
+            raise ValueError(f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu")
+        for ids, tokens in segments:
+            text = torch.cat([ids[num_images:], tokens])
+            if not torch.equal(ids[:num_images], own[:num_images]):
+                raise ValueError("a segment's prompt must begin as the group's does, up to its last image")
+            if torch.isin(text, torch.tensor(forbidden, dtype=torch.int64)).any():
+                raise ValueError("a completion has a placeholder of an image, which no policy takes")
 
 
 @dataclass

@@ -74,9 +74,10 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
     prompt = prompts.get(row := group.prompt.index)
     if prompt and prompt.sources:
         prompt = data.with_images(prompt, processor, config)
-    longest = len(group.prompt.token_ids) + max(len(completion.token_ids) for completion in group.completions)
-    if not prompt or prompt.token_ids != group.prompt.token_ids or longest > config.max_tokens_per_gpu:
-        raise UserError(f"replay: dataset row {row} is not the prompt that it was in {config.replay}, or too long")
+    if not prompt or prompt.token_ids != group.prompt.token_ids:
+        raise UserError(f"replay: dataset row {row} is not the prompt that it was in {config.replay}")
+    with data.naming(f"replay: dataset row {row}"):
+        data.check_segments(replace(group, prompt=prompt), (), config)
     ids = [completion.token_ids.tolist() for completion in group.completions]
     group.texts = [data.tokenizer_of(processor).decode(of_one, skip_special_tokens=True) for of_one in ids]
     group.prompt, group.reward = prompt, weighted(group.rewards, config)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from config import TrainConfig, UserError, bending, describe
-from prefix_attention import pack
+from prefix_attention import num_packed_tokens, pack
 from rollouts import data
 from rollouts.data import Batch, Group, Prompt
 from rollouts.replay import restore, saved_groups
@@ -56,7 +56,7 @@ def sample_group(
     def sample(server: Server) -> list[Completion]:
         group.started_version, group.started_s, group.server = client.version, time.monotonic(), server.number
         completions = _ask(server, group.prompt, sampling, config)
-        if any(span.version < 0 for c in completions for span in c.weight_versions):
+        if any(span.version < 0 for c in completions for segment in c.segments for span in segment.weight_versions):
             client.lose(server, error := ServerLost("it sampled with weights of its own: was it restarted?"))
             raise error
         return completions
@@ -83,18 +83,14 @@ def on_one_server(group: Group, client: VLLMClient, ask: Callable[[Any], Any]) -
 
 def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
     if config.rollout_fn is None:
-        return server.generate(prompt.token_ids, sampling, prompt.images)
+        completions = server.generate(prompt.token_ids, sampling, prompt.images)
+        return [replace(completion, prompt_ids=None) for completion in completions]
     rollout_fn: Any = config.rollout_fn
     try:
-        completions = [replace(completion) for completion in rollout_fn(server, prompt, sampling)]  # replace checks it
+        completions = [data.as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)]
         if len(completions) != sampling["n"]:
             raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
-        ids = torch.cat([completion.token_ids for completion in completions])
-        longest = max(len(prompt.token_ids) + len(completion.token_ids) for completion in completions)
-        if longest > config.max_tokens_per_gpu:
-            raise ValueError(f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu")
-        if torch.isin(ids, torch.tensor(server.forbidden, dtype=torch.int64)).any():
-            raise ValueError("a completion has a placeholder of an image, which no policy takes")
+        data.check_segments(Group(prompt, completions), server.forbidden, config)
     except ServerError:
         raise
     except Exception as error:  # whatever the recipe raises
@@ -319,8 +315,8 @@ class Rollouts:
         sample_group(group, self.client, self.processor, sampling, config)
         self.scorer.score(group)
         if self.references and not is_held_out:
-            arguments = (group.prompt.token_ids, group.completions)
-            group.ref_logprobs = on_one_server(group, self.references, lambda server: server.logprobs(*arguments))
+            _, completions = group.sequences
+            group.ref_logprobs = on_one_server(group, self.references, lambda server: server.logprobs(completions))
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The batch's next groups, about `num_tokens`, and whether they complete it. Raises Stopped. Collective."""
@@ -331,7 +327,7 @@ class Rollouts:
             if (group := self.stream.take()) is None:
                 return "stop" if self.version >= self.stream.num_steps else None  # a replay may have fewer steps
             groups.append(group)
-            num_tokens -= group.row_sizes[0 if self.config.share_prefix else 2]
+            num_tokens -= num_packed_tokens([group.sequences], self.config.share_prefix)
             if self.stream.missing == 0:
                 return "complete"
             return "enough" if num_tokens <= 0 else None
@@ -368,7 +364,7 @@ class Rollouts:
         batch = self.stream.end_batch()
         if all(math.isnan(reward) for group in batch.groups for reward in group.reward):
             self.failure = UserError("no reward function gave any completion of this batch a number: nothing to learn")
-        num_tokens = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in batch.groups for c in g.completions)
+        num_tokens = sum(group.num_tokens for group in batch.groups)
         self.num_tokens += num_tokens
         self.ended |= {group.id for groups in (batch.groups, *batch.dropped.values()) for group in groups}
         elapsed_s = time.monotonic() - self.clock_s

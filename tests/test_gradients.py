@@ -22,7 +22,7 @@ import prefix_attention
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
 from rollouts.data import Group, Prompt
-from train import Dealer, optimizer_step, row_layout, train_batch
+from train import Dealer, micro_batches, optimizer_step, row_tokens, train_batch
 from training.model import (
     add_lora,
     build_optimizer,
@@ -292,15 +292,17 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
     )
     assert all(micro.packed.segments is None for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]))
     config = make_config(models["tied"])
-    assert row_layout(make_groups(), config) == (True, sum(map(sum, LENGTHS)) + 3 + 5 + 7 + 9)
     (group, *_) = make_groups()
-    even = [Completion([5] * 100, [-1.0] * 100, "stop", [Span(0, 0, 100)])] * 3
-    assert row_layout([dataclasses.replace(group, completions=even)], config) == (False, 309)
-    assert row_layout(
-        [dataclasses.replace(group, completions=even)], dataclasses.replace(config, share_prefix=False)
-    ) == (False, 309)
-    long_prompt = dataclasses.replace(group.prompt, token_ids=[5] * 100)
-    assert row_layout([dataclasses.replace(group, prompt=long_prompt, completions=even)], config) == (True, 400)
+    group.advantages = [1.0, 0.0, -1.0]
+    long = [Completion([n] * 100, [-1.0] * 100, "stop", [Span(0, 0, 100)]) for n in (5, 6, 7)]
+    group = dataclasses.replace(group, completions=long)
+    assert row_tokens([group], config) == 3 * 102
+    (micro,) = micro_batches([group], 400, config)
+    assert micro.packed.segments is not None
+    assert micro.packed.segments.tolist() == [[102 * n, 102, -1, 0, 0] for n in range(3)]  # 6 tokens saved of 306
+    group = dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, token_ids=[5] * 100))
+    (micro,) = micro_batches([group], 400, config)
+    assert micro.packed.num_tokens == row_tokens([group], config) == 100 + 99 + 2 * 99
 
 
 def test_sharing_is_verified_before_training(models, device, capsys, monkeypatch):
@@ -348,7 +350,7 @@ def test_training_starts_before_the_batch_is_complete():
     (((first,), normalizer),) = dealer.deal(groups[:3], is_complete=False)[0]
     assert first.packed.group.unique().tolist() == [0, 1]
     assert normalizer is None
-    assert dealer.missing_tokens() == 40 - row_layout(dealer.waiting, dealer.config).num_tokens < 40
+    assert dealer.missing_tokens() == 40 - row_tokens(dealer.waiting, dealer.config) < 40
     (((second, third), normalizer),) = dealer.deal(groups[3:], is_complete=True)[0]
     assert [micro.packed.num_tokens for micro in (first, second, third)] == [
         17 + 18 - 6, 26 - 3, 24 - 3
@@ -359,7 +361,7 @@ def test_training_starts_before_the_batch_is_complete():
     loads = [sum(micro.packed.num_tokens for micro in rows_of(share)) for share in dealt(
         make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30)
     )]  # fmt: skip
-    assert loads == [15 + 21, 14 + 23]  # the larger row of the second round goes to the rank with fewer tokens
+    assert loads == [14 + 15 + 14, 23 + 16]  # the larger row of the second round goes to the rank with fewer tokens
 
 
 RANK_CASES = [

@@ -432,8 +432,10 @@ def test_a_teacher_of_another_vocabulary_is_refused(models, recipe, tmp_path):
 
 def test_a_reference_server_is_the_reference(models, tmp_path):
     """A real one at another temperature than 1, against the reference within the trainer; it keeps its temperature."""
-    prompt, completions = [5, 6, 7, 8], [[9, 10], [11, 12, 13]]
-    sampled = [Completion(ids, [-1.0] * len(ids), "stop", [Span(0, 0, len(ids))]) for ids in completions]
+    prompt, completions = [5, 6, 7, 8], [[9, 10], [([5, 6, 7, 8], [11, 12, 13]), ([5, 6, 9], [10])]]
+    sampled = [Completion(ids, [-1.0] * len(ids), "stop", [Span(0, 0, len(ids))]) for ids in [[9, 10], [11, 12, 13]]]
+    last = Completion([10], [-1.0], "stop", [Span(0, 0, 1)], prompt_ids=[5, 6, 9], earlier=sampled[1:])
+    group = Group(Prompt(0, prompt, "", {}), [sampled[0], last])
     config = make_config(model_id=models["tied"], beta=0.1, temperature=0.7)
     row = pack([(prompt, completions)])[0]
     with process_group(60) as device:
@@ -442,7 +444,7 @@ def test_a_reference_server_is_the_reference(models, tmp_path):
         reference = ReferenceServer(started.wait(), temperature=0.7, timeout_s=60.0)
         for _ in range(2):  # a trainer that goes on tells it again
             reference.connect()
-            got = torch.cat(reference.logprobs(prompt, sampled))
+            got = torch.cat(reference.logprobs(group.sequences[1]))
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
         with pytest.raises(ServerError, match="it is the reference of a run at temperature 0.7: start another one"):
             ReferenceServer(started.url, temperature=1.0, timeout_s=60.0).connect()

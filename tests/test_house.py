@@ -16,7 +16,7 @@ FLOORS = {
     "train": 4, "rollouts": 3, "training": 3, "vllm_client": 2, "vllm_server": 2, "prefix_attention": 2, "utils": 1,
     "config": 0,
 }  # fmt: skip
-ALL_LINES, FILE_LINES, FUNCTION_LINES, COLUMNS = 5200, 530, 60, 120
+ALL_LINES, FILE_LINES, FUNCTION_LINES, COLUMNS = 5250, 530, 60, 120
 FILE_LIMITS = {"prefix_attention": 1000, "vllm_client": 570}  # where it is not FILE_LINES
 
 

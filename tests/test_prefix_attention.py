@@ -17,8 +17,10 @@ from test_prefix_models import (
     SIZES,
     assert_equal_gradients,
     gradients,
+    make_agents,
     make_groups,
     make_model,
+    pairs,
     plain_rows,
     shared_rows,
     stock,
@@ -26,7 +28,7 @@ from test_prefix_models import (
 from transformers import AutoModelForCausalLM
 
 import prefix_attention
-from prefix_attention import PackedBatch, attach, completion_logprobs, pack
+from prefix_attention import PackedBatch, attach, completion_logprobs, num_packed_tokens, pack
 
 GROUPS = [
     ([5, 6, 7], [[8, 9, 2], [2], []]),
@@ -104,28 +106,25 @@ def paths(row):
     tokens = row.input_ids[0].tolist()
     found = []
     for position in row.position.tolist():
-        number = next(n for n, (start, length, _) in enumerate(plan) if start <= position < start + length)
+        number = next(n for n, (start, length, *_) in enumerate(plan) if start <= position < start + length)
         context = tokens[plan[number][0] : position + 1]
-        while (number := plan[number][2]) >= 0:
-            start, length, _ = plan[number]
-            context = tokens[start : start + length] + context
+        while (number := (above := plan[number])[2]) >= 0:
+            start = plan[number][0]
+            context = tokens[start : start + above[3]] + context
         assert row.position_ids[0, position] == len(context) - 1
         found.append(context)
     return found
 
 
-def contexts(groups):
-    return [prompt + ids[:t] for prompt, completions in groups for ids in completions for t in range(len(ids))]
+BRANCHING = [[7, 8, 9], [7, 8, 9, 10], [7, 8, 11], [7], [12, 7], [7, 8, 9], [20, 3, 4, 5], [20, 3, 9, 9]]
 
 
-@pytest.mark.parametrize("share_completions", [False, True])
-@pytest.mark.parametrize("max_tokens", [None, 40, 15])
-def test_every_token_stands_below_its_own_context(max_tokens, share_completions):
-    branching = [[7, 8, 9], [7, 8, 9, 10], [7, 8, 11], [7], [12, 7], [7, 8, 9], [20, 3, 4, 5], [20, 3, 9, 9]]
-    groups = [*GROUPS, ([5, 6], branching)]
-    rows = pack(groups, max_tokens, share_completions=share_completions)
-    expected = contexts(groups)
-    flat = [(g, token) for g, (_, completions) in enumerate(groups) for ids in completions for token in ids]
+@pytest.mark.parametrize("max_tokens", [None, 40, 31])
+def test_every_token_stands_below_its_own_context(max_tokens):
+    groups = [*GROUPS, ([5, 6], BRANCHING), *make_agents()]
+    rows = pack(groups, max_tokens)
+    expected = [prompt + ids[:t] for prompt, ids in pairs(groups) for t in range(len(ids))]
+    flat = [(g, token) for g, group in enumerate(groups) for _, ids in pairs([group]) for token in ids]
     assert sorted(i for row in rows for i in row.index.tolist()) == list(range(len(flat)))
     for row in rows:
         assert max_tokens is None or row.num_tokens <= max_tokens
@@ -134,16 +133,60 @@ def test_every_token_stands_below_its_own_context(max_tokens, share_completions)
         assert list(zip(row.group.tolist(), row.targets.tolist(), strict=True)) == [flat[i] for i in row.index]
 
 
-def test_nothing_is_forwarded_twice():
-    """Prompts of 3, 8 and 2; of the completions 2 + 0, 3 + 6, then 2 + 3 + 2 + 0 + 1 + 2, shared 7 8 | 9 | 12."""
-    groups = [*GROUPS, ([5, 6], [[7, 8, 9], [7, 8, 9, 10], [7, 8, 11], [7], [12, 7], [7, 8, 9]])]
-    assert pack(groups)[0].num_tokens == 3 + 2 + 8 + 9 + 2 + 10
-    assert pack(groups, share_completions=True)[0].num_tokens == 3 + 2 + 8 + 9 + 2 + 4
+def test_nothing_is_forwarded_twice(monkeypatch):
+    """As many tokens as there are different contexts in a row."""
+    monkeypatch.setattr(prefix_attention, "MIN_SAVED", 0)
+    groups = [*GROUPS, ([5, 6], BRANCHING), *make_agents()]
+    for few in (groups[:2], groups[:3], groups[3:]):
+        whole = [prompt + ids[:-1] for prompt, ids in pairs(few)]
+        nodes = {tuple(ids[:n]) for ids in whole for n in range(1, len(ids) + 1)}
+        assert [row.num_tokens for row in pack(few)] == [len(nodes)]
+        assert num_packed_tokens(few) == len(nodes)
+    apart = pack(groups[3:], apart=range(4))
+    assert [row.num_tokens for row in apart] == [sum(num_packed_tokens([group]) for group in groups[3:])]
     alike = [([1, 2, 3], [[5, 6, 7, 8], [5, 6, 7, 9]])]
-    assert [row.num_tokens for row in pack(alike, 8, share_completions=True)] == [3 + 3]
-    assert [row.num_tokens for row in pack(alike, 8)] == [3 + 3, 3 + 3]  # each alone with its prompt
-    assert [row.num_tokens for row in pack(groups[1:], 19)] == [17, 12]
-    assert [row.num_tokens for row in pack([groups[1], groups[0]], 14)] == [11, 14, 5]  # the second group split
+    assert [row.num_tokens for row in pack(alike, 8)] == [3 + 3]
+    assert [row.num_tokens for row in pack(GROUPS[::-1], 16)] == [11 + 5, 14]
+    assert [row.num_tokens for row in pack(GROUPS[::-1], 14)] == [11, 14, 5]  # the first group split
+
+
+def test_what_saves_little_is_not_shared():
+    """Two answers of 100 tokens that begin with the same two: a piece more for 2 % of the tokens; with ten it is 10."""
+    answers = [[8, 9, *[10 + n] * 99] for n in range(2)]
+    (few,), (more,) = pack([([1], answers)]), pack([([1], [[*[7] * 10, *answer] for answer in answers])])
+    assert few.segments is not None
+    assert more.segments is not None
+    assert few.segments.tolist() == [[0, 101, -1, 0, 0], [101, 101, -1, 0, 0]]
+    assert more.segments.tolist() == [[0, 111, -1, 0, 0], [111, 98, 0, 13, 0]]
+    assert num_packed_tokens([([1], answers)]) == 202
+
+
+def test_what_is_common_meets():
+    """Of two system prompts each stands in one row, though its groups come in turn."""
+    systems = [[1 + n] * 20 for n in range(2)]
+    groups = [([*systems[n % 2], 30 + n], [[40 + n], [50 + n] * 3]) for n in range(10)]
+    rows = pack(groups, 20 + 5 * 3)
+    assert [row.group.unique().tolist() for row in rows] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    assert [row.num_tokens for row in rows] == [35, 35]
+
+
+def test_a_completion_stays_whole_where_it_fits():
+    """Two segments of 9 + 3 tokens that share 4: 20 together; in rows of 19 each stands alone."""
+    segments = [([1, 2, 3, 4, *[n] * 5], [20, 21, 22, 23]) for n in (7, 8)]
+    groups = [([1, 2], [[9] * 12, segments, [10] * 12])]
+    assert [row.completion.unique().tolist() for row in pack(groups, 20)] == [[0], [1], [2]]
+    assert [row.completion.unique().tolist() for row in pack(groups, 19)] == [[0], [1], [1], [2]]
+
+
+def test_the_longest_history_is_one_segment():
+    """Turns whose thoughts are stripped branch off the longest one, which a second level of calls sees."""
+    groups = [([1, 2], [[([1, 2, *range(20, 20 + 4 * n)], [10 + n] * 3) for n in range(5)]])]
+    (row,) = pack(groups)
+    assert row.segments is not None
+    assert row.segments.tolist() == [[0, 20, -1, 0, 0], *([20 + 2 * n, 2, 0, 2 + 4 * n, 0] for n in range(4))]
+    blocks = prefix_attention._blocks(row.segments.numpy().tobytes(), torch.device("cpu"), is_cuda=True)
+    assert [block.level for block in blocks] == [0, 1]
+    assert [block.num_pieces for block in blocks] == [5, 4]
 
 
 def test_first_fit_goes_back_to_a_row_with_room():
@@ -156,21 +199,23 @@ def test_empty_completions_only():
 
 
 def test_rows_are_laid_out_by_depth():
-    """All prompts, then all completions, in the given order; a prompt with one completion is one segment with it."""
+    """Each prompt with its longest completion, then the others, which see the prompt, in the given order."""
     groups = [([1, 2, 3], [[11, 12, 13], [14, 15]]), ([4, 5], [[16, 17, 18]]), ([6], [[19], [20, 21, 22]])]
     (row,) = pack(groups)
     assert row.segments is not None
-    assert row.input_ids[0].tolist() == [1, 2, 3, 4, 5, 16, 17, 6, 11, 12, 14, 20, 21]
-    assert row.position_ids[0].tolist() == [0, 1, 2, 0, 1, 2, 3, 0, 3, 4, 3, 1, 2]
-    assert row.segments.tolist() == [[0, 3, -1], [3, 4, -1], [7, 1, -1], [8, 2, 0], [10, 1, 0], [11, 2, 2]]
+    assert row.input_ids[0].tolist() == [1, 2, 3, 11, 12, 4, 5, 16, 17, 6, 20, 21, 14]
+    assert row.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3]
+    assert row.segments.tolist() == [[0, 5, -1, 0, 0], [5, 4, -1, 0, 0], [9, 3, -1, 0, 0], [12, 1, 0, 3, 0]]
     assert row.targets.tolist() == [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]
-    assert row.position.tolist() == [2, 8, 9, 2, 10, 4, 5, 6, 7, 7, 11, 12]
+    assert row.position.tolist() == [2, 3, 4, 2, 12, 6, 7, 8, 9, 9, 10, 11]
+    assert row.prompts == [0, 1, 2]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 40])
 def test_rows_of_single_segments(max_tokens):
     """Nothing shared and nothing padded: the same values and gradients as plain rows."""
-    rows: list[Any] = pack(make_groups(), max_tokens, share_prefix=False, padded=False)
+    alone = [(prompt, [completion]) for prompt, completions in make_groups() for completion in completions]
+    rows: list[Any] = pack(alone, max_tokens, apart=range(len(alone)))
     assert all((row.segments[:, 2] == -1).all() and row.num_tokens <= (max_tokens or 1000) for row in rows)
     lengths = [len(prompt) + len(c) - 1 for prompt, completions in make_groups() for c in completions if c]
     assert sorted(length for row in rows for length in row.segments[:, 1].tolist()) == sorted(lengths)
@@ -184,10 +229,10 @@ def test_rows_of_single_segments(max_tokens):
 
 
 def test_a_tree_of_any_depth():
-    """A hand-made row: 3 tokens, below them 2 and 4, below the 2 another 3 and 1; against each path alone."""
+    """A hand-made row: 3 tokens, below them 5 and 4, below the first 2 of the 5 another 1; against each path alone."""
     model = attach(make_model("Llama"))
     ids = torch.randint(3, 97, (13,), generator=torch.Generator().manual_seed(0))
-    segments = torch.tensor([[0, 3, -1], [3, 2, 0], [5, 3, 1], [8, 1, 1], [9, 4, 0]])
+    segments = torch.tensor([[0, 3, -1, 0, 0], [3, 5, 0, 3, 0], [8, 1, 1, 2, 0], [9, 4, 0, 3, 0]])
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 3, 4, 5, 6]])
     leaf_paths = ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 8], [0, 1, 2, 9, 10, 11, 12])
     row = torch.zeros(13, dtype=torch.long)
@@ -311,13 +356,17 @@ def test_attach_refuses(build, reason):
 
 
 def test_completions_may_branch_at_every_token():
-    """Each one a token longer than the one before: a chain of segments deeper than Python would recurse."""
+    """Each one a token longer than the one before, alone and with an end of its own."""
     answer = [3 + i % 90 for i in range(1500)]
-    (row,) = pack([([1, 2], [answer[:length] for length in range(1, 1501)])], share_completions=True)
+    (row,) = pack([([1, 2], [answer[:length] for length in range(1, 1501)])])
     assert row.segments is not None
     assert row.num_tokens == 2 + 1499
     assert row.position_ids[0].tolist() == list(range(1501))
     assert len(row.targets) == 1500 * 1501 // 2
+    (row,) = pack([([1, 2], [[*answer[:length], 95, 96] for length in range(1500)])], 10_000)
+    assert row.segments is not None
+    assert row.num_tokens == 2 + 1499 + 1500
+    assert len(row.segments) == 1500
 
 
 def test_another_model_of_the_same_config_is_not_attached():
@@ -573,16 +622,21 @@ MUTATIONS = [
     ("the merge", "Llama", "merged = torch.logaddexp(lse[queries], part_lse)", "merged = lse[queries]"),
     ("the weight of a part", "Llama", "part * (part_lse - merged).exp()", "part * (part_lse - lse[queries]).exp()"),
     ("the gradient's lse", "Llama", "out[queries], lse[queries]), block", "out[queries], lse[queries] + 0.1), block"),
-    ("the gradient's sum", "Llama", "else total[where] + part", "else total[where]"),
+    ("the gradient's sum", "Llama", "total[where] += part", "total[where] += 0 * part"),
     ("causality", "Llama", "kernel(*heads_first, 0.0, block.is_causal", "kernel(*heads_first, 0.0, False"),
     ("the pieces of a call", "Llama", "_places(side, device) for side in sides",
      "_places(side[::step], device) for side, step in zip(sides, (1, -1))"),
-    ("positions", "Llama", "[(piece.position, ", "[(0, "),
-    ("the ancestor rule", "Llama", "if pieces and pieces[-1][1] == keys and", "if pieces and"),
-    ("the parent's number", "Llama", "numbers[piece.parent])", "min(numbers[piece.parent], 0))"),
-    ("the order of tokens", "Llama", "ids = torch.cat([piece.tokens for piece in pieces])",
-     "ids = torch.cat([piece.tokens for tree in trees for piece in tree.pieces])"),
-    ("the source of first tokens", "Llama", "[(end - count,", "[(end - count - (count == 1),"),
+    ("positions", "Llama", "_ranges([(segment.depth, ", "_ranges([(0, "),
+    ("where a branch leaves its parent", "Llama", "paths[parent][0][:seen]", "paths[parent][0]"),
+    ("the parent's parents", "Llama", "*paths[parent][1:]]", "*paths[parent][2:]]"),
+    ("the ancestor rule", "Llama", "if level and pieces and pieces[-1][1] == keys and", "if level and pieces and"),
+    ("the parent's number", "Llama", "(numbers[s.above[0]], s.depth", "(numbers[s.above[-1]], s.depth"),
+    ("the order of tokens", "Llama",
+     "ids[segment.depth :]) for segment in segments]",
+     "ids[segment.depth :]) for segment in segments[::-1]]"),
+    ("the source of first tokens", "Llama",
+     "starts[segment] + start - segment.depth, stop",
+     "starts[segment] + max(start - segment.depth - 1, 0), stop"),
     ("the window", "Mistral", "(distance < (window or math.inf))", "(distance <= (window or math.inf))"),
     ("the loop's mask", "Gemma2", "((distance >= 0) |", "((distance >= -1) |"),
     ("softcap", "Gemma2", "scores = softcap * torch.tanh(scores / softcap)", "scores = torch.tanh(scores / softcap)"),
@@ -591,6 +645,7 @@ MUTATIONS = [
     ("the gradient of sinks", "GptOss", "dsinks = -(", "dsinks = ("),
     ("the logit scale", "Cohere2", "_Logits(scale / divisor", "_Logits(1.0"),
     ("the handed state", "Qwen3Next", "state.recurrent_states[0] for", "0 * state.recurrent_states[0] for"),
+    ("the state at a fork", "Qwen3_5", "states.get((parent, seen))", "states.get((parent, plan[parent][1]))"),
     ("the handed inputs", "Qwen3_5", "torch.cat([state.inputs for", "torch.cat([0 * state.inputs for"),
 ]  # fmt: skip
 
@@ -605,8 +660,8 @@ def test_the_comparison_notices(what, family, right, wrong):
     source = source.replace(right, wrong).replace('"prefix_attention::', f'"broken_{abs(hash(what))}::')
     exec(compile(source.replace('NAME = "', 'NAME = "broken_'), "broken.py", "exec"), vars(broken))
     plain, shared = make_model(family, stock(family)), broken.attach(make_model(family))
-    rows = broken.pack(make_groups())
-    expected, got = plain_rows(plain, make_groups()), broken.completion_logprobs(shared, *rows)
+    groups = [*make_groups(), *make_agents()]
+    expected, got = plain_rows(plain, groups), broken.completion_logprobs(shared, *broken.pack(groups))
     right_gradients, wrong_gradients = gradients(plain, expected), gradients(shared, got)
     errors = [((wrong_gradients[n] - g).norm() / g.norm()).item() for n, g in right_gradients.items()]
     assert max((got - expected).abs().max().item(), *errors) > 1e-3

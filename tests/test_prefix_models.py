@@ -83,13 +83,43 @@ def make_groups():
     ]
 
 
+def make_agents():
+    """Three groups with one system prompt: histories that go on, branch, or are rewritten, equal and nested answers."""
+    generator = torch.Generator().manual_seed(5)
+
+    def tokens(count):
+        return torch.randint(3, VOCAB, (count,), generator=generator).tolist()
+
+    system, first, second = tokens(6), tokens(3), tokens(4)
+    thought, answer, tool = tokens(5), tokens(3), tokens(2)
+    a, b = tokens(5), tokens(8)
+    rewritten = [
+        (system + first, thought + answer),
+        (system + first + answer + tool, a),  # without the thought
+        (system + first + answer + tool + a[2:] + tool, b),  # without the second's, too
+    ]
+    goes_on = [(system + second, a), (system + second + a + tool, b), (system + second + a + tool + b + tool, a)]
+    return [
+        (system + first, [rewritten, thought + answer, thought[:2] + b, answer]),
+        (system + second, [a, a[:2] + b, a[:4] + b, b, [], a[:3], a, goes_on]),
+        (system + first[:1], [[(system + first + answer[:2], b), (tool, a)], b]),
+        (tokens(2), [a, a]),
+    ]
+
+
+def pairs(groups):
+    """(prompt, tokens) of every segment that is not empty; a completion of a single one is its tokens."""
+    for prompt, completions in groups:
+        for ids in filter(None, completions):
+            yield from ids if isinstance(ids[0], tuple) else [(prompt, ids)]
+
+
 def plain_rows(model, groups, temperature=1.0):
     """Log-probs of every completion token, each prompt and completion alone through `model`."""
     values = []
-    for prompt, completions in groups:
-        for ids in filter(None, completions):
-            logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
-            values.append((logits / temperature).log_softmax(-1)[range(len(ids)), ids])
+    for prompt, ids in pairs(groups):
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        values.append((logits / temperature).log_softmax(-1)[range(len(ids)), ids])
     return torch.cat(values)
 
 
@@ -120,11 +150,12 @@ def stock(family):
     return "eager" if family in ("Gemma2", "GptOss") else "sdpa"
 
 
+@pytest.mark.parametrize("make", [make_groups, make_agents])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients(family):
+def test_values_and_gradients(family, make):
     """fp32: 1e-5 of each gradient's norm, 1e-5 nats: the rounding of a few hundred products in another order."""
     plain, shared = make_model(family, stock(family)), attach(make_model(family))
-    expected, got = plain_rows(plain, make_groups()), shared_rows(shared, make_groups())
+    expected, got = plain_rows(plain, make()), shared_rows(shared, make())
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert_equal_gradients(gradients(shared, got), gradients(plain, expected), 1e-5)
 
@@ -150,25 +181,21 @@ def exact(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "float", lambda t: t.double() if t.dtype in lifted else to_float(t))
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 24}, {"share_completions": True}], ids=str)
+@pytest.mark.parametrize("max_tokens", [None, 48])
+@pytest.mark.parametrize("make", [make_groups, make_agents])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_to_the_last_digit(family, options, exact):
+def test_to_the_last_digit(family, make, max_tokens, exact):
     """fp64, casts lifted: what is left is the order of summation."""
     plain, shared = make_model(family, stock(family), torch.float64), attach(make_model(family, dtype=torch.float64))
-    groups = make_groups()
-    if (
-        "share_completions" in options
-    ):  # trees of depth 4: completions that part after 0, 2 and 4 tokens, one within another
-        a, b = groups[0][1][0], groups[0][1][2]
-        groups[0] = (groups[0][0], [a, a[:2] + b, a[:4] + b, b, a[:3], a])
-    expected, got = plain_rows(plain, groups, 0.7), shared_rows(shared, groups, temperature=0.7, **options)
+    groups = make()
+    expected, got = plain_rows(plain, groups, 0.7), shared_rows(shared, groups, max_tokens, temperature=0.7)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     assert_equal_gradients(gradients(shared, got), gradients(plain, expected), 1e-10)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"share_completions": True}, {"share_prefix": False}, {"share_prefix": False, "padded": False}],
+    [{}, {"share_prefix": False}],
     ids=str,
 )
 @pytest.mark.parametrize("family", ["Llama", "Gemma3", "Qwen3_5"])
@@ -177,8 +204,7 @@ def test_features_in_place_of_ids(family, options, exact):
     plain = make_model(family, "eager", torch.float64)
     model = make_model(family, dtype=torch.float64)
     model = model if options == {"share_prefix": False} else attach(model)
-    groups = make_groups()
-    groups[2][1][0][:1] = groups[2][1][2][:1]  # two completions begin alike
+    groups = [*make_groups(), *make_agents()]
     table = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
     leaves: list[tuple[list[int], Any]] = []  # token ids, and the features that a forward gets in their place
 
@@ -195,10 +221,9 @@ def test_features_in_place_of_ids(family, options, exact):
         return total
 
     parts = []
-    for prompt, completions in groups:
-        for ids in filter(None, completions):
-            logits = plain(inputs_embeds=features(torch.tensor([prompt + ids]))).logits[0, len(prompt) - 1 : -1]
-            parts.append((logits / 0.7).log_softmax(-1)[range(len(ids)), ids])
+    for prompt, ids in pairs(groups):
+        logits = plain(inputs_embeds=features(torch.tensor([prompt + ids]))).logits[0, len(prompt) - 1 : -1]
+        parts.append((logits / 0.7).log_softmax(-1)[range(len(ids)), ids])
     expected = torch.cat(parts)
     of_plain = gradients(plain, expected) | {"features": of_features()}
     got = torch.zeros_like(expected)
@@ -232,11 +257,12 @@ def test_checkpointing_and_lora(family):
     plain, shared = adapted(make_model(family, stock(family))), adapted(make_model(family))
     shared.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
     attach(shared.train())
-    expected, got = plain_rows(plain, make_groups()), shared_rows(shared, make_groups())
+    groups = [*make_groups(), *make_agents()]
+    expected, got = plain_rows(plain, groups), shared_rows(shared, groups)
     torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
     assert_equal_gradients(gradients(shared, got), gradients(plain, expected), 2e-5)
     with plain.disable_adapter(), shared.disable_adapter():
-        before, without = plain_rows(plain, make_groups()), shared_rows(shared, make_groups())
+        before, without = plain_rows(plain, groups), shared_rows(shared, groups)
     torch.testing.assert_close(without, before, rtol=1e-5, atol=1e-5)
     assert (without - got).abs().max() > 0.1
 

