@@ -1,0 +1,153 @@
+"""The tokens between two turns, by the chat templates of five families."""
+
+from pathlib import Path
+
+import pytest
+import trl
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from rollouts.data import turn_ids
+
+TEMPLATES = Path(trl.__file__).parent / "chat_templates"
+MISTRAL = (  # of Mistral-7B-Instruct-v0.3, without its tools
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] "
+    "+ '[/INST]' }}{% else %}{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"
+)
+MISTRAL_SYSTEM = (  # the system prompt moves to the last user message, as in later versions
+    "{{ bos_token }}{% for message in messages[1:] %}{% if message['role'] == 'user' %}{{ '[INST] ' }}"
+    "{% if loop.last %}{{ messages[0]['content'] + '\n\n' }}{% endif %}{{ message['content'] + '[/INST]' }}"
+    "{% else %}{{ ' ' + message['content'] | trim + eos_token }}{% endif %}{% endfor %}"
+)
+SMOLLM = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+FAMILIES = {  # template, end of a turn
+    "Qwen3": (TEMPLATES / "qwen3.jinja", "<|im_end|>"), "Llama 3": (TEMPLATES / "llama3.jinja", "<|eot_id|>"),
+    "Llama 3.1": (TEMPLATES / "llama3_1.jinja", "<|eot_id|>"), "Gemma": (TEMPLATES / "gemma.jinja", "<end_of_turn>"),
+    "Gemma 3": (TEMPLATES / "gemma3.jinja", "<end_of_turn>"), "Mistral": (MISTRAL, "</s>"),
+    "SmolLM": (SMOLLM, "<|im_end|>"),
+}  # fmt: skip
+MARKS = ["<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "[INST]", "[/INST]"]
+HELLO = [{"role": "user", "content": "Hello there"}]
+AGAIN = [{"role": "user", "content": "And again?"}]
+
+
+def tokenizer_of(family, kind="bytes"):
+    """Byte-level, or of words with a mark before each, at the beginning of a text or also behind special tokens."""
+    template, end = FAMILIES[family]
+    letters = [chr(code) for code in range(32, 127)]
+    merges = [("h", "e"), ("l", "l"), ("a", "n"), ("an", "d")]
+    if kind == "bytes":
+        before, after = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        alphabet = sorted({*letters, *pre_tokenizers.ByteLevel.alphabet()})
+    else:
+        before, after = pre_tokenizers.Metaspace(prepend_scheme=kind), decoders.Metaspace(prepend_scheme=kind)
+        alphabet = [*letters, "\n", "▁"]
+    vocab = {token: number for number, token in enumerate([*alphabet, *(a + b for a, b in merges)])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    backend.pre_tokenizer, backend.decoder = before, after
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=end)
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in MARKS])
+    tokenizer.add_tokens([AddedToken(mark) for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+    tokenizer.chat_template = template.read_text() if isinstance(template, Path) else template
+    return tokenizer
+
+
+def ids_of(tokenizer, messages, **template):
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def in_context(tokenizer, messages, reply, then):
+    """Ids of a prompt, of its reply as the template's text has it, and of what follows: a text in one piece, cut."""
+    prompt, whole = (
+        ids_of(tokenizer, of) for of in (messages, [*messages, {"role": "assistant", "content": reply}, *then])
+    )
+    assert whole[: len(prompt)] == prompt
+    stop = whole.index(tokenizer.eos_token_id, len(prompt)) + 1
+    return prompt, whole[len(prompt) : stop], whole[stop:]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "first", "always"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_as_in_one_piece(family, kind):
+    """What follows a reply has the ids that it has when the template's whole text is tokenized."""
+    tokenizer = tokenizer_of(family, kind)
+    _, reply, expected = in_context(tokenizer, HELLO, "hello to all and all", AGAIN)
+    assert turn_ids(tokenizer, HELLO, reply, AGAIN) == expected
+    assert tokenizer.decode(expected).count("And again?") == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_sampled_token_is_tokenized_again(family):
+    """Letters one by one, where the tokenizer would merge them, and white space that the template trims."""
+    tokenizer = tokenizer_of(family)
+    _, reply, expected = in_context(tokenizer, HELLO, "hello and all", AGAIN)
+    letters = [*(tokenizer.convert_tokens_to_ids(letter) for letter in "helloĠandĠall"), tokenizer.eos_token_id]
+    assert letters != reply
+    assert turn_ids(tokenizer, HELLO, letters, AGAIN) == expected
+    spaced = [*tokenizer.convert_tokens_to_ids(["Ġ", "Ċ"]), *letters[:-1], *tokenizer.convert_tokens_to_ids(["Ċ", "Ċ"])]
+    assert turn_ids(tokenizer, HELLO, [*spaced, tokenizer.eos_token_id], AGAIN) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_reply_that_was_cut_off_is_closed(family):
+    """The end of its turn, which was not sampled, is the environment's."""
+    tokenizer = tokenizer_of(family)
+    _, reply, expected = in_context(tokenizer, HELLO, "hello", AGAIN)
+    assert turn_ids(tokenizer, HELLO, reply[:-1], AGAIN) == [tokenizer.eos_token_id, *expected]
+    assert turn_ids(tokenizer, HELLO, [*reply[:-2], reply[-1]], AGAIN) == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_add_up(family):
+    """Three turns, joined, are the ids of the whole conversation."""
+    tokenizer = tokenizer_of(family)
+    prompt, first, _ = in_context(tokenizer, HELLO, "one and all", AGAIN)
+    talk = [*HELLO, {"role": "assistant", "content": "one and all"}, *AGAIN]
+    _, second, _ = in_context(tokenizer, talk, "two", HELLO)
+    between, last = turn_ids(tokenizer, HELLO, first, AGAIN), turn_ids(tokenizer, talk, second, HELLO)
+    whole = ids_of(tokenizer, [*talk, {"role": "assistant", "content": "two"}, *HELLO])
+    assert [*prompt, *first, *between, *second, *last] == whole
+
+
+THOUGHT = "<think>\nlet me see\n</think>\n\nall"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def test_stripped_thinking_is_a_new_segment():
+    """Qwen3 forgets its thoughts when a user speaks, and keeps them while tools answer."""
+    tokenizer = tokenizer_of("Qwen3")
+    reply = tokenizer(THOUGHT + "<|im_end|>")["input_ids"]
+    assert turn_ids(tokenizer, HELLO, reply, AGAIN) is None
+    answer = [{"role": "tool", "content": "42"}]
+    between = turn_ids(tokenizer, HELLO, reply, answer, tools=TOOLS)
+    said = {"role": "assistant", "content": THOUGHT}
+    assert [*ids_of(tokenizer, HELLO, tools=TOOLS), *reply, *between] == ids_of(
+        tokenizer, [*HELLO, said, *answer], tools=TOOLS
+    )
+    plain = tokenizer("all<|im_end|>")["input_ids"]
+    assert turn_ids(tokenizer, HELLO, plain, AGAIN) is not None
+    # an empty thought that the template writes for the first turn, and leaves out of the second's history
+    assert turn_ids(tokenizer, HELLO, plain, AGAIN, enable_thinking=False) is None
+    talk = [*HELLO, said, *answer]  # an earlier reply's
+    assert turn_ids(tokenizer, talk, plain, answer) is not None
+    assert turn_ids(tokenizer, talk, plain, AGAIN) is None
+
+
+def test_a_template_that_changes_the_beginning_gives_a_new_segment():
+    """By as many letters as before."""
+    tokenizer = tokenizer_of("SmolLM")
+    tokenizer.chat_template = "{{ messages | length }}" + SMOLLM
+    assert turn_ids(tokenizer, HELLO, tokenizer("hello<|im_end|>")["input_ids"], AGAIN) is None
+
+
+def test_a_template_that_moves_the_system_prompt_gives_a_new_segment():
+    tokenizer = tokenizer_of("Mistral")
+    tokenizer.chat_template = MISTRAL_SYSTEM
+    messages = [{"role": "system", "content": "be short"}, *HELLO]
+    assert turn_ids(tokenizer, messages, tokenizer("hello</s>")["input_ids"], AGAIN) is None
