@@ -1,6 +1,7 @@
 """The tokens between two turns, by the chat templates of five families."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trl
@@ -42,7 +43,8 @@ def tokenizer_of(family, kind="bytes"):
     letters = [chr(code) for code in range(32, 127)]
     merges = [("h", "e"), ("l", "l"), ("a", "n"), ("an", "d")]
     if kind == "bytes":
-        before, after = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        before: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        after: Any = decoders.ByteLevel()
         alphabet = sorted({*letters, *pre_tokenizers.ByteLevel.alphabet()})
     else:
         before, after = pre_tokenizers.Metaspace(prepend_scheme=kind), decoders.Metaspace(prepend_scheme=kind)
@@ -110,7 +112,7 @@ def test_turns_add_up(family):
     prompt, first, _ = in_context(tokenizer, HELLO, "one and all", AGAIN)
     talk = [*HELLO, {"role": "assistant", "content": "one and all"}, *AGAIN]
     _, second, _ = in_context(tokenizer, talk, "two", HELLO)
-    between, last = turn_ids(tokenizer, HELLO, first, AGAIN), turn_ids(tokenizer, talk, second, HELLO)
+    between, last = turn_ids(tokenizer, HELLO, first, AGAIN) or [], turn_ids(tokenizer, talk, second, HELLO) or []
     whole = ids_of(tokenizer, [*talk, {"role": "assistant", "content": "two"}, *HELLO])
     assert [*prompt, *first, *between, *second, *last] == whole
 
@@ -125,7 +127,7 @@ def test_stripped_thinking_is_a_new_segment():
     reply = tokenizer(THOUGHT + "<|im_end|>")["input_ids"]
     assert turn_ids(tokenizer, HELLO, reply, AGAIN) is None
     answer = [{"role": "tool", "content": "42"}]
-    between = turn_ids(tokenizer, HELLO, reply, answer, tools=TOOLS)
+    between = turn_ids(tokenizer, HELLO, reply, answer, tools=TOOLS) or []
     said = {"role": "assistant", "content": THOUGHT}
     assert [*ids_of(tokenizer, HELLO, tools=TOOLS), *reply, *between] == ids_of(
         tokenizer, [*HELLO, said, *answer], tools=TOOLS

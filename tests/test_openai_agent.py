@@ -1,0 +1,264 @@
+"""`recipes/openai_agent.py` through the `openai` client: what an agent saw and sampled, each token once."""
+
+import json
+import socket
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import openai
+import pytest
+import requests
+from fake_server import fake_server
+from test_turns import TOOLS, ids_of, tokenizer_of
+
+from config import TrainConfig, UserError
+from recipes.openai_agent import hermes_calls, trained
+from rollouts.data import Prompt, as_completion
+from rollouts.stream import _ask
+from vllm_client import Server, ServerLost
+
+SAMPLING = {"n": 1, "max_tokens": 200, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_of("Qwen3")
+
+
+@pytest.fixture
+def scripted(models, tokenizer):
+    """A rollout server that says what `replies` has for the last line of a prompt, and remembers what it was asked."""
+    end = tokenizer.eos_token_id
+
+    def answer(prompt_ids, number):
+        said.asked.append(prompt_ids)
+        text = tokenizer.decode(prompt_ids)
+        reply = next(text_of for part, text_of in said.replies.items() if part in text.rpartition("\n<|im_start|>")[0])
+        ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+        return [*ids, end], said.seconds
+
+    said = SimpleNamespace(asked=[], replies={}, seconds=0.0)
+    with fake_server(models["tied"], answer, with_logprobs=False, max_model_len=10_000) as fake:
+        said.server = Server(fake.url, 10, tokenizer)
+        yield said
+
+
+def run(scripted, agent, **more):
+    """The segments of one rollout of an agent."""
+    rollout_fn = trained(agent, **{"max_len": 5000, **more})
+    (segments,) = rollout_fn(scripted.server, Prompt(0, [5], "2+3", {}), SAMPLING)
+    return segments
+
+
+def client_of(base_url, **options):
+    return openai.OpenAI(base_url=base_url, api_key="none", **{"max_retries": 0, **options})
+
+
+def ask(client, messages, **options):
+    """The message that answers."""
+    return client.chat.completions.create(model="policy", messages=messages, **options).choices[0].message
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def check(scripted, tokenizer, segments, replies):
+    """Each reply stands in one segment, below just what the server was asked for it."""
+    found = []
+    for segment in segments:
+        ids = [*segment.prompt_ids.tolist(), *segment.token_ids.tolist()]
+        for _, first, last in segment.weight_versions:
+            start = len(segment.prompt_ids) + first
+            assert ids[:start] in scripted.asked
+            found.append(tokenizer.decode(ids[start : start + last - first]))
+    assert sorted(found) == sorted(reply + "<|im_end|>" for reply in replies)
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
+
+
+def calculator_loop(client, question, **options):
+    """The usual loop: until no tool is called."""
+    messages = [user(question)]
+    while True:
+        message = ask(client, messages, tools=TOOLS, **options)
+        messages.append(message.model_dump())
+        if not message.tool_calls:
+            return message.content
+        for call in message.tool_calls:
+            numbers = json.loads(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(numbers["a"] + numbers["b"])})
+
+
+def test_a_loop_of_tools_is_one_segment(scripted, tokenizer):
+    thought = "<think>\nI add\n</think>\n\n"
+    scripted.replies = {"tool_response>\n5": "It is 5", "2+3": thought + CALL}
+    agent = lambda url, prompt: {"right": calculator_loop(client_of(url), prompt.content) == "It is 5"}  # noqa: E731
+    (segment,) = run(scripted, agent)
+    check(scripted, tokenizer, [segment], [thought + CALL, "It is 5"])
+    assert segment.finish_reason == "stop"
+    assert segment.info["right"] is True
+    messages = segment.info["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
+    # what the policy saw is what the template makes of the conversation
+    raw = [messages[0], {"role": "assistant", "content": thought + CALL}, messages[2]]
+    assert scripted.asked[1] == ids_of(tokenizer, raw, tools=TOOLS)
+    whole = [*scripted.asked[1], *tokenizer("It is 5<|im_end|>")["input_ids"]]
+    assert [*segment.prompt_ids, *segment.token_ids] == whole
+
+
+def test_stripped_thinking_and_compaction_are_segments(scripted, tokenizer):
+    """The template forgets the first thought; later the agent itself replaces its history by a summary."""
+    first = "<think>\nhm\n</think>\n\nfour"
+    scripted.replies = {"summary": "six", "really": "five", "2+3": first}
+
+    def agent(url, prompt):
+        client, messages = client_of(url), [user("2+3")]
+        messages += [ask(client, messages).model_dump(), user("really?")]
+        message = ask(client, messages)
+        compacted = [{"role": "system", "content": f"summary: {message.content}"}, user("so?")]
+        assert ask(client, compacted).content == "six"
+
+    segments = run(scripted, agent)
+    assert len(segments) == 3
+    check(scripted, tokenizer, segments, [first, "five", "six"])
+    assert "hm" not in tokenizer.decode(segments[1].prompt_ids)
+    assert tokenizer.decode(segments[1].prompt_ids).count("four") == 1
+    completion = as_completion(segments, Prompt(0, [5], "", {}))
+    assert len(completion.segments) == 3
+    assert completion.info["messages"][-1]["content"] == "six"
+
+
+def test_two_agents_in_parallel(scripted, tokenizer):
+    """They ask in turns, one of them the same as the other: every conversation is a segment of its own."""
+    scripted.replies = {"agreed": "yes", "criticize": "bad", "plan": "do it"}
+    barrier = threading.Barrier(2)
+
+    def talk(client, first):
+        messages = [user(first)]
+        barrier.wait()
+        messages += [ask(client, messages).model_dump(), user("agreed?")]
+        barrier.wait()
+        ask(client, messages)
+
+    def agent(url, prompt):
+        for questions in (("plan", "criticize"), ("plan", "plan")):
+            threads = [threading.Thread(target=talk, args=(client_of(url), question)) for question in questions]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+    segments = run(scripted, agent)
+    check(scripted, tokenizer, segments, ["do it", "bad", "do it", "do it", *["yes"] * 4])
+    assert len(segments) == 4  # of replies that are alike, a conversation goes on from one that no other has taken
+
+
+def test_a_lost_reply_trains_once(scripted, tokenizer):
+    """A client that hears nothing in time asks again, and gets the reply that was sampled; one that gives up none."""
+    scripted.replies = {"again": "three", "2+3": "five", "lost": "never heard"}
+    scripted.seconds = 0.5
+
+    def agent(url, prompt):
+        address = urlsplit(url)
+        body = json.dumps({"messages": [user("lost")]})
+        with socket.create_connection((address.hostname, address.port)) as connection:
+            head = f"POST {address.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall((head + body).encode())
+        client = client_of(url, timeout=0.2, max_retries=10)
+        messages = [user("2+3")]
+        messages += [ask(client, messages).model_dump(), user("again")]
+        ask(client, messages)
+
+    segments = run(scripted, agent)
+    assert len(scripted.asked) == 3
+    assert len(segments) == 1
+    check(scripted, tokenizer, segments, ["five", "three"])
+
+
+def test_a_question_asked_twice_is_a_branch(scripted, tokenizer):
+    """The first reply trains in one segment, and stands in the prompt of the other."""
+    scripted.replies = {"again": "three", "2+3": "five"}
+
+    def agent(url, prompt):
+        client, messages = client_of(url), [user("2+3")]
+        messages += [ask(client, messages).model_dump(), user("again")]
+        for _ in range(2):
+            ask(client, messages)
+
+    segments = run(scripted, agent)
+    check(scripted, tokenizer, segments, ["five", "three", "three"])
+    one, other = sorted(segments, key=lambda segment: len(segment.token_ids))
+    assert [*one.prompt_ids, *one.token_ids] == [*other.prompt_ids, *other.token_ids]
+
+
+def test_streams(scripted, tokenizer):
+    scripted.replies = {"tool_response>\n5": "It is 5", "2+3": CALL}
+
+    def agent(url, prompt):
+        client = client_of(url)
+        options = {"model": "policy", "messages": [user("2+3")], "tools": TOOLS}
+        with client.chat.completions.stream(**options) as stream:
+            final = stream.get_final_completion().choices[0]
+        plain = client.chat.completions.create(**options).choices[0]
+        assert final.finish_reason == plain.finish_reason == "tool_calls"
+        (one,), (other,) = final.message.tool_calls, plain.message.tool_calls
+        assert one.function.arguments == other.function.arguments
+        chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+        assert chunks[-1].usage.completion_tokens == len(tokenizer(CALL)["input_ids"]) + 1
+        asyncio_free = client.models.list().data[0].id
+        assert asyncio_free == "policy"
+
+    check(scripted, tokenizer, run(scripted, agent), [CALL] * 3)
+
+
+def test_what_an_agent_does_wrong(scripted):
+    scripted.replies = {"": "yes"}
+
+    def told(match, **options):
+        def agent(url, prompt):
+            with pytest.raises(openai.BadRequestError, match=match):
+                ask(client_of(url), **{"messages": [user("2+3")], **options})
+            assert requests.get(url.replace("/v1", "/v2"), timeout=5).ok
+            assert requests.post(url, json={}, timeout=5).status_code == 404
+            ask(client_of(url), [user("2+3")])
+
+        assert len(run(scripted, agent, max_len=100)) == 1
+
+    told("n=2 is not supported", n=2)
+    told("context_length_exceeded: 1.. tokens, of 100", messages=[user("2+3" * 50)])
+    told("a message has a part that is no text", messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+    with pytest.raises(ValueError, match="the agent got no reply"):
+        run(scripted, lambda url, prompt: None)
+    broken: Any = trained(lambda url, prompt: {"": 1 / 0}, max_len=100)
+    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], rollout_fn=broken)
+    with pytest.raises(UserError, match="rollout_fn on dataset row 0: ZeroDivisionError: division by zero"):
+        _ask(scripted.server, Prompt(0, [5], "", {}), SAMPLING, config)
+
+
+def test_a_lost_server_is_no_fault_of_the_agent(scripted):
+    """The group is sampled again elsewhere, whatever the agent made of the error."""
+    lost = Server("http://127.0.0.1:9", 1, scripted.server.tokenizer)
+
+    def agent(url, prompt):
+        started = time.monotonic()
+        try:
+            ask(client_of(url, max_retries=5), [user("2+3")])
+        except openai.BadRequestError:
+            assert time.monotonic() - started < 3
+
+    with pytest.raises(ServerLost):
+        trained(agent, max_len=100)(lost, Prompt(0, [5], "", {}), SAMPLING)
+
+
+def test_calls_of_tools():
+    words, calls = hermes_calls(f"I add. {CALL}\n{CALL}")
+    assert words == "I add."
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("add", {"a": 2, "b": 3})] * 2
+    for text in ("no call", "<tool_call>\n{broken}\n</tool_call>", '<tool_call>{"arguments": {}}</tool_call>'):
+        assert hermes_calls(text) == (text, [])
