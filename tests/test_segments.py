@@ -1,0 +1,189 @@
+"""Rollouts of several segments: their loss, normalizers and gradient; versions; what is refused, saved and sampled."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from fake_server import fake_server
+from helpers import answer_in, read
+from test_gradients import assert_same, make_config, make_policy, trainable
+from test_hooks_of_runs import assert_identical, weights
+from transformers import AutoModelForCausalLM
+
+from config import UserError, parse_args
+from rollouts.data import Group, Images, Prompt, as_completion, check_segments
+from train import Dealer, main, micro_batches, row_tokens, train_batch
+from training.logs import batch_metrics
+from utils import process_group
+from vllm_client import Completion, Span
+
+ADVANTAGES = [[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8]]
+
+
+@pytest.fixture(scope="module")
+def device():
+    with process_group(60) as device:
+        yield device
+
+
+def turns(g, c):
+    """The sampled turns of a rollout, and what its environment said between them: all tokens are different ones."""
+    start = 10 + 40 * g + 13 * c
+    return [[start, start + 1, start + 2], [start + 5, start + 6, start + 7, start + 8], [start + 11]], [[3, 4], [3]]
+
+
+def completion(ids, reason="stop", version=0, **fields):
+    return Completion(ids, [-3.0] * len(ids), reason, [Span(version, 0, len(ids))], **fields)
+
+
+def make_groups(kind):
+    """Two groups of three rollouts of three turns: joined; as segments that go on; or with the first turn rewritten."""
+    groups = []
+    for g, advantages in enumerate(ADVANTAGES):
+        prompt = Prompt(g, [5, 6, 7 + g, 8, 9][: 5 - g], "", {})
+        rollouts = []
+        for c in range(3):
+            (first, second, third), (one, two) = turns(g, c)
+            reason = "length" if (g, c) == (0, 1) else "stop"
+            if kind == "joined":
+                rollouts.append(
+                    completion(first).then(one, completion(second)).then(two, completion(third, reason)),
+                )
+                continue
+            kept = first[-1:] if kind == "rewritten" else first
+            history = [*prompt.token_ids, *kept, *one]
+            segments = [
+                completion(first),
+                completion(second, prompt_ids=history),
+                completion(third, reason, prompt_ids=[*history, *second, *two]),
+            ]
+            rollouts.append(as_completion(segments, prompt))
+        groups.append(Group(prompt, rollouts, advantages=advantages))
+    return groups
+
+
+def trained_difference(config, device, groups):
+    """What one step of SGD with learning rate 1 subtracts from each weight: the gradient."""
+    policy = make_policy(config, device)
+    before = trainable(policy)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    train_batch(policy, None, optimizer, schedule, Dealer(1, config).deal(groups, True)[0], config, device)
+    return {name: before[name] - weight for name, weight in trainable(policy).items()}
+
+
+@pytest.mark.parametrize("fields", [
+    {}, {"loss_type": "grpo"}, {"loss_type": "dr_grpo"}, {"share_prefix": False}, {"mask_truncated_completions": True},
+    {"off_policy_correction": "truncate"}, {"off_policy_correction": "sequence"}, {"old_logprobs": "sampler"},
+    {"old_logprobs": "sampler", "importance_level": "sequence", "epsilon": 0.9, "epsilon_high": 50.0},
+], ids=str)  # fmt: skip
+def test_turns_may_be_segments(models, device, fields):
+    """Turns that are segments give what the same turns, joined, give."""
+    for max_tokens in (10_000, 40):
+        config = make_config(models["tied"], batch_size=2, max_tokens_per_gpu=max_tokens, **fields)
+        expected = trained_difference(config, device, make_groups("joined"))
+        assert_same(trained_difference(config, device, make_groups("segments")), expected)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "dr_grpo"])
+@pytest.mark.parametrize("max_tokens", [10_000, 30])
+def test_rewritten_histories(models, device, loss_type, max_tokens):
+    """Against one plain row per segment, the loss written out: each sampled token once, the means over rollouts."""
+    config = make_config(models["tied"], batch_size=2, loss_type=loss_type, max_tokens_per_gpu=max_tokens)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
+    total = torch.zeros(())
+    for g, c in itertools.product(range(2), range(3)):
+        (first, second, third), (one, two) = turns(g, c)
+        prompt = [5, 6, 7 + g, 8, 9][: 5 - g]
+        history = [*prompt, first[-1], *one]
+        of_rollout = []
+        for before, ids in ((prompt, first), (history, second), ([*history, *second, *two], third)):
+            logits = model(input_ids=torch.tensor([[*before, *ids]])).logits[0, len(before) - 1 : -1]
+            of_rollout.append(logits.log_softmax(-1)[range(len(ids)), ids])
+        loss = -ADVANTAGES[g][c] * torch.cat(of_rollout)
+        total = total + (loss.mean() if loss_type == "grpo" else loss.sum())
+    (total / {"grpo": 6, "dr_grpo": 6 * config.max_completion_len, "dapo": 6 * 8}[loss_type]).backward()
+    found = {id(w): (name, w) for name, w in reversed(model.state_dict(keep_vars=True).items()) if w.requires_grad}
+    expected = {name: w.grad for name, w in found.values()}
+    assert_same(trained_difference(config, device, make_groups("rewritten")), expected)
+
+
+def test_a_tree_costs_what_its_tokens_cost():
+    """Of five prompt tokens, one kept, two and one said, and eight sampled, each stands in the row once."""
+    groups = make_groups("rewritten")
+    config = make_config("m", batch_size=2)
+    assert row_tokens(groups[:1], config) == 5 + 3 * ((3 - 1) + 1 + 2 + 4 + 1)
+    assert groups[0].num_tokens == 3 * ((5 + 3) + (5 + 3 + 4) + (5 + 3 + 4 + 1 + 1))
+    (micro,) = micro_batches(groups[:1], 1000, config)
+    assert micro.mask.sum() == 3 * 8
+
+
+def test_versions_are_of_segments():
+    """The second segment was sampled by a later policy: tokens of the trained one are compared, older ones are not."""
+    (group, _) = make_groups("rewritten")
+    group.completions = [
+        dataclasses.replace(
+            c, earlier=[*c.earlier[:1], dataclasses.replace(c.earlier[1], weight_versions=[Span(2, 0, 4)])]
+        )
+        for c in group.completions
+    ]
+    group.trained_version, group.reward = 2, [1.0, 0.0, 0.0]
+    assert group.oldest_version == 0
+    (micro,) = micro_batches([group], 1000, make_config("m", batch_size=2))
+    by_token = dict(zip(micro.packed.targets.tolist(), micro.servers.tolist(), strict=True))
+    for c in range(3):
+        (first, second, third), _ = turns(0, c)
+        assert {by_token[token] for token in second} == {1 + group.server}
+        assert {by_token[token] for token in first + third} == {0}
+    metrics = batch_metrics([group], 2, make_config("m", batch_size=2))
+    assert metrics["completions/weight_versions"] == 2
+    assert metrics["completions/mean_length"] == 8
+    assert metrics["staleness/max"] == 2
+
+
+def test_what_no_row_takes_is_refused():
+    own = Prompt(0, [5, 6], "", {})
+    rollout = as_completion([completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)], own)
+    check_segments(Group(own, [rollout]), [], make_config("m", max_tokens_per_gpu=40))
+    for fields, size in (({"max_tokens_per_gpu": 39}, 40), ({"max_tokens_per_gpu": 60, "loss_type": "grpo"}, 61)):
+        with pytest.raises(ValueError, match=f"a completion has {size} tokens with its prompt: raise max_tokens"):
+            check_segments(Group(own, [rollout]), [], make_config("m", **fields))
+    check_segments(Group(own, [rollout]), [], make_config("m", max_tokens_per_gpu=61, loss_type="grpo"))
+    with pytest.raises(ValueError, match="a placeholder of an image"):
+        check_segments(Group(own, [rollout]), [9], make_config("m"))
+    sees = dataclasses.replace(own, images=Images([5], 1, [], {}))
+    check_segments(Group(sees, [as_completion([completion([7], prompt_ids=[5, 8])], sees)]), [5], make_config("m"))
+    with pytest.raises(ValueError, match="must begin as the group's does, up to its last image"):
+        check_segments(Group(sees, [rollout]), [5], make_config("m"))
+
+
+def forgets(server, prompt, sampling):
+    """Two turns, the second of which sees only the end of the first."""
+    rollouts = []
+    for first in server.generate(prompt.token_ids, {**sampling, "max_tokens": 6}):
+        history = [*prompt.token_ids, *first.token_ids[-2:].tolist(), 10]
+        (second,) = server.generate(history, {**sampling, "n": 1})
+        second.info = {"kept": int(first.token_ids[-1])}
+        rollouts.append([first, second])
+    return rollouts
+
+
+def test_a_run_and_its_replay(models, recipe, tmp_path):
+    """What servers were asked is what was trained; saved rollouts give the same weights again."""
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        words = [recipe(server), "--rollout_fn", "test_segments.forgets", "--max_staleness", "1"]
+        main(parse_args([*words, "--save_rollouts", "true"]))
+    metrics = read(tmp_path, "metrics")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    assert max(row["sampling/sampling_logp_difference/max"] for row in metrics) < 1e-3  # each below its own history
+    assert all("kept" in row["info"] for row in read(tmp_path, "completions"))
+    again = tmp_path / "again" / "run"
+    main(parse_args([*words, "--replay", str(tmp_path / "run"), "--output_dir", str(again)]))
+    assert_identical(weights(tmp_path / "run"), weights(again))
+    with pytest.raises(UserError, match="replay: dataset row .*: a completion has .* raise max_tokens_per_gpu"):
+        main(parse_args([
+            *words, "--replay", str(tmp_path / "run"), "--output_dir", str(tmp_path / "short" / "run"),
+            "--max_tokens_per_gpu", "20", "--max_completion_len", "10",
+        ]))  # fmt: skip
