@@ -243,11 +243,14 @@ def _key(message: dict[str, Any]) -> Any:
 ROLLOUTS: dict[str, _Rollout] = {}  # by the first part of their path
 
 
+class _Loopback(ThreadingHTTPServer):
+    daemon_threads, request_queue_size = True, 1024  # connections that wait, of all agents at once
+
+
 @cache
 def _loopback() -> ThreadingHTTPServer:
     """The server of all rollouts of this process, on a free port of 127.0.0.1."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.daemon_threads, server.request_queue_size = True, 1024
+    server = _Loopback(("127.0.0.1", 0), _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 

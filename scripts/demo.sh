@@ -14,6 +14,7 @@ print(config.model_id, config.output_dir, sep="\n")' "$@" | tail -n 2) || exit 1
 case $model in
     outputs/tiny/model) "$python" scripts/build_tiny.py ;;
     outputs/calculator/model) "$python" scripts/build_tiny.py --task calculator ;;
+    outputs/agent/model) "$python" scripts/build_tiny.py --task agent ;;
     outputs/tiny_vlm/model) "$python" scripts/build_tiny_vlm.py ;;
     HuggingFaceTB/SmolLM2-135M-Instruct)
         model=$("$python" scripts/get_smollm.py | tail -n 1)  # a folder where the hub is out of reach

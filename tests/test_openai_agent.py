@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 import requests
+from documents import DOCUMENTS, blocks
 from fake_server import fake_server
 from test_turns import TOOLS, ids_of, tokenizer_of
 
@@ -36,7 +37,8 @@ def scripted(models, tokenizer):
     def answer(prompt_ids, number):
         said.asked.append(prompt_ids)
         text = tokenizer.decode(prompt_ids)
-        reply = next(text_of for part, text_of in said.replies.items() if part in text.rpartition("\n<|im_start|>")[0])
+        asked = text.rpartition("\n<|im_start|>")[0] or text  # without the generation prompt
+        reply = next(text_of for part, text_of in said.replies.items() if part in asked)
         ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
         return [*ids, end], said.seconds
 
@@ -254,6 +256,27 @@ def test_a_lost_server_is_no_fault_of_the_agent(scripted):
 
     with pytest.raises(ServerLost):
         trained(agent, max_len=100)(lost, Prompt(0, [5], "", {}), SAMPLING)
+
+
+def test_the_documents_agents(scripted, tokenizer):
+    """Those of docs/agents.md: a loop with a tool, segments, and turns joined or not."""
+    loop, check_it, again = blocks("python", DOCUMENTS["docs/agents.md"])
+    ran: dict[str, Any] = {}
+    exec(loop + check_it + again, ran)
+    call = CALL.replace("add", "length").replace('{"a": 2, "b": 3}', '{"of": "abc"}')
+    scripted.replies = {"sure": "yes", "Is this right": "no", "tool_response>\n3": "It is 3", "abc": call}
+    prompt = Prompt(0, ids_of(tokenizer, [user("abc")]), "abc", {"question": "abc", "answer": "3"})
+    (segments,) = ran["config"].rollout_fn(scripted.server, prompt, SAMPLING)
+    check(scripted, tokenizer, segments, [call, "It is 3"])
+    assert segments[-1].info["turns"] == 2
+    assert ran["says_it"]([""], [segments[-1].info["messages"]], ["3"]) == [1.0]
+    (segments,) = ran["answer_and_check"](scripted.server, prompt, SAMPLING)
+    check(scripted, tokenizer, segments, [call, "no"])
+    (joined,) = ran["ask_again"](scripted.server, prompt, SAMPLING)
+    check(scripted, tokenizer, [joined], [call, "yes"])
+    scripted.replies["abc"] = "<think>\nhm\n</think>\n\n5"
+    (segments,) = ran["ask_again"](scripted.server, prompt, SAMPLING)
+    check(scripted, tokenizer, segments, [scripted.replies["abc"], "yes"])
 
 
 def test_calls_of_tools():

@@ -1,0 +1,179 @@
+"""Forward and backward of agents' rollouts: a row per turn, rows that share prompts, and one tree, side by side.
+
+    python benchmarks/branching.py [--json PATH] [--quick]
+
+Three jobs, on the 4-layer model of `prefix_attention.py`, one CPU thread, fp32:
+  rewritten  four agents of ten turns on one prompt, whose thoughts leave the history when their turn is over
+  appended   the same agents, whose history only grows
+  system     eight groups of four completions, below a system prompt that all groups share
+  dense      a sequence per turn, without padding, nothing shared: what trainers do that make a row of each turn
+  prompts    the prompt of a group stands once, and a history that only grows is one completion: this project's rows
+             before it had trees
+  tree       `pack` of segments
+Each figure is the median of runs in processes of their own, by turns, within one token budget. `bound` is the speed-up
+over dense rows that the FLOPs allow if no context is forwarded twice (counted here by a trie of tokens): linear layers
+by tokens, attention by pairs of query and key, the head by sampled tokens. `of_bound` is the share of it that is
+reached. `difference` is the largest difference of a log-prob from that of dense rows; memory is above the model's.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch
+
+from benchmarks.common import durations, median, memory_mb, report
+from benchmarks.prefix_attention import SIZES, make_model
+from prefix_attention import PackedBatch, attach, completion_logprobs, pack
+
+JOBS, METHODS = ("rewritten", "appended", "system"), ("dense", "prompts", "tree")
+Pairs = list[tuple[list[int], list[int]]]  # what is seen, and what is sampled below it
+
+# agents: prompt, agents, turns, thought, answer, observation; and system prompt, groups, question, completions, length
+SHAPES: dict[bool, dict[str, Any]] = {
+    False: {"agents": (384, 4, 10, 96, 32, 64), "system": (1500, 8, 40, 4, 120), "budget": 16384, "seconds": 20.0},
+    True: {"agents": (24, 2, 3, 8, 4, 6), "system": (60, 3, 5, 2, 9), "budget": 1024, "seconds": 0.0},
+}
+
+
+def make_job(job: str, is_quick: bool, vocab: int) -> list[list[Pairs]]:
+    """Groups of rollouts of segments."""
+    rng = random.Random(0)
+
+    def tokens(count: int) -> list[int]:
+        return [rng.randrange(vocab) for _ in range(count)]
+
+    if job == "system":
+        system, num_groups, question, size, length = SHAPES[is_quick]["system"]
+        shared = tokens(system)
+        prompts = [shared + tokens(question) for _ in range(num_groups)]
+        return [[[(prompt, tokens(length))] for _ in range(size)] for prompt in prompts]
+    prompt, num_agents, num_turns, thought, answer, observation = SHAPES[is_quick]["agents"]
+    first = tokens(prompt)
+    group = []
+    for _ in range(num_agents):
+        seen, rollout = first, []
+        for _ in range(num_turns):
+            thinks, says = tokens(thought), tokens(answer)
+            rollout.append((seen, thinks + says))
+            seen = [*seen, *(thinks if job == "appended" else []), *says, *tokens(observation)]
+        group.append(rollout)
+    return [group]
+
+
+def make_rows(job: str, method: str, groups: list[list[Pairs]], budget: int) -> list[PackedBatch]:
+    """What a method forwards, all with the same sampled tokens in the same order of `index`."""
+    pairs = [pair for group in groups for rollout in group for pair in rollout]
+    if method == "tree":
+        return pack([(group[0][0][0], group) for group in groups], budget)
+    if method == "dense" or job == "rewritten":  # of which only the first turns have a prompt in common
+        alone: Any = [(prompt, [ids]) for prompt, ids in pairs]
+        firsts = {n for n, (prompt, _) in enumerate(pairs) if prompt == pairs[0][0]} if method == "prompts" else set()
+        return pack(alone, budget, apart=set(range(len(pairs))) - firsts)
+    if job == "system":
+        own: Any = [(group[0][0][0], [ids for ((_, ids),) in group]) for group in groups]
+        return pack(own, budget, apart=range(len(own)))
+    return pack([(group[0][0][0], group) for group in groups], budget)  # a history that grows was one completion
+
+
+def count(pairs: Pairs, shares: bool) -> tuple[int, int, int]:
+    """Tokens forwarded, pairs of query and key, and tokens sampled; with `shares` each context counts once."""
+    tokens = scores = 0
+    trie: dict[int, Any] = {}
+    for prompt, ids in pairs:
+        node = trie if shares else {}
+        for depth, token in enumerate([*prompt, *ids[:-1]], 1):
+            if token not in node:
+                node[token] = {}
+                tokens, scores = tokens + 1, scores + depth
+            node = node[token]
+    return tokens, scores, sum(len(ids) for _, ids in pairs)
+
+
+def flops(size: str, tokens: int, scores: int, sampled: int) -> float:
+    """Of forward and backward: 3 x linear and head, 3.5 x attention."""
+    s = SIZES[size]
+    heads = s["num_attention_heads"] * s["head_dim"]
+    weights = 2 * s["hidden_size"] * heads + 2 * s["hidden_size"] * s["num_key_value_heads"] * s["head_dim"]
+    weights += 3 * s["hidden_size"] * s["intermediate_size"]
+    layers = s["num_hidden_layers"] * (3 * 2 * weights * tokens + 3.5 * 4 * heads * scores)
+    return layers + 3 * 2 * s["vocab_size"] * s["hidden_size"] * sampled
+
+
+def measure(job: str, method: str, is_quick: bool) -> dict[str, Any]:
+    """One method on one job, in this process."""
+    torch.set_num_threads(1)
+    device, size = torch.device("cpu"), "quick" if is_quick else "4 layers"
+    model = attach(make_model(size, device))
+    shape = SHAPES[is_quick]
+    rows = make_rows(job, method, make_job(job, is_quick, SIZES[size]["vocab_size"]), shape["budget"])
+    values = torch.zeros(sum(len(row.targets) for row in rows))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        for row in rows:
+            logprobs = completion_logprobs(model, row)
+            logprobs.sum().backward()
+            values[row.index] = logprobs.detach()
+
+    before = memory_mb(device, "VmRSS")
+    step()
+    times = durations(step, device, shape["seconds"], 1)
+    return {
+        "s": median(times), "mb": memory_mb(device, "VmHWM") - before, "rows": len(rows),
+        "tokens": sum(row.num_tokens for row in rows), "logprobs": values.tolist(),
+    }  # fmt: skip
+
+
+def compare(job: str, is_quick: bool) -> dict[str, Any]:
+    """All methods on one job, by turns."""
+    found: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
+    for _ in range(1 if is_quick else 3):
+        for method in METHODS:
+            command = [sys.executable, __file__, "--measure", job, method, *(["--quick"] if is_quick else [])]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                sys.exit(f"{method} on {job}: {done.stderr[-2000:]}")
+            found[method].append(json.loads(done.stdout.splitlines()[-1]))
+    size = "quick" if is_quick else "4 layers"
+    pairs = [pair for group in make_job(job, is_quick, SIZES[size]["vocab_size"]) for roll in group for pair in roll]
+    dense, tree = (count(pairs, shares) for shares in (False, True))
+    row: dict[str, Any] = {"job": job, "unique_tokens": tree[0]}
+    middle = lambda method, name: median([one[name] for one in found[method]])  # noqa: E731
+    for name in ("tokens", "s", "mb"):
+        row |= {f"{method}_{name}": middle(method, name) for method in METHODS}
+    row["bound"] = flops(size, *dense) / flops(size, *tree)
+    row["speedup"] = row["dense_s"] / row["tree_s"]
+    row["of_bound"] = row["speedup"] / row["bound"]
+    row["over_prompts"] = row["prompts_s"] / row["tree_s"]
+    first, last = (found[method][0]["logprobs"] for method in ("dense", "tree"))
+    row["difference"] = max(abs(one - other) for one, other in zip(first, last, strict=True))
+    return row
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help="tiny jobs and a tiny model, in half a minute")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        job, method = args.measure
+        print(json.dumps(measure(job, method, args.quick)))
+        return
+    table: list[dict[str, Any]] = []
+    for job in JOBS:
+        table.append(compare(job, args.quick))
+        report(table, args.json)
+
+
+if __name__ == "__main__":
+    main()
