@@ -4,10 +4,9 @@
     for row in pack(groups, max_tokens=8192):                     # groups: (prompt_ids, [completion_ids, ...])
         logprobs = completion_logprobs(model, row)                # [N], of the tokens `row.index`
 
-`pack` lays groups into rows of segments without padding: the prompts, each once, and then all completions. `attach`
-teaches a Hugging Face model to run such a row: a segment sees itself causally and its ancestors whole, and its
-positions continue those of its parent. `completion_logprobs` applies the head only where a completion token is
-predicted, and never holds the logits of a whole row. Needs only torch and transformers, and can be copied alone.
+`pack` lays sequences into rows without padding, in which what several begin with stands once. `attach` teaches a
+Hugging Face model to run such a row. `completion_logprobs` applies the head only where a completion token is predicted,
+and never holds the logits of a whole row. Needs only torch and transformers, and can be copied alone.
 """
 
 import inspect
@@ -20,7 +19,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, groupby, pairwise
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -104,10 +103,10 @@ def pack(
 ) -> list[PackedBatch]:
     """Lay groups out as forwards of at most `max_tokens` positions.
 
-    What stands in a row is forwarded once, however many completions begin with it: prompts, what prompts of several
-    groups have in common, a history that goes on or branches, equal completions; but not where that would save less
-    than `MIN_SAVED`. A group goes where it adds the fewest tokens; one over the budget is split into its completions,
-    and these into their segments. The last token of a completion predicts nothing and is not forwarded.
+    What several sequences of a row begin with is forwarded once: prompts, beginnings that prompts have in common, a
+    history that goes on or branches; but not where that saves less than `MIN_SAVED`. A group goes where it adds the
+    fewest tokens; one over the budget is split into completions, and these into segments. The last token of a
+    completion predicts nothing and is not forwarded.
 
     Args:
         groups: `(prompt_ids, completions)` of one prompt each. A completion is its tokens, or, where its history was
@@ -134,7 +133,7 @@ def pack(
 
 def num_packed_tokens(groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()) -> int:
     """Positions of a single row of all groups."""
-    sequences = [s for group in _sequences(groups, share_prefix, apart) for completion in group for s in completion]
+    sequences = [s for group in _sequences(groups, share_prefix, apart, math.inf) for unit in group for s in unit]
     return _Row(is_padded=not share_prefix).and_also(sequences).num_tokens
 
 
@@ -157,9 +156,7 @@ class _Sequence(NamedTuple):
     place: int  # of its first token among all completion tokens
 
 
-def _sequences(
-    groups: Groups, share_prefix: bool, apart: Collection[int], budget: float = math.inf
-) -> Iterator[list[list[_Sequence]]]:
+def _sequences(groups: Groups, shares: bool, apart: Collection[int], budget: float) -> Iterator[list[list[_Sequence]]]:
     """For every group the sequences of each of its completions; none for an empty one."""
     number = place = 0
     for g, (prompt_ids, completions) in enumerate(groups):
@@ -175,7 +172,7 @@ def _sequences(
                     raise ValueError(f"completion {c} of group {g} has {num} tokens with its prompt, over {budget}")
                 if tokens.numel():
                     ids = torch.cat([prompt, tokens[:-1]]).numpy()
-                    shares_with = place if not share_prefix else g if g in apart else -1
+                    shares_with = place if not shares else g if g in apart else -1
                     of_group[-1].append(_Sequence((shares_with, ids.tobytes()), ids, tokens, g, number, place))
                 place += tokens.numel()
             number += 1
@@ -207,11 +204,6 @@ class _Branch:
     def length(self) -> int:
         """How many tokens it adds; 0 where its sequence is the beginning of another."""
         return len(self.sequence.ids) - self.depth
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Sorts the segments of a row: by level, and then what sees the same stands side by side."""
-        return len(self.above), self.above[0].sequence.place if self.above else 0, self.depth, self.sequence.place
 
 
 def _num_common(a: _Sequence, b: _Sequence) -> int:
@@ -246,7 +238,9 @@ class _Row:
 
 def _batch(row: _Row) -> PackedBatch:
     """A row of segments; or, padded, a row for each sequence."""
-    segments = sorted((branch for branch in row.branches if branch.length), key=attrgetter("order"))
+    # by level, and then what sees the same stands side by side
+    order = lambda b: (len(b.above), b.above[0].sequence.place if b.above else 0, b.depth, b.sequence.place)  # noqa: E731
+    segments = sorted((branch for branch in row.branches if branch.length), key=order)
     lengths = [segment.length for segment in segments]
     starts = dict(zip(segments, [0] * len(segments) if row.is_padded else accumulate([0, *lengths]), strict=False))
     numbers = {segment: number for number, segment in enumerate(segments)}
@@ -263,10 +257,10 @@ def _batch(row: _Row) -> PackedBatch:
     index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
     forks = [(numbers[s.above[0]], s.depth - s.above[0].depth) if s.above else (-1, 0) for s in segments]
     plan = torch.tensor([(starts[s], s.length, *fork, 0) for s, fork in zip(segments, forks, strict=True)])
-    below: dict[_Branch, set[int]] = {segment: set() for segment in segments if not segment.above}
+    below: dict[_Branch, set[int]] = {}
     for branch in branches:
-        below[[branch, *branch.above][-1]].add(branch.sequence.group)
-    prompts = [groups.pop() if len(groups) == 1 else None for groups in below.values()]
+        below.setdefault([branch, *branch.above][-1], set()).add(branch.sequence.group)
+    prompts = [min(below[s]) if len(below[s]) == 1 else None for s in segments if not s.above]
     mask, plan_or_none = (ones, None) if row.is_padded else (None, plan)
     of_tokens = in_row, position, targets, group, completion, index
     return PackedBatch(ids, positions, mask, plan_or_none, *of_tokens, prompts)
@@ -296,8 +290,7 @@ def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
 # The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But flash attention's
 # backward makes p = exp(q·k - lse) again and needs only rowsum(grad·out) besides: from the *merged* output and
 # log-sum-exp it computes the part of the whole gradient that belongs to its block of keys.
-# A plan is a row's `segments`. The cascade is an operator, so that `torch.compile` takes the plan as data and does not
-# make a program for every layout.
+# The cascade is an operator, so that `torch.compile` takes a row's `segments` as data, not as part of the program.
 
 
 def _paths(plan: Tensor) -> list[list[range]]:
@@ -336,15 +329,14 @@ def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
         calls: dict[Any, list[tuple[range, range]]] = {}
         for queries, keys in pieces:
             sizes = len(queries), len(keys)
-            is_small = math.prod(sizes) <= SMALL * SMALL
-            calls.setdefault(is_cuda or (sizes if is_small else queries), []).append((queries, keys))
+            kind = sizes if math.prod(sizes) <= SMALL * SMALL else queries
+            calls.setdefault(is_cuda or kind, []).append((queries, keys))
         for call in calls.values():
             sides = list(zip(*call, strict=True))
             lengths = [torch.tensor([0, *accumulate(map(len, side))], dtype=torch.int32).to(device) for side in sides]
             longest = [max(map(len, side)) for side in sides]
-            of_queries, of_keys = (_places(side, device) for side in sides)
-            is_causal = level == 0 and not sees_all
-            blocks.append(_Block(level, is_causal, len(call), of_queries, of_keys, (*lengths, *longest)))
+            of_q, of_k = (_places(side, device) for side in sides)
+            blocks.append(_Block(level, level == 0 and not sees_all, len(call), of_q, of_k, (*lengths, *longest)))
     return blocks
 
 
@@ -496,10 +488,9 @@ def _attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     scale = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
     if plan is None:  # softcap and sinks, which sdpa does not know
-        if attention_mask is None:
-            ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-            attention_mask = ones.tril(key.shape[2] - query.shape[2])[None, None]
-        return _attend(query, key, value, attention_mask, scale, softcap, sinks).transpose(1, 2), None
+        ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
+        mask = ones.tril(key.shape[2] - query.shape[2])[None, None] if attention_mask is None else attention_mask
+        return _attend(query, key, value, mask, scale, softcap, sinks).transpose(1, 2), None
     missing = query.shape[-1] - value.shape[-1]  # the kernels want one head size
     is_plain = softcap is None and (window is None or _longest(plan) <= window)
     if is_plain and missing >= 0 and _has_kernel(query):
@@ -558,10 +549,12 @@ def _delta_net(forward: Any, layer: int, hidden_states: Tensor, segments: Tensor
     outs: dict[int, Tensor] = {}  # by where they begin
     states: dict[tuple[int, int], _Handover] = {}  # by segment, and how many of its tokens have passed
     leaves: list[tuple[range, _Handover]] = []
+    forks: dict[int, set[int]] = {}  # of each segment
+    for _, _, parent, seen, _ in plan:
+        forks.setdefault(parent, set()).add(seen)
     for number, (start, length, parent, seen, _) in enumerate(plan):
         first, state = 0, states.get((parent, seen))
-        forks = {fork for _, _, above, fork, _ in plan if above == number}
-        for last in sorted(forks or ({length} if state is None else ())):
+        for last in sorted(forks.get(number) or ({length} if state is None else ())):
             state = states[number, last] = _Handover(layer, [state] if state else [])
             outs[start + first] = forward(hidden_states[:, start + first : start + last], cache_params=state)[0]
             first = last
@@ -878,7 +871,7 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Iterator[_Logits]:
-    """Move what the model does to its head's output into the head: yields it as a rule, and undoes it in the model."""
+    """Yields what the model does to its head's output as a rule, and takes it out of its config, not to be saved."""
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
     divisor = getattr(base.config, "logits_scaling", 1.0) if base.config.model_type.startswith("granite") else 1.0
@@ -898,9 +891,6 @@ def completion_logprobs(
 ) -> Any:  # fmt: skip
     """log p(token | prompt, completion so far) at a sampling temperature, for every completion token of `row`.
 
-    The head's logits exist a chunk of tokens at a time. During the forward a final softcap or scale of the logits is
-    missing in the model's config: nothing else may read or save it.
-
     Args:
         model: a Hugging Face causal language model, wrapped or not; attached where the row shares prefixes.
         row: from `pack`, on the model's device.
@@ -916,9 +906,8 @@ def completion_logprobs(
         `return_entropy` a pair: those, and the entropies [N], nats.
 
     Raises:
-        ValueError: a temperature not above 0; a row that shares prefixes, and a model that is not attached (for
-            images); `inputs_embeds` of another shape, or with images; a head that is not linear, or whose logits the
-            model changes in an unknown way.
+        ValueError: arguments that do not fit each other or the model; a model that is not attached, for a row that
+            shares prefixes; a head that is not linear, or whose logits the model changes in an unknown way.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
@@ -929,8 +918,7 @@ def completion_logprobs(
     if "logits_to_keep" in inspect.signature(base.forward).parameters:
         kept, column = row.position.unique(return_inverse=True)
         inputs["logits_to_keep"], width = kept, len(kept)
-    never = torch.tensor(forbidden, device=row.input_ids.device) if forbidden else None
-    with _bare_logits(base, temperature, never) as rule:
+    with _bare_logits(base, temperature, torch.tensor(forbidden, device=column.device) if forbidden else None) as rule:
         head.cells = row.row * width + column
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
         try:
@@ -984,10 +972,9 @@ def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tens
     of_prompts, deltas = base.model.get_rope_index(ids, _kinds(base, ids), **grids, attention_mask=mask)
     positions = row.position_ids.expand(3, 1, -1).clone()
     for path in paths:
-        number = [root.start for root in roots].index(path[-1].start)
-        positions[:, 0, path[0].start : path[0].stop] += deltas[number]
-        if len(path) == 1:
-            positions[:, 0, path[0].start : path[0].stop] = of_prompts[:, number, : len(path[0])]
+        number, own = [root.start for root in roots].index(path[-1].start), slice(path[0].start, path[0].stop)
+        of_root = of_prompts[:, number, : len(path[0])]
+        positions[:, 0, own] = of_root if len(path) == 1 else positions[:, 0, own] + deltas[number]
     return positions
 
 

@@ -16,13 +16,13 @@ does not train. Rewards see the column `messages`, the conversation that was ans
 
 import json
 import re
-import select
 import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -277,8 +277,9 @@ class _Handler(BaseHTTPRequestHandler):
             code = "context_length_exceeded" if isinstance(error, _TooLong) else "invalid_request"
             self._send(400, {"error": {"message": str(error), "type": "invalid_request_error", "code": code}})
             return
-        if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
-            return  # the client has gone
+        with suppress(BlockingIOError):
+            if not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
+                return  # the client has gone
         had_arrived, call.has_arrived = call.has_arrived, True  # before the agent can go on
         try:
             if request.get("stream"):
