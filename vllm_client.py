@@ -66,18 +66,17 @@ class Completion:
     earlier: list["Completion"] = field(default_factory=list)  # segments before the rollout's history was rewritten
 
     def __post_init__(self) -> None:
-        num = len(self.token_ids)
+        n = len(self.token_ids)
         self.prompt_ids = None if self.prompt_ids is None else torch.as_tensor(self.prompt_ids, dtype=torch.int64)
-        mask = torch.ones(num, dtype=torch.bool) if self.loss_mask is None else self.loss_mask
         self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
         self.sampler_logprobs = torch.as_tensor(self.sampler_logprobs, dtype=torch.float32)
-        self.loss_mask = torch.as_tensor(mask, dtype=torch.bool)
-        edges = [0, *(edge for _, start, end in self.weight_versions for edge in (start, end)), num]
-        sampled = torch.zeros(num, dtype=torch.bool)
+        self.loss_mask = torch.as_tensor(torch.ones(n) if self.loss_mask is None else self.loss_mask, dtype=torch.bool)
+        edges = [0, *(edge for _, start, end in self.weight_versions for edge in (start, end)), n]
+        sampled = torch.zeros(n, dtype=torch.bool)
         for _, start, end in self.weight_versions:
             sampled[start:end] = True
         are_right = edges == sorted(edges) and torch.equal(sampled, self.loss_mask)
-        if not len(self.sampler_logprobs) == num > 0 or not are_right:
+        if not len(self.sampler_logprobs) == n > 0 or not are_right:
             raise ValueError("a completion needs tokens, with a log-prob each, and a version of each that was sampled")
 
     @property
@@ -98,15 +97,14 @@ class Completion:
         """Join this turn, the environment's answer and the policy's next turn; nothing is tokenized again."""
         num, start = len(environment_ids), len(self.token_ids) + len(environment_ids)
         moved = [Span(version, start + first, start + last) for version, first, last in reply.weight_versions]
-        return Completion(
-            torch.cat([self.token_ids, torch.as_tensor(environment_ids, dtype=torch.int64), reply.token_ids]),
-            torch.cat([self.sampler_logprobs, torch.zeros(num), reply.sampler_logprobs]),
-            reply.finish_reason,
-            [*self.weight_versions, *moved],
-            torch.cat([self.loss_mask, torch.zeros(num, dtype=torch.bool), reply.loss_mask]),
-            self.info | reply.info,
-            self.prompt_ids,
-            self.earlier,
+        return replace(
+            self,
+            token_ids=torch.cat([self.token_ids, torch.as_tensor(environment_ids, dtype=torch.int64), reply.token_ids]),
+            sampler_logprobs=torch.cat([self.sampler_logprobs, torch.zeros(num), reply.sampler_logprobs]),
+            finish_reason=reply.finish_reason,
+            weight_versions=[*self.weight_versions, *moved],
+            loss_mask=torch.cat([self.loss_mask, torch.zeros(num, dtype=torch.bool), reply.loss_mask]),
+            info=self.info | reply.info,
         )
 
 
@@ -120,9 +118,7 @@ class _Span(msgspec.Struct):
     end: int
 
 
-class _Choice(msgspec.Struct):
-    """What we read of a choice of /inference/v1/generate, or of a part of one in a stream."""
-
+class _Choice(msgspec.Struct):  # what we read of a choice of /inference/v1/generate, or of a part of one in a stream
     index: int = 0
     finish_reason: str | None = None
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
@@ -335,11 +331,10 @@ class ReferenceServer(Server):
         return [torch.cat([self._of_segment(*segment) for segment in segments]) for segments in completions]
 
     def _of_segment(self, prompt_ids: Tensor, token_ids: Tensor) -> Tensor:
-        ids = [*prompt_ids.tolist(), *token_ids.tolist()]
-        body = {"token_ids": ids, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
-        given = self.request("POST", "/inference/v1/generate", json=body)["prompt_logprobs"]
-        pairs = list(zip(ids, given, strict=True))[len(prompt_ids) :]
-        return torch.tensor([of_place[str(token)]["logprob"] for token, of_place in pairs])
+        ids = token_ids.tolist()
+        body = {"token_ids": [*prompt_ids.tolist(), *ids], "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}
+        given = self.request("POST", "/inference/v1/generate", json=body)["prompt_logprobs"][len(prompt_ids) :]
+        return torch.tensor([of_place[str(token)]["logprob"] for token, of_place in zip(ids, given, strict=True)])
 
 
 def server_urls(config: TrainConfig) -> list[str]:
@@ -360,8 +355,7 @@ class VLLMClient:
     def __init__(self, config: TrainConfig, tokenizer: Any = None, forbidden: Sequence[int] = (), kind: Any = Server):
         self.config = config
         self._make = partial(kind, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden)
-        urls = [] if config.replay else server_urls(config)
-        self.servers = list(map(self._make, urls))  # replaced as a whole, by the watcher
+        self.servers = [] if config.replay else [*map(self._make, server_urls(config))]  # the watcher replaces the list
         self.version = -1  # of the policy that was published last
         self._updating = threading.Lock()
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -410,7 +404,13 @@ class VLLMClient:
     def lease(self) -> Iterator[Server]:
         """The server with the fewest groups in flight, for all turns of a group, which it caches; or ServerError."""
         with self._slots:
-            while not (free := self._free_servers()):
+            while not (free := [s for s in self.servers if s.has_weights and s.in_flight < self._limit]):
+                if self._is_closed.is_set():
+                    raise ServerError("the run has ended")
+                gives_up = time.monotonic() > self._all_lost_s + self.config.server_timeout
+                if gives_up and not any(server.has_weights for server in self.servers):
+                    cure = "start one, and go on with --resume_from_checkpoint auto"
+                    raise ServerError(f"no rollout server is left: {self._why_lost}; {cure}")
                 self._slots.wait(10)
             server = min(free, key=lambda server: server.in_flight)
             if server.in_flight == 0:
@@ -423,16 +423,6 @@ class VLLMClient:
                 server.in_flight -= 1
                 server.idle_since_s = time.monotonic()
                 self._slots.notify()
-
-    def _free_servers(self) -> list[Server]:
-        """Servers that can take another group; none while `drained` holds them."""
-        if self._is_closed.is_set():
-            raise ServerError("the run has ended")
-        serving = [server for server in self.servers if server.has_weights]
-        if not serving and time.monotonic() > self._all_lost_s + self.config.server_timeout:
-            cure = "start one, and go on with --resume_from_checkpoint auto"
-            raise ServerError(f"no rollout server is left: {self._why_lost}; {cure}")
-        return [server for server in serving if server.in_flight < self._limit]
 
     @contextmanager
     def drained(self, stop: threading.Event) -> Iterator[None]:
