@@ -106,9 +106,8 @@ class GroupStream:
     A group is admitted while groups accepted + running < (max_staleness + version + 1) x batch_size: what is dropped
     makes room for another one, and at staleness 0 exactly the batch to be trained is sampled. All groups begun under
     versions up to v fit into the batches up to v + max_staleness, so none becomes too stale if newer groups let it go
-    first. Every group ends once: taken, or dropped with a reason.
-
-    `groups` are admitted in their order; `fill(group)` samples and scores one, or restores a saved one.
+    first. Every group ends once: taken, or dropped with a reason. `groups` are admitted in their order; `fill(group)`
+    samples and scores one, or restores a saved one.
     """
 
     def __init__(self, groups: Iterator[Group], fill: Any, num_steps: int, config: TrainConfig):
@@ -163,10 +162,10 @@ class GroupStream:
             batch.metrics |= {"queue/ready": float(len(self._ready)), "queue/running": float(len(self._running))}
             return batch
 
-    def close(self) -> None:
-        """Admit and start nothing more."""
+    def close(self, cause: BaseException | None = None) -> None:
+        """Admit and start nothing more: `take` raises the first cause."""
         with self._changed:
-            self._failure = self._failure or ServerError("the stream of rollouts was closed")
+            self._failure = self._failure or cause or ServerError("the stream of rollouts was closed")
             self._changed.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
@@ -182,10 +181,8 @@ class GroupStream:
             self._fill(group)
             with self._changed:
                 self._finish(group)
-        except BaseException as error:  # for the trainer's thread, which raises it
-            with self._changed:
-                self._failure = self._failure or error
-                self._changed.notify_all()
+        except BaseException as error:  # for the trainer's thread
+            self.close(error)
 
     def _finish(self, group: Group) -> None:
         """Accept or drop a scored group, and admit what that makes room for. The caller holds the lock."""
@@ -293,8 +290,7 @@ class Rollouts:
         if config.replay:
             num_saved, groups = saved_groups(config)
             num_steps = config.max_steps or num_saved
-            by_row = {prompt.index: prompt for prompt in self.prompts}
-            fill = partial(restore, prompts=by_row, processor=self.processor, config=config)
+            fill = partial(restore, prompts={p.index: p for p in self.prompts}, processor=self.processor, config=config)
             # They come as they were trained, whatever this run's rules would have dropped or made wait.
             rules = SimpleNamespace(batch_size=config.batch_size, max_staleness=0, drop_zero_advantage=False)
             source = (fill, num_saved, rules)
@@ -315,8 +311,7 @@ class Rollouts:
         sample_group(group, self.client, self.processor, sampling, config)
         self.scorer.score(group)
         if self.references and not is_held_out:
-            _, completions = group.sequences
-            group.ref_logprobs = on_one_server(group, self.references, lambda server: server.logprobs(completions))
+            group.ref_logprobs = on_one_server(group, self.references, lambda s: s.logprobs(group.sequences[1]))
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The batch's next groups, about `num_tokens`, and whether they complete it. Raises Stopped. Collective."""
@@ -328,9 +323,7 @@ class Rollouts:
                 return "stop" if self.version >= self.stream.num_steps else None  # a replay may have fewer steps
             groups.append(group)
             num_tokens -= num_packed_tokens([group.sequences], self.config.share_prefix)
-            if self.stream.missing == 0:
-                return "complete"
-            return "enough" if num_tokens <= 0 else None
+            return "complete" if self.stream.missing == 0 else "enough" if num_tokens <= 0 else None
 
         started_s = time.monotonic()
         word = self._lead(look)
@@ -446,9 +439,8 @@ class Rollouts:
                 self.stream.advance_to(version)
         if not is_first:
             serving = [server for server in self.client.servers if server.has_weights] if is_main() else []
-            due = [server for server in serving if version - server.proved_version >= self.config.probe_steps]
-            due.sort(key=lambda server: server.proved_version)
-            self._prove(returned + due[: 1 + len(serving) // self.config.probe_steps])
+            first = sorted(serving, key=lambda s: s.proved_version)[: 1 + len(serving) // self.config.probe_steps]
+            self._prove(returned + [s for s in first if version - s.proved_version >= self.config.probe_steps])
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers; returns, on rank 0, those that came back and now have it. Collective."""
@@ -492,8 +484,7 @@ class Rollouts:
     def _difference(self, completions: list[Completion]) -> str:
         """In words, how far log-probs of the policy are from the server's; empty where they are close enough."""
         prompt = self.probe_prompt
-        group = (prompt.token_ids, [completion.token_ids for completion in completions])
-        (row,) = pack([group], share_prefix=self.config.share_prefix)
+        (row,) = pack([(prompt.token_ids, [c.token_ids for c in completions])], share_prefix=self.config.share_prefix)
         images = {name: value.to(self.device) for name, value in prompt.inputs.items()}
         with torch.no_grad():
             logprobs = token_logprobs(self.policy, row.to(self.device), images, self.config)
@@ -509,6 +500,5 @@ class Rollouts:
 
     def close(self) -> None:
         """Leave the servers."""
-        for part in (self.stream, self.scorer, self.client, self.references) if is_main() else ():
-            if part:
-                part.close()
+        for part in filter(None, (self.stream, self.scorer, self.client, self.references) if is_main() else ()):
+            part.close()
