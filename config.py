@@ -56,6 +56,7 @@ Positive = Annotated[float, Field(title="float > 0", gt=0)]
 NotNegative = Annotated[float, Field(title="float >= 0", ge=0)]
 Fraction = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
 BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
+Correction = Literal["truncate", "mask", "sequence", "sequence_mask", "geometric", "geometric_mask", "none"]
 _STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 _RESERVED = {"n", "max_tokens", "temperature", "top_k", "stop", "logprobs"}
 _BENDING = {"top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "thinking_token_budget"}
@@ -190,9 +191,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4); None sets no bound."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Ratios are against the policy before the batch's first update (arXiv:2505.24298), or the server's log-probs."""
-    off_policy_correction: Literal[
-        "truncate", "mask", "sequence", "sequence_mask", "geometric", "geometric_mask", "none"
-    ] = "truncate"
+    off_policy_correction: Correction = "truncate"
     """A token's weight at `old_logprobs=trainer`, of w = p(trainer) / p(server). truncate: min(w, correction_cap), TIS.
     mask: w within floor and cap, else 0 (IcePop). sequence, geometric: of the product, or mean, of a completion's."""
     correction_cap: Positive = 2.0
@@ -339,8 +338,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     @property
     def clip_high(self) -> float:
         """The upper clip actually used: `epsilon_high`, or what its None stands for."""
-        default = 0.2 if self.epsilon is None else self.epsilon
-        return default if self.epsilon_high is None else self.epsilon_high
+        return next(value for value in (self.epsilon_high, self.epsilon, 0.2) if value is not None)
 
     @property
     def weighs_whole_batch(self) -> bool:
