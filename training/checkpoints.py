@@ -41,10 +41,9 @@ TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's sha
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that the run goes on from; None where it starts anew, as `auto` does where there is none."""
     wanted = config.resume_from_checkpoint
-    path = _newest(Path(config.output_dir)) if wanted == "auto" else wanted
+    path = _newest(Path(config.output_dir)) if wanted == "auto" else None if wanted is None else Path(wanted)
     if path is None:
         return None
-    path = Path(path)
     if not (path / TRAINER / "state.pt").is_file():
         raise UserError(f"resume_from_checkpoint={path}: no such folder, or one without {TRAINER}/state.pt")
     before, now = json.loads((path / TRAINER / "config.json").read_text()), to_json(config)
@@ -153,8 +152,7 @@ class Checkpoints:
             return
         error, self._writing = self._writing.exception(), None
         own_cause = error and (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0]
-        cause = next(filter(None, gather_objects(own_cause)), None)
-        if cause:
+        if cause := next(filter(None, gather_objects(own_cause)), None):
             path = self.folder / f"checkpoint-{self.steps.pop()}"
             failure = f"{path} cannot be written, checkpoints before it are whole: {cause}"
             if self._last_failed:
