@@ -27,7 +27,7 @@ MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
 MIN_COMPARED = 32  # tokens of a server, from which its difference from the trainer is judged: those of a probe
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # NaN and infinity, which JSON does not have, become null
 PRINTED = ["loss", "grad_norm", "kl", "frac_reward_zero_std", "completions/mean_length", "time/step_s"]
-Sets = dict[str, list[Group]]  # held-out groups, by the name of their data set
+Sets = dict[str, list[Group]] | None  # held-out groups, by the name of their data set
 
 
 class TokenSums:
@@ -50,12 +50,8 @@ class TokenSums:
         """
         gap = (trainer_logprobs - sampler_logprobs).where(mask > 0, 0.0)
         weight = gap.exp() * mask
-        per_token = sums | {
-            "entropy": entropy @ mask.to(entropy.dtype),
-            "sampling/sampling_logp_difference/mean": gap.abs().sum(),
-            "sampling/kl": (gap.expm1() - gap).sum(),
-        }
-        for name, value in per_token.items():
+        of_gap = {"sampling/sampling_logp_difference/mean": gap.abs().sum(), "sampling/kl": (gap.expm1() - gap).sum()}
+        for name, value in (sums | {"entropy": entropy @ mask.to(entropy.dtype)} | of_gap).items():
             self.per_token[name] = self.per_token.get(name, 0.0) + value.detach()
         for name, value in (("tokens", mask), ("weight", weight), ("weight_square", weight.square())):
             self.totals[name] += value.sum()
@@ -67,27 +63,24 @@ class TokenSums:
         """Means over all ranks' tokens; and mean |Δ| by server, over tokens of the current policy. Collective."""
         dist.all_reduce(self.by_server)
         gaps, numbers = self.by_server.tolist()
-        compared = {n - 1: gaps[n] / numbers[n] for n in range(1, len(gaps)) if numbers[n] >= MIN_COMPARED}
         current = sum(numbers[1:])
         total = over_ranks(self.totals)
         tokens = max(total["tokens"], 1)
-        means = {name: value / tokens for name, value in over_ranks(self.per_token).items()}
-        return means | {
+        return {name: value / tokens for name, value in over_ranks(self.per_token).items()} | {
             "loss": total["loss"],
             "sampling/current_logp_difference": sum(gaps[1:]) / current if current else math.nan,
             "sampling/stale_logp_difference": gaps[0] / numbers[0] if numbers[0] else math.nan,
             "sampling/current_share": current / max(sum(numbers), 1),
             "sampling/sampling_logp_difference/max": over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)["gap"],
             "sampling/effective_sample_size": total["weight"] ** 2 / max(tokens * total["weight_square"], 1e-30),
-        }, compared
+        }, {n - 1: gaps[n] / numbers[n] for n in range(1, len(gaps)) if numbers[n] >= MIN_COMPARED}
 
 
 def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
     """What is known of a batch that trained policy `version`: rewards, lengths, staleness, times."""
     completions = [c for group in groups for c in group.completions]
     rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
-    centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    spread = centred.square().nanmean(dim=1).sqrt().nan_to_num(0.0)
+    spread = (rewards - rewards.nanmean(dim=1, keepdim=True)).square().nanmean(dim=1).sqrt().nan_to_num(0.0)
     versions = [{span.version for segment in c.segments for span in segment.weight_versions} for c in completions]
     staleness = [version - min(seen, default=version) for seen in versions]
     num_groups, num_completions = len(groups), len(completions)
@@ -110,8 +103,7 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
 
 def warn_of(first: dict[str, float], config: TrainConfig) -> None:
     """Warn, one line each, of a first batch without signal, or whose completions are mostly cut off."""
-    uses_rewards = not (config.advantage_fn or config.loss_fn or config.beta)
-    if first["frac_reward_zero_std"] == 1 and uses_rewards:
+    if first["frac_reward_zero_std"] == 1 and not (config.advantage_fn or config.loss_fn or config.beta):
         cause = f"every prompt's completions have the same reward (mean {first['reward']:.4g})"
         tqdm.write(f"warning: no advantages, as {cause}: read them with `python scripts/show.py {config.output_dir}`")
     if (share := first["completions/clipped_ratio"]) > 0.9:
@@ -129,8 +121,7 @@ def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, An
         for i, c in enumerate(group.completions):
             rewards = {f.__name__: reward for f, reward in zip(functions, group.rewards[i], strict=True)}
             scores = {"reward": group.reward[i], "rewards": rewards}
-            if group.advantages:  # held-out completions have none
-                scores["advantage"] = group.advantages[i]
+            scores |= {"advantage": group.advantages[i]} if group.advantages else {}  # held-out completions have none
             sampling = {"finish_reason": c.finish_reason, "weight_versions": c.weight_versions}
             samples.append({**of_group, "completion": group.texts[i], **scores, **sampling, "info": _shortened(c.info)})
     return samples
@@ -178,9 +169,7 @@ class RunLog:
             self._wandb, self.wandb_id = wandb, wandb.init(**run, resume="allow").id
             files.callback(wandb.finish)
 
-    def step(
-        self, step: int, metrics: dict[str, float], batch: Batch | None = None, held_out: Sets | None = None
-    ) -> None:
+    def step(self, step: int, metrics: dict[str, float], batch: Batch | None = None, held_out: Sets = None) -> None:
         """Write one step: metrics everywhere, its batch, and the groups of held-out sets, to their `.jsonl` files."""
         if not is_main() or not (metrics or batch):
             return
@@ -236,8 +225,7 @@ class RunLog:
             evals = ["eval/accuracy", "eval/reward", *[name for name in metrics if name.startswith("eval/pass@")][-1:]]
             evals += [f"eval/{name}/{kind}" for name in self.config.eval_sets]
             names = ["reward", *(parts if len(parts) > 1 else ()), *evals, *PRINTED]
-            printed = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
-            tqdm.write(" · ".join([head, *printed, *pace]))
+            tqdm.write(" · ".join([head, *(f"{name} {metrics[name]:.4g}" for name in names if name in metrics), *pace]))
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on with what is written: all steps until now."""
