@@ -113,9 +113,8 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     """FSDP2 or DDP over all ranks, with rank 0's weights, on `device` or with `fsdp_offload` on the CPU. Collective."""
     if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
-    named = chain(model.named_parameters(), model.named_buffers())
     # Only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
-    whole = {name: tensor.detach() for name, tensor in named} if is_main() else {}
+    whole = {n: t.detach() for n, t in chain(model.named_parameters(), model.named_buffers())} if is_main() else {}
     model.to("meta")
     base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
     if config.use_fsdp:
@@ -156,8 +155,7 @@ def _from_main(tensor: Tensor, whole: Tensor | None, device: torch.device) -> No
     """Fill a tensor, or this rank's part of an FSDP2 shard, from rank 0's whole one. Collective."""
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device) if whole is None else whole.to(device)
     if isinstance(tensor, DTensor):
-        part = distribute_tensor(whole, tensor.device_mesh, tensor.placements)
-        tensor.to_local().copy_(part.to_local())
+        tensor.to_local().copy_(distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local())
     else:
         dist.broadcast(whole, 0)
         tensor.copy_(whole)
@@ -326,9 +324,8 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         module_name, _, leaf = name.rpartition(".base_layer.")
         if leaf == "weight":
             layer = base.get_submodule(module_name)
-            (adapter,) = layer.active_adapters
-            with torch.no_grad():
-                merged = full_tensor(tensor) + full_tensor(layer.get_delta_weight(adapter))
+            with torch.no_grad():  # there is one adapter
+                merged = full_tensor(tensor) + full_tensor(layer.get_delta_weight(*layer.active_adapters))
             yield f"{module_name}.weight", merged.to(tensor.dtype)
         else:
             yield name.replace(".base_layer.", "."), full_tensor(tensor)
@@ -336,8 +333,7 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """`full_weights` as `save_pretrained` would write them, with no more than one decoder layer alive. Collective."""
-    # transformers holds some in another form (fused experts, renamed towers): undo its own conversion. Weights of a
-    # layer have the same name up to its number: `model.layers.3.`
+    # Some have another form here (fused experts, renamed towers). Names of one layer begin alike: `model.layers.3.`
     for _, layer in groupby(full_weights(model), key=lambda item: re.findall(r"^.*?\.\d+\.", item[0])):
         yield from revert_weight_conversion(base_model(model), dict(layer)).items()
 
