@@ -169,9 +169,8 @@ class AccessGuard:
         if scope["type"] != "http" or scope["path"] not in TRAINER_ROUTES:
             return JSONResponse({"error": "no such route on a rollout server"}, 404)
         headers = dict(scope["headers"])
-        expected = f"Bearer {self.token}".encode()
         needs_token = self.token and scope["path"] != "/health"
-        if needs_token and not hmac.compare_digest(headers.get(b"authorization", b""), expected):
+        if needs_token and not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self.token}".encode()):
             return JSONResponse({"error": "missing or wrong bearer token"}, 401)
         length = headers.get(b"content-length", b"0")
         is_number = length.isdigit() and len(length) < 20
