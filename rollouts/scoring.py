@@ -72,8 +72,7 @@ class Scorer:
     """Calls the reward functions, in worker processes, and keeps account of what fails in `failed_rewards.jsonl`."""
 
     def __init__(self, tokenizer: Any, config: TrainConfig):
-        self.tokenizer = tokenizer
-        self.config = config
+        self.tokenizer, self.config = tokenizer, config
         self.num_failed = 0
         self.failed_path = Path(config.output_dir) / "failed_rewards.jsonl"
         self._in_a_row: Counter[str] = Counter()  # failures of each function since its last success
