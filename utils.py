@@ -57,8 +57,7 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         if dist.get_world_size() == 1:
             dist.destroy_process_group()
         raise  # peers may wait in a collective, and tearing down could hang: torchrun ends them once this rank is gone
-    # The end of a gloo group holds Python's lock while it waits for the group's threads, and these may be waiting for
-    # that lock to free the last collective's tensors (torch 2.13): let them have it first.
+    # The end of a gloo group holds Python's lock, which its threads need to free the last tensors (torch 2.13).
     time.sleep(0.1)
     dist.destroy_process_group()
 
@@ -103,8 +102,7 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     """Consecutive weights, of any shapes, of together at most `BUCKET_BYTES`; a larger one is a bucket of its own."""
     bucket: dict[str, Tensor] = {}
     for name, tensor in weights:
-        num_bytes = sum(t.nbytes for t in bucket.values()) + tensor.nbytes
-        if bucket and num_bytes > BUCKET_BYTES[tensor.device.type]:
+        if bucket and sum(t.nbytes for t in bucket.values()) + tensor.nbytes > BUCKET_BYTES[tensor.device.type]:
             yield bucket
             bucket = {}
         bucket[name] = tensor
@@ -163,11 +161,10 @@ class TransferGroup:
     def _connect(self, world_size: int) -> None:
         """Make the process group, and send a byte through: nccl's communicator is made by the first broadcast."""
         store = dist.PrefixStore(f"weights/{self.backend}", self._store)
-        is_gloo = self.backend == "gloo"
-        kind: Any = dist.ProcessGroupGloo if is_gloo else dist.ProcessGroupNCCL
-        options = kind._Options() if is_gloo else kind.Options()
+        kind: Any = dist.ProcessGroupGloo if self.backend == "gloo" else dist.ProcessGroupNCCL
+        options = kind._Options() if self.backend == "gloo" else kind.Options()
         options._timeout = timedelta(seconds=self._timeout_s)
-        if is_gloo:
+        if self.backend == "gloo":
             options._devices = [_gloo_device(hostname=address_towards(self._store.host))]
             self._group = kind(store, self._rank, world_size, options)
         else:
@@ -229,11 +226,8 @@ class TransferGroup:
         elif size:
             self.finish(self._broadcast(buffer))
         self._number += 1
-        bucket = {}
-        for name, kind, shape, start in entries:
-            dtype = getattr(torch, kind)
-            bucket[name] = buffer[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        return bucket
+        parts = [(name, getattr(torch, kind), shape, buffer[start:end]) for name, kind, shape, start, end in entries]
+        return {name: part.view(dtype).view(shape) for name, dtype, shape, part in parts}
 
     def _broadcast(self, data: Tensor) -> Any:
         if (group := self._group) is None:
@@ -283,10 +277,9 @@ def _flat(bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | 
     for name, tensor in bucket.items():
         is_wide = dtype and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
         data = tensor.to(device, dtype if is_wide and tensor.ndim > 1 else tensor.dtype)
-        entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start))
-        parts.append(data.reshape(-1).view(torch.uint8))
-        parts.append(parts[-1].new_zeros(-data.nbytes % 16))  # a tensor of any dtype may begin there
-        start += data.nbytes + len(parts[-1])
+        entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start, start + data.nbytes))
+        parts += [data.reshape(-1).view(torch.uint8), data.new_zeros(-data.nbytes % 16, dtype=torch.uint8)]
+        start += data.nbytes + len(parts[-1])  # where a tensor of any dtype may begin
     parts = [part for part in parts if len(part)]
     return entries, parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
@@ -336,7 +329,17 @@ def api_token() -> str:
     return os.environ.get("VLLM_API_KEY", "").strip()
 
 
-# -- Clocks, signals, the end of a process -----------------------------------------------------------------------------
+# -- Errors, clocks, signals, the end of a process ---------------------------------------------------------------------
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Whatever fails inside, in data, a template, a processor or a user's function, is a UserError that says where."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if type(error) in (ValueError, UserError) else f"{type(error).__name__}: "
+        raise UserError(" ".join(f"{where}: {kind}{error}".split())) from error
 
 
 @contextmanager

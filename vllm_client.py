@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import ADDRESS, TrainConfig, UserError
-from utils import RIGHT_VLLM, VLLM_VERSION, TransferGroup, address_towards, api_token, buckets
+from utils import RIGHT_VLLM, VLLM_VERSION, TransferGroup, address_towards, api_token, buckets, naming
 
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
@@ -339,13 +339,11 @@ class ReferenceServer(Server):
 
 def server_urls(config: TrainConfig) -> list[str]:
     """The addresses that `vllm_urls` means now, each once: those of a file for `@file`. UserError where it has none."""
-    try:
+    with naming(f"vllm_urls={','.join(config.vllm_urls)}"):
         lists = [Path(word[1:]).read_text().split() if word[0] == "@" else [word] for word in config.vllm_urls]
         urls = [url.rstrip("/") for of_word in lists for url in of_word]
         if not urls or (wrong := [url for url in urls if not re.match(ADDRESS, url)]):
             raise ValueError(f"it needs lines of http://host:port, and has {wrong if urls else 'none'}")
-    except (OSError, ValueError) as error:  # no file, no text, no addresses
-        raise UserError(f"vllm_urls={','.join(config.vllm_urls)}: {error}") from error
     return list(dict.fromkeys(urls))
 
 

@@ -9,7 +9,6 @@ import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from config import TrainConfig, UserError
 from prefix_attention import as_tokens, num_packed_tokens
+from utils import naming
 from vllm_client import Completion
 
 
@@ -113,10 +113,9 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
         if longest > config.max_tokens_per_gpu:
             raise ValueError(f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu")
         for ids, tokens in segments:
-            text = torch.cat([ids[num_images:], tokens])
             if not torch.equal(ids[:num_images], own[:num_images]):
                 raise ValueError("a segment's prompt must begin as the group's does, up to its last image")
-            if torch.isin(text, torch.tensor(forbidden, dtype=torch.int64)).any():
+            if torch.isin(torch.cat([ids[num_images:], tokens]), torch.tensor(forbidden, dtype=torch.int64)).any():
                 raise ValueError("a completion has a placeholder of an image, which no policy takes")
 
 
@@ -195,16 +194,6 @@ def _stored_rows(source: str, split: str, config: TrainConfig) -> list[dict[str,
     return list(dataset.to_iterable_dataset().decode(False)) if len(dataset) else []
 
 
-@contextmanager
-def naming(where: str) -> Iterator[None]:
-    """Whatever fails inside, in data, a template, a processor or a user's function, is a UserError that says where."""
-    try:
-        yield
-    except Exception as error:
-        kind = "" if type(error) in (ValueError, UserError) else f"{type(error).__name__}: "
-        raise UserError(" ".join(f"{where}: {kind}{error}".split())) from error
-
-
 def load_prompts(source: str | Callable[[], Any], split: str, processor: Any, config: TrainConfig) -> list[Prompt]:
     """One prompt per row, with its token ids and reward columns. UserError with a row's number where it makes none."""
 
@@ -265,9 +254,8 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
         if first and not any(IMAGE in message["content"] for message in messages):
             first["content"] = [IMAGE] * num_images + first["content"]
     is_begun = messages[-1]["role"] == "assistant"  # the completion goes on from there
-    text = owner.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=not is_begun, continue_final_message=is_begun
-    )
+    modes = {"tokenize": False, "add_generation_prompt": not is_begun, "continue_final_message": is_begun}
+    text = owner.apply_chat_template(messages, **modes)
     bos = tokenizer_of(processor).bos_token  # LLaVA's template leaves it to the tokenizer
     return text, takes_images and not (bos and text.startswith(bos))
 

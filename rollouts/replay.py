@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from config import TrainConfig, UserError, to_json
 from rollouts import data
@@ -23,18 +22,14 @@ MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")
 
 
 def _encoded(value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.ndim != 1 or value.dtype not in (torch.int64, *DTYPES):
+    if not isinstance(value, torch.Tensor) or value.ndim != 1 or value.dtype not in (torch.int64, *DTYPES):
         return repr(value)  # something odd in `info`
     value = (value.int() if value.dtype == torch.int64 else value).detach().cpu()
     return msgspec.msgpack.Ext(DTYPES.index(value.dtype), value.numpy().tobytes())
 
 
-def _decoded(number: int, values: memoryview) -> Tensor:
-    return torch.frombuffer(bytearray(values), dtype=DTYPES[number])
-
-
 ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
-DECODER = msgspec.msgpack.Decoder(Group, ext_hook=_decoded)
+DECODER = msgspec.msgpack.Decoder(Group, ext_hook=lambda n, raw: torch.frombuffer(bytearray(raw), dtype=DTYPES[n]))
 
 
 def saved_group(group: Group) -> dict[str, Any]:
@@ -52,11 +47,9 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
     """The number of whole steps that the run saved, from step 1 on, and its groups in training order, numbered anew."""
     folder = Path(str(config.replay))
-    try:
+    with data.naming(f"replay={folder}: no rollouts of a run with save_rollouts"):
         sizes = Counter(row["step"] for row in _rows(folder / "rollouts.jsonl") if "group" in row)
         before, now = json.loads((folder / "config.json").read_text()), to_json(config)
-    except (OSError, ValueError) as error:
-        raise UserError(f"replay={folder}: no rollouts of a run with save_rollouts ({error})") from None
     for settings in (before, now):  # recipes may have the same function in files of different names
         settings["reward_funcs"] = [path.rpartition(".")[2] for path in settings["reward_funcs"]]
     for name in MUST_BE_EQUAL:
