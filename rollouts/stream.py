@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
 
 from config import TrainConfig, UserError, bending, describe
 from prefix_attention import num_packed_tokens, pack
@@ -39,8 +38,7 @@ def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group; what the config leaves at None is not sent."""
     params: dict[str, Any] = {"n": config.num_generations, "max_tokens": config.max_completion_len}
     params |= {"temperature": config.temperature, "top_k": config.top_k, "stop": config.stop}
-    params |= config.sampling_params or {}
-    return {name: value for name, value in params.items() if value is not None}
+    return {name: value for name, value in (params | (config.sampling_params or {})).items() if value is not None}
 
 
 def sample_group(
@@ -50,8 +48,7 @@ def sample_group(
     if group.prompt.sources:  # of images
         group.prompt = data.with_images(group.prompt, processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:  # completion i of a group gets seed + i from vLLM
-        seed = (config.seed << 40) + group.id * 2 * sampling["n"]
-        sampling = {"seed": seed % 2**63, **sampling}
+        sampling = {"seed": ((config.seed << 40) + group.id * 2 * sampling["n"]) % 2**63, **sampling}
 
     def sample(server: Server) -> list[Completion]:
         group.started_version, group.started_s, group.server = client.version, time.monotonic(), server.number
@@ -103,11 +100,10 @@ def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: Train
 class GroupStream:
     """Scored groups for the trainer, sampled ahead of it within the bound on staleness. Lives on rank 0.
 
-    A group is admitted while groups accepted + running < (max_staleness + version + 1) x batch_size: what is dropped
-    makes room for another one, and at staleness 0 exactly the batch to be trained is sampled. All groups begun under
-    versions up to v fit into the batches up to v + max_staleness, so none becomes too stale if newer groups let it go
-    first. Every group ends once: taken, or dropped with a reason. `groups` are admitted in their order; `fill(group)`
-    samples and scores one, or restores a saved one.
+    `groups` are admitted in their order, while accepted + running < (max_staleness + version + 1) x batch_size: what is
+    dropped makes room for another, and at staleness 0 just the batch to be trained is sampled. All begun under versions
+    up to v fit into the batches up to v + max_staleness, so none becomes too stale if newer ones let it go first. Every
+    group ends once: taken, or dropped with a reason. `fill(group)` samples and scores one, or restores a saved one.
     """
 
     def __init__(self, groups: Iterator[Group], fill: Any, num_steps: int, config: TrainConfig):
@@ -241,12 +237,11 @@ class Rollouts:
         self.policy: Any = None  # the one that was published last, as `version`
         self.version = -1
         self.gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
-        # `example` is the shortest prompt with images, processed, or None; servers are probed with `probe_prompt`.
         self.num_steps, self.example, self.probe_prompt = broadcast_object(self._open(resumed) if is_main() else None)
         self._restart_clocks()
 
     def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None, Prompt]:
-        """Check and load everything that rank 0 needs; returns `num_steps`, `example` and the prompt of probes."""
+        """Check and load everything that rank 0 needs; gives `num_steps`, an `image_example`, the prompt of probes."""
         config = self.config
         print(describe(config, usual=with_bf16(replace(config, bf16=None))))
         self.processor = data.load_processor(config)
@@ -257,9 +252,8 @@ class Rollouts:
         if config.reference_urls:  # they serve what `reference_id` names, or the initial policy
             if forbidden:
                 raise UserError("reference_urls: with images the trainer needs its own reference, see reference_id")
-            named: Any = {"vllm_urls": config.reference_urls, "model_id": config.reference_id or config.model_id}
-            kind = partial(ReferenceServer, temperature=config.temperature)
-            self.references = VLLMClient(replace(config, **named), kind=kind)
+            theirs = replace(config, vllm_urls=config.reference_urls, model_id=config.reference_id or config.model_id)
+            self.references = VLLMClient(theirs, kind=partial(ReferenceServer, temperature=config.temperature))
         prompts = self._load(config.dataset_id, config.dataset_split)
         held_out = {}
         for name, of_set in config.eval_sets.items():
@@ -420,7 +414,7 @@ class Rollouts:
             elif gap > self.config.max_logprob_mismatch:
                 self.client.lose(server, ServerLost(MISMATCH.format(gap)))
 
-    def publish(self, policy: nn.Module, version: int) -> None:
+    def publish(self, policy: torch.nn.Module, version: int) -> None:
         """Send the policy to every server as `version`, which lets sampling go on. Collective.
 
         A server, whose weights were zero, serves once its log-probs of a probe agree; at the first sync all must, or it
@@ -500,5 +494,6 @@ class Rollouts:
 
     def close(self) -> None:
         """Leave the servers."""
-        for part in filter(None, (self.stream, self.scorer, self.client, self.references) if is_main() else ()):
-            part.close()
+        for part in (self.stream, self.scorer, self.client, self.references) if is_main() else ():
+            if part:
+                part.close()
