@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
 from prefix_attention import PackedBatch, num_packed_tokens, pack
-from rollouts.data import Prompt, joined_images, naming
+from rollouts.data import Prompt, joined_images
 from rollouts.stream import Group, Rollouts
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
 from training.logs import RunLog, TokenSums
@@ -32,7 +32,7 @@ from training.model import (
     token_logprobs,
     with_bf16,
 )
-from utils import Stopped, exits, is_main, process_group, scatter_objects, stop_signals, timed
+from utils import Stopped, exits, is_main, naming, process_group, scatter_objects, stop_signals, timed
 from vllm_client import Completion, ServerError, Span
 
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # sums over tokens that a loss_fn may return, besides loss/...
@@ -269,6 +269,7 @@ class Dealer:
         self.config = config
         self.loads = [0] * num_ranks  # tokens that each rank has had
         self.waiting: list[Group] = []  # groups of a row that still has room
+        self.waiting_tokens = 0  # of these, each alone: at least those of their row
         self.rows: list[MicroBatch] = []  # not dealt yet
         self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
 
@@ -295,9 +296,11 @@ class Dealer:
         config, num_ranks = self.config, len(self.loads)
         self.lengths += trained_lengths(groups, config)
         for group in groups:
-            if self.waiting and row_tokens([*self.waiting, group], config) > config.max_tokens_per_gpu:
+            self.waiting_tokens += (own := row_tokens([group], config))
+            is_over = self.waiting and self.waiting_tokens > config.max_tokens_per_gpu
+            if is_over and row_tokens([*self.waiting, group], config) > config.max_tokens_per_gpu:
                 self.rows += micro_batches(self.waiting, config.max_tokens_per_gpu, config)
-                self.waiting = []
+                self.waiting, self.waiting_tokens = [], own
             self.waiting.append(group)
         normalizer = None
         if ends_update:  # Spread the waiting groups evenly over the rows that the round lacks.
@@ -311,7 +314,7 @@ class Dealer:
             filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
             self.rows += [filler] * (-len(self.rows) % num_ranks)
             normalizer = loss_normalizer(self.lengths, config)
-            self.waiting, self.lengths = [], []
+            self.waiting, self.waiting_tokens, self.lengths = [], 0, []
         dealt: list[list[MicroBatch]] = [[] for _ in self.loads]
         while len(self.rows) >= num_ranks:
             by_size = sorted(self.rows[:num_ranks], key=lambda micro: -micro.packed.num_tokens)

@@ -265,17 +265,11 @@ def turn_ids(
 ) -> list[int] | None:
     """What the chat template puts between a reply, as it was sampled, and the next one; None where it rewrites history.
 
-    The difference of two renderings, from where the reply ends (mostly by an end-of-turn token), so that no sampled
-    token is tokenized again: `Completion.then` joins them. None where the second rendering does not begin with the
-    first and the reply, white space aside (stripped thinking, changed calls of tools): the next turn is a segment of
-    its own, whose prompt is that rendering.
-
-    Args:
-        tokenizer: with a chat template.
-        messages: those that the reply was sampled for.
-        reply_ids: the reply's tokens, [n].
-        then: the messages that answer it (of a tool, of a user).
-        template: more that the template takes, as for the first turn (`tools`, `enable_thinking`).
+    The difference of two renderings, of `messages`, for which `reply_ids` [n] were sampled, and of these with the reply
+    and `then`, the messages that answer it: what stands behind the reply. No sampled token is tokenized again, and
+    `Completion.then` joins them. None where the second rendering does not begin with the first and the reply, white
+    space aside (stripped thinking): then the next turn is a segment, whose prompt is that rendering. `template` is what
+    else the template takes, as for the first turn (`tools`, `enable_thinking`).
     """
     text, last = tokenizer.decode(reply_ids), int(reply_ids[-1])
     said = {"role": "assistant", "content": tokenizer.decode(reply_ids, skip_special_tokens=True)}

@@ -16,6 +16,7 @@ from config import TrainConfig, UserError, to_json
 from rollouts import data
 from rollouts.data import Group, Prompt
 from rollouts.scoring import weighted
+from utils import naming
 
 DTYPES = (torch.int32, torch.float32, torch.bool)  # of saved tensors
 MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")  # in both runs
@@ -47,7 +48,7 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
 def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
     """The number of whole steps that the run saved, from step 1 on, and its groups in training order, numbered anew."""
     folder = Path(str(config.replay))
-    with data.naming(f"replay={folder}: no rollouts of a run with save_rollouts"):
+    with naming(f"replay={folder}: no rollouts of a run with save_rollouts"):
         sizes = Counter(row["step"] for row in _rows(folder / "rollouts.jsonl") if "group" in row)
         before, now = json.loads((folder / "config.json").read_text()), to_json(config)
     for settings in (before, now):  # recipes may have the same function in files of different names
@@ -69,7 +70,7 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
         prompt = data.with_images(prompt, processor, config)
     if not prompt or prompt.token_ids != group.prompt.token_ids:
         raise UserError(f"replay: dataset row {row} is not the prompt that it was in {config.replay}")
-    with data.naming(f"replay: dataset row {row}"):
+    with naming(f"replay: dataset row {row}"):
         data.check_segments(replace(group, prompt=prompt), (), config)
     ids = [completion.token_ids.tolist() for completion in group.completions]
     group.texts = [data.tokenizer_of(processor).decode(of_one, skip_special_tokens=True) for of_one in ids]

@@ -15,8 +15,9 @@ from typing import Any
 import cloudpickle
 
 from config import TrainConfig, UserError
-from rollouts.data import Group, Prompt, naming
+from rollouts.data import Group, Prompt
 from rollouts.workers import CallError, CallPool
+from utils import naming
 
 
 def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:

@@ -23,7 +23,7 @@ from rollouts.data import Batch, Group, Prompt
 from rollouts.replay import restore, saved_groups
 from rollouts.scoring import Scorer, check_rewards, held_out_metrics
 from training.model import load_model_config, published_weights, token_logprobs, with_bf16
-from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, timed
+from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, naming, timed
 from vllm_client import CONTROL_TIMEOUT_S, Completion, ReferenceServer, Server, ServerError, ServerLost, VLLMClient
 
 MISMATCH = (
@@ -257,7 +257,7 @@ class Rollouts:
         prompts = self._load(config.dataset_id, config.dataset_split)
         held_out = {}
         for name, of_set in config.eval_sets.items():
-            with data.naming(f"eval_dataset_id {name}".strip()):
+            with naming(f"eval_dataset_id {name}".strip()):
                 held_out[name] = self._load(of_set, config.eval_dataset_split)
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
         if self.references:  # to give log-probs, vLLM must also sample a token

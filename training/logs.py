@@ -17,10 +17,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import TrainConfig, to_json
-from rollouts.data import Batch, Group, naming
+from rollouts.data import Batch, Group
 from rollouts.replay import saved_group
 from rollouts.scoring import reward_means
-from utils import is_main, over_ranks
+from utils import is_main, naming, over_ranks
 from vllm_client import MAX_SERVERS
 
 MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl

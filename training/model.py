@@ -25,8 +25,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
 from prefix_attention import PackedBatch, attach, base_model, completion_logprobs, device_of
-from rollouts.data import Prompt, naming, placeholder_ids
-from utils import broadcast_object, gather_objects, is_main
+from rollouts.data import Prompt, placeholder_ids
+from utils import broadcast_object, gather_objects, is_main, naming
 
 
 def with_bf16(config: TrainConfig) -> TrainConfig:
