@@ -208,12 +208,8 @@ class MicroBatch:
 
 def row_tokens(groups: list[Group], config: TrainConfig) -> int:
     """Positions of the smallest row that holds all groups."""
-    return num_packed_tokens([group.sequences for group in groups], config.share_prefix, apart=with_images(groups))
-
-
-def with_images(groups: list[Group]) -> set[int]:
-    """Numbers of groups with images, by which equal token ids may differ."""
-    return {number for number, group in enumerate(groups) if group.prompt.images}
+    with_images = {number for number, group in enumerate(groups) if group.prompt.images}
+    return num_packed_tokens([group.sequences for group in groups], config.share_prefix, apart=with_images)
 
 
 def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
@@ -244,7 +240,8 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     if groups[0].ref_logprobs:
         tokens["ref_logprobs"] = torch.cat([values for group in groups for values in group.ref_logprobs])
     batches = []
-    for row in pack([group.sequences for group in groups], max_tokens, config.share_prefix, apart=with_images(groups)):
+    with_images = {number for number, group in enumerate(groups) if group.prompt.images}
+    for row in pack([group.sequences for group in groups], max_tokens, config.share_prefix, apart=with_images):
         of_row: Any = {name: values[row.index] for name, values in tokens.items()}
         prompts = [groups[number].prompt for number in row.prompts if number is not None]
         batches.append(MicroBatch(row, images=joined_images(prompts), **of_row))

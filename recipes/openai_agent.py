@@ -28,7 +28,7 @@ from functools import cache, wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rollouts.data import turn_ids
+from recipes.turns import turn_ids
 from vllm_client import Completion, ServerError
 
 READ = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"}

@@ -76,11 +76,6 @@ class Group:
         return [segment for completion in self.completions for segment in completion.segments]
 
     @property
-    def num_tokens(self) -> int:
-        """Its tokens, prompts included, as they would be without shared prefixes."""
-        return sum(len(prompt) + len(tokens) for segments in self.sequences[1] for prompt, tokens in segments)
-
-    @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled one of its tokens."""
         versions = (span.version for segment in self.segments for span in segment.weight_versions)
@@ -258,34 +253,6 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
     text = owner.apply_chat_template(messages, **modes)
     bos = tokenizer_of(processor).bos_token  # LLaVA's template leaves it to the tokenizer
     return text, takes_images and not (bos and text.startswith(bos))
-
-
-def turn_ids(
-    tokenizer: Any, messages: list[dict[str, Any]], reply_ids: Any, then: list[dict[str, Any]], **template: Any
-) -> list[int] | None:
-    """What the chat template puts between a reply, as it was sampled, and the next one; None where it rewrites history.
-
-    The difference of two renderings, of `messages`, for which `reply_ids` [n] were sampled, and of these with the reply
-    and `then`, the messages that answer it: what stands behind the reply. No sampled token is tokenized again, and
-    `Completion.then` joins them. None where the second rendering does not begin with the first and the reply, white
-    space aside (stripped thinking): then the next turn is a segment, whose prompt is that rendering. `template` is what
-    else the template takes, as for the first turn (`tools`, `enable_thinking`).
-    """
-    text, last = tokenizer.decode(reply_ids), int(reply_ids[-1])
-    said = {"role": "assistant", "content": tokenizer.decode(reply_ids, skip_special_tokens=True)}
-    before, after = (
-        tokenizer.apply_chat_template(of, tokenize=False, add_generation_prompt=True, **template)
-        for of in (messages, [*messages, said, *then])
-    )
-    rest = after[len(before) :]
-    reply = "".join(text.split())
-    if not after.startswith(before) or not "".join(rest.split()).startswith(reply):
-        return None
-    ends = [0, *(place for place, letter in enumerate(rest, 1) if not letter.isspace())]
-    between, is_token = rest[ends[len(reply)] :], last in tokenizer.added_tokens_decoder
-    # Behind that token, as some tokenizers treat the beginning of a text in a way of their own.
-    ids = tokenizer(tokenizer.decode([last]) * is_token + between, add_special_tokens=False)["input_ids"]
-    return ids[is_token:]
 
 
 def epochs(num_items: int, seed: int) -> Iterator[int]:

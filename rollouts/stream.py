@@ -351,7 +351,8 @@ class Rollouts:
         batch = self.stream.end_batch()
         if all(math.isnan(reward) for group in batch.groups for reward in group.reward):
             self.failure = UserError("no reward function gave any completion of this batch a number: nothing to learn")
-        num_tokens = sum(group.num_tokens for group in batch.groups)
+        segments = [segment for group in batch.groups for rollout in group.sequences[1] for segment in rollout]
+        num_tokens = sum(len(ids) + len(tokens) for ids, tokens in segments)  # as if nothing were shared
         self.num_tokens += num_tokens
         self.ended |= {group.id for groups in (batch.groups, *batch.dropped.values()) for group in groups}
         elapsed_s = time.monotonic() - self.clock_s

@@ -195,6 +195,31 @@ def test_rows_of_any_split(family, layout):
         torch.testing.assert_close(got, expected[row.index], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("max_tokens", [None, 60])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_segments_below_an_image(family, max_tokens):
+    """Two prompts of the same ids and different images, each with a history that goes on and one that is rewritten."""
+    model = make_model(family)
+    groups, images = make_batch(family)
+    with_images = [n for n, inputs in enumerate(images) if inputs]
+    first, other = groups[with_images[0]][0], images[with_images[0]]
+    changed = {name: value.flip(-1) if name == "pixel_values" else value for name, value in other.items()}
+    turns = [[7, 8, 9, 10], [11, 12], [13, 14, 15]]
+    histories = [first, [*first, *turns[0], 16], [*first, 17, *turns[1], 16]]
+    segments = [(history, turn) for history, turn in zip(histories, turns, strict=True)]
+    both = [(first, [segments, [18, 19]])] * 2
+    alone = [(history, [turn]) for history, turn in [*segments, (first, [18, 19])]] * 2
+    of_alone = [other] * 4 + [changed] * 4
+    expected = plain_logprobs(model, alone, of_alone).detach()
+    assert (expected[:11] - expected[11:]).abs().max() > 1e-4
+    attach(model)
+    for row in pack(both, max_tokens, apart={0, 1}):
+        got = completion_logprobs(model, row, **of_row(row, [other, changed]))
+        torch.testing.assert_close(got, expected[row.index], rtol=1e-5, atol=1e-5)
+    (row,) = pack(both)
+    assert row.prompts == [None]  # of which of the two?
+
+
 @pytest.mark.parametrize("share_prefix", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_features_go_without_images(family, share_prefix):

@@ -115,7 +115,6 @@ def test_a_tree_costs_what_its_tokens_cost():
     groups = make_groups("rewritten")
     config = make_config("m", batch_size=2)
     assert row_tokens(groups[:1], config) == 5 + 3 * ((3 - 1) + 1 + 2 + 4 + 1)
-    assert groups[0].num_tokens == 3 * ((5 + 3) + (5 + 3 + 4) + (5 + 3 + 4 + 1 + 1))
     (micro,) = micro_batches(groups[:1], 1000, config)
     assert micro.mask.sum() == 3 * 8
 

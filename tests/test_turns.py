@@ -8,7 +8,7 @@ import trl
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from rollouts.data import turn_ids
+from recipes.turns import turn_ids
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 MISTRAL = (  # of Mistral-7B-Instruct-v0.3, without its tools
