@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache, partial, reduce
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
@@ -53,10 +53,10 @@ def _wide(tensor: Tensor) -> torch.dtype:
 class PackedBatch:
     """One forward's worth of tokens; R rows of T positions hold N completion tokens.
 
-    With segments, for attached models, R is 1; without, each completion is a right-padded row.
+    With segments, for attached models, R is 1; without, each sequence is a right-padded row.
 
     Attributes:
-        input_ids, position_ids: [R, T] int64; positions restart in every completion where its prompt ended.
+        input_ids, position_ids: [R, T] int64; positions restart in every segment where it branches off.
         attention_mask: [R, T] int64, 1 on tokens (by length, never by the value of a token); None with segments.
         segments: [S, 5] int64 on the CPU: start, length, parent or -1, how many of the parent's tokens come before it,
             and 1 where its tokens also see later ones of it (an image; 0 here); None in padded rows.
@@ -114,7 +114,7 @@ def pack(
         max_tokens: bound on R·T of a batch; None puts everything into one.
         share_prefix: False gives one right-padded row per completion, for any model's own attention.
         apart: numbers of groups that share nothing with others: those with images, which token ids do not tell apart.
-            Their segments' prompts begin with all images of the group's.
+            Prompts of their segments begin with the group's.
 
     Raises:
         ValueError: an empty prompt, or a prompt and completion that alone exceed `max_tokens`, named by number.
@@ -133,8 +133,8 @@ def pack(
 
 def num_packed_tokens(groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()) -> int:
     """Positions of a single row of all groups."""
-    sequences = [s for group in _sequences(groups, share_prefix, apart, math.inf) for unit in group for s in unit]
-    return _Row(is_padded=not share_prefix).and_also(sequences).num_tokens
+    wholes = ([s for unit in group for s in unit] for group in _sequences(groups, share_prefix, apart, math.inf))
+    return reduce(_Row.and_also, wholes, _Row(is_padded=not share_prefix)).num_tokens
 
 
 def _units(group: list[list["_Sequence"]], empty: "_Row", budget: float) -> Iterator[list["_Sequence"]]:
@@ -188,15 +188,18 @@ class _Branch:
     above: "list[_Branch]"  # the nearest first
 
     @classmethod
-    def of(cls, sequence: _Sequence, near: "list[_Branch]") -> Self:
-        """The branch that goes off what a sequence has in common with one of others, where that saves enough."""
+    def of(cls, sequence: _Sequence, neighbours: "list[_Branch]") -> Self:
+        """The branch off what a sequence has in common with a neighbour, where that saves enough."""
         num_tokens, depth, path = len(sequence.ids), 0, list[_Branch]()
-        for branch in near:
+        for branch in neighbours:
             if (common := _num_common(sequence, branch.sequence)) > depth:
                 depth, path = common, [branch, *branch.above]
         prompt_length = num_tokens - len(sequence.tokens) + 1
-        for fork in sorted([prompt_length, *(branch.depth for branch in path)], reverse=True):  # where others do
-            if 0 < depth - fork < MIN_SAVED * (num_tokens - fork):
+        # Just below the end of its prompt, or where a branch above begins, it moves up to that. A prompt stands again
+        # for each completion only where no beginning is worth it, and never with its images.
+        for fork in sorted([prompt_length, *(branch.depth for branch in path)], reverse=True):
+            may_move = (fork == 0 or depth != prompt_length) and (fork > 0 or sequence.key[0] < 0)
+            if may_move and 0 < depth - fork < MIN_SAVED * (num_tokens - fork):
                 depth = fork
         return cls(sequence, depth, [branch for branch in path if branch.depth < depth])
 
@@ -225,8 +228,8 @@ class _Row:
         branches = [*self.branches]
         for sequence in sorted(unit, key=lambda sequence: -len(sequence.ids)):
             place = bisect_left(branches, sequence.key, key=lambda branch: branch.sequence.key)
-            near = branches[max(place - 1, 0) : place + 1]  # with a neighbour it has the most in common
-            branches.insert(place, _Branch.of(sequence, near))
+            neighbours = branches[max(place - 1, 0) : place + 1]  # with one of them it has the most in common
+            branches.insert(place, _Branch.of(sequence, neighbours))
         return _Row(self.is_padded, branches)
 
     @cached_property
@@ -239,7 +242,7 @@ class _Row:
 def _batch(row: _Row) -> PackedBatch:
     """A row of segments; or, padded, a row for each sequence."""
     # by level, and then what sees the same stands side by side
-    order = lambda b: (len(b.above), b.above[0].sequence.place if b.above else 0, b.depth, b.sequence.place)  # noqa: E731
+    order = lambda b: (len(b.above), [a.sequence.place for a in b.above[:1]], b.depth, b.sequence.place)  # noqa: E731
     segments = sorted((branch for branch in row.branches if branch.length), key=order)
     lengths = [segment.length for segment in segments]
     starts = dict(zip(segments, [0] * len(segments) if row.is_padded else accumulate([0, *lengths]), strict=False))
@@ -286,7 +289,8 @@ def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
 # -- Attention over a row of segments --------------------------------------------------------------------------------
 # The cascade: every segment attends causally to itself, then to what it sees of its parent, of its parent's parent,
 # and so on. A softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: exactly.
-# On CUDA a level (own segment, parent, and so on) is one kernel call; it copies the keys of parents.
+# On CUDA a level (own segment, parent, and so on) is one kernel call, which copies keys of parents; or several, each of
+# about as many keys as the row has tokens, where many segments branch off a long one.
 # The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But flash attention's
 # backward makes p = exp(q·k - lse) again and needs only rowsum(grad·out) besides: from the *merged* output and
 # log-sum-exp it computes the part of the whole gradient that belongs to its block of keys.
@@ -317,6 +321,7 @@ class _Block(NamedTuple):
 def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
     """The kernel calls of a row, from level 0 on, made once for the forward and backward passes of all layers."""
     numbers = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5)
+    num_tokens = int(numbers[-1, :2].sum())
     levels: dict[tuple[int, int], list[tuple[range, range]]] = {}  # queries and keys; 0: of the segment itself
     for (*_, sees_all), path in zip(numbers.tolist(), _paths(numbers), strict=True):
         for level, keys in enumerate(path):
@@ -327,10 +332,11 @@ def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
     blocks = []
     for (level, sees_all), pieces in sorted(levels.items()):
         calls: dict[Any, list[tuple[range, range]]] = {}
+        num_keys = 0
         for queries, keys in pieces:
-            sizes = len(queries), len(keys)
+            sizes, num_keys = (len(queries), len(keys)), num_keys + len(keys)
             kind = sizes if math.prod(sizes) <= SMALL * SMALL else queries
-            calls.setdefault(is_cuda or kind, []).append((queries, keys))
+            calls.setdefault((num_keys - 1) // num_tokens if is_cuda else kind, []).append((queries, keys))
         for call in calls.values():
             sides = list(zip(*call, strict=True))
             lengths = [torch.tensor([0, *accumulate(map(len, side))], dtype=torch.int32).to(device) for side in sides]
@@ -553,15 +559,17 @@ def _delta_net(forward: Any, layer: int, hidden_states: Tensor, segments: Tensor
     for _, _, parent, seen, _ in plan:
         forks.setdefault(parent, set()).add(seen)
     for number, (start, length, parent, seen, _) in enumerate(plan):
-        first, state = 0, states.get((parent, seen))
-        for last in sorted(forks.get(number) or ({length} if state is None else ())):
-            state = states[number, last] = _Handover(layer, [state] if state else [])
-            outs[start + first] = forward(hidden_states[:, start + first : start + last], cache_params=state)[0]
+        first, state = before = 0, states.get((parent, seen))
+        for last in sorted(forks.get(number) or ({length} if state is None else ())):  # a root without forks runs whole
+            before = before if state and last - first == 1 else (first, state)  # one token would take decoding kernels
+            states[number, last] = state = _Handover(layer, [before[1]] if before[1] else [])
+            out = forward(hidden_states[:, start + before[0] : start + last], cache_params=state)[0]
+            outs[start + first] = out[first - before[0] :]
             first = last
         if state and first < length:
             leaves.append((range(start + first, start + length), state))
     if leaves:
-        longest = max(2, *(len(leaf) for leaf, _ in leaves))  # one token alone would take the decoding kernels
+        longest = max(2, *(len(leaf) for leaf, _ in leaves))  # not 1, as above
         pieces = [F.pad(hidden_states[0, leaf.start : leaf.stop], (0, 0, 0, longest - len(leaf))) for leaf, _ in leaves]
         below = _Handover(layer, [state for _, state in leaves])
         for (leaf, _), out in zip(leaves, forward(torch.stack(pieces), cache_params=below), strict=True):
@@ -971,8 +979,9 @@ def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tens
     grids = {name: value for name, value in inputs.items() if name.endswith(("_grid_thw", "second_per_grid_ts"))}
     of_prompts, deltas = base.model.get_rope_index(ids, _kinds(base, ids), **grids, attention_mask=mask)
     positions = row.position_ids.expand(3, 1, -1).clone()
+    numbers = {root.start: number for number, root in enumerate(roots)}
     for path in paths:
-        number, own = [root.start for root in roots].index(path[-1].start), slice(path[0].start, path[0].stop)
+        number, own = numbers[path[-1].start], slice(path[0].start, path[0].stop)
         of_root = of_prompts[:, number, : len(path[0])]
         positions[:, 0, own] = of_root if len(path) == 1 else positions[:, 0, own] + deltas[number]
     return positions

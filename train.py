@@ -112,7 +112,8 @@ def grpo_loss(
         ref_logprobs: [N], nats, under the reference; may be None where config.beta is 0.
         advantages: [N].
         mask: [N], 1 on tokens that train, 0 elsewhere; any type.
-        completion: [N] int64, which completion each token belongs to; a completion is never split over micro-batches.
+        completion: [N] int64, which completion each token belongs to. Micro-batches split one only between
+            segments, and where no loss looks at the others (`TrainConfig.weighs_whole_completions`).
         config: loss_type, importance_level, epsilon, epsilon_high, delta, beta, kl_gradient.
 
     Returns:
@@ -266,7 +267,7 @@ class Dealer:
         self.config = config
         self.loads = [0] * num_ranks  # tokens that each rank has had
         self.waiting: list[Group] = []  # groups of a row that still has room
-        self.waiting_tokens = 0  # of these, each alone: at least those of their row
+        self.waiting_tokens = 0  # of these, each alone: where prefixes are shared, at least those of their row
         self.rows: list[MicroBatch] = []  # not dealt yet
         self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
 
@@ -293,12 +294,13 @@ class Dealer:
         config, num_ranks = self.config, len(self.loads)
         self.lengths += trained_lengths(groups, config)
         for group in groups:
-            self.waiting_tokens += (own := row_tokens([group], config))
-            is_over = self.waiting and self.waiting_tokens > config.max_tokens_per_gpu
-            if is_over and row_tokens([*self.waiting, group], config) > config.max_tokens_per_gpu:
+            own_tokens = row_tokens([group], config)
+            may_be_over = not config.share_prefix or self.waiting_tokens + own_tokens > config.max_tokens_per_gpu
+            if self.waiting and may_be_over and row_tokens([*self.waiting, group], config) > config.max_tokens_per_gpu:
                 self.rows += micro_batches(self.waiting, config.max_tokens_per_gpu, config)
-                self.waiting, self.waiting_tokens = [], own
+                self.waiting, self.waiting_tokens = [], 0
             self.waiting.append(group)
+            self.waiting_tokens += own_tokens
         normalizer = None
         if ends_update:  # Spread the waiting groups evenly over the rows that the round lacks.
             num_missing = num_ranks - len(self.rows) % num_ranks

@@ -63,7 +63,7 @@ class Completion:
     loss_mask: Any = None  # [n] bool, False on tokens that an environment wrote; all True where it is not given
     info: dict[str, Any] = field(default_factory=dict)  # what an environment knows: columns for the rewards, by name
     prompt_ids: Any = None  # [m] int64, what it was sampled for, where that is not the prompt of its group
-    earlier: list["Completion"] = field(default_factory=list)  # segments before the rollout's history was rewritten
+    earlier: list["Completion"] = field(default_factory=list)  # the rollout's other segments
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
@@ -90,22 +90,23 @@ class Completion:
         return sum(end - start for segment in self.segments for _, start, end in segment.weight_versions)
 
     def start_of(self, version: int) -> int:
-        """Where the tokens begin that this policy version, its last, sampled; the length where it sampled none."""
+        """Index of the first token that `version`, its last, sampled; the length where it sampled none."""
         return next((span.start for span in self.weight_versions if span.version == version), len(self.token_ids))
 
     def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
         """Join this turn, the environment's answer and the policy's next turn; nothing is tokenized again."""
-        num, start = len(environment_ids), len(self.token_ids) + len(environment_ids)
-        moved = [Span(version, start + first, start + last) for version, first, last in reply.weight_versions]
+        said = torch.as_tensor(environment_ids, dtype=torch.int64)
+        before, nothing = torch.cat([self.token_ids, said]), torch.zeros(len(said))
+        are_known = self.prompt_ids is not None and reply.prompt_ids is not None
+        if are_known and not torch.equal(torch.cat([self.prompt_ids, before]), reply.prompt_ids):
+            raise ValueError("a reply is joined to a turn that it was not sampled for")
+        moved = [Span(version, len(before) + start, len(before) + end) for version, start, end in reply.weight_versions]
         return replace(
-            self,
-            token_ids=torch.cat([self.token_ids, torch.as_tensor(environment_ids, dtype=torch.int64), reply.token_ids]),
-            sampler_logprobs=torch.cat([self.sampler_logprobs, torch.zeros(num), reply.sampler_logprobs]),
-            finish_reason=reply.finish_reason,
-            weight_versions=[*self.weight_versions, *moved],
-            loss_mask=torch.cat([self.loss_mask, torch.zeros(num, dtype=torch.bool), reply.loss_mask]),
-            info=self.info | reply.info,
-        )
+            self, token_ids=torch.cat([before, reply.token_ids]), finish_reason=reply.finish_reason,
+            sampler_logprobs=torch.cat([self.sampler_logprobs, nothing, reply.sampler_logprobs]),
+            loss_mask=torch.cat([self.loss_mask, nothing.bool(), reply.loss_mask]),
+            weight_versions=[*self.weight_versions, *moved], info=self.info | reply.info,
+        )  # fmt: skip
 
 
 class _Token(msgspec.Struct, gc=False):

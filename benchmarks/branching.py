@@ -2,10 +2,11 @@
 
     python benchmarks/branching.py [--json PATH] [--quick]
 
-Three jobs, on the 4-layer model of `prefix_attention.py`, one CPU thread, fp32:
+Three jobs, on the 4-layer model of benchmarks/prefix_attention.py, one CPU thread, fp32:
   rewritten  four agents of ten turns on one prompt, whose thoughts leave the history when their turn is over
   appended   the same agents, whose history only grows
   system     eight groups of four completions, below a system prompt that all groups share
+Three ways:
   dense      a sequence per turn, without padding, nothing shared: what trainers do that make a row of each turn
   prompts    the prompt of a group stands once, and a history that only grows is one completion: this project's rows
              before it had trees
@@ -153,8 +154,8 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
     row["speedup"] = row["dense_s"] / row["tree_s"]
     row["of_bound"] = row["speedup"] / row["bound"]
     row["over_prompts"] = row["prompts_s"] / row["tree_s"]
-    first, last = (found[method][0]["logprobs"] for method in ("dense", "tree"))
-    row["difference"] = max(abs(one - other) for one, other in zip(first, last, strict=True))
+    alone, shared = (found[method][0]["logprobs"] for method in ("dense", "tree"))
+    row["difference"] = max(abs(one - other) for one, other in zip(alone, shared, strict=True))
     return row
 
 

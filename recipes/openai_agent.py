@@ -92,10 +92,15 @@ class _Call:
     ids: list[int] = field(default_factory=list)  # that the reply was sampled for
     before: "_Call | None" = None  # the one whose segment it continues, by `between` and its reply
     between: list[int] = field(default_factory=list)
-    is_continued: bool = False
-    has_arrived: bool = False
+    is_continued: bool = False  # by another call, in the same segment
+    arrived_s: float = 0.0  # when the agent got the reply, on the monotonic clock; 0 where it has not
     reply: Any = None  # Completion
     answer: Future[dict[str, Any]] = field(default_factory=Future)  # OpenAI's reply, without stream
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """The message that answers."""
+        return _plain(self.answer.result()["choices"][0]["message"])
 
 
 class _Rollout:
@@ -117,23 +122,22 @@ class _Rollout:
         del ROLLOUTS[self.id]
 
     def call(self, request: dict[str, Any], is_retry: bool) -> _Call:
-        """The answered call of a request; of an earlier one's where a client asks again, as it got no reply."""
+        """The answered call of a request; an earlier one's where a client asks again, as it got no reply."""
         body = json.dumps(request, sort_keys=True)
         with self.lock:
             alike = [call for call in self.calls if call.body == body] if is_retry else []
-            call = next((call for call in alike if not call.has_arrived), (alike or [_Call(body)])[-1])
-            is_new = not alike
-            if is_new:
-                self.calls.append(call)
-        if is_new:
-            try:
-                self._sample(call, request)
-            except ServerError as error:
-                self.failure = error
-                call.answer.set_exception(error)
-            except Exception as error:  # of a request or a template: the agent hears of it
-                call.answer.set_exception(error)
-        call.answer.result()
+            if not alike:
+                self.calls.append(call := _Call(body))
+        if alike:
+            call = min(alike, key=lambda call: call.arrived_s)  # 0 before all others: the one that was lost
+            call.answer.result()
+            return call
+        try:
+            self._sample(call, request)
+        except Exception as error:  # of a request or a template the agent hears, of a lost server the trainer, too
+            self.failure = error if isinstance(error, ServerError) else self.failure
+            call.answer.set_exception(error)
+            raise
         return call
 
     def _sample(self, call: _Call, request: dict[str, Any]) -> None:
@@ -143,19 +147,29 @@ class _Rollout:
         tools = {"tools": request["tools"]} if request.get("tools") else {}
         call.messages = [_plain(message) for message in request["messages"]]
         call.template = tools | (request.get("chat_template_kwargs") or {})
+        tokenizer = self.server.tokenizer
         with self.lock:
-            if not self._goes_on(call):
-                text = self.server.tokenizer.apply_chat_template(
-                    call.messages, tokenize=False, add_generation_prompt=True, **call.template
-                )
-                call.ids = self.server.tokenizer(text, add_special_tokens=False)["input_ids"]
+            before, between = self._continued(call)
+        if before:
+            call.ids = [*before.ids, *before.reply.token_ids.tolist(), *between]
+        else:
+            text = tokenizer.apply_chat_template(
+                call.messages, tokenize=False, add_generation_prompt=True, **call.template
+            )
+            call.ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         wanted = request.get("max_completion_tokens") or request.get("max_tokens") or self.sampling["max_tokens"]
         room = min(wanted, self.sampling["max_tokens"], self.max_len - len(call.ids))
         if room < 1:
             raise _TooLong(f"context_length_exceeded: {len(call.ids)} tokens, of {self.max_len}")
-        stop = {"stop": request["stop"]} if request.get("stop") else {}
-        (call.reply,) = self.server.generate(call.ids, {**self.sampling, **stop, "n": 1, "max_tokens": room})
-        text = self.server.tokenizer.decode(call.reply.token_ids, skip_special_tokens=True)
+        with self.lock:
+            if before and not before.is_continued:  # by another: then it is a segment of its own
+                call.before, call.between, before.is_continued = before, between, True
+        stops = [request["stop"]] if isinstance(request.get("stop"), str) else request.get("stop") or []
+        params = {**self.sampling, "n": 1, "max_tokens": room, "stop": [*(self.sampling.get("stop") or []), *stops]}
+        (call.reply,) = self.server.generate(call.ids, params)
+        text = tokenizer.decode(call.reply.token_ids, skip_special_tokens=True)
+        if stops:  # which a reply leaves out; it trains
+            text = re.split("|".join(map(re.escape, stops)), text, maxsplit=1)[0]
         content, calls = self.parse_calls(text)
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if calls:
@@ -172,41 +186,35 @@ class _Rollout:
             "usage": {"prompt_tokens": used, "completion_tokens": sampled, "total_tokens": used + sampled},
         })  # fmt: skip
 
-    def _goes_on(self, call: _Call) -> bool:
-        """Whether a request goes on from an earlier reply; sets `ids`, and what it continues, if nothing else does."""
+    def _continued(self, call: _Call) -> tuple[_Call | None, list[int]]:
+        """The earlier call whose reply a request goes on from, and the tokens between; None where there is none."""
         keys = [_key(message) for message in call.messages]
         for before in sorted(self.calls, key=lambda other: (-len(other.messages), other.is_continued)):
             num = len(before.messages)
             is_answered = before.answer.done() and not before.answer.exception()
             if not is_answered or before.template != call.template or num >= len(keys):
                 continue
-            said = before.answer.result()["choices"][0]["message"]
-            if keys[: num + 1] != [*map(_key, before.messages), _key(said)]:
+            if keys[: num + 1] != [*map(_key, before.messages), _key(before.said)]:
                 continue
-            before.has_arrived = True
-            then, reply_ids = call.messages[num + 1 :], before.reply.token_ids.tolist()
-            between = turn_ids(self.server.tokenizer, before.messages, reply_ids, then, **call.template)
-            if between is None:
-                return False
-            call.ids = [*before.ids, *reply_ids, *between]
-            if not before.is_continued:
-                call.before, call.between, before.is_continued = before, between, True
-            return True
-        return False
+            before.arrived_s = before.arrived_s or time.monotonic()
+            then = call.messages[num + 1 :]
+            between = turn_ids(self.server.tokenizer, before.messages, before.reply.token_ids, then, **call.template)
+            # A template that rewrites this reply would rewrite what shorter histories end with, too.
+            return (None, []) if between is None else (before, between)
+        return None, []
 
     def segments(self, info: dict[str, Any]) -> list[Completion]:
-        """What the agent got, each reply once; ValueError where it got none."""
-        arrived = [call for call in self.calls if call.has_arrived]
+        """What the agent got, each reply once, in the order in which it came; ValueError where it got none."""
+        arrived = sorted((call for call in self.calls if call.arrived_s), key=lambda call: call.arrived_s)
         if not arrived:
             raise ValueError("the agent got no reply: has it asked its base_url?")
         joined: dict[_Call, Completion] = {}
-        for call in arrived:  # those that it continues came before
+        for call in arrived:  # what it continues came before
             joined[call] = call.reply
             if call.before:
                 joined[call] = joined.pop(call.before).then(call.between, call.reply)
         last = arrived[-1]
-        messages = [*last.messages, last.answer.result()["choices"][0]["message"]]
-        joined[last].info = {"messages": messages, **info}
+        joined[last].info = {"messages": [*last.messages, last.said], **info}
         return [*(joined[call] for call in joined if call is not last), joined[last]]
 
 
@@ -231,13 +239,8 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key(message: dict[str, Any]) -> Any:
-    """What two messages have in common that are the same, white space aside."""
-    functions = [call["function"] for call in message.get("tool_calls") or ()]
-    calls = [
-        (of["name"], json.loads(of["arguments"]) if isinstance(of["arguments"], str) else of["arguments"])
-        for of in functions
-    ]
-    return message["role"], "".join((message["content"] or "").split()), calls, message.get("tool_call_id")
+    """What two plain messages have in common that are the same, white space aside."""
+    return message["role"], "".join(message["content"].split()), message.get("tool_calls"), message.get("tool_call_id")
 
 
 ROLLOUTS: dict[str, _Rollout] = {}  # by the first part of their path
@@ -278,16 +281,21 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(400, {"error": {"message": str(error), "type": "invalid_request_error", "code": code}})
             return
         with suppress(BlockingIOError):
-            if not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
-                return  # the client has gone
-        had_arrived, call.has_arrived = call.has_arrived, True  # before the agent can go on
+            try:
+                has_gone = not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except ConnectionError:
+                has_gone = True
+            if has_gone:
+                return
+        had_arrived_s = call.arrived_s
+        call.arrived_s = had_arrived_s or time.monotonic()  # before the agent can go on
         try:
             if request.get("stream"):
                 self._stream(call.answer.result(), (request.get("stream_options") or {}).get("include_usage", False))
             else:
                 self._send(200, call.answer.result())
         except OSError:
-            call.has_arrived = had_arrived
+            call.arrived_s = had_arrived_s
 
     def _send(self, status: int, body: dict[str, Any]) -> None:
         content = json.dumps(body).encode()
@@ -305,8 +313,8 @@ class _Handler(BaseHTTPRequestHandler):
             delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(calls)]
         of_all: dict[str, Any] = {"id": answer["id"], "object": "chat.completion.chunk"}
         of_all |= {name: answer[name] for name in ("created", "model")}
-        chunks = [{"index": 0, "delta": delta, "finish_reason": None}, {**choice, "delta": {}}]
-        chunks[1].pop("message")
+        ends = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"]}
+        chunks = [{"index": 0, "delta": delta, "finish_reason": None}, ends]
         events: list[dict[str, Any]] = [of_all | {"choices": [chunk]} for chunk in chunks]
         if with_usage:
             events.append(of_all | {"choices": [], "usage": answer["usage"]})

@@ -87,30 +87,33 @@ class Group:
         return len({r for r in self.reward if not math.isnan(r)}) > 1
 
 
-def as_completion(rollout: Completion | list[Completion], prompt: Prompt) -> Completion:
-    """A rollout as its last segment, which holds the earlier ones and the `info` of all; ValueError for a wrong one."""
-    segments = [replace(segment) for segment in (rollout if isinstance(rollout, list) else [rollout])]
+def as_completion(rollout: Completion | Sequence[Completion], prompt: Prompt) -> Completion:
+    """A rollout as its last segment, which holds the earlier ones and the `info` of all; ValueError if it has none."""
+    given = [rollout] if isinstance(rollout, Completion) else rollout
+    segments = [replace(segment, earlier=[]) for completion in given for segment in completion.segments]
+    if not segments:
+        raise ValueError("a rollout without a completion")
     for segment in segments:
         if segment.prompt_ids is not None and segment.prompt_ids.tolist() == prompt.token_ids:
             segment.prompt_ids = None
     info = {name: value for segment in segments for name, value in segment.info.items()}
-    return replace(segments[-1], info=info, earlier=segments[:-1] or segments[-1].earlier)
+    return replace(segments[-1], info=info, earlier=segments[:-1])
 
 
 def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:
     """ValueError where no row of the policy takes a group's segments."""
     own, completions = group.sequences
-    num_images = group.prompt.images.num_tokens if group.prompt.images else 0
+    num_fixed = len(own) if group.prompt.images else 0
     for segments in completions:
         longest = max(len(ids) + len(tokens) for ids, tokens in segments)
-        if config.weighs_whole_completions:
+        if config.weighs_whole_completions:  # of the last token no row has a place
             longest = max(longest, num_packed_tokens([(own, [segments])], config.share_prefix) + 1)
         if longest > config.max_tokens_per_gpu:
             raise ValueError(f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu")
         for ids, tokens in segments:
-            if not torch.equal(ids[:num_images], own[:num_images]):
-                raise ValueError("a segment's prompt must begin as the group's does, up to its last image")
-            if torch.isin(torch.cat([ids[num_images:], tokens]), torch.tensor(forbidden, dtype=torch.int64)).any():
+            if not torch.equal(ids[:num_fixed], own[:num_fixed]):
+                raise ValueError("a segment's prompt must begin with the group's, which has images")
+            if torch.isin(torch.cat([ids[num_fixed:], tokens]), torch.tensor(forbidden, dtype=torch.int64)).any():
                 raise ValueError("a completion has a placeholder of an image, which no policy takes")
 
 

@@ -480,7 +480,8 @@ class Rollouts:
         """In words, how far log-probs of the policy are from the server's; empty where they are close enough."""
         prompt = self.probe_prompt
         (row,) = pack([(prompt.token_ids, [c.token_ids for c in completions])], share_prefix=self.config.share_prefix)
-        images = {name: value.to(self.device) for name, value in prompt.inputs.items()}
+        repeated = data.joined_images([prompt] * len(row.prompts))
+        images = {name: value.to(self.device) for name, value in repeated.items()}
         with torch.no_grad():
             logprobs = token_logprobs(self.policy, row.to(self.device), images, self.config)
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])

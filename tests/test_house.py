@@ -17,7 +17,7 @@ FLOORS = {
     "config": 0,
 }  # fmt: skip
 ALL_LINES, FILE_LINES, FUNCTION_LINES, COLUMNS = 5250, 530, 60, 120
-FILE_LIMITS = {"prefix_attention": 1000, "vllm_client": 570}  # where it is not FILE_LINES
+FILE_LIMITS = {"prefix_attention": 1010, "vllm_client": 570}  # where it is not FILE_LINES
 
 
 def files():

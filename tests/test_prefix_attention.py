@@ -150,6 +150,19 @@ def test_nothing_is_forwarded_twice(monkeypatch):
     assert [row.num_tokens for row in pack(GROUPS[::-1], 14)] == [11, 14, 5]  # the first group split
 
 
+def test_sharing_among_groups_never_costs():
+    """A prompt is not forwarded again because of a beginning that it shares with others; nor ever with its images."""
+    system = [1] * 100
+    groups = [([*system, *[10 + n] * 10], [[20 + 16 * n + c] * 300 for c in range(16)]) for n in range(4)]
+    alone = [num_packed_tokens([group]) for group in groups]
+    assert alone == [110 + 16 * 299] * 4
+    assert num_packed_tokens(groups) == sum(alone) - 3 * 100
+    sees = ([1] * 30, [[20 + c] * 1000 for c in range(4)])
+    assert num_packed_tokens([sees]) == 4 * (30 + 999)
+    assert num_packed_tokens([sees], apart={0}) == 30 + 4 * 999
+    assert [row.prompts for row in pack([sees], apart={0})] == [[0]]
+
+
 def test_what_saves_little_is_not_shared():
     """Two answers of 100 tokens that begin with the same two: a piece more for 2 % of the tokens; with ten it is 10."""
     answers = [[8, 9, *[10 + n] * 99] for n in range(2)]
@@ -185,8 +198,8 @@ def test_the_longest_history_is_one_segment():
     assert row.segments is not None
     assert row.segments.tolist() == [[0, 20, -1, 0, 0], *([20 + 2 * n, 2, 0, 2 + 4 * n, 0] for n in range(4))]
     blocks = prefix_attention._blocks(row.segments.numpy().tobytes(), torch.device("cpu"), is_cuda=True)
-    assert [block.level for block in blocks] == [0, 1]
-    assert [block.num_pieces for block in blocks] == [5, 4]
+    assert [block.level for block in blocks] == [0, 1, 1]  # of 28 tokens, the histories together have 32
+    assert [block.num_pieces for block in blocks] == [5, 3, 1]
 
 
 def test_first_fit_goes_back_to_a_row_with_room():

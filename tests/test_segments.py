@@ -153,8 +153,10 @@ def test_what_no_row_takes_is_refused():
     with pytest.raises(ValueError, match="a placeholder of an image"):
         check_segments(Group(own, [rollout]), [9], make_config("m"))
     sees = dataclasses.replace(own, images=Images([5], 1, [], {}))
-    check_segments(Group(sees, [as_completion([completion([7], prompt_ids=[5, 8])], sees)]), [5], make_config("m"))
-    with pytest.raises(ValueError, match="must begin as the group's does, up to its last image"):
+    check_segments(Group(sees, [as_completion([completion([7], prompt_ids=[5, 6, 8])], sees)]), [5], make_config("m"))
+    with pytest.raises(ValueError, match="a rollout without a completion"):
+        as_completion([], own)
+    with pytest.raises(ValueError, match="must begin with the group's, which has images"):
         check_segments(Group(sees, [rollout]), [5], make_config("m"))
 
 
