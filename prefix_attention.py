@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial, reduce
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
@@ -122,11 +122,11 @@ def pack(
     budget = math.inf if max_tokens is None else max_tokens
     rows, empty = list[_Row](), _Row(is_padded=not share_prefix)
     for group in _sequences(groups, share_prefix, apart, budget):
-        for unit in _units(group, empty, budget):
+        for unit, alone in _units(group, empty, budget):
             open_rows = range(len(rows)) if share_prefix else range(len(rows))[-1:]  # padded rows keep the order
             wider = [(rows[n].and_also(unit), n) for n in open_rows]
             fitting = [(row.num_tokens - rows[n].num_tokens, n, row) for row, n in wider if row.num_tokens <= budget]
-            _, n, row = min(fitting, key=itemgetter(0), default=(0, len(rows), empty.and_also(unit)))
+            _, n, row = min(fitting, key=itemgetter(0), default=(0, len(rows), alone))
             rows[n : n + 1] = [row]
     return [_batch(row) for row in rows]
 
@@ -134,15 +134,18 @@ def pack(
 def num_packed_tokens(groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()) -> int:
     """Positions of a single row of all groups."""
     wholes = ([s for unit in group for s in unit] for group in _sequences(groups, share_prefix, apart, math.inf))
-    return reduce(_Row.and_also, wholes, _Row(is_padded=not share_prefix)).num_tokens
+    return _Row(is_padded=not share_prefix).and_also(*wholes).num_tokens
 
 
-def _units(group: list[list["_Sequence"]], empty: "_Row", budget: float) -> Iterator[list["_Sequence"]]:
-    """A group's sequences together; or by completion, where they share nothing or do not fit; or one by one."""
+def _units(group: list[list["_Sequence"]], empty: "_Row", budget: float) -> Iterator[tuple[list["_Sequence"], "_Row"]]:
+    """A group's sequences, each completion's, or each one, and a row of these: the most that may share and fit."""
     whole = [sequence for completion in group for sequence in completion]
-    fits = lambda unit: empty.and_also(unit).num_tokens <= budget  # noqa: E731
-    for unit in filter(None, [whole] if fits(whole) and not empty.is_padded else group):
-        yield from [unit] if fits(unit) else [[sequence] for sequence in unit]
+    if whole and not empty.is_padded and (row := empty.and_also(whole)).num_tokens <= budget:
+        yield whole, row
+        return
+    for completion in filter(None, group):
+        fits = (row := empty.and_also(completion)).num_tokens <= budget
+        yield from [(completion, row)] if fits else [([one], empty.and_also([one])) for one in completion]
 
 
 class _Sequence(NamedTuple):
@@ -195,8 +198,7 @@ class _Branch:
             if (common := _num_common(sequence, branch.sequence)) > depth:
                 depth, path = common, [branch, *branch.above]
         prompt_length = num_tokens - len(sequence.tokens) + 1
-        # Just below the end of its prompt, or where a branch above begins, it moves up to that. A prompt stands again
-        # for each completion only where no beginning is worth it, and never with its images.
+        # A fork moves up to the end of the prompt, or a branch above, that is near; that of a prompt with images stays.
         for fork in sorted([prompt_length, *(branch.depth for branch in path)], reverse=True):
             may_move = (fork == 0 or depth != prompt_length) and (fork > 0 or sequence.key[0] < 0)
             if may_move and 0 < depth - fork < MIN_SAVED * (num_tokens - fork):
@@ -223,10 +225,10 @@ class _Row:
     is_padded: bool
     branches: list[_Branch] = field(default_factory=list)
 
-    def and_also(self, unit: list[_Sequence]) -> "_Row":
-        """The row with some sequences more. The longest come first: the others branch off them."""
+    def and_also(self, *units: list[_Sequence]) -> "_Row":
+        """The row with some sequences more. The longest of a unit come first: the others branch off them."""
         branches = [*self.branches]
-        for sequence in sorted(unit, key=lambda sequence: -len(sequence.ids)):
+        for sequence in (s for unit in units for s in sorted(unit, key=lambda s: -len(s.ids))):
             place = bisect_left(branches, sequence.key, key=lambda branch: branch.sequence.key)
             neighbours = branches[max(place - 1, 0) : place + 1]  # with one of them it has the most in common
             branches.insert(place, _Branch.of(sequence, neighbours))
@@ -289,8 +291,7 @@ def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
 # -- Attention over a row of segments --------------------------------------------------------------------------------
 # The cascade: every segment attends causally to itself, then to what it sees of its parent, of its parent's parent,
 # and so on. A softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: exactly.
-# On CUDA a level (own segment, parent, and so on) is one kernel call, which copies keys of parents; or several, each of
-# about as many keys as the row has tokens, where many segments branch off a long one.
+# On CUDA a level is one kernel call, which copies parents' keys; or several, each of about as many as the row's tokens.
 # The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But flash attention's
 # backward makes p = exp(q·k - lse) again and needs only rowsum(grad·out) besides: from the *merged* output and
 # log-sum-exp it computes the part of the whole gradient that belongs to its block of keys.

@@ -413,8 +413,7 @@ def check_loss(config: TrainConfig) -> None:
     """Try the config's `loss_fn` on two tokens of log-probability -1 and advantage 1, or raise a UserError."""
     loss_fn: Any = config.loss_fn
     ones = torch.ones(2)
-    masks = (ones, 0 * ones) if loss_fn else ()  # a row that fills up a round of ranks has masked tokens alone
-    for mask in masks:
+    for mask in (ones, 0 * ones) if loss_fn else ():  # a row that fills up a round has masked tokens alone
         logprobs = (-ones).requires_grad_()
         ref = logprobs.detach() if config.has_reference else None
         with naming(f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)}, loss/...)"):

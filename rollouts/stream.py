@@ -480,8 +480,7 @@ class Rollouts:
         """In words, how far log-probs of the policy are from the server's; empty where they are close enough."""
         prompt = self.probe_prompt
         (row,) = pack([(prompt.token_ids, [c.token_ids for c in completions])], share_prefix=self.config.share_prefix)
-        repeated = data.joined_images([prompt] * len(row.prompts))
-        images = {name: value.to(self.device) for name, value in repeated.items()}
+        images = {n: t.to(self.device) for n, t in data.joined_images([prompt] * len(row.prompts)).items()}
         with torch.no_grad():
             logprobs = token_logprobs(self.policy, row.to(self.device), images, self.config)
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
