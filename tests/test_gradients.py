@@ -222,6 +222,10 @@ def test_turns_are_joined():
     assert joined.weight_versions == [(3, 0, 2), (3, 4, 5), (4, 5, 5)]
     assert joined.finish_reason == "length"
     assert joined.then([1], first).loss_mask.tolist() == [True, True, False, False, True, False, True, True]
+    first, last = (dataclasses.replace(c, prompt_ids=ids) for c, ids in ((first, [4]), (last, [4, 5, 6, 7, 8])))
+    assert first.then([7, 8], last).prompt_ids.tolist() == [4]
+    with pytest.raises(ValueError, match="joined to a turn that it was not sampled for"):
+        first.then([7], last)
 
 
 def test_the_tail_is_spread_over_the_ranks():

@@ -199,6 +199,71 @@ def test_a_question_asked_twice_is_a_branch(scripted, tokenizer):
     assert [*one.prompt_ids, *one.token_ids] == [*other.prompt_ids, *other.token_ids]
 
 
+def test_stop_words_are_missing_in_the_reply(scripted, tokenizer):
+    """As OpenAI leaves them out; they were sampled, so they train, and stand in what the next turn sees."""
+    scripted.replies = {"go on": "done", "2+3": "I look. Observation:"}
+    asked = []
+
+    def agent(url, prompt):
+        client, messages = client_of(url), [user("2+3")]
+        for stop in ("Observation:", ["x", "Observation:"]):
+            message = ask(client, messages, stop=stop)
+            assert message.content == "I look. "
+        ask(client, [*messages, message.model_dump(), user("go on")])
+
+    generate = scripted.server.generate
+
+    def noted(ids, params):
+        asked.append(params["stop"])
+        return generate(ids, params)
+
+    scripted.server.generate = noted
+    segments = run(scripted, agent)
+    assert asked == [["Observation:"], ["x", "Observation:"], []]
+    check(scripted, tokenizer, segments, ["I look. Observation:", "I look. Observation:", "done"])
+    assert len(segments) == 2
+
+
+def test_a_turn_that_was_too_long_comes_again(scripted, tokenizer):
+    """It is refused, and what goes on from there in other words still joins the turn before."""
+    scripted.replies = {"short": "yes", "2+3": "no"}
+
+    def agent(url, prompt):
+        client, messages = client_of(url), [user("2+3")]
+        messages.append(ask(client, messages).model_dump())
+        with pytest.raises(openai.BadRequestError, match="context_length_exceeded"):
+            ask(client, [*messages, user("long" * 100)])
+        ask(client, [*messages, user("short")])
+
+    (segment,) = run(scripted, agent, max_len=200)
+    check(scripted, tokenizer, [segment], ["no", "yes"])
+
+
+def test_the_last_answer_gives_the_messages(scripted, tokenizer):
+    """Of two agents the one that asked first is answered last: its conversation is what rewards see."""
+    scripted.replies = {"slow": "late", "quick": "early"}
+    generate, first_is_in, second_is_out = scripted.server.generate, threading.Event(), threading.Event()
+
+    def in_turn(ids, params):
+        if "slow" in tokenizer.decode(ids):
+            first_is_in.set()
+            second_is_out.wait(10)
+        return generate(ids, params)
+
+    def agent(url, prompt):
+        slow = threading.Thread(target=lambda: ask(client_of(url), [user("slow")]))
+        slow.start()
+        first_is_in.wait(10)
+        ask(client_of(url), [user("quick")])
+        second_is_out.set()
+        slow.join()
+
+    scripted.server.generate = in_turn
+    segments = run(scripted, agent)
+    assert [message["content"] for message in segments[-1].info["messages"]] == ["slow", "late"]
+    assert [segment.info for segment in segments[:-1]] == [{}]
+
+
 def test_streams(scripted, tokenizer):
     scripted.replies = {"tool_response>\n5": "It is 5", "2+3": CALL}
 
@@ -213,8 +278,7 @@ def test_streams(scripted, tokenizer):
         assert one.function.arguments == other.function.arguments
         chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
         assert chunks[-1].usage.completion_tokens == len(tokenizer(CALL)["input_ids"]) + 1
-        asyncio_free = client.models.list().data[0].id
-        assert asyncio_free == "policy"
+        assert client.models.list().data[0].id == "policy"
 
     check(scripted, tokenizer, run(scripted, agent), [CALL] * 3)
 

@@ -103,6 +103,8 @@ def test_a_reply_that_was_cut_off_is_closed(family):
     _, reply, expected = in_context(tokenizer, HELLO, "hello", AGAIN)
     assert turn_ids(tokenizer, HELLO, reply[:-1], AGAIN) == [tokenizer.eos_token_id, *expected]
     assert turn_ids(tokenizer, HELLO, [*reply[:-2], reply[-1]], AGAIN) == expected
+    spaces = tokenizer.convert_tokens_to_ids(["Ċ", "Ċ"])  # which no template writes again
+    assert turn_ids(tokenizer, HELLO, [*reply[:-1], *spaces], AGAIN) == [tokenizer.eos_token_id, *expected]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
