@@ -14,6 +14,8 @@ does not train. Rewards see the column `messages`, the conversation that was ans
 `temperature` and the like of a request are ignored. Thinking stays in `content`.
 """
 
+import asyncio
+import inspect
 import json
 import re
 import socket
@@ -51,12 +53,12 @@ def hermes_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def trained(
-    agent: Callable[[str, Any], dict[str, Any] | None], max_len: int, parse_calls: Any = hermes_calls
+    agent: Callable[[str, Any], Any], max_len: int, parse_calls: Any = hermes_calls
 ) -> Callable[..., list[list[Completion]]]:
     """A `rollout_fn` that runs `agent(base_url, prompt)` for every rollout, each in a thread.
 
     Args:
-        agent: asks `base_url`; returns columns for the rewards, or None. What it raises ends the run.
+        agent: asks `base_url`; returns columns for the rewards, or None. What it raises ends the run. May be async.
         max_len: tokens of a prompt and its reply at most; longer prompts get OpenAI's `context_length_exceeded`. Not
             over `max_tokens_per_gpu` and the server's `--max-model-len`.
         parse_calls: finds the calls of tools in a reply's text, as `hermes_calls` does.
@@ -67,14 +69,17 @@ def trained(
         def run(_: int) -> list[Completion]:
             with _Rollout(server, sampling, max_len, parse_calls) as rollout:
                 try:
-                    info = agent(rollout.base_url, prompt) or {}
+                    info = agent(rollout.base_url, prompt)
+                    info = asyncio.run(info) if inspect.iscoroutine(info) else info
                 except Exception:
                     if rollout.failure:  # then the agent's is only what came of it
                         raise rollout.failure from None
                     raise
             if rollout.failure:
                 raise rollout.failure
-            return rollout.segments(info)
+            if not isinstance(info, dict | None):
+                raise TypeError(f"the agent returned {info!r:.100}: no dictionary of columns for the rewards, nor None")
+            return rollout.segments(info or {})
 
         with ThreadPoolExecutor(sampling["n"]) as pool:
             return list(pool.map(run, range(sampling["n"])))
@@ -160,7 +165,7 @@ class _Rollout:
         wanted = request.get("max_completion_tokens") or request.get("max_tokens") or self.sampling["max_tokens"]
         room = min(wanted, self.sampling["max_tokens"], self.max_len - len(call.ids))
         if room < 1:
-            raise _TooLong(f"context_length_exceeded: {len(call.ids)} tokens, of {self.max_len}")
+            raise _TooLong(f"context_length_exceeded: {len(call.ids)} tokens, of max_len={self.max_len}")
         with self.lock:
             if before and not before.is_continued:  # by another: then it is a segment of its own
                 call.before, call.between, before.is_continued = before, between, True

@@ -55,6 +55,6 @@ def right(completions, said, answer, **_):
 config = replace(
     tiny.config, model_id="outputs/agent/model", dataset_id="outputs/agent/train.jsonl", no_apply_chat_template=False,
     eval_dataset_id="outputs/agent/heldout.jsonl", eval_temperature=1.0, reward_funcs=[right], max_completion_len=20,
-    rollout_fn=openai_agent.trained(solve, max_len=100, parse_calls=parse_calls), batch_size=32, max_steps=80,
-    eval_steps=20, output_dir="outputs/agent/run",
+    rollout_fn=openai_agent.trained(solve, max_len=100, parse_calls=parse_calls), batch_size=32, max_steps=60,
+    learning_rate=2e-4, eval_steps=20, output_dir="outputs/agent/run",
 )  # fmt: skip

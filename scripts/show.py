@@ -45,19 +45,22 @@ def read_samples(path: Path, step: int | None) -> list[Sample]:
 
 def shown(sample: Sample) -> str:
     """One completion with its prompt, rewards and advantage, for people."""
-    prompt = sample["prompt"]
+    info, completion = dict(sample.get("info", {})), sample["completion"]
+    prompt = info.pop("messages", None) or sample["prompt"]
+    if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":  # an agent's conversation
+        completion = content_text(prompt.pop().get("content"))
     if not isinstance(prompt, str):
         prompt = "\n".join(f"[{message['role']}] {content_text(message.get('content'))}" for message in prompt)
     parts = ", ".join(f"{name} {value}" for name, value in sample["rewards"].items())
     head = f"step {sample['step']} · group {sample['group']} · dataset row {sample['row']} · {sample['finish_reason']}"
     if sample.get("set"):  # one of several held-out ones
         head = f"{sample['set']} · {head}"
-    known = sample.get("columns", {}) | sample.get("info", {})
+    known = sample.get("columns", {}) | info
     columns = "".join(f"\n   {name}: {value}" for name, value in known.items())
     figures = f"reward {sample['reward']} ({parts})"
     if "advantage" in sample:
         figures += f" · advantage {sample['advantage']:+.3g}"
-    text = "\n".join([f"── {head}", f"   {figures}{columns}", prompt, "▸ " + sample["completion"], ""])
+    text = "\n".join([f"── {head}", f"   {figures}{columns}", prompt, "▸ " + completion, ""])
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)  # no terminal obeys it
 
 

@@ -1,9 +1,11 @@
 """`recipes/openai_agent.py` through the `openai` client: what an agent saw and sampled, each token once."""
 
+import asyncio
 import json
 import socket
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -297,7 +299,7 @@ def test_what_an_agent_does_wrong(scripted):
         assert len(run(scripted, agent, max_len=100)) == 1
 
     told("n=2 is not supported", n=2)
-    told("context_length_exceeded: 1.. tokens, of 100", messages=[user("2+3" * 50)])
+    told("context_length_exceeded: 1.. tokens, of max_len=100", messages=[user("2+3" * 50)])
     told("a message has a part that is no text", messages=[{"role": "user", "content": [{"type": "image_url"}]}])
     with pytest.raises(ValueError, match="the agent got no reply"):
         run(scripted, lambda url, prompt: None)
@@ -305,6 +307,27 @@ def test_what_an_agent_does_wrong(scripted):
     config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], rollout_fn=broken)
     with pytest.raises(UserError, match="rollout_fn on dataset row 0: ZeroDivisionError: division by zero"):
         _ask(scripted.server, Prompt(0, [5], "", {}), SAMPLING, config)
+
+
+def test_agents_of_coroutines(scripted, tokenizer):
+    """Two questions at a time, and columns for the rewards."""
+    scripted.replies = {"2+3": "five"}
+
+    async def agent(url, prompt):
+        client = openai.AsyncOpenAI(base_url=url, api_key="none")
+        ask = partial(client.chat.completions.create, model="policy", messages=[user("2+3")])
+        answers = await asyncio.gather(ask(), ask())
+        return {"said": [answer.choices[0].message.content for answer in answers]}
+
+    segments = run(scripted, agent)
+    check(scripted, tokenizer, segments, ["five", "five"])
+    assert segments[-1].info["said"] == ["five", "five"]
+
+    def returns_text(url, prompt):
+        return ask(client_of(url), [user("2+3")]).content
+
+    with pytest.raises(TypeError, match="the agent returned 'five': no dictionary of columns"):
+        run(scripted, returns_text)
 
 
 def test_a_lost_server_is_no_fault_of_the_agent(scripted):
