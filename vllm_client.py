@@ -96,15 +96,15 @@ class Completion:
     def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
         """Join this turn, the environment's answer and the policy's next turn; nothing is tokenized again."""
         said = torch.as_tensor(environment_ids, dtype=torch.int64)
-        before, nothing = torch.cat([self.token_ids, said]), torch.zeros(len(said))
+        before, zeros = torch.cat([self.token_ids, said]), torch.zeros(len(said))
         are_known = self.prompt_ids is not None and reply.prompt_ids is not None
         if are_known and not torch.equal(torch.cat([self.prompt_ids, before]), reply.prompt_ids):
             raise ValueError("a reply is joined to a turn that it was not sampled for")
         moved = [Span(version, len(before) + start, len(before) + end) for version, start, end in reply.weight_versions]
         return replace(
             self, token_ids=torch.cat([before, reply.token_ids]), finish_reason=reply.finish_reason,
-            sampler_logprobs=torch.cat([self.sampler_logprobs, nothing, reply.sampler_logprobs]),
-            loss_mask=torch.cat([self.loss_mask, nothing.bool(), reply.loss_mask]),
+            sampler_logprobs=torch.cat([self.sampler_logprobs, zeros, reply.sampler_logprobs]),
+            loss_mask=torch.cat([self.loss_mask, zeros.bool(), reply.loss_mask]), earlier=self.earlier + reply.earlier,
             weight_versions=[*self.weight_versions, *moved], info=self.info | reply.info,
         )  # fmt: skip
 

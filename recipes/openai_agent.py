@@ -46,7 +46,7 @@ def hermes_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     for found in re.findall(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", text, re.DOTALL):
         try:
             call = json.loads(found)
-            calls.append((str(call["name"]), json.dumps(call.get("arguments", {}))))
+            calls.append((str(call["name"]), json.dumps({**call.get("arguments", {})})))  # which are a dictionary
         except (ValueError, KeyError, TypeError):
             return text, []  # what a model wrote in no right form is text
     return text.partition("<tool_call>")[0].rstrip() if calls else text, calls
@@ -155,6 +155,8 @@ class _Rollout:
         tokenizer = self.server.tokenizer
         with self.lock:
             before, between = self._continued(call)
+            if before and not before.is_continued:  # by another: then it is a segment of its own
+                call.before, call.between, before.is_continued = before, between, True
         if before:
             call.ids = [*before.ids, *before.reply.token_ids.tolist(), *between]
         else:
@@ -165,10 +167,9 @@ class _Rollout:
         wanted = request.get("max_completion_tokens") or request.get("max_tokens") or self.sampling["max_tokens"]
         room = min(wanted, self.sampling["max_tokens"], self.max_len - len(call.ids))
         if room < 1:
+            if call.before:
+                call.before.is_continued = False
             raise _TooLong(f"context_length_exceeded: {len(call.ids)} tokens, of max_len={self.max_len}")
-        with self.lock:
-            if before and not before.is_continued:  # by another: then it is a segment of its own
-                call.before, call.between, before.is_continued = before, between, True
         stops = [request["stop"]] if isinstance(request.get("stop"), str) else request.get("stop") or []
         params = {**self.sampling, "n": 1, "max_tokens": room, "stop": [*(self.sampling.get("stop") or []), *stops]}
         (call.reply,) = self.server.generate(call.ids, params)
@@ -244,8 +245,9 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key(message: dict[str, Any]) -> Any:
-    """What two plain messages have in common that are the same, white space aside."""
-    return message["role"], "".join(message["content"].split()), message.get("tool_calls"), message.get("tool_call_id")
+    """What two plain messages have in common that are the same; an agent may strip what was said."""
+    content = message["content"].strip() if message["role"] == "assistant" else message["content"]
+    return message["role"], content, message.get("tool_calls"), message.get("tool_call_id")
 
 
 ROLLOUTS: dict[str, _Rollout] = {}  # by the first part of their path

@@ -107,12 +107,13 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
     for segments in completions:
         longest = max(len(ids) + len(tokens) for ids, tokens in segments)
         if config.weighs_whole_completions:  # of the last token no row has a place
-            longest = max(longest, num_packed_tokens([(own, [segments])], config.share_prefix) + 1)
+            whole = [(own, [segments])]
+            longest = max(longest, num_packed_tokens(whole, config.share_prefix, {0} if num_fixed else ()) + 1)
         if longest > config.max_tokens_per_gpu:
             raise ValueError(f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu")
         for ids, tokens in segments:
-            if not torch.equal(ids[:num_fixed], own[:num_fixed]):
-                raise ValueError("a segment's prompt must begin with the group's, which has images")
+            if not len(ids) or not torch.equal(ids[:num_fixed], own[:num_fixed]):
+                raise ValueError("a segment's prompt is empty, or does not begin with the group's, which has images")
             if torch.isin(torch.cat([ids[num_fixed:], tokens]), torch.tensor(forbidden, dtype=torch.int64)).any():
                 raise ValueError("a completion has a placeholder of an image, which no policy takes")
 

@@ -98,8 +98,7 @@ class Scorer:
         arguments |= {column: [value] * num for column, value in group.prompt.columns.items()}
         names = dict.fromkeys(name for completion in group.completions for name in completion.info)
         if taken := names.keys() & arguments.keys():
-            where = f"rollout_fn on dataset row {group.prompt.index}"
-            raise UserError(f"{where}: info has the column {taken.pop()}, as the data or rewards have: rename it")
+            raise UserError(f"rollout_fn on dataset row {group.prompt.index}: info has the column {taken.pop()}")
         for p in inspect.signature(function).parameters.values() if self.config.rollout_fn else ():
             is_wanted = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
             if is_wanted and p.name not in arguments.keys() | names.keys():

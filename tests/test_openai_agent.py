@@ -185,6 +185,62 @@ def test_a_lost_reply_trains_once(scripted, tokenizer):
     check(scripted, tokenizer, segments, ["five", "three"])
 
 
+def test_what_is_not_the_same_conversation(scripted, tokenizer):
+    """Other tools, another call, another question: segments of their own; an answer that was stripped goes on."""
+    scripted.replies = {"again": "three", "tool_response>": "done", "2+3": " " + CALL, "q 1 2": " five "}
+
+    def count(change, tools=TOOLS):
+        def agent(url, prompt):
+            client, messages = client_of(url), [user("2+3")]
+            messages.append(ask(client, messages, tools=TOOLS).model_dump())
+            messages.append({"role": "tool", "tool_call_id": "x", "content": "5"})
+            change(messages)
+            ask(client, messages, **({"tools": tools} if tools else {}))
+
+        return len(run(scripted, agent))
+
+    assert count(lambda messages: None) == 1
+    assert count(lambda messages: None, tools=None) == 2
+    assert count(lambda messages: messages[0].update(content="2 +3")) == 2
+    call = {"name": "add", "arguments": '{"a": 3, "b": 3}'}
+    assert count(lambda messages: messages[1]["tool_calls"][0].update(function=call)) == 2
+
+    def strips(url, prompt):
+        client, messages = client_of(url), [user("q 1 2")]
+        messages.append({"role": "assistant", "content": ask(client, messages).content.strip()})
+        ask(client, [*messages, user("again")])
+
+    assert len(run(scripted, strips)) == 1
+
+
+def test_what_sampling_is_asked_for(scripted):
+    """The run's parameters without its seed, and no more tokens than the run, the request and the room allow."""
+    scripted.replies = {"": "yes"}
+    asked, generate = [], scripted.server.generate
+
+    def noted(ids, params):
+        asked.append((params.pop("stop"), params, len(ids)))
+        return generate(ids, params)
+
+    def agent(url, prompt):
+        for options in ({}, {"max_tokens": 7}, {"max_completion_tokens": 9}, {"max_tokens": 1000}, {"temperature": 0}):
+            ask(client_of(url), [user("2+3")], **options)
+
+    scripted.server.generate = noted
+    sampling = {**SAMPLING, "seed": 5, "top_k": 4, "stop": ["!"]}
+    (segments,) = trained(agent, max_len=5000)(scripted.server, Prompt(0, [5], "", {}), sampling)
+    assert len(segments) == 5
+    assert [stop for stop, _, _ in asked] == [["!"]] * 5
+    assert [params for _, params, _ in asked] == [
+        {"n": 1, "max_tokens": most, "temperature": 1.0, "top_k": 4} for most in (200, 7, 9, 200, 200)
+    ]
+    asked.clear()
+    trained(lambda url, prompt: ask(client_of(url), [user("2+3")]) and None, max_len=50)(
+        scripted.server, Prompt(0, [5], "", {}), SAMPLING
+    )
+    assert asked[0][1]["max_tokens"] + asked[0][2] == 50
+
+
 def test_a_question_asked_twice_is_a_branch(scripted, tokenizer):
     """The first reply trains in one segment, and stands in the prompt of the other."""
     scripted.replies = {"again": "three", "2+3": "five"}
@@ -370,5 +426,11 @@ def test_calls_of_tools():
     words, calls = hermes_calls(f"I add. {CALL}\n{CALL}")
     assert words == "I add."
     assert [(name, json.loads(arguments)) for name, arguments in calls] == [("add", {"a": 2, "b": 3})] * 2
-    for text in ("no call", "<tool_call>\n{broken}\n</tool_call>", '<tool_call>{"arguments": {}}</tool_call>'):
+    broken = (
+        "{broken}",
+        '{"arguments": {}}',
+        '{"name": "add", "arguments": [1]}',
+        '{"name": "add", "arguments": null}',
+    )
+    for text in ("no call", *(f"<tool_call>\n{call}\n</tool_call>" for call in broken)):
         assert hermes_calls(text) == (text, [])
