@@ -193,6 +193,16 @@ def test_to_the_last_digit(family, make, max_tokens, exact):
     assert_equal_gradients(gradients(shared, got), gradients(plain, expected), 1e-10)
 
 
+def test_paths_about_as_long_as_a_window():
+    """Those that fit take the kernels, those that are a token longer do not."""
+    plain, shared = make_model("Mistral", stock("Mistral")), attach(make_model("Mistral"))
+    window = plain.config.sliding_window
+    for length in range(window - 1, window + 6):
+        groups = [([3, 4, 5], [[*range(10, 8 + length)], [7, 8]])]  # the last token is not forwarded
+        assert max(len(prompt + ids) - 1 for prompt, ids in pairs(groups)) == length
+        torch.testing.assert_close(shared_rows(shared, groups), plain_rows(plain, groups), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, {"share_prefix": False}],
