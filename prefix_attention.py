@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial, wraps
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
@@ -44,6 +44,14 @@ Groups = Sequence[tuple[Tokens, Sequence[Any]]]  # (prompt_ids, [completion_ids,
 def _wide(tensor: Tensor) -> torch.dtype:
     """The dtype of sums and log-sum-exps: fp64 for an fp64 tensor, else fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+_compiled = cache(partial(torch.compile, dynamic=True))
+
+
+def _fused(function: Any) -> Any:
+    """`function`, whose passes over memory are made one on a GPU; `TORCHDYNAMO_DISABLE=1` leaves it as it is."""
+    return wraps(function)(lambda first, *more: (_compiled(function) if first.is_cuda else function)(first, *more))
 
 
 # -- Rows ------------------------------------------------------------------------------------------------------------
@@ -381,28 +389,30 @@ def _flash_on_cpu(kernel: Any, tensors: Sequence[Tensor], block: _Block, scale: 
     return tuple(result.transpose(1, 2).flatten(0, 1) for result in results)
 
 
+@_fused
+def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention [L, H, D] over the keys of both and its log-sum-exp [L, H], computed in the latter's dtype."""
+    lse = torch.logaddexp(a_lse, b_lse)
+    return (a * (a_lse - lse).exp()[..., None] + b * (b_lse - lse).exp()[..., None]).to(a.dtype), lse
+
+
 @torch.library.custom_op("prefix_attention::cascade", mutates_args=())
 def _cascade(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of a row: q [T, H, D], k and v [T, H_kv, D], sinks [H] or None -> out [T, H, D], log-sum-exp [T, H]."""
-    out = torch.empty(q.shape, dtype=_wide(q), device=q.device)  # blocks of level 0 come first, and fill it
+    out = torch.empty_like(q)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries = block.queries
         part, part_lse = _flash(q[queries], k[block.keys], v[block.keys], block, scale)
         if block.level == 0:
-            out[queries], lse[queries] = part.to(out.dtype), part_lse
+            out[queries], lse[queries] = part, part_lse
         else:
-            merged = torch.logaddexp(lse[queries], part_lse)
-            out[queries] *= (lse[queries] - merged).exp()[..., None]
-            out[queries] += part * (part_lse - merged).exp()[..., None]
-            lse[queries] = merged
+            out[queries], lse[queries] = _merge(out[queries], lse[queries], part, part_lse)
     if sinks is not None:  # a key without a value in every softmax
-        merged = torch.logaddexp(lse, sinks.to(lse.dtype))
-        out *= (lse - merged).exp()[..., None]
-        lse = merged
-    return out.to(q.dtype), lse
+        out, lse = _merge(out, lse, torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse))
+    return out, lse
 
 
 _cascade.register_fake(lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q))))
@@ -413,7 +423,7 @@ def _cascade_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: the sum of every block's."""
-    dq, dk, dv = (torch.empty(t.shape, dtype=_wide(q), device=t.device) for t in (q, k, v))
+    dq, dk, dv = torch.empty_like(q), *(torch.empty(t.shape, dtype=_wide(t), device=t.device) for t in (k, v))
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries, keys = block.queries, block.keys
         parts = _flash_backward((grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale)
@@ -424,7 +434,7 @@ def _cascade_backward(
                 total[where] += part
             else:  # several pieces may see the same keys
                 total.index_add_(0, where, part.to(total.dtype))
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
 _cascade_backward.register_fake(lambda _, q, k, v, *__: tuple(t.new_empty(t.shape) for t in (q, k, v)))
@@ -768,14 +778,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs = torch.empty(len(targets), dtype=_wide(factors[0]), device=targets.device)
         normalizers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
         for part, logits in _chunks(rule, factors):
-            chosen, top = logits.gather(-1, targets[part, None])[:, 0], logits.amax(-1)
-            logits.sub_(top[:, None])
-            p = logits.exp() if with_entropy else logits.exp_()
-            total = p.sum(-1)
-            normalizers[part] = top + total.log()
-            logprobs[part] = chosen - normalizers[part]
-            if with_entropy:  # log Σ exp - Σ p·logit, by no product that autocast would round
-                entropies[part] = total.log() - p.mul_(logits).sum(-1) / total
+            logprobs[part], normalizers[part], entropies[part] = _read(logits, targets[part, None], with_entropy)
         ctx.rule = rule
         ctx.save_for_backward(targets, normalizers, *factors)
         ctx.mark_non_differentiable(entropies)
@@ -790,16 +793,34 @@ class _TokenLogprobs(torch.autograd.Function):
         wanted = zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True)
         dws = [torch.zeros_like(w, dtype=normalizers.dtype) if is_wanted else None for w, is_wanted in wanted]
         for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
-            g, cap = grad[part] * ctx.rule.factor, ctx.rule.cap
-            bend = None if cap is None else 1 - (logits / cap).square_()  # the derivative of tanh
-            dz = logits.sub_(normalizers[part, None]).exp_().mul_(-g[:, None])  # in place, to be g·(onehot - p)
-            dz[torch.arange(len(dz), device=dz.device), targets[part]] += g
-            dz = (dz if bend is None else dz.mul_(bend)).to(weights[0].dtype)
+            g = grad[part, None] * ctx.rule.factor
+            dz = _derive(logits, targets[part, None], normalizers[part, None], g, ctx.rule.cap, weights[0].dtype)
             for x, w, dx, dw in zip(xs, weights, dxs, dws, strict=True):
                 torch.mm(dz, w, out=dx[part])
                 if dw is not None:
                     torch.addmm(dw, dz.T, x[part], out=dw, **wider)
         return None, None, None, *dxs, *dws  # autograd casts sums to the dtype of their weight
+
+
+@_fused
+def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of logits [n, V] and targets [n, 1]: log-probs, log Σ exp and entropies (or zeros), each [n]."""
+    shifted = logits - (top := logits.amax(-1, keepdim=True))
+    p, chosen = shifted.exp(), shifted.gather(-1, targets)[:, 0]
+    total = p.sum(-1)
+    entropies = total.log() - p.mul_(shifted).sum(-1) / total if with_entropy else torch.zeros_like(total)
+    return chosen - total.log(), top[:, 0] + total.log(), entropies  # Σ p·logit by no product that autocast would round
+
+
+@_fused
+def _derive(logits: Tensor, targets: Tensor, normalizers: Tensor, g: Tensor, cap: Any, dtype: torch.dtype) -> Tensor:
+    """g·(onehot - p) [n, V], times the slope of a softcap; all but logits are [n, 1]."""
+    dz = (logits - normalizers).exp_().mul_(-g)
+    chosen = torch.expm1(logits.gather(-1, targets) - normalizers) * -g  # of more digits than dz + g
+    if cap is not None:
+        slope = 1 - (logits / cap).square_()
+        dz, chosen = dz.mul_(slope), chosen * slope.gather(-1, targets)
+    return dz.to(dtype).scatter_(-1, targets, chosen.to(dtype))
 
 
 def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:

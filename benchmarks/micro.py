@@ -19,6 +19,7 @@ import inspect
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -42,15 +43,21 @@ SHAPES = {
     False: [(1, 8192, 512, 8), (10, 1024, 256, 8), (10, 128, 128, 8), (40, 256, 128, 8)],
     True: [(1, 64, 16, 4), (10, 16, 8, 2), (40, 8, 4, 2)],
 }
+PLAIN = ", passes not compiled"
 HEADS = {False: (32, 8, 128), True: (4, 2, 32)}  # of queries, of keys, size
 HEAD_SHAPES = {False: [(8192, 4096, 151936), (8192, 1536, 151936)], True: [(64, 32, 512)]}  # tokens, hidden, vocab
+
+
+def passes(variant: str) -> AbstractContextManager[Any]:
+    """Where a `PLAIN` variant runs: nothing is compiled."""
+    return torch.compiler.set_stance("force_eager") if variant.endswith(PLAIN) else nullcontext()
 
 
 def timed_step(
     forward: Callable[[], Tensor], inputs: tuple[Tensor, ...], device: torch.device
 ) -> tuple[dict[str, float], Tensor]:
     """Times and peak memory of forward and backward, and the output; only the forward's where it has no gradient."""
-    seconds = 1.0 if device.type == "cuda" else 0.05
+    seconds = 0.4 if device.type == "cuda" else 0.05
 
     def forward_only() -> Tensor:
         with torch.no_grad():
@@ -249,6 +256,7 @@ def grouper(case: Attention) -> Variant:
 ATTENTION: dict[str, Callable[[Attention], Variant]] = {
     "sdpa, repeated": sdpa,
     "ours": cascade,
+    "ours" + PLAIN: cascade,
     "one FA2 varlen call, repeated": flash,
     "torch varlen_attn, repeated": varlen,
     "flex_attention": flex,
@@ -281,7 +289,8 @@ def attention_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
 
         names = dict(zip(("groups", "prompt", "completion", "size"), shape, strict=True))
         for variant, build in ATTENTION.items():
-            rows.measure({"part": "attention", **names, "variant": variant}, partial(measure, build))
+            with passes(variant):
+                rows.measure({"part": "attention", **names, "variant": variant}, partial(measure, build))
 
 
 # -- Head --------------------------------------------------------------------------------------------------------------
@@ -386,6 +395,8 @@ def liger(case: Head) -> Tensor:
 HEAD: dict[str, Callable[[Head], Tensor]] = {
     "ours": partial(ours, False),
     "ours, with entropy": partial(ours, True),
+    "ours" + PLAIN: partial(ours, False),
+    "ours, with entropy" + PLAIN: partial(ours, True),
     "chunks of 2^27, rounded products": partial(by_chunks, rounded, 1 << 27),
     "chunks of 2^27, fp32 products": partial(by_chunks, accumulated, 1 << 27),
     "chunks of 2^28, fp32 products": partial(by_chunks, accumulated, 1 << 28),
@@ -412,7 +423,8 @@ def head_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
 
         names = dict(zip(("tokens", "hidden", "vocab"), shape, strict=True))
         for variant, function in HEAD.items():
-            rows.measure({"part": "head", **names, "variant": variant}, partial(measure, function))
+            with passes(variant):
+                rows.measure({"part": "head", **names, "variant": variant}, partial(measure, function))
 
 
 # -- Decoder layer -----------------------------------------------------------------------------------------------------

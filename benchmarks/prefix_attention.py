@@ -1,13 +1,13 @@
 """Forward and backward of groups that share a prompt: repeated rows, prefix_grouper, and ours, side by side.
 
-    python benchmarks/prefix_attention.py [--json PATH] [--quick] [--models 1.5B,8B]
+    python benchmarks/prefix_attention.py [--json PATH] [--quick] [--models 1.5B,8B] [--compile]
 
 A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GPU in bf16 with gradient checkpointing:
   padded    (a) one row per completion, right-padded, stock sdpa, logits of the completion tokens
   packed    (b) one sequence per completion, without padding, the same kernels and head, nothing shared or merged
   grouper   (c) the prefix_grouper package with its sdpa adapter, logits as in its documentation
   ours      (d) `pack`, `attach`, `completion_logprobs`
-On a GPU only (b) and (d).
+On a GPU only (b) and (d); with `--compile` of compiled decoder layers.
 
 Every figure is the median over runs after a warm-up, within one token budget; memory is the peak above the model's. On
 a CPU each method has processes of its own, (b) and (d) in turn. On a GPU both run in one process and on one model, row
@@ -289,9 +289,14 @@ def compared(size: str, shape: str, methods: Sequence[str], results: dict[str, d
     return row
 
 
-def compare_in_one_process(size: str, shapes: Sequence[str], rows: Rows, device: torch.device) -> None:
+def compare_in_one_process(
+    size: str, shapes: Sequence[str], rows: Rows, device: torch.device, is_compiled: bool = False
+) -> None:
     """(b) and (d) on one attached model, shape by shape."""
     model = attach(make_model(size, device))
+    if is_compiled:
+        for layer in model.model.layers:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     found: list[Tensor] = []
 
     def run(method: str, batches: Sequence[Any]) -> None:
@@ -316,15 +321,16 @@ def compare_in_one_process(size: str, shapes: Sequence[str], rows: Rows, device:
         return compared(size, shape, IN_ONE_PROCESS, results)
 
     for shape in shapes:
-        rows.measure({"model": size, "shape": shape}, partial(measured, shape))
+        names = {"model": size, "shape": shape} | ({"layers": "compiled"} if is_compiled else {})
+        rows.measure(names, partial(measured, shape))
 
 
 def shapes_for_gpu(size: str, prompts: Sequence[int]) -> list[str]:
-    """Many short groups, then long prompts, those of fewest repeated tokens first."""
-    long = [(p, p // part, g) for p in prompts for g in (8, 16) for part in (16, 4)]
-    long = [shape for shape in long if size != "8B" or (shape[0] + shape[1]) * shape[2] <= LARGEST]
-    long.sort(key=lambda shape: (shape[0] + shape[1]) * shape[2])
-    return ["128,128,8,10", "128,128,8,40", *(f"{p},{s},{g}" for p, s, g in long)]
+    """Many short groups, then prompts of 16k tokens together, those of fewest repeated tokens first."""
+    long = [(p, p // part, g, max(1, 16384 // p)) for p in prompts for g in (8, 16) for part in (16, 4)]
+    repeated = {shape: (shape[0] + shape[1]) * shape[2] * shape[3] for shape in long}
+    long = sorted((shape for shape in long if size != "8B" or repeated[shape] <= LARGEST), key=repeated.__getitem__)
+    return ["128,128,8,10", "128,128,8,40", *(",".join(map(str, shape)) for shape in long)]
 
 
 def main() -> None:
@@ -334,6 +340,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model and one small shape, in under a minute")
     parser.add_argument("--models", default="1.5B,8B", help="on a GPU: which of them (each under nine minutes)")
     parser.add_argument("--prompts", default="4096,8192,16384", help="on a GPU: prompts of which lengths")
+    parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
     parser.add_argument("--one-process", action="store_true", help="on a CPU, too: as on a GPU")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -346,7 +353,7 @@ def main() -> None:
         rows, prompts = Rows(args.json), [int(length) for length in args.prompts.split(",")]
         for size in ["quick"] if args.quick else args.models.split(","):
             shapes = ["128,32,4", "32,16,4,10"] if args.quick else shapes_for_gpu(size, prompts)
-            compare_in_one_process(size, shapes, rows, device)
+            compare_in_one_process(size, shapes, rows, device, args.compile)
         return
     cases = [("4 layers", shape, 8192) for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")]
     table: list[dict[str, Any]] = []

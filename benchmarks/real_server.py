@@ -1,18 +1,22 @@
 """The real vLLM beside the trainer on this machine: syncs, an update in flight, a run that learns.
 
-    python benchmarks/real_server.py [--json PATH] [--quick]
+    python benchmarks/real_server.py [--json PATH] [--quick] [--parts small,1.5B,...] [-- OPTIONS OF THE SERVER]
 
-On a GPU the two share it, or each has one where there are two; the server computes in bf16, with CUDA graphs. `--quick`
-runs on a CPU, too, in fp32, with a smaller model and few steps.
-  sync       seconds of a weight sync of a random model (median), and the probe: the mean difference of the trainer's
-             log-probs from the server's under the new weights, nats, on four sampled completions
-  in flight  an update in the middle of completions: the versions of their tokens, and the same difference for the
-             tokens before it from the old weights, and for those after it from the new ones
-  start      seconds until the server answers
-  learns     recipes/tiny.py: held-out accuracy before and after, seconds of a step and of its sync
+On a GPU the two share it, or each has one where there are two; the server computes in bf16. `--quick` runs on a CPU,
+too, in fp32, with a smaller model and few steps. Parts:
+  small             a random model, with two rows. `sync` is the seconds of a weight sync (median), and the probe: the
+                    mean difference of the trainer's log-probs from the server's under the new weights, nats, on four
+                    sampled completions. `in flight` is an update in the middle of completions: the versions of their
+                    tokens, and the same difference for the tokens before it from the old weights, and for those after
+                    it from the new ones
+  0.6B, 1.5B, 8B    on a GPU, random models of these shapes: `sync`. `copies` is it as a multiple of one copy, on the
+                    device, of the bytes that travel
+  learns            recipes/tiny.py; on a GPU recipes/smollm.py for 100 steps: held-out accuracy before and after, and
+                    medians of the metrics that docs/metrics.md explains
 """
 
 import argparse
+import copy
 import importlib.util
 import json
 import os
@@ -31,14 +35,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch
-from build_tiny import build
+from build_tiny import build, build_tokenizer
 from launch import LocalServer
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import Rows, device_here, median
+from benchmarks.common import Rows, device_here, durations, median
 from benchmarks.local_server import local_server
+from benchmarks.prefix_attention import SIZES
 from benchmarks.step_time import build_random, train_problems
+from benchmarks.steps import MODELS
 from config import TrainConfig
-from prefix_attention import completion_logprobs, pack
+from prefix_attention import attach, completion_logprobs, pack
 from recipes.rewards import exact_match
 from rollouts.stream import Rollouts
 from training.model import build_policy, published_weights
@@ -49,27 +56,39 @@ SAMPLING = {"n": 4, "max_tokens": 100, "ignore_eos": True, "temperature": 1.0}
 
 
 @contextmanager
-def served(model: Path, log: Path) -> Iterator[str]:
-    """The address of a server for short sequences, which leaves room on a GPU for the trainer."""
-    options = ["--max-model-len", "128", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.3"]
+def served(model: Path, log: Path, *options: str) -> Iterator[tuple[str, float]]:
+    """A server for short sequences: its address, and the seconds of its start."""
+    words = ["--max-model-len", "128", "--max-num-seqs", "1024" if device_here().type == "cuda" else "256", *options]
     env: dict[str, str] = {}
-    if device_here().type == "cuda":
-        options += ["--dtype", "bfloat16", "--no-enforce-eager"]
+    if device_here().type == "cuda":  # keys and values of a fixed size: what others take meanwhile does not matter
+        words += ["--gpu-memory-utilization", "0.02", "--kv-cache-memory-bytes", str(2 << 30), "--dtype", "bfloat16"]
         env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         if torch.cuda.device_count() > 1:
             env["CUDA_VISIBLE_DEVICES"] = "1"
-    with local_server(str(model), log, *options, env=env) as server:
+    started = time.perf_counter()
+    with local_server(str(model), log, *words, env=env) as server:
         assert isinstance(server, LocalServer)
-        yield server.wait()
+        yield server.wait(), time.perf_counter() - started
+
+
+def empty(size: str, device: torch.device) -> Any:
+    """A model of one of the sizes, on the device, in the dtype that leaves room for the server: fp32, 8B in bf16."""
+    shape = MODELS["Qwen3-0.6B"] if size == "0.6B" else SIZES[size]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if size == "8B" else torch.float32)
+    try:
+        with device:
+            return Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=4096, tie_word_embeddings=True))
+    finally:
+        torch.set_default_dtype(before)
 
 
 @torch.no_grad()
-def disturbed(config: TrainConfig, device: torch.device, seed: int) -> Any:
-    """The policy with every weight moved by noise."""
-    policy = build_policy(config, device)
+def disturbed(policy: Any, device: torch.device, seed: int) -> Any:
+    """The policy, every weight of which is moved by noise."""
     generator = torch.Generator(device).manual_seed(seed)
     for weight in policy.parameters():
-        weight.add_(0.02 * torch.randn(weight.shape, generator=generator, device=device))
+        weight.add_(0.02 * torch.randn(weight.shape, generator=generator, device=device, dtype=weight.dtype))
     return policy
 
 
@@ -80,30 +99,40 @@ def differences(policy: Any, completion: Any, device: torch.device) -> torch.Ten
     return (completion_logprobs(policy, row.to(device)).cpu() - completion.sampler_logprobs).abs()
 
 
-def syncs(rollouts: Rollouts, config: TrainConfig, device: torch.device, repeats: int) -> dict[str, Any]:
-    """Some syncs, the last one of other weights, and the probe."""
-    policy, times = build_policy(config, device), []
-    num_bytes = sum(tensor.nbytes for _, tensor in published_weights(policy))
+def syncs(rollouts: Rollouts, policy: Any, device: torch.device, repeats: int) -> dict[str, Any]:
+    """Some syncs of other weights each, and the probe."""
+    attach(policy)
+    times: list[float] = []
+    weights = [tensor for _, tensor in published_weights(policy)]
+    num_bytes = sum(tensor.nbytes for tensor in weights)
+
+    def copy_all() -> None:
+        for tensor in weights:
+            tensor.clone()
+
+    copy_s = median(durations(copy_all, device, 0.1))
     rollouts.publish(policy, 0)
     for version in range(1, repeats + 1):
-        policy = disturbed(config, device, version)
+        disturbed(policy, device, version)
         started = time.perf_counter()
         rollouts.publish(policy, version)
         times.append(time.perf_counter() - started)
     replies = rollouts.client.servers[0].generate(PROMPT, SAMPLING)
     probe = torch.cat([differences(policy, reply, device) for reply in replies]).mean().item()
     versions = sorted({span.version for reply in replies for span in reply.weight_versions})
-    return {"model_mb": num_bytes / 1e6, "sync_s": median(times), "probe": probe, "versions": versions}
+    found = {"sent_mb": num_bytes / 1e6, "sync_s": median(times), "copies": median(times) / copy_s}
+    transfer = rollouts.client.servers[0].transfer
+    return found | {"probe": probe, "versions": versions, "backend": transfer.backend if transfer else None}
 
 
-def in_flight(rollouts: Rollouts, config: TrainConfig, device: torch.device, first: int) -> dict[str, Any]:
+def in_flight(rollouts: Rollouts, policy: Any, device: torch.device, first: int) -> dict[str, Any]:
     """Updates until one hits completions on the way."""
-    old = disturbed(config, device, first)
+    old, new = policy, disturbed(copy.deepcopy(policy), device, first)
     rollouts.publish(old, first)
     for version in range(first + 1, first + 20):
-        new = disturbed(config, device, version)
         with ThreadPoolExecutor(1) as pool:
             replies = pool.submit(rollouts.client.servers[0].generate, PROMPT, SAMPLING)
+            time.sleep(0.04 * (version - first))  # each time a little later
             rollouts.publish(new, version)
             found = [reply for reply in replies.result() if len(reply.weight_versions) == 2]
         if found:
@@ -115,51 +144,78 @@ def in_flight(rollouts: Rollouts, config: TrainConfig, device: torch.device, fir
                 "after_update": differences(new, found[0], device)[after.start :].mean().item(),
                 "old_weights_after_update": differences(old, found[0], device)[after.start :].mean().item(),
             }
-        old = new
+        old, new = new, disturbed(old, device, version)
     raise RuntimeError("no update came in the middle of a completion")
 
 
-def on_random_model(rows: Rows, folder: Path, is_quick: bool) -> dict[str, Any]:
-    """The first two parts, on one server; returns the seconds of its start."""
+def connected(model: Path, folder: Path, url: str, device: torch.device) -> Rollouts:
+    """What publishes to the server."""
+    config = TrainConfig(
+        model_id=str(model), vllm_urls=[url], dataset_id=train_problems, reward_funcs=[exact_match],
+        no_apply_chat_template=True, max_completion_len=100, output_dir=str(folder / "run"), reward_workers=1,
+    )  # fmt: skip
+    return Rollouts(config, device)
+
+
+def on_small_model(rows: Rows, folder: Path, is_quick: bool, *options: str) -> dict[str, Any]:
+    """A sync, and an update in flight, on one server; returns the seconds of its start."""
     size = {"hidden": 256, "layers": 4} if is_quick else {"hidden": 1024, "layers": 6}
-    build_random(folder / "random", **size)
-    started = time.perf_counter()
-    with served(folder / "random", folder / "server.log") as url:
-        start_s = time.perf_counter() - started
-        config = TrainConfig(
-            model_id=str(folder / "random"), vllm_urls=[url], dataset_id=train_problems, reward_funcs=[exact_match],
-            no_apply_chat_template=True, max_completion_len=100, output_dir=str(folder / "run"), reward_workers=1,
-        )  # fmt: skip
-        with process_group(120) as device:
-            rollouts = Rollouts(config, device)
-            repeats = 2 if is_quick else 7
-            rows.measure({"part": "sync"}, partial(syncs, rollouts, config, device, repeats))
-            rows.measure({"part": "in flight"}, partial(in_flight, rollouts, config, device, repeats + 1))
-            rollouts.close()
+    build_random(folder / "small", **size)
+    with served(folder / "small", folder / "small.log", *options) as (url, start_s), process_group(120) as device:
+        rollouts = connected(folder / "small", folder, url, device)
+        policy = attach(build_policy(rollouts.config, device))
+        repeats = 2 if is_quick else 7
+        rows.measure({"part": "sync", "model": "small"}, partial(syncs, rollouts, policy, device, repeats))
+        rows.measure({"part": "in flight"}, partial(in_flight, rollouts, policy, device, repeats + 1))
+        rollouts.close()
     return {"seconds": start_s}
 
 
-def learns(folder: Path, steps: int) -> dict[str, Any]:
-    """The tiny recipe by train.py, in a process of its own."""
-    build(folder / "tiny", seed=0)
-    with served(folder / "tiny" / "model", folder / "tiny.log") as url:
-        fields = {
-            "model_id": folder / "tiny" / "model", "dataset_id": folder / "tiny" / "train.jsonl",
-            "eval_dataset_id": folder / "tiny" / "heldout.jsonl", "output_dir": folder / "learns", "vllm_urls": url,
-            "max_steps": steps,
-        }  # fmt: skip
-        command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "recipes" / "tiny.py")]
+def on_large_model(size: str, folder: Path, *options: str) -> dict[str, Any]:
+    """Syncs of a random model of the shape of `size`."""
+    with process_group(120) as device:
+        policy = empty(size, device)
+        policy.config.architectures = [type(policy).__name__]
+        policy.config.save_pretrained(folder / size)
+        build_tokenizer().save_pretrained(folder / size)
+        with served(folder / size, folder / f"{size}.log", "--load-format", "dummy", *options) as (url, start_s):
+            rollouts = connected(folder / size, folder, url, device)
+            found = syncs(rollouts, attach(policy), device, 5)
+            rollouts.close()
+    return found | {"start_s": start_s}
+
+
+def learns(folder: Path, is_quick: bool, *options: str) -> dict[str, Any]:
+    """A recipe by train.py, in a process of its own."""
+    if is_quick:
+        build(folder / "tiny", seed=0)
+        recipe, model = "tiny.py", folder / "tiny" / "model"
+        fields: dict[str, Any] = {
+            "dataset_id": folder / "tiny" / "train.jsonl",
+            "eval_dataset_id": folder / "tiny" / "heldout.jsonl",
+        }
+        fields |= {"max_steps": 3}
+    else:
+        found = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "get_smollm.py"), "--output", str(folder / "smollm")],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        recipe, model, fields = "smollm.py", Path(found.stdout.split()[-1]), {"max_steps": 100, "eval_steps": 25}
+    with served(model, folder / "learns.log", *(() if is_quick else ("--max-model-len", "512")), *options) as (url, _):
+        fields |= {"model_id": model, "output_dir": folder / "learns", "vllm_urls": url}
+        command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "recipes" / recipe)]
         command += [word for name, value in fields.items() for word in (f"--{name}", str(value))]
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, preexec_fn=partial(die_with, os.getpid())
+            command, capture_output=True, text=True, check=False, preexec_fn=partial(die_with, os.getpid()), cwd=ROOT
         )
         if done.returncode:
             raise RuntimeError(" ".join((done.stdout + done.stderr).split())[-250:])
     lines = [json.loads(line) for line in (folder / "learns" / "metrics.jsonl").read_text().splitlines()]
     accuracy = [row["eval/accuracy"] for row in lines if "eval/accuracy" in row]
     trained = [row for row in lines if row["step"] > 0]
-    times = {name: median([row[f"time/{name}"] for row in trained]) for name in ("step_s", "sync_s", "train_s")}
-    return {"steps": steps, "accuracy_before": accuracy[0], "accuracy_after": accuracy[-1]} | times
+    names = [name for name in trained[0] if name.startswith(("time/", "idle/", "tokens_per_s/")) and "eval" not in name]
+    medians = {name: median([row[name] for row in trained]) for name in names}
+    return {"recipe": recipe, "steps": len(trained), "eval/accuracy": accuracy} | medians
 
 
 def main() -> None:
@@ -167,6 +223,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here, one by one")
     parser.add_argument("--quick", action="store_true", help="a small model and few steps, on a CPU, too")
+    parser.add_argument("--parts", help="which of small,0.6B,1.5B,8B,learns; with --quick small,learns")
+    parser.add_argument("--keep", type=Path, help="a folder for models, logs and the run, which is kept")
+    parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="of the server")
     args = parser.parse_args()
     rows = Rows(args.json)
     reason = "" if importlib.util.find_spec("vllm") else "vLLM is not installed"
@@ -175,9 +234,17 @@ def main() -> None:
     if reason:
         rows.add({"skipped": reason})
         return
-    with tempfile.TemporaryDirectory() as folder:
-        rows.measure({"part": "start"}, partial(on_random_model, rows, Path(folder), args.quick))
-        rows.measure({"part": "learns"}, partial(learns, Path(folder), 3 if args.quick else 100))
+    usual = "small,learns" if args.quick else "small,0.6B,1.5B,8B,learns"
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        for part in (args.parts or usual).split(","):
+            if part == "small":
+                of_small = partial(on_small_model, rows, folder, args.quick, *args.options)
+                rows.measure({"part": "start", "model": part}, of_small)
+            elif part == "learns":
+                rows.measure({"part": part}, partial(learns, folder, args.quick, *args.options))
+            else:
+                rows.measure({"part": "sync", "model": part}, partial(on_large_model, part, folder, *args.options))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ is shared. A row of T tokens has a prompt of one token, so that the head runs on
   bf16          fp32 weights, bf16 autocast
   fsdp_bf16     fp32 weights, FSDP2 of one rank, which computes in bf16
   bf16 weights  for LoRA: frozen weights in bf16, adapters under autocast
+  ..., compiled  with `torch_compile`
 
 `mfu` counts 6 FLOPs per token and weight of a matrix (4 where it is frozen, head included, embedding not) and
 12·layers·heads·head_dim per causal pair of query and key, nothing that is computed twice, over the data sheet's dense
@@ -55,6 +56,8 @@ MODES: dict[str, dict[str, Any]] = {
     "fsdp_bf16": {"bf16": False, "use_fsdp": True, "fsdp_bf16": True},
     "bf16 weights": {"bf16": True, "dtype": "bfloat16"},
 }
+PLAIN = tuple(MODES)
+MODES |= {f"{mode}, compiled": fields | {"torch_compile": True} for mode, fields in MODES.items()}
 NUM_ROWS = 2
 
 
@@ -70,13 +73,14 @@ class Case(NamedTuple):
     gib: float | None = None
 
 
+FULL = ("bf16", "bf16, compiled", "fsdp_bf16", "fsdp_bf16, compiled")
 CASES = (
-    Case("Qwen3-0.6B", False, 16384, ("bf16", "fsdp_bf16"), 1.99, 11.1, 12.5),
+    Case("Qwen3-0.6B", False, 16384, FULL, 1.99, 11.1, 12.5),
     Case("Qwen3-0.6B", True, 16384, tuple(MODES), 2.45, None, 5.1),
     Case("Qwen3-4B", True, 16384, tuple(MODES), 5.26, 21.7, 23.3),
-    Case("Qwen3-4B", True, 65536, ("fsdp_bf16", "bf16 weights"), 31.5, 37.4, 42.0),
+    Case("Qwen3-4B", True, 65536, ("bf16 weights, compiled",), 31.5, 37.4, 42.0),
 )
-QUICK = (Case("quick", False, 256, ("bf16", "fsdp_bf16")), Case("quick", True, 256, tuple(MODES)))
+QUICK = (Case("quick", False, 256, ("bf16", "fsdp_bf16")), Case("quick", True, 256, PLAIN))
 
 
 def make_config(is_lora: bool, mode: str) -> TrainConfig:

@@ -632,8 +632,8 @@ def test_gradients_that_are_nan_are_refused(monkeypatch):
 # -- mutations -------------------------------------------------------------------------------------------------------
 
 MUTATIONS = [
-    ("the merge", "Llama", "merged = torch.logaddexp(lse[queries], part_lse)", "merged = lse[queries]"),
-    ("the weight of a part", "Llama", "part * (part_lse - merged).exp()", "part * (part_lse - lse[queries]).exp()"),
+    ("the merge", "Llama", "lse = torch.logaddexp(a_lse, b_lse)", "lse = a_lse"),
+    ("the weight of a part", "Llama", "b * (b_lse - lse).exp()", "b * (b_lse - a_lse).exp()"),
     ("the gradient's lse", "Llama", "out[queries], lse[queries]), block", "out[queries], lse[queries] + 0.1), block"),
     ("the gradient's sum", "Llama", "total[where] += part", "total[where] += 0 * part"),
     ("causality", "Llama", "kernel(*heads_first, 0.0, block.is_causal", "kernel(*heads_first, 0.0, False"),
@@ -654,7 +654,7 @@ MUTATIONS = [
     ("the loop's mask", "Gemma2", "((distance >= 0) |", "((distance >= -1) |"),
     ("softcap", "Gemma2", "scores = softcap * torch.tanh(scores / softcap)", "scores = torch.tanh(scores / softcap)"),
     ("logit softcap", "Gemma3", "1 - (logits / cap).square_()", "1 + 0 * (logits / cap).square_()"),
-    ("sinks", "GptOss", "out *= (lse - merged).exp()[..., None]\n        lse", "lse"),
+    ("sinks", "GptOss", "sinks.to(lse.dtype).expand_as(lse)", "sinks.to(lse.dtype).expand_as(lse) - 1"),
     ("the gradient of sinks", "GptOss", "dsinks = -(", "dsinks = ("),
     ("the logit scale", "Cohere2", "_Logits(scale / divisor", "_Logits(1.0"),
     ("the handed state", "Qwen3Next", "state.recurrent_states[0] for", "0 * state.recurrent_states[0] for"),

@@ -5,16 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_prefix_models import FAMILIES, gradients, make_groups, make_model, plain_rows, stock
-from torch.nn import functional as F
+from test_prefix_models import FAMILIES, gradients, make_agents, make_groups, make_model, plain_rows, shared_rows, stock
 
-from prefix_attention import _attention, _has_kernel, attach, completion_logprobs, pack
+from prefix_attention import _attention, _has_kernel, _Logits, _TokenLogprobs, attach
 
 pytestmark = pytest.mark.gpu
 
+# start, length, parent, how much of it is seen, whether all of the own is seen
 SEGMENTS = torch.tensor([
-    [0, 70, -1], [70, 33, 0], [103, 1, 0], [104, 20, 0], [124, 9, 3], [133, 41, -1], [174, 65, 5],
-    [239, 300, -1], [539, 1, 7],  # one query below many keys takes a kernel of its own
+    [0, 70, -1, 0, 0], [70, 33, 0, 70, 0], [103, 1, 0, 70, 0], [104, 20, 0, 51, 0], [124, 9, 3, 20, 0],
+    [133, 7, 4, 3, 0], [140, 41, -1, 0, 1], [181, 65, 6, 41, 0], [246, 64, 7, 30, 1], [310, 40, 8, 64, 0],
+    [350, 300, -1, 0, 0], [650, 1, 10, 300, 0],  # one query below many keys takes a kernel of its own
 ])  # fmt: skip
 
 
@@ -22,11 +23,13 @@ def dense(q, k, v, sinks, scale):
     """Attention written out, with the mask of the forest."""
     total = len(q)
     mask = torch.zeros(total, total, dtype=torch.bool)
-    for start, length, parent in SEGMENTS.tolist():
-        mask[start : start + length, start : start + length] = torch.ones(length, length).tril().bool()
+    for start, length, parent, seen, sees_all in SEGMENTS.tolist():
+        own = torch.ones(length, length, dtype=torch.bool)
+        mask[start : start + length, start : start + length] = own if sees_all else own.tril()
         while parent >= 0:
-            above, size, parent = SEGMENTS[parent].tolist()
-            mask[start : start + length, above : above + size] = True
+            above, _, parent, more, _ = SEGMENTS[parent].tolist()
+            mask[start : start + length, above : above + seen] = True
+            seen = more
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = torch.einsum("lhd,khd->hlk", q, k) * scale
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -53,7 +56,7 @@ def test_cascade(dtype, head_dim, with_sinks):
     assert _has_kernel(on_gpu[0])
     q, k, v = (t.transpose(0, 1)[None] for t in on_gpu[:3])
     sinks = on_gpu[3] if with_sinks else None
-    out, _ = _attention(torch.nn.Module(), q, k, v, None, s_aux=sinks, segments=F.pad(SEGMENTS, (0, 1)))
+    out, _ = _attention(torch.nn.Module(), q, k, v, None, s_aux=sinks, segments=SEGMENTS)
     (out[0] * weights.cuda()).sum().backward()
     pairs = [(out[0], expected), *((a.grad, b.grad) for a, b in zip(on_gpu, exact, strict=True))]
     for number, (got, reference) in enumerate(pairs):
@@ -61,27 +64,50 @@ def test_cascade(dtype, head_dim, with_sinks):
         assert error < (2e-2 if dtype == torch.bfloat16 else 3e-3), (number, error)
 
 
+@pytest.mark.parametrize("make", [make_groups, make_agents])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_fp32(family):
+def test_fp32(family, make):
     """The loop: fp32 has no flash kernel. 1e-4 of the norm, as the GPU's products round in another order."""
     plain, shared = make_model(family, stock(family)), attach(make_model(family).cuda())
-    expected = plain_rows(plain, make_groups())
-    (row,) = pack(make_groups())
-    got = completion_logprobs(shared, row.to("cuda"))
+    expected = plain_rows(plain, make())
+    got = shared_rows(shared, make())
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
     reference = gradients(plain, expected)
     for name, gradient in gradients(shared, got).items():
         assert (gradient.cpu() - reference[name]).norm() <= 1e-4 * reference[name].norm().clamp(min=1e-30), name
 
 
+@pytest.mark.parametrize("make", [make_groups, make_agents])
 @pytest.mark.parametrize("family", ["Qwen3", "Llama", "Gemma2", "GptOss", "Qwen3Next"])
-def test_bf16(family):
+def test_bf16(family, make):
     """As near to fp32 as the stock model in bf16 is, one plain row per completion, within a factor of two."""
-    exact = plain_rows(make_model(family, stock(family)), make_groups()).detach()
+    exact = plain_rows(make_model(family, stock(family)), make()).detach()
     stock_model = make_model(family, stock(family), torch.bfloat16)
     shared = attach(copy.deepcopy(stock_model).cuda())
-    rounding = (plain_rows(stock_model, make_groups()).detach().float() - exact).abs().mean()
-    (row,) = pack(make_groups())
-    got = completion_logprobs(shared, row.to("cuda"))
+    rounding = (plain_rows(stock_model, make()).detach().float() - exact).abs().mean()
+    got = shared_rows(shared, make())
     assert (got.detach().cpu() - exact).abs().mean() <= 2 * rounding
     assert all(torch.isfinite(g).all() for g in gradients(shared, got).values())
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_head(dtype, cap):
+    """Log-probs, entropies and gradients by compiled passes, against fp64; 1e-2 of a norm is a few roundings of 2⁻⁹."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(300, 64).to(dtype), (torch.randn(5000, 64) / 4).to(dtype)
+    targets, grad = torch.randint(5000, (300,)), torch.randn(300)
+    exact: list[Any] = [t.double().requires_grad_() for t in (x, weight)]
+    logits = exact[0] @ exact[1].T * 0.7
+    expected = (logits if cap is None else cap * torch.tanh(logits / cap)).log_softmax(-1)
+    chosen = expected.gather(-1, targets[:, None])[:, 0]
+    (chosen * grad.double()).sum().backward()
+    ours: list[Any] = [t.cuda().requires_grad_() for t in (x, weight)]
+    logprobs, entropies = _TokenLogprobs.apply(targets.cuda(), _Logits(0.7, cap), True, *ours)
+    (logprobs * grad.cuda()).sum().backward()
+    few = 1e-2 if dtype == torch.bfloat16 else 1e-4
+    torch.testing.assert_close(logprobs.cpu().double(), chosen, rtol=1e-4, atol=1e-4)  # sums are in fp32 for both
+    torch.testing.assert_close(entropies.cpu().double(), -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-4)
+    for got, reference in zip(ours, exact, strict=True):
+        error = (got.grad.cpu().double() - reference.grad).norm() / reference.grad.norm()
+        assert error < few, error

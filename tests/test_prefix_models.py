@@ -126,7 +126,8 @@ def plain_rows(model, groups, temperature=1.0):
 def shared_rows(model, groups, max_tokens=None, temperature=1.0, **options):
     """The same through shared rows, in the order of the completions."""
     rows = pack(groups, max_tokens, **options)
-    values = torch.cat([completion_logprobs(model, row, temperature) for row in rows])
+    device = next(model.parameters()).device
+    values = torch.cat([completion_logprobs(model, row.to(device), temperature) for row in rows])
     return values[torch.cat([row.index for row in rows]).argsort()]
 
 

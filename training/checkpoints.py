@@ -33,7 +33,7 @@ MAY_CHANGE = frozenset({
     "eval_steps", "eval_dataset_id", "eval_dataset_split", "use_wandb", "wandb_project", "save_steps", "keep_last_n",
     "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id", "reward_workers", "reward_timeout",
     "max_skipped_steps", "share_prefix", "probe_steps", "reference_urls", "eval_generations", "eval_temperature",
-    "save_rollouts",
+    "save_rollouts", "torch_compile",
 })  # fmt: skip
 TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's shards and state.pt
 

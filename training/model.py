@@ -111,6 +111,9 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     """FSDP2 or DDP over all ranks, with rank 0's weights, on `device` or with `fsdp_offload` on the CPU. Collective."""
+    if config.torch_compile:
+        for layer in _layers(model):
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
     # Only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
@@ -144,11 +147,15 @@ def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
     sums = torch.float32 if config.use_peft else getattr(torch, config.dtype)  # that of the weights that train
     policy = MixedPrecisionPolicy(torch.bfloat16, sums) if config.fsdp_bf16 else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config.fsdp_offload else OffloadPolicy()
-    kinds = base_model(model)._no_split_modules or ()
-    for module in [*(module for module in model.modules() if type(module).__name__ in kinds), model]:
+    for module in [*_layers(model), model]:
         fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
         module.set_gradient_divide_factor(1.0)  # a sum, as `optimizer_step` normalizes once
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    kinds = base_model(model)._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def _from_main(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:
