@@ -481,7 +481,8 @@ def ranks_main(model, use_fsdp, max_tokens, folder):
 def test_mixed_batches_on_two_ranks(vlm, tmp_path, family, use_fsdp):
     """Micro-batches with and without images, side by side on two ranks; LLaVA's last layer of vision is not used."""
     model = vlm if family == "qwen2_5_vl" else vision_models.save(family, tmp_path)
-    on_ranks(2, tmp_path, "test_images.ranks_main", model, use_fsdp, 50, tmp_path)
+    max_tokens = 40 if family == "gemma3" else 50  # too few for the group without images beside another
+    on_ranks(2, tmp_path, "test_images.ranks_main", model, use_fsdp, max_tokens, tmp_path)
     got, kinds = torch.load(tmp_path / "got.pt")
     assert kinds == {True, False}
     assert_same(got, plain_gradient(model))
