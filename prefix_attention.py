@@ -17,7 +17,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache, partial, wraps
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
@@ -46,12 +46,8 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-_compiled = cache(partial(torch.compile, dynamic=True))
-
-
-def _fused(function: Any) -> Any:
-    """`function`, whose passes over memory are made one on a GPU; `TORCHDYNAMO_DISABLE=1` leaves it as it is."""
-    return wraps(function)(lambda first, *more: (_compiled(function) if first.is_cuda else function)(first, *more))
+# makes a function's passes over memory one, where there is a GPU; TORCHDYNAMO_DISABLE=1 leaves it as it is
+_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 
 # -- Rows ------------------------------------------------------------------------------------------------------------
@@ -59,9 +55,7 @@ def _fused(function: Any) -> Any:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward's worth of tokens; R rows of T positions hold N completion tokens.
-
-    With segments, for attached models, R is 1; without, each sequence is a right-padded row.
+    """One forward's worth of tokens; R rows of T positions (one, or padded ones) hold N completion tokens.
 
     Attributes:
         input_ids, position_ids: [R, T] int64; positions restart in every segment where it branches off.
@@ -71,8 +65,7 @@ class PackedBatch:
         row, position: [N] int64, where the logits that predict each completion token stand.
         targets: [N] int64, the completion tokens.
         group, completion: [N] int64, number of the group and of the completion among all given to `pack`.
-        index: [N] int64, place of the token among all completion tokens given to `pack`, in the order group,
-            completion, token: `per_token[row.index]` picks this row's part of any per-token tensor.
+        index: [N] int64, place of the token among all completion tokens given to `pack`, in the order they came in.
         prompts: for every root, in order, the group whose prompt it begins with; None for that of several groups.
     """
 
@@ -111,10 +104,9 @@ def pack(
 ) -> list[PackedBatch]:
     """Lay groups out as forwards of at most `max_tokens` positions.
 
-    What several sequences of a row begin with is forwarded once: prompts, beginnings that prompts have in common, a
-    history that goes on or branches; but not where that saves less than `MIN_SAVED`. A group goes where it adds the
-    fewest tokens; one over the budget is split into completions, and these into segments. The last token of a
-    completion predicts nothing and is not forwarded.
+    What several sequences of a row begin with is forwarded once, but where that saves less than `MIN_SAVED`: prompts,
+    what these have in common, a history that goes on or branches. A group goes where it adds the fewest tokens; one
+    over the budget is split into completions, and these into segments. The last token of a completion predicts nothing.
 
     Args:
         groups: `(prompt_ids, completions)` of one prompt each. A completion is its tokens, or, where its history was
@@ -203,7 +195,9 @@ class _Branch:
         """The branch off what a sequence has in common with a neighbour, where that saves enough."""
         num_tokens, depth, path = len(sequence.ids), 0, list[_Branch]()
         for branch in neighbours:
-            if (common := _num_common(sequence, branch.sequence)) > depth:
+            shortest = min(num_tokens, len(branch.sequence.ids)) * (sequence.key[0] == branch.sequence.key[0])
+            differ = sequence.ids[:shortest] != branch.sequence.ids[:shortest]
+            if (common := int(differ.argmax()) if differ.any() else shortest) > depth:
                 depth, path = common, [branch, *branch.above]
         prompt_length = num_tokens - len(sequence.tokens) + 1
         # A fork moves up to the end of the prompt, or a branch above, that is near; that of a prompt with images stays.
@@ -217,13 +211,6 @@ class _Branch:
     def length(self) -> int:
         """How many tokens it adds; 0 where its sequence is the beginning of another."""
         return len(self.sequence.ids) - self.depth
-
-
-def _num_common(a: _Sequence, b: _Sequence) -> int:
-    """How many tokens two sequences share, from the first on."""
-    length = min(len(a.ids), len(b.ids)) * (a.key[0] == b.key[0])
-    differ = a.ids[:length] != b.ids[:length]
-    return int(differ.argmax()) if differ.any() else length
 
 
 @dataclass
@@ -300,10 +287,9 @@ def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
 # The cascade: every segment attends causally to itself, then to what it sees of its parent, of its parent's parent,
 # and so on. A softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: exactly.
 # On CUDA a level is one kernel call, which copies parents' keys; or several, each of about as many as the row's tokens.
-# The kernels' log-sum-exp is not differentiable, so autograd cannot go through the merge. But flash attention's
-# backward makes p = exp(q·k - lse) again and needs only rowsum(grad·out) besides: from the *merged* output and
-# log-sum-exp it computes the part of the whole gradient that belongs to its block of keys.
-# The cascade is an operator, so that `torch.compile` takes a row's `segments` as data, not as part of the program.
+# The kernels' log-sum-exp has no gradient, so autograd cannot go through the merge. But flash attention's backward
+# makes p = exp(q·k - lse) again, and needs only rowsum(grad·out) besides: from the *merged* output and log-sum-exp it
+# computes the block's part of the whole gradient. As an operator the cascade takes `segments` as data, also compiled.
 
 
 def _paths(plan: Tensor) -> list[list[range]]:
@@ -366,9 +352,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tupl
     """Flash attention of a block's tokens: q [L, H, D], k and v [K, H_kv, D] -> out [L, H, D], log-sum-exp [L, H]."""
     if not q.is_cuda:
         return _flash_on_cpu(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, (q, k, v), block, scale)
-    # what torch.nn.attention.varlen calls, whose own names and arguments change from release to release
-    arguments = (*block.lengths, 0.0, block.is_causal)
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *arguments, False, scale=scale)
+    forward = torch.ops.aten._flash_attention_forward  # torch.nn.attention.varlen's, which changes with each release
+    out, lse, *_ = forward(q, k, v, *block.lengths, 0.0, block.is_causal, False, scale=scale)
     return out, lse.T
 
 
@@ -397,10 +382,8 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 
 
 @torch.library.custom_op("prefix_attention::cascade", mutates_args=())
-def _cascade(
-    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, plan: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of a row: q [T, H, D], k and v [T, H_kv, D], sinks [H] or None -> out [T, H, D], log-sum-exp [T, H]."""
+def _cascade(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of a row: q [T, H, D], k and v [T, H_kv, D], sink [H] or None -> out [T, H, D], log-sum-exp [T, H]."""
     out = torch.empty_like(q)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
@@ -410,8 +393,8 @@ def _cascade(
             out[queries], lse[queries] = part, part_lse
         else:
             out[queries], lse[queries] = _merge(out[queries], lse[queries], part, part_lse)
-    if sinks is not None:  # a key without a value in every softmax
-        out, lse = _merge(out, lse, torch.zeros_like(out), sinks.to(lse.dtype).expand_as(lse))
+    if sink is not None:  # a key without a value in every softmax
+        out, lse = _merge(out, lse, torch.zeros_like(out), sink.to(lse.dtype).expand_as(lse))
     return out, lse
 
 
@@ -844,16 +827,16 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
         yield part, logits
 
 
+@dataclass(eq=False)
 class _LogprobHead:
     """A head's forward; where `cells` are set, it returns log-probs and entropies [1, N, 2] in place of logits."""
 
-    def __init__(self, head: Any):
-        self.head = head
-        self.original = head.forward
-        self.cells: Tensor | None = None  # flat positions, among all that reach the head
-        self.logprobs_of: Any = None
-        self.answer: Tensor | None = None
-        self.dtype: torch.dtype | None = None  # that the model computes in
+    head: Any
+    original: Any
+    cells: Tensor | None = None  # flat positions, among all that reach the head
+    logprobs_of: Any = None
+    answer: Tensor | None = None
+    dtype: torch.dtype | None = None  # that the model computes in
 
     @classmethod
     def of(cls, base: Any) -> "_LogprobHead":
@@ -862,7 +845,7 @@ class _LogprobHead:
         if head is None:
             raise ValueError(f"{type(base).__name__} has no language-model head")
         if not isinstance(head.forward, cls):
-            head.forward = cls(head)  # not a module around it: parameters keep their names
+            head.forward = cls(head, head.forward)  # not a module around it: parameters keep their names
         return head.forward
 
     @torch.compiler.disable
@@ -936,8 +919,7 @@ def completion_logprobs(
         `return_entropy` a pair: those, and the entropies [N], nats.
 
     Raises:
-        ValueError: arguments that do not fit each other or the model; a model that is not attached, for a row that
-            shares prefixes; a head that is not linear, or whose logits the model changes in an unknown way.
+        ValueError: arguments that do not fit; a row that shares prefixes without `attach`; a head that is not linear.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")

@@ -380,10 +380,9 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
 
 def die_with(parent: int) -> None:
     """Let the kernel end this process with the one that started it (Linux), however that ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() != parent:  # it has ended already
-            os._exit(1)
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:  # it has ended already
+        os._exit(1)
 
 
 class _Terminal(io.TextIOWrapper):

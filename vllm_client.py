@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import cache, partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 from urllib.parse import urlsplit
 
 import msgspec
@@ -113,7 +113,7 @@ class _Token(msgspec.Struct, gc=False):
     logprob: float
 
 
-class _Span(msgspec.Struct):
+class _Span(TypedDict):
     version: str
     start: int
     end: int
@@ -145,7 +145,7 @@ def completion_of(choice: _Choice) -> Completion:
     if len(values) != len(ids) or not math.isfinite(sum(values)) or min(values) <= NO_LOGPROB:
         raise ValueError(f"of {len(ids)} tokens some log-probs are missing, or no finite numbers")
     parts = choice.weight_versions or ()
-    spans = [Span(int(part.version) if part.version.isdecimal() else -1, part.start, part.end) for part in parts]
+    spans = [Span(int(v) if (v := of["version"]).isdecimal() else -1, of["start"], of["end"]) for of in parts]
     token_ids = torch.frombuffer(array("q", ids), dtype=torch.int64)  # torch.tensor would take eight times as long
     return Completion(token_ids, torch.frombuffer(values, dtype=torch.float32), choice.finish_reason, spans)
 
@@ -161,10 +161,8 @@ def all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], l
 class Server:
     """One rollout server. A recipe's `rollout_fn` gets it, and uses `generate` and the model's `tokenizer`.
 
-    is_connected  has_weights
-    True          True         it serves
-    True          False        it waits for the current weights: at the start, and once it is back
-    False         False        it is lost; the client's watcher asks until it answers again
+    One that `has_weights` serves; one that only `is_connected`, at the start and once it is back, waits for the current
+    weights; any other is lost, and the client's watcher asks until it answers again.
     """
 
     def __init__(self, url: str, timeout_s: float, tokenizer: Any = None, forbidden: Sequence[int] = ()):
@@ -240,8 +238,7 @@ class Server:
     def answers(self) -> bool:
         """Whether the server calls itself healthy."""
         with suppress(ServerError):
-            self.request("GET", "/health", timeout_s=5)
-            return True
+            return self.request("GET", "/health", timeout_s=5) or True
         return False
 
     def connect(self, device: torch.device, timeout_s: float, gpus: Sequence[str | None] = ()) -> None:

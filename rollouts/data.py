@@ -64,11 +64,8 @@ class Group:
     @cached_property
     def sequences(self) -> tuple[Tensor, list[list[tuple[Tensor, Tensor]]]]:
         """The prompt, and each completion as (prompt, tokens) of its segments: what `pack` takes as a group."""
-        own = as_tokens(self.prompt.token_ids)
-        return own, [
-            [(own if s.prompt_ids is None else s.prompt_ids, s.token_ids) for s in completion.segments]
-            for completion in self.completions
-        ]
+        own, rollouts = as_tokens(self.prompt.token_ids), [completion.segments for completion in self.completions]
+        return own, [[(own if s.prompt_ids is None else s.prompt_ids, s.token_ids) for s in of] for of in rollouts]
 
     @property
     def segments(self) -> list[Completion]:

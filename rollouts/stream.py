@@ -41,9 +41,7 @@ def sampling_params(config: TrainConfig) -> dict[str, Any]:
     return {name: value for name, value in (params | (config.sampling_params or {})).items() if value is not None}
 
 
-def sample_group(
-    group: Group, client: VLLMClient, processor: Any, sampling: dict[str, Any], config: TrainConfig
-) -> None:
+def sample_group(group: Group, client: VLLMClient, processor: Any, sampling: Any, config: TrainConfig) -> None:
     """Fill in the group's `completions`, by one request or `rollout_fn` (UserError where it fails), on one server."""
     if group.prompt.sources:  # of images
         group.prompt = data.with_images(group.prompt, processor, config)
@@ -80,8 +78,7 @@ def on_one_server(group: Group, client: VLLMClient, ask: Callable[[Any], Any]) -
 
 def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
     if config.rollout_fn is None:
-        completions = server.generate(prompt.token_ids, sampling, prompt.images)
-        return [replace(completion, prompt_ids=None) for completion in completions]
+        return [replace(c, prompt_ids=None) for c in server.generate(prompt.token_ids, sampling, prompt.images)]
     rollout_fn: Any = config.rollout_fn
     try:
         completions = [data.as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)]
@@ -141,8 +138,8 @@ class GroupStream:
                 self._told_s = time.monotonic()
             elif self._running and time.monotonic() > self._told_s + 60:
                 self._told_s = time.monotonic()
-                oldest = self._running[min(self._running)].prompt
-                print(f"waiting for rollouts; the oldest is of dataset row {oldest.index}", flush=True)
+                oldest = self._running[min(self._running)].prompt.index
+                print(f"waiting for rollouts; the oldest is of dataset row {oldest}", flush=True)
             return group
 
     @property

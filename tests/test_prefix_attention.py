@@ -654,7 +654,7 @@ MUTATIONS = [
     ("the loop's mask", "Gemma2", "((distance >= 0) |", "((distance >= -1) |"),
     ("softcap", "Gemma2", "scores = softcap * torch.tanh(scores / softcap)", "scores = torch.tanh(scores / softcap)"),
     ("logit softcap", "Gemma3", "1 - (logits / cap).square_()", "1 + 0 * (logits / cap).square_()"),
-    ("sinks", "GptOss", "sinks.to(lse.dtype).expand_as(lse)", "sinks.to(lse.dtype).expand_as(lse) - 1"),
+    ("sinks", "GptOss", "sink.to(lse.dtype).expand_as(lse)", "sink.to(lse.dtype).expand_as(lse) - 1"),
     ("the gradient of sinks", "GptOss", "dsinks = -(", "dsinks = ("),
     ("the logit scale", "Cohere2", "_Logits(scale / divisor", "_Logits(1.0"),
     ("the handed state", "Qwen3Next", "state.recurrent_states[0] for", "0 * state.recurrent_states[0] for"),

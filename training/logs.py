@@ -211,8 +211,8 @@ class RunLog:
         if "time/step_s" in metrics:
             self._steps_s.append(metrics["time/step_s"] + metrics.get("time/eval_s", 0.0))
             left_s = sum(self._steps_s) / len(self._steps_s) * (self._num_steps - step)
-            pace += [f"{tqdm.format_interval(left_s)} left"]
-            pace += [f"{tqdm.format_sizeof(metrics['tokens_per_s/trained'])} tok/s"]
+            speed = tqdm.format_sizeof(metrics["tokens_per_s/trained"])
+            pace += [f"{tqdm.format_interval(left_s)} left", f"{speed} tok/s"]
             if len(self._steps_s) > 1:  # the first step's groups were sampled, in part or all, before it began
                 pace += [f"idle: trainer {metrics['idle/trainer']:.0%}, servers {metrics['idle/servers']:.0%}"]
         if "eval/reward" in metrics:

@@ -111,9 +111,8 @@ def add_lora(model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkp
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     """FSDP2 or DDP over all ranks, with rank 0's weights, on `device` or with `fsdp_offload` on the CPU. Collective."""
-    if config.torch_compile:
-        for layer in _layers(model):
-            layer.forward = torch.compile(layer.forward, dynamic=True)
+    for layer in _layers(model) if config.torch_compile else ():
+        layer.forward = torch.compile(layer.forward, dynamic=True)
     if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
     # Only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
@@ -154,8 +153,7 @@ def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    kinds = base_model(model)._no_split_modules or ()
-    return [module for module in model.modules() if type(module).__name__ in kinds]
+    return [m for m in model.modules() if type(m).__name__ in (base_model(model)._no_split_modules or ())]
 
 
 def _from_main(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:
