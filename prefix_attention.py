@@ -384,7 +384,7 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 @torch.library.custom_op("prefix_attention::cascade", mutates_args=())
 def _cascade(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Attention of a row: q [T, H, D], k and v [T, H_kv, D], sink [H] or None -> out [T, H, D], log-sum-exp [T, H]."""
-    out = torch.empty_like(q)  # blocks of level 0 come first, and fill it
+    out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries = block.queries
@@ -406,7 +406,7 @@ def _cascade_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: the sum of every block's."""
-    dq, dk, dv = torch.empty_like(q), *(torch.empty(t.shape, dtype=_wide(t), device=t.device) for t in (k, v))
+    dq, dk, dv = q.new_empty(q.shape), *(torch.empty(t.shape, dtype=_wide(t), device=t.device) for t in (k, v))
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries, keys = block.queries, block.keys
         parts = _flash_backward((grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale)
