@@ -46,8 +46,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-# makes a function's passes over memory one, where there is a GPU; TORCHDYNAMO_DISABLE=1 leaves it as it is
-_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())  # on a GPU, one pass over memory
 
 
 # -- Rows ------------------------------------------------------------------------------------------------------------
@@ -788,8 +787,9 @@ class _TokenLogprobs(torch.autograd.Function):
 @_fused
 def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Of logits [n, V] and targets [n, 1]: log-probs, log Σ exp and entropies (or zeros), each [n]."""
-    shifted = logits - (top := logits.amax(-1, keepdim=True))
-    p, chosen = shifted.exp(), shifted.gather(-1, targets)[:, 0]
+    top = logits.amax(-1, keepdim=True)
+    shifted = logits - top if logits.is_cuda else logits.sub_(top)  # in place, what is compiled would write it down
+    chosen, p = shifted.gather(-1, targets)[:, 0], shifted.exp() if with_entropy else shifted.exp_()
     total = p.sum(-1)
     entropies = total.log() - p.mul_(shifted).sum(-1) / total if with_entropy else torch.zeros_like(total)
     return chosen - total.log(), top[:, 0] + total.log(), entropies  # Σ p·logit by no product that autocast would round
@@ -798,10 +798,10 @@ def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, 
 @_fused
 def _derive(logits: Tensor, targets: Tensor, normalizers: Tensor, g: Tensor, cap: Any, dtype: torch.dtype) -> Tensor:
     """g·(onehot - p) [n, V], times the slope of a softcap; all but logits are [n, 1]."""
-    dz = (logits - normalizers).exp_().mul_(-g)
     chosen = torch.expm1(logits.gather(-1, targets) - normalizers) * -g  # of more digits than dz + g
-    if cap is not None:
-        slope = 1 - (logits / cap).square_()
+    slope = None if cap is None else 1 - (logits / cap).square_()
+    dz = (logits - normalizers if logits.is_cuda else logits.sub_(normalizers)).exp_().mul_(-g)
+    if slope is not None:
         dz, chosen = dz.mul_(slope), chosen * slope.gather(-1, targets)
     return dz.to(dtype).scatter_(-1, targets, chosen.to(dtype))
 
