@@ -64,7 +64,7 @@ class PackedBatch:
         row, position: [N] int64, where the logits that predict each completion token stand.
         targets: [N] int64, the completion tokens.
         group, completion: [N] int64, number of the group and of the completion among all given to `pack`.
-        index: [N] int64, place of the token among all completion tokens given to `pack`, in the order they came in.
+        index: [N] int64, place of the token among all given to `pack`, in the order group, completion, token.
         prompts: for every root, in order, the group whose prompt it begins with; None for that of several groups.
     """
 
@@ -788,7 +788,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Of logits [n, V] and targets [n, 1]: log-probs, log Σ exp and entropies (or zeros), each [n]."""
     top = logits.amax(-1, keepdim=True)
-    shifted = logits - top if logits.is_cuda else logits.sub_(top)  # in place, what is compiled would write it down
+    shifted = logits - top if logits.is_cuda else logits.sub_(top)  # compiled, in place would cost a pass
     chosen, p = shifted.gather(-1, targets)[:, 0], shifted.exp() if with_entropy else shifted.exp_()
     total = p.sum(-1)
     entropies = total.log() - p.mul_(shifted).sum(-1) / total if with_entropy else torch.zeros_like(total)

@@ -101,7 +101,6 @@ def differences(policy: Any, completion: Any, device: torch.device) -> torch.Ten
 
 def syncs(rollouts: Rollouts, policy: Any, device: torch.device, repeats: int) -> dict[str, Any]:
     """Some syncs of other weights each, and the probe."""
-    attach(policy)
     times: list[float] = []
     weights = [tensor for _, tensor in published_weights(policy)]
     num_bytes = sum(tensor.nbytes for tensor in weights)
