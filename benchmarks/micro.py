@@ -1,6 +1,6 @@
 """Attention over shared prompts, the log-prob head and a decoder layer, each alone beside its rivals, in one process.
 
-    python benchmarks/micro.py [--json PATH] [--quick]
+    python benchmarks/micro.py [--json PATH] [--quick] [--parts attention,head,layer]
 
 On a GPU in bf16 with the shapes of an 8B model, on a CPU (`--quick`) in fp32 with tiny ones. Times are medians of
 forward and backward after a warm-up; `forward_ms` is the forward alone, `memory_mb` the peak above the inputs.
@@ -465,11 +465,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here, one by one")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, in under a minute on a CPU")
+    parser.add_argument("--parts", default="head,attention,layer", help="which of them, in this order")
     args = parser.parse_args()
     rows, device = Rows(args.json), device_here()
-    head_rows(rows, args.quick, device)
-    attention_rows(rows, args.quick, device)
-    for is_compiled in (False, True):
+    if "head" in args.parts:
+        head_rows(rows, args.quick, device)
+    if "attention" in args.parts:
+        attention_rows(rows, args.quick, device)
+    for is_compiled in (False, True) if "layer" in args.parts else ():
         names = {"part": "layer", "variant": "compiled" if is_compiled else "plain"}
         rows.measure(names, partial(layer, is_compiled, args.quick, device))
 

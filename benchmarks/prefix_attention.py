@@ -1,13 +1,13 @@
 """Forward and backward of groups that share a prompt: repeated rows, prefix_grouper, and ours, side by side.
 
-    python benchmarks/prefix_attention.py [--json PATH] [--quick] [--models 1.5B,8B] [--compile]
+    python benchmarks/prefix_attention.py [--json PATH] [--quick] [--models 1.5B,8B] [--compile] [--flash4]
 
 A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GPU in bf16 with gradient checkpointing:
   padded    (a) one row per completion, right-padded, stock sdpa, logits of the completion tokens
   packed    (b) one sequence per completion, without padding, the same kernels and head, nothing shared or merged
   grouper   (c) the prefix_grouper package with its sdpa adapter, logits as in its documentation
   ours      (d) `pack`, `attach`, `completion_logprobs`
-On a GPU only (b) and (d); with `--compile` of compiled decoder layers.
+On a GPU only (b) and (d); with `--compile` of compiled decoder layers, with `--flash4` by `recipes/flash4.py`.
 
 Every figure is the median over runs after a warm-up, within one token budget; memory is the peak above the model's. On
 a CPU each method has processes of its own, (b) and (d) in turn. On a GPU both run in one process and on one model, row
@@ -38,6 +38,7 @@ from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import Rows, device_here, durations, median, memory_mb, report, reset_peak
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack
+from recipes.flash4 import use_flash_attention_4
 
 Groups = list[tuple[list[int], list[list[int]]]]
 
@@ -290,9 +291,9 @@ def compared(size: str, shape: str, methods: Sequence[str], results: dict[str, d
 
 
 def compare_in_one_process(
-    size: str, shapes: Sequence[str], rows: Rows, device: torch.device, is_compiled: bool = False
+    size: str, shapes: Sequence[str], rows: Rows, device: torch.device, is_compiled: bool, more: dict[str, str]
 ) -> None:
-    """(b) and (d) on one attached model, shape by shape."""
+    """(b) and (d) on one attached model, shape by shape; `more` is said of every row."""
     model = attach(make_model(size, device))
     if is_compiled:
         for layer in model.model.layers:
@@ -321,13 +322,12 @@ def compare_in_one_process(
         return compared(size, shape, IN_ONE_PROCESS, results)
 
     for shape in shapes:
-        names = {"model": size, "shape": shape} | ({"layers": "compiled"} if is_compiled else {})
-        rows.measure(names, partial(measured, shape))
+        rows.measure({"model": size, "shape": shape, **more}, partial(measured, shape))
 
 
-def shapes_for_gpu(size: str, prompts: Sequence[int]) -> list[str]:
+def shapes_for_gpu(size: str) -> list[str]:
     """Many short groups, then prompts of 16k tokens together, those of fewest repeated tokens first."""
-    long = [(p, p // part, g, max(1, 16384 // p)) for p in prompts for g in (8, 16) for part in (16, 4)]
+    long = [(p, p // part, g, max(1, 16384 // p)) for p in (4096, 8192, 16384) for g in (8, 16) for part in (16, 4)]
     repeated = {shape: (shape[0] + shape[1]) * shape[2] * shape[3] for shape in long}
     long = sorted((shape for shape in long if size != "8B" or repeated[shape] <= LARGEST), key=repeated.__getitem__)
     return ["128,128,8,10", "128,128,8,40", *(",".join(map(str, shape)) for shape in long)]
@@ -339,8 +339,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--quick", action="store_true", help="a tiny model and one small shape, in under a minute")
     parser.add_argument("--models", default="1.5B,8B", help="on a GPU: which of them (each under nine minutes)")
-    parser.add_argument("--prompts", default="4096,8192,16384", help="on a GPU: prompts of which lengths")
+    parser.add_argument("--shapes", nargs="+", help="on a GPU: P,S,G or P,S,G,groups in place of the usual ones")
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
+    parser.add_argument("--flash4", action="store_true", help="on a Hopper GPU: by FlashAttention 4")
     parser.add_argument("--one-process", action="store_true", help="on a CPU, too: as on a GPU")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -350,10 +351,13 @@ def main() -> None:
         return
     device = device_here()
     if device.type == "cuda" or args.one_process:
-        rows, prompts = Rows(args.json), [int(length) for length in args.prompts.split(",")]
+        rows, more = Rows(args.json), {"layers": "compiled"} if args.compile else {}
+        if args.flash4:
+            use_flash_attention_4()
+            more["kernels"] = "FlashAttention 4"
         for size in ["quick"] if args.quick else args.models.split(","):
-            shapes = ["128,32,4", "32,16,4,10"] if args.quick else shapes_for_gpu(size, prompts)
-            compare_in_one_process(size, shapes, rows, device, args.compile)
+            usual = ["128,32,4", "32,16,4,10"] if args.quick else shapes_for_gpu(size)
+            compare_in_one_process(size, args.shapes or usual, rows, device, args.compile, more)
         return
     cases = [("4 layers", shape, 8192) for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")]
     table: list[dict[str, Any]] = []

@@ -8,6 +8,7 @@ import torch
 from test_prefix_models import FAMILIES, gradients, make_agents, make_groups, make_model, plain_rows, shared_rows, stock
 
 from prefix_attention import _attention, _has_kernel, _Logits, _TokenLogprobs, attach
+from recipes import flash4
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +42,15 @@ def dense(q, k, v, sinks, scale):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_sinks", [False, True])
-def test_cascade(dtype, head_dim, with_sinks):
+@pytest.mark.parametrize("version", [2, 4])
+def test_cascade(dtype, head_dim, with_sinks, version, monkeypatch):
     """Relative to each tensor's norm: a few roundings of 2⁻⁹ (bf16) or 2⁻¹² (fp16), and fp16's small gradients."""
+    if version == 4:
+        if head_dim == 256 or not flash4.fits(torch.empty(1, head_dim, device="cuda")):
+            pytest.skip("not tried")
+        pytest.importorskip("cutlass", reason="comes with vLLM for GPUs")
+        monkeypatch.setattr("prefix_attention._flash", flash4.forward)
+        monkeypatch.setattr("prefix_attention._flash_backward", flash4.backward)
     torch.manual_seed(0)
     shapes = [(4, head_dim), (2, head_dim), (2, head_dim)]
     total = int(SEGMENTS[-1, 0] + SEGMENTS[-1, 1])

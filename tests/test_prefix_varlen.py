@@ -5,7 +5,9 @@ flash_api.cpp: [T, H, D], int32 lengths, causal from the bottom right, natural l
 """
 
 import contextlib
+import sys
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from test_prefix_models import (
 
 import prefix_attention
 from prefix_attention import _cascade, attach, completion_logprobs, pack
+from recipes import flash4
 
 __all__ = ["exact"]
 
@@ -85,8 +88,42 @@ def written_out(forward=forward):
         yield
 
 
-@pytest.mark.parametrize("is_cuda", [False, True])
-def test_segments_that_see_all_of_themselves(is_cuda):
+@contextlib.contextmanager
+def flash_attention_4():
+    """The same by recipes/flash4.py: of vLLM 0.32's copy, names and order of what it takes, and what it gives."""
+
+    def forward_4(
+        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse
+    ):
+        limits = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False
+        out, lse, *_ = forward(q, k, v, *limits, scale=softmax_scale)
+        return out, lse if return_lse else None, None, None
+
+    def backward_4(
+        q, k, v, out, dout, lse, softmax_scale, causal, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    ):
+        limits = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, None, None
+        return backward(dout, q, k, v, out, lse, *limits, scale=softmax_scale)
+
+    def refused(*_, **__):
+        raise AssertionError("FlashAttention 2")
+
+    with pytest.MonkeyPatch.context() as patched:
+        for name in ("_flash", "_flash_backward"):  # put back at the end, as use_flash_attention_4 does not
+            patched.setattr(prefix_attention, name, getattr(prefix_attention, name))
+        patched.setattr(flash4, "flash_attention_2", (refused, refused))
+        patched.setattr(torch.Tensor, "is_cuda", True)
+        patched.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+        kernels = SimpleNamespace(_flash_attn_fwd=forward_4, _flash_attn_bwd=backward_4)
+        patched.setitem(sys.modules, "vllm.vllm_flash_attn", SimpleNamespace())
+        patched.setitem(sys.modules, "vllm.vllm_flash_attn.cute", SimpleNamespace())
+        patched.setitem(sys.modules, "vllm.vllm_flash_attn.cute.interface", kernels)
+        flash4.use_flash_attention_4()
+        yield
+
+
+@pytest.mark.parametrize("kernels", [contextlib.nullcontext, written_out, flash_attention_4])
+def test_segments_that_see_all_of_themselves(kernels):
     """Images in two prompts, one of them first in its row, with text before, behind and below: against a dense mask."""
     plan = [
         [0, 3, -1, 0, 0], [3, 4, 0, 3, 1], [7, 3, 1, 4, 0], [10, 4, 2, 2, 0], [14, 1, 2, 3, 0], [15, 4, -1, 0, 1],
@@ -101,14 +138,14 @@ def test_segments_that_see_all_of_themselves(is_cuda):
             mask[start : start + length, above[0] : above[0] + seen] = True
             _, _, parent, seen, _ = above
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(25, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    tensors = [torch.randn(25, heads, 64, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
     q, k, v = (tensor.requires_grad_() for tensor in tensors)
     keys, values = (tensor.repeat_interleave(2, 1) for tensor in (k, v))
-    scores = torch.einsum("lhd,khd->hlk", q, keys).masked_fill(~mask, -torch.inf) * 0.3
+    scores = torch.einsum("lhd,khd->hlk", q, keys).masked_fill(~mask, -torch.inf) * 0.1
     expected = torch.einsum("hlk,khd->lhd", scores.softmax(-1), values)
-    weights = torch.randn(25, 4, 8, generator=generator, dtype=torch.float64)
-    with written_out() if is_cuda else contextlib.nullcontext():
-        got, _ = _cascade(q, k, v, None, torch.tensor(plan), 0.3)
+    weights = torch.randn(25, 4, 64, generator=generator, dtype=torch.float64)
+    with kernels():
+        got, _ = _cascade(q, k, v, None, torch.tensor(plan), 0.1)
         of_cascade = torch.autograd.grad((got * weights).sum(), (q, k, v))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(of_cascade, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):

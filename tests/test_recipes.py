@@ -20,7 +20,7 @@ from prefix_attention import attach
 from recipes import countdown, dpo, score, tiny_vlm
 from train import main
 
-NO_RECIPES = {"rewards", "openai_agent", "turns", "advantages", "losses", "dpo", "score"}
+NO_RECIPES = {"flash4", "rewards", "openai_agent", "turns", "advantages", "losses", "dpo", "score"}
 SORT = [{"prompt": f"{10000000 + 7 * i}=", "answer": "00000001"} for i in range(16)]
 GSM8K = [{"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n#### {1000 + i:,}"} for i in range(16)]
 MATH = [{"problem": f"What is ${i}+{i}$?", "answer": str(2 * i)} for i in range(16)]
