@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import Rows, Skipped, device_here, durations, median, memory_mb, peak_flops, reset_peak
-from benchmarks.prefix_attention import SIZES, grouper_attention
+from benchmarks.prefix_attention import SIZES, forest_attention, grouper_attention
 from prefix_attention import _attention, _Logits, _paths, _TokenLogprobs, attach, completion_logprobs, pack
 
 # groups, tokens of a prompt, tokens of a completion that are forwarded, completions of a group
@@ -212,22 +212,11 @@ def outside(module: str, case: Attention) -> Variant:
 def flex(case: Attention) -> Variant:
     """flex_attention by the mask of the forest; making the mask is not in the time."""
     on_gpu(case)
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
     inputs = case.taken()
-    numbers = torch.arange(len(case.plan)).repeat_interleave(case.plan[:, 1])
-    own, above = numbers.to(case.device), case.plan[:, 2][numbers].to(case.device)
-
-    def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return ((own[query] == own[key]) & (query >= key)) | (above[query] == own[key])
-
-    total = len(own)
-    mask = torch.compile(create_block_mask)(sees, None, None, total, total, device=case.device)
-    compiled: Any = torch.compile(flex_attention, dynamic=False)
 
     def forward() -> Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in inputs)
-        return compiled(q, k, v, block_mask=mask, scale=case.scale, enable_gqa=True)[0].transpose(0, 1)
+        return forest_attention(None, q, k, v, None, case.plan, case.scale)[0][0]
 
     return Variant(inputs, forward, case.from_row, is_shared=True)
 

@@ -7,10 +7,11 @@ A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GP
   packed    (b) one sequence per completion, without padding, the same kernels and head, nothing shared or merged
   grouper   (c) the prefix_grouper package with its sdpa adapter, logits as in its documentation
   ours      (d) `pack`, `attach`, `completion_logprobs`
-On a GPU only (b) and (d); with `--compile` of compiled decoder layers, with `--flash4` by `recipes/flash4.py`.
+  flex      on a GPU: (d) with flex_attention by the mask of the forest, which is made once a row
+On a GPU without (a); with `--compile` of compiled decoder layers, with `--flash4` by `recipes/flash4.py`.
 
 Every figure is the median over runs after a warm-up, within one token budget; memory is the peak above the model's. On
-a CPU each method has processes of its own, (b) and (d) in turn. On a GPU both run in one process and on one model, row
+a CPU each method has processes of its own, (b) and (d) in turn. On a GPU all run in one process and on one model, row
 by row: a run that is cut keeps the rows it has. `bound` is the speed-up over (b) that the FLOPs allow: Σ over linear
 layers (by tokens forwarded), attention (by pairs of query and key) and head (by completion tokens, the same for both);
 `of_bound` is the share of it that ours reaches. `*_difference` is the largest difference of a log-prob from (a)'s, or
@@ -24,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +35,11 @@ sys.path.insert(0, str(ROOT))
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import Rows, device_here, durations, median, memory_mb, report, reset_peak
-from prefix_attention import PackedBatch, attach, completion_logprobs, pack
+from prefix_attention import NAME, PackedBatch, _attention, attach, completion_logprobs, pack
 from recipes.flash4 import use_flash_attention_4
 
 Groups = list[tuple[list[int], list[list[int]]]]
@@ -60,7 +62,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 1024,
     },
 }  # fmt: skip
-METHODS, IN_ONE_PROCESS = ("padded", "packed", "grouper", "ours"), ("packed", "ours")
+METHODS = ("padded", "packed", "grouper", "ours")
 # on a CPU: processes of (b) and (d), whose ratio is the finest; seconds that a process measures, once at least
 REPEATS = {"quick": (1, 0.0), "4 layers": (3, 15.0)}
 # on a GPU: tokens of a row, of which those of the 8B model have to fit 80 GB beside its weights and gradients
@@ -126,6 +128,35 @@ def grouper_attention(
         return out.transpose(1, 2)
 
     return AttentionForward(sdpa)(prefix_grouper, query, key, value), None
+
+
+@lru_cache(maxsize=2)
+def forest_mask(plan: bytes, device: torch.device) -> Any:
+    """flex_attention's mask of a row, none of whose segments has more than one above it."""
+    start, length, parent, seen, _ = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5).T
+    own = torch.arange(len(start)).repeat_interleave(length)
+    first = torch.where(parent < 0, 0, start[parent])[own].to(device)  # of what is seen of the parent
+    behind, own = first + torch.where(parent < 0, 0, seen)[own].to(device), own.to(device)
+
+    def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return ((own[query] == own[key]) & (query >= key)) | ((key >= first[query]) & (key < behind[query]))
+
+    return compiled(create_block_mask)(sees, None, None, len(own), len(own), device=device)
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Any:
+    """A function of flex_attention's, which are made for that; on a CPU as it is."""
+    return torch.compile(function) if torch.cuda.is_available() else function
+
+
+def forest_attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, segments: Tensor, scaling: float, **__: Any
+) -> tuple[Tensor, None]:
+    """(d)'s rows by flex_attention."""
+    mask = forest_mask(segments.cpu().numpy().tobytes(), query.device)
+    out = compiled(flex_attention)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2), None
 
 
 def padded_batches(groups: Groups, max_tokens: int) -> list[Groups]:
@@ -199,6 +230,7 @@ LOGPROBS: dict[str, Callable[[Any, Any], Tensor]] = {
     "packed": completion_logprobs,
     "grouper": grouper_logprobs,
     "ours": completion_logprobs,
+    "flex": completion_logprobs,
 }
 
 
@@ -280,10 +312,11 @@ def compared(size: str, shape: str, methods: Sequence[str], results: dict[str, d
     if {"packed", "ours"} <= results.keys():
         row["speedup"] = results["packed"]["seconds"] / results["ours"]["seconds"]
         row["of_bound"] = row["speedup"] / row["bound"]
-    if {"grouper", "ours"} <= results.keys():
-        row["over_grouper"] = results["grouper"]["seconds"] / results["ours"]["seconds"]
+    for method in ("grouper", "flex"):
+        if {method, "ours"} <= results.keys():
+            row[f"over_{method}"] = results[method]["seconds"] / results["ours"]["seconds"]
     plain = results.get("padded") or results.get("packed")
-    for method in ("ours", "grouper"):
+    for method in ("ours", "grouper", "flex"):
         if plain and method in results:
             pairs = zip(plain["logprobs"], results[method]["logprobs"], strict=True)
             row[f"{method}_difference"] = max(abs(a - b) for a, b in pairs)
@@ -293,8 +326,11 @@ def compared(size: str, shape: str, methods: Sequence[str], results: dict[str, d
 def compare_in_one_process(
     size: str, shapes: Sequence[str], rows: Rows, device: torch.device, is_compiled: bool, more: dict[str, str]
 ) -> None:
-    """(b) and (d) on one attached model, shape by shape; `more` is said of every row."""
+    """The methods on one attached model, shape by shape; `more` is said of every row."""
     model = attach(make_model(size, device))
+    attentions: dict[str, Callable[..., Any]] = {"packed": _attention, "ours": _attention, "grouper": grouper_attention}
+    if device.type == "cuda":  # on a CPU flex_attention has no backward
+        attentions["flex"] = forest_attention
     if is_compiled:
         for layer in model.model.layers:
             layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -310,7 +346,8 @@ def compare_in_one_process(
 
     def measured(shape: str) -> dict[str, Any]:
         groups, results = make_groups(shape, SIZES[size]["vocab_size"]), {}
-        for method in IN_ONE_PROCESS:
+        for method, attention in attentions.items():
+            AttentionInterface.register(NAME, attention)
             batches = make_batches(method, groups, BUDGETS[size], device)
             run(method, batches[:1])  # the kernels of these shapes, and memory for the largest row
             model.zero_grad(set_to_none=True)
@@ -319,7 +356,7 @@ def compare_in_one_process(
             seconds = median(durations(partial(run, method, batches), device, 1.0, 1))
             peak = memory_mb(device, "VmHWM") - before
             results[method] = {"seconds": seconds, "memory_mb": peak, "logprobs": torch.cat(found).tolist()}
-        return compared(size, shape, IN_ONE_PROCESS, results)
+        return compared(size, shape, tuple(results), results)
 
     for shape in shapes:
         rows.measure({"model": size, "shape": shape, **more}, partial(measured, shape))
