@@ -437,10 +437,7 @@ def check_advantages(prompts: list[Prompt], config: TrainConfig) -> None:
 
 
 def main(config: TrainConfig) -> None:
-    """Train. Under torchrun every rank calls it; without torchrun the world is this process.
-
-    A UserError or ServerError during training is raised after the last whole step is saved.
-    """
+    """Train; under torchrun on every rank. A UserError or ServerError in training is raised after the last save."""
     config = with_bf16(config)
     check_loss(config)
     checkpoint = find_checkpoint(config)

@@ -27,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils, nccl, torch_utils
+from vllm.v1.core.sched import output
 
 BACKEND = "grpo"
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
@@ -35,11 +36,15 @@ TRAINER_ROUTES = frozenset({
     "/update_weights", "/resume", "/health", "/version", "/v1/models", "/metrics", "/get_world_size", "/weight_checker",
 })  # fmt: skip
 
+# vLLM 0.32 gives workers no images that cached prefixes cover; they need them when an update makes the K/V anew.
+output.strip_covered_mm_data = lambda features, *_, **__: features
+
 DEFAULTS = {  # ours, in place of vLLM's
     "host": "127.0.0.1",
     "generation_config": "vllm",  # the model's own sampling defaults would silently change the policy
     "logprobs_mode": "processed_logprobs",  # log-probs after temperature, as the trainer computes them
     "uvicorn_log_level": "warning",
+    "mm_processor_cache_gb": 0,  # a pause clears its two halves one after the other: requests between them fail
 }
 CPU_DEFAULTS = {  # -1: as memory allows; `share_cpu` sets None, and a size of the cache in place of 1e-9
     "dtype": "float32", "max_model_len": -1, "max_num_seqs": 256, "enforce_eager": None, "gpu_memory_utilization": 1e-9,

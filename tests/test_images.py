@@ -6,7 +6,9 @@ import io
 import json
 import struct
 import threading
+import time
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
@@ -654,6 +656,39 @@ def sync_main(model, url, use_fsdp, use_peft):
 def test_sync_of_shards(vlm, url, tmp_path, use_peft):
     """FSDP2 over two ranks, tower and all: the server has what the trainer computes with."""
     on_ranks(2, tmp_path, "test_images.sync_main", vlm, url, True, use_peft)
+
+
+def test_an_update_in_the_middle_of_completions(vlm, url):
+    """Their image is in a cached prefix when they begin, and the update makes the server read it again."""
+    config = make_config(vlm, url)
+    sampling = {"n": 2, "max_tokens": 60, "ignore_eos": True, "temperature": 1.0}
+    with process_group(120) as device:
+        rollouts = Rollouts(config, device)
+        policy = build_policy(config, device, rollouts.example)
+        config = share_prefixes(policy, config, rollouts.example)
+        rollouts.publish(policy, 0)
+        prompt = with_images(rollouts.prompts[2], rollouts.processor, config)
+        assert policy.config.vision_end_token_id in prompt.token_ids[:32]  # a block of the server's cache
+        ask = rollouts.client.servers[0].generate
+        hits: list[Completion] = []
+        for version in range(1, 20):  # until updates have hit some
+            ask(prompt.token_ids, sampling | {"max_tokens": 1}, prompt.images)
+            changed(policy)
+            with ThreadPoolExecutor(1) as pool:
+                reply = pool.submit(ask, prompt.token_ids, sampling, prompt.images)
+                time.sleep(0.02 * (version % 6))
+                rollouts.publish(policy, version)
+                completions = reply.result()
+            hits += [c for c in completions if len(c.weight_versions) == 2]
+            if len(hits) >= 6:
+                break
+        assert len(hits) >= 6
+        (row,) = prefix_attention.pack([(prompt.token_ids, [hits[-1].token_ids])], share_prefix=False)
+        with torch.no_grad():
+            under_new = token_logprobs(policy, row, joined_images([prompt]), config)
+        rollouts.close()
+    change = hits[-1].weight_versions[1].start
+    assert (under_new - hits[-1].sampler_logprobs)[change:].abs().max() <= 1e-4
 
 
 SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("llava", "gemma3")]

@@ -294,10 +294,7 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
 def token_logprobs(
     model: nn.Module, row: PackedBatch, images: dict[str, Tensor], config: TrainConfig, return_entropy: bool = False
 ) -> Any:
-    """`completion_logprobs` with no probability on tokens that no server samples, under autocast if the config says so.
-
-    [N] float32, nats, in the row's order; with `return_entropy` a pair, with entropies [N], nats, without a gradient.
-    """
+    """`completion_logprobs`, under the config's autocast, with no probability on tokens that no server samples."""
     forbidden = placeholder_ids(base_model(model).config)
     with autocast(config, row.targets.device):
         return completion_logprobs(model, row, config.temperature, return_entropy, forbidden, **images)
