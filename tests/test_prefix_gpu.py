@@ -46,7 +46,7 @@ def dense(q, k, v, sinks, scale):
 def test_cascade(dtype, head_dim, with_sinks, version, monkeypatch):
     """Relative to each tensor's norm: a few roundings of 2⁻⁹ (bf16) or 2⁻¹² (fp16), and fp16's small gradients."""
     if version == 4:
-        if head_dim == 256 or not flash4.fits(torch.empty(1, head_dim, device="cuda")):
+        if head_dim == 256 or torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("not tried")
         pytest.importorskip("cutlass", reason="comes with vLLM for GPUs")
         monkeypatch.setattr("prefix_attention._flash", flash4.forward)

@@ -105,13 +105,9 @@ def flash_attention_4():
         limits = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, None, None
         return backward(dout, q, k, v, out, lse, *limits, scale=softmax_scale)
 
-    def refused(*_, **__):
-        raise AssertionError("FlashAttention 2")
-
     with pytest.MonkeyPatch.context() as patched:
         for name in ("_flash", "_flash_backward"):  # put back at the end, as use_flash_attention_4 does not
             patched.setattr(prefix_attention, name, getattr(prefix_attention, name))
-        patched.setattr(flash4, "flash_attention_2", (refused, refused))
         patched.setattr(torch.Tensor, "is_cuda", True)
         patched.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         kernels = SimpleNamespace(_flash_attn_fwd=forward_4, _flash_attn_bwd=backward_4)
@@ -120,6 +116,11 @@ def flash_attention_4():
         patched.setitem(sys.modules, "vllm.vllm_flash_attn.cute.interface", kernels)
         flash4.use_flash_attention_4()
         yield
+
+
+def test_flash_attention_4_is_refused_where_it_was_not_tried():
+    with flash_attention_4(), pytest.raises(ValueError, match="not of 32 on cpu: leave out"):
+        _cascade(*torch.randn(3, 4, 2, 32), None, torch.tensor([[0, 4, -1, 0, 0]]), 1.0)
 
 
 @pytest.mark.parametrize("kernels", [contextlib.nullcontext, written_out, flash_attention_4])
