@@ -36,7 +36,7 @@ TRAINER_ROUTES = frozenset({
     "/update_weights", "/resume", "/health", "/version", "/v1/models", "/metrics", "/get_world_size", "/weight_checker",
 })  # fmt: skip
 
-# vLLM 0.32 gives workers no images that cached prefixes cover; they need them when an update makes the K/V anew.
+# vLLM's V1 runner gets no images that cached prefixes cover, but needs them when an update makes the K/V anew.
 output.strip_covered_mm_data = lambda features, *_, **__: features
 
 DEFAULTS = {  # ours, in place of vLLM's

@@ -1,6 +1,6 @@
 """Attention over shared prompts, the log-prob head and a decoder layer, each alone beside its rivals, in one process.
 
-    python benchmarks/micro.py [--json PATH] [--quick] [--parts attention,head,layer]
+    python benchmarks/micro.py [--json PATH] [--quick] [--parts head attention layer]
 
 On a GPU in bf16 with the shapes of an 8B model, on a CPU (`--quick`) in fp32 with tiny ones. Times are medians of
 forward and backward after a warm-up; `forward_ms` is the forward alone, `memory_mb` the peak above the inputs.
@@ -454,7 +454,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the rows here, one by one")
     parser.add_argument("--quick", action="store_true", help="tiny shapes, in under a minute on a CPU")
-    parser.add_argument("--parts", default="head,attention,layer", help="which of them, in this order")
+    parts = ("head", "attention", "layer")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="which of them, in the usual order")
     args = parser.parse_args()
     rows, device = Rows(args.json), device_here()
     if "head" in args.parts:

@@ -7,7 +7,8 @@ A Qwen3-shaped random model with its head, on one CPU thread in fp32, or on a GP
   packed    (b) one sequence per completion, without padding, the same kernels and head, nothing shared or merged
   grouper   (c) the prefix_grouper package with its sdpa adapter, logits as in its documentation
   ours      (d) `pack`, `attach`, `completion_logprobs`
-  flex      on a GPU: (d) with flex_attention by the mask of the forest, which is made once a row
+  flex      on a GPU: (d) with flex_attention by the mask of the forest, which is made once for one or two rows, and is
+            then in no time; compiled for rows of any length from the second length on
 On a GPU without (a); with `--compile` of compiled decoder layers, with `--flash4` by `recipes/flash4.py`.
 
 Every figure is the median over runs after a warm-up, within one token budget; memory is the peak above the model's. On
@@ -344,22 +345,29 @@ def compare_in_one_process(
             logprobs.sum().backward()
             found.append(logprobs.detach())
 
+    def timed(method: str, batches: Sequence[Any]) -> dict[str, Any]:
+        run(method, batches[:1])  # the kernels of these shapes, and memory for the largest row
+        model.zero_grad(set_to_none=True)
+        before = memory_mb(device, "VmRSS")
+        reset_peak(device)
+        seconds = median(durations(partial(run, method, batches), device, 1.0, 1))
+        peak = memory_mb(device, "VmHWM") - before
+        return {"seconds": seconds, "memory_mb": peak, "logprobs": torch.cat(found).tolist()}
+
     def measured(shape: str) -> dict[str, Any]:
-        groups, results = make_groups(shape, SIZES[size]["vocab_size"]), {}
+        groups = make_groups(shape, SIZES[size]["vocab_size"])
+        results: dict[str, dict[str, Any]] = {}
+        failed: dict[str, str] = {}  # why a rival has no figures: no package, no room for its logits, ...
         for method, attention in attentions.items():
             AttentionInterface.register(NAME, attention)
             batches = make_batches(method, groups, BUDGETS[size], device)
             try:
-                run(method, batches[:1])  # the kernels of these shapes, and memory for the largest row
-            except (ImportError, torch.OutOfMemoryError):
-                continue  # a package that is not here, or logits that find no room
-            model.zero_grad(set_to_none=True)
-            before = memory_mb(device, "VmRSS")
-            reset_peak(device)
-            seconds = median(durations(partial(run, method, batches), device, 1.0, 1))
-            peak = memory_mb(device, "VmHWM") - before
-            results[method] = {"seconds": seconds, "memory_mb": peak, "logprobs": torch.cat(found).tolist()}
-        return compared(size, shape, tuple(results), results)
+                results[method] = timed(method, batches)
+            except Exception as error:
+                if method in ("packed", "ours"):
+                    raise
+                failed[f"{method}_error"] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return compared(size, shape, tuple(results), results) | failed
 
     for shape in shapes:
         rows.measure({"model": size, "shape": shape, **more}, partial(measured, shape))

@@ -49,7 +49,7 @@ def test_cascade(dtype, head_dim, with_sinks, version, monkeypatch):
         if head_dim == 256 or torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("not tried")
         pytest.importorskip("cutlass", reason="comes with vLLM for GPUs")
-        monkeypatch.setattr("prefix_attention._flash", flash4.forward)
+        monkeypatch.setattr("prefix_attention._flash", flash4.forward)  # heads: four of queries, two of keys
         monkeypatch.setattr("prefix_attention._flash_backward", flash4.backward)
     torch.manual_seed(0)
     shapes = [(4, head_dim), (2, head_dim), (2, head_dim)]

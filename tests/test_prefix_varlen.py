@@ -95,6 +95,7 @@ def flash_attention_4():
     def forward_4(
         q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse
     ):
+        assert len(cu_seqlens_q) <= 257
         limits = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False
         out, lse, *_ = forward(q, k, v, *limits, scale=softmax_scale)
         return out, lse if return_lse else None, None, None
@@ -112,15 +113,30 @@ def flash_attention_4():
         patched.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         kernels = SimpleNamespace(_flash_attn_fwd=forward_4, _flash_attn_bwd=backward_4)
         patched.setitem(sys.modules, "vllm.vllm_flash_attn", SimpleNamespace())
-        patched.setitem(sys.modules, "vllm.vllm_flash_attn.cute", SimpleNamespace())
-        patched.setitem(sys.modules, "vllm.vllm_flash_attn.cute.interface", kernels)
+        patched.setitem(sys.modules, "vllm.vllm_flash_attn.cute", SimpleNamespace(interface=kernels))
         flash4.use_flash_attention_4()
         yield
 
 
-def test_flash_attention_4_is_refused_where_it_was_not_tried():
-    with flash_attention_4(), pytest.raises(ValueError, match="not of 32 on cpu: leave out"):
-        _cascade(*torch.randn(3, 4, 2, 32), None, torch.tensor([[0, 4, -1, 0, 0]]), 1.0)
+def test_flash_attention_4_ends_a_run_for_which_it_was_not_tried(monkeypatch):
+    """An error would be taken for one of the model: sharing would be off, and the run go on."""
+    monkeypatch.setattr(prefix_attention, "_flash", flash4.forward)
+    with pytest.raises(SystemExit, match="not been tried with .* on cpu: leave out"):
+        attach(make_model("Llama"), verify=True)
+
+
+def test_flash_attention_4_leaves_calls_of_many_pieces():
+    plan = torch.tensor([[2 * n, 2, -1, 0, 0] for n in range(300)] + [[600 + n, 1, n, 2, 0] for n in range(300)])
+    tensors = [torch.randn(900, heads, 64, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+
+    def results():
+        out, _ = _cascade(*tensors, None, plan, 0.1)
+        return [out, *torch.autograd.grad(out.square().sum(), tensors)]
+
+    expected = results()
+    with written_out(), flash_attention_4():
+        got = results()
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("kernels", [contextlib.nullcontext, written_out, flash_attention_4])

@@ -282,13 +282,13 @@ GIB = 1 << 30
 ENVIRONMENT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
 ON_CPU = {  # of 8 cores and 16 GiB that are free
     "dtype": "float32", "max_model_len": -1, "max_num_seqs": 256, "block_size": 32, "enforce_eager": True,
-    "enable_chunked_prefill": False,
+    "enable_chunked_prefill": False, "mm_processor_cache_gb": 0,
     "gpu_memory_utilization": 1e-9, "kv_cache_memory_bytes": 2 * GIB, "OMP_NUM_THREADS": "4",
     "TORCHDYNAMO_DISABLE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
 }  # fmt: skip
-ON_GPU = {  # vLLM's own
+ON_GPU = {  # vLLM's own, but for the cache of images
     "dtype": "auto", "max_model_len": None, "max_num_seqs": None, "block_size": None, "enforce_eager": False,
-    "enable_chunked_prefill": None,
+    "enable_chunked_prefill": None, "mm_processor_cache_gb": 0,
     "gpu_memory_utilization": 0.92, "kv_cache_memory_bytes": None, **dict.fromkeys(ENVIRONMENT),
 }  # fmt: skip
 COMPILED = {"enforce_eager": False, "TORCHDYNAMO_DISABLE": "0"}
