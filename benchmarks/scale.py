@@ -430,6 +430,8 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
     def fill(group: Any) -> None:
         with rollouts.client.lease() as server:
             group.completions = server.generate(ids, sampling)
+        for number, completion in enumerate(group.completions):  # else they were one, and shared all
+            completion.token_ids[0] = group.id * len(group.completions) + number
         group.reward = [random.random() for _ in group.completions]
 
     groups = (Group(Prompt(number, ids, "", {}), id=number) for number in range(10**9))
@@ -467,6 +469,7 @@ def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
         for step in range(int(num_steps)):
             if urls and is_main():
                 rollouts.stream.advance_to(step)
+                rollouts.version = step
             broadcast_object(None)
             started_s, gpu, launch_s, busy_from = time.perf_counter(), Device(), 0.0, 0.0
             for share in arriving_shares(rollouts, config) if urls else (s for shares in stored for s in shares):
