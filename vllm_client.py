@@ -238,7 +238,8 @@ class Server:
     def answers(self) -> bool:
         """Whether the server calls itself healthy."""
         with suppress(ServerError):
-            return self.request("GET", "/health", timeout_s=5) or True
+            self.request("GET", "/health", timeout_s=5)
+            return True
         return False
 
     def connect(self, device: torch.device, timeout_s: float, gpus: Sequence[str | None] = ()) -> None:

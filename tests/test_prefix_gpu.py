@@ -39,15 +39,14 @@ def dense(q, k, v, sinks, scale):
     return torch.einsum("hlk,khd->lhd", scores.softmax(-1)[..., :total], v)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("version", "head_dim"), [(2, 64), (2, 128), (2, 256), (4, 64), (4, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("with_sinks", [False, True])
-@pytest.mark.parametrize("version", [2, 4])
-def test_cascade(dtype, head_dim, with_sinks, version, monkeypatch):
+def test_cascade(dtype, version, head_dim, with_sinks, monkeypatch):
     """Relative to each tensor's norm: a few roundings of 2⁻⁹ (bf16) or 2⁻¹² (fp16), and fp16's small gradients."""
     if version == 4:
-        if head_dim == 256 or torch.cuda.get_device_capability()[0] != 9:
-            pytest.skip("not tried")
+        if torch.cuda.get_device_capability()[0] != 9:
+            pytest.skip("recipes/flash4.py is for Hopper GPUs")
         pytest.importorskip("cutlass", reason="comes with vLLM for GPUs")
         monkeypatch.setattr("prefix_attention._flash", flash4.forward)  # heads: four of queries, two of keys
         monkeypatch.setattr("prefix_attention._flash_backward", flash4.backward)
