@@ -38,10 +38,14 @@ class _OneLineErrors(type):
             return super().__call__(**values)
         except ValidationError as error:
             first = error.errors()[0]
-        if first["type"] == "value_error":  # of `__post_init__`, or of a module that a dotted path names
+        if (
+            first["type"] == "value_error"
+        ):  # of `__post_init__`, or of a module that a dotted path names
             raise first["ctx"]["error"]
         name = str(first["loc"][0])
-        raise UserError(f"{name}={values.get(name)!r}: {first['msg']} ({_type_in_words(_HINTS[name])})")
+        raise UserError(
+            f"{name}={values.get(name)!r}: {first['msg']} ({_type_in_words(_HINTS[name])})"
+        )
 
 
 # The types of the fields. Messages and `--help` call a type by its title.
@@ -49,18 +53,39 @@ T = TypeVar("T")
 Values = Annotated[list[T], Field(min_length=1)]
 ADDRESS = r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$"
 Address = Annotated[str, Field(title="http://host:port", pattern=rf"^@.+|{ADDRESS}")]
-Function = Annotated[Callable[..., Any] | str, ImportString, Field(title="function")]  # a str is imported
+Function = Annotated[
+    Callable[..., Any] | str, ImportString, Field(title="function")
+]  # a str is imported
 OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
 ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
 Positive = Annotated[float, Field(title="float > 0", gt=0)]
 NotNegative = Annotated[float, Field(title="float >= 0", ge=0)]
 Fraction = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
 BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
-Correction = Literal["truncate", "mask", "sequence", "sequence_mask", "geometric", "geometric_mask", "none"]
-_STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+Correction = Literal[
+    "truncate", "mask", "sequence", "sequence_mask", "geometric", "geometric_mask", "none"
+]
+_STRICT = ConfigDict(
+    strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+)
 _RESERVED = {"n", "max_tokens", "temperature", "top_k", "stop", "logprobs"}
-_BENDING = {"top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "thinking_token_budget"}
-_BENDING |= {"logit_bias", "min_tokens", "extra_args", "repetition_penalty", "presence_penalty", "frequency_penalty"}
+_BENDING = {
+    "top_k",
+    "top_p",
+    "min_p",
+    "structured_outputs",
+    "bad_words",
+    "allowed_token_ids",
+    "thinking_token_budget",
+}
+_BENDING |= {
+    "logit_bias",
+    "min_tokens",
+    "extra_args",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+}
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -122,7 +147,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Tokenize a string prompt as it is, even where there is a chat template; chat messages always go by it."""
 
     # -- rollouts ------------------------------------------------------------------------------------------------
-    vllm_urls: Values[Address] = dataclasses.field(default_factory=lambda: ["http://127.0.0.1:8000"])
+    vllm_urls: Values[Address] = dataclasses.field(
+        default_factory=lambda: ["http://127.0.0.1:8000"]
+    )
     """Addresses of the servers, or `@file` with one a line, which may change; their token is in `VLLM_API_KEY`."""
     num_generations: Annotated[int, Field(title="int >= 2", ge=2)] = 8
     """Completions per prompt: the group whose mean is the baseline."""
@@ -286,56 +313,128 @@ class TrainConfig(metaclass=_OneLineErrors):
     def __post_init__(self) -> None:
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
         masks = self.off_policy_correction.endswith("mask")
-        overwrites = self.replay and Path(self.replay).absolute() == Path(self.output_dir).absolute()
+        overwrites = (
+            self.replay and Path(self.replay).absolute() == Path(self.output_dir).absolute()
+        )
         taken = ", ".join(sorted(_RESERVED & set(self.sampling_params or {})))
         for is_wrong, message in (
-            (len(set(names) - {""}) < len(names), "reward_funcs: each needs a __name__ of its own, for its metric"),
-            (len(self.reward_weights or names) != len(names), "reward_weights must be as many as reward_funcs"),
-            (self.batch_size % self.num_minibatches, "batch_size must be a multiple of num_minibatches"),
-            (self.max_tokens_per_gpu <= self.max_completion_len, "max_tokens_per_gpu must exceed max_completion_len"),
-            (masks and self.correction_floor >= self.correction_cap, "correction_floor must be below correction_cap"),
-            (self.clip_low >= 1 and self.loss_type != "cispo", "epsilon must be below 1, but for loss_type=cispo"),
+            (
+                len(set(names) - {""}) < len(names),
+                "reward_funcs: each needs a __name__ of its own, for its metric",
+            ),
+            (
+                len(self.reward_weights or names) != len(names),
+                "reward_weights must be as many as reward_funcs",
+            ),
+            (
+                self.batch_size % self.num_minibatches,
+                "batch_size must be a multiple of num_minibatches",
+            ),
+            (
+                self.max_tokens_per_gpu <= self.max_completion_len,
+                "max_tokens_per_gpu must exceed max_completion_len",
+            ),
+            (
+                masks and self.correction_floor >= self.correction_cap,
+                "correction_floor must be below correction_cap",
+            ),
+            (
+                self.clip_low >= 1 and self.loss_type != "cispo",
+                "epsilon must be below 1, but for loss_type=cispo",
+            ),
             (self.delta and self.delta <= 1 + self.clip_high, "delta must exceed 1 + epsilon_high"),
-            (self.push_to_hub and not self.hub_repo_id, "push_to_hub needs hub_repo_id (user/name)"),
+            (
+                self.push_to_hub and not self.hub_repo_id,
+                "push_to_hub needs hub_repo_id (user/name)",
+            ),
             (overwrites, "replay must be another folder than output_dir"),
-            (self.replay and self.reference_urls, "replay asks no server: unset reference_urls, and set reference_id"),
+            (
+                self.replay and self.reference_urls,
+                "replay asks no server: unset reference_urls, and set reference_id",
+            ),
             (taken, f"sampling_params may not set {taken}: use the fields of TrainConfig"),
         ):
             if is_wrong:
                 raise UserError(message)
         files = (".jsonl", ".parquet")
         is_name = isinstance(self.dataset_id, str) and not self.dataset_id.endswith(files)
-        eval_is_name = any(isinstance(s, str) and not s.endswith(files) for s in self.eval_sets.values())
+        eval_is_name = any(
+            isinstance(s, str) and not s.endswith(files) for s in self.eval_sets.values()
+        )
         changed = changed_fields(self)
         for fields, has_effect, condition in (
-            ("lora_rank lora_alpha lora_dropout lora_target_modules", self.use_peft, "without use_peft"),
+            (
+                "lora_rank lora_alpha lora_dropout lora_target_modules",
+                self.use_peft,
+                "without use_peft",
+            ),
             ("log_completions_steps", self.logged_groups != 0, "with logged_groups=0"),
             ("wandb_project log_completions_steps", self.use_wandb, "without use_wandb"),
             ("hub_repo_id hub_private", self.push_to_hub, "without push_to_hub"),
-            ("eval_steps eval_generations eval_temperature", self.eval_sets, "without eval_dataset_id"),
-            ("eval_generations", self.eval_temperature, "with eval_temperature=0: all of them would be the same"),
-            ("eval_dataset_split", eval_is_name, "unless eval_dataset_id is the name of a data set"),
-            ("dataset_config dataset_split", is_name, "unless dataset_id is the name of a data set"),
+            (
+                "eval_steps eval_generations eval_temperature",
+                self.eval_sets,
+                "without eval_dataset_id",
+            ),
+            (
+                "eval_generations",
+                self.eval_temperature,
+                "with eval_temperature=0: all of them would be the same",
+            ),
+            (
+                "eval_dataset_split",
+                eval_is_name,
+                "unless eval_dataset_id is the name of a data set",
+            ),
+            (
+                "dataset_config dataset_split",
+                is_name,
+                "unless dataset_id is the name of a data set",
+            ),
             ("stale_policy inflight_updates", self.max_staleness, "without max_staleness"),
             ("max_dropped_batches", self.drop_zero_advantage, "without drop_zero_advantage"),
-            ("off_policy_correction correction_cap", self.old_logprobs == "trainer", "without old_logprobs=trainer"),
-            ("correction_cap", self.off_policy_correction != "none", "with off_policy_correction=none"),
+            (
+                "off_policy_correction correction_cap",
+                self.old_logprobs == "trainer",
+                "without old_logprobs=trainer",
+            ),
+            (
+                "correction_cap",
+                self.off_policy_correction != "none",
+                "with off_policy_correction=none",
+            ),
             ("correction_floor", masks, "without off_policy_correction=mask"),
             ("kl_gradient", self.beta, "without beta"),
-            ("reference_id reference_urls", self.beta or self.loss_fn, "without beta or a loss_fn that uses it"),
+            (
+                "reference_id reference_urls",
+                self.beta or self.loss_fn,
+                "without beta or a loss_fn that uses it",
+            ),
             ("scale_rewards", self.advantage_fn is None, "with advantage_fn"),
             ("fsdp_bf16 fsdp_offload fsdp_shard_size", self.use_fsdp, "without use_fsdp"),
-            ("num_epochs", self.max_steps is None, "beside max_steps, which --max_steps none unsets"),
+            (
+                "num_epochs",
+                self.max_steps is None,
+                "beside max_steps, which --max_steps none unsets",
+            ),
             ("delta", self.loss_type != "cispo", "with loss_type=cispo"),
         ):
             for name in fields.split():
                 if name in changed and not has_effect:
-                    raise UserError(f"{name} has no effect {condition}: leave it at its default, {_DEFAULTS[name]}")
+                    raise UserError(
+                        f"{name} has no effect {condition}: leave it at its default, {_DEFAULTS[name]}"
+                    )
 
     @property
     def clip_low(self) -> float:
         """The lower clip actually used: `epsilon`, or what its None stands for."""
-        return self.epsilon if self.epsilon is not None else math.inf if self.loss_type == "cispo" else 0.2
+        return (
+            self.epsilon
+            if self.epsilon is not None
+            else math.inf
+            if self.loss_type == "cispo"
+            else 0.2
+        )
 
     @property
     def clip_high(self) -> float:
@@ -351,7 +450,11 @@ class TrainConfig(metaclass=_OneLineErrors):
     def weighs_whole_completions(self) -> bool:
         """Whether a token's loss may depend on the others of its completion, which then stand in one row."""
         levels = (self.importance_level, self.off_policy_correction.partition("_")[0])
-        return self.loss_fn is not None or self.loss_type == "grpo" or bool({"sequence", "geometric"} & {*levels})
+        return (
+            self.loss_fn is not None
+            or self.loss_type == "grpo"
+            or bool({"sequence", "geometric"} & {*levels})
+        )
 
     @property
     def eval_sets(self) -> dict[str, Any]:
@@ -388,20 +491,32 @@ def bending(config: TrainConfig) -> list[str]:
 def describe(config: TrainConfig, usual: TrainConfig | None = None) -> str:
     """What differs from the defaults, one line per field, and warnings; `usual` is what bf16=none would give here."""
     changed = changed_fields(config)
-    computes, could = ("bfloat16" if c.bf16 or c.fsdp_bf16 else c.dtype for c in (config, usual or config))
+    computes, could = (
+        "bfloat16" if c.bf16 or c.fsdp_bf16 else c.dtype for c in (config, usual or config)
+    )
     lines = [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
     if names := ", ".join(bending(config)):
-        lines.append(f"warning: {names}: tokens are not drawn from the policy itself; ratios are then inexact")
+        lines.append(
+            f"warning: {names}: tokens are not drawn from the policy itself; ratios are then inexact"
+        )
     idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed))
     if idle and config.old_logprobs == "trainer" and config.updates_per_batch == 1:
         lines.append(f"warning: {idle} without effect: all ratios are 1 with one update per batch")
     if config.dtype == "bfloat16" and not config.use_peft:
-        lines.append("warning: dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16")
+        lines.append(
+            "warning: dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16"
+        )
     if computes == "float32" != could:
-        lines.append("warning: computation in float32: half to a tenth of the speed of bfloat16; leave bf16 at none")
+        lines.append(
+            "warning: computation in float32: half to a tenth of the speed of bfloat16; leave bf16 at none"
+        )
     if config.use_peft and config.learning_rate < 1e-5:
-        lines.append(f"warning: learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; try 1e-5 to 5e-4")
-    return "\n".join([f"weights in {config.dtype}, computation in {computes}; other than the defaults:", *lines])
+        lines.append(
+            f"warning: learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; try 1e-5 to 5e-4"
+        )
+    return "\n".join(
+        [f"weights in {config.dtype}, computation in {computes}; other than the defaults:", *lines]
+    )
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
@@ -435,7 +550,9 @@ def _type_in_words(hint: Any) -> str:
     if origin is Annotated:
         return args[-1].title or _type_in_words(args[0])
     if origin in (Literal, Union, UnionType):
-        return " | ".join(option if isinstance(option, str) else _type_in_words(option) for option in args)
+        return " | ".join(
+            option if isinstance(option, str) else _type_in_words(option) for option in args
+        )
     if origin is list:
         return f"list of {_type_in_words(args[0])}"
     return {bool: "true | false", NoneType: "none"}.get(hint, hint.__name__)
@@ -451,12 +568,21 @@ def _parsed(text: str, hint: Any, recipe: ModuleType | None) -> Any:
         return text if "." in text or not recipe else f"{recipe.__name__}.{text}"
     if origin in (Annotated, Union, UnionType):
         takes_dict = text.startswith("{") and any(get_origin(arg) is dict for arg in args)
-        return _parsed(text, dict if takes_dict else args[0], recipe)  # str, or the only type beside None
-    parsers: dict[Any, Any] = {int: int, float: float, bool: lambda word: json.loads(word.lower()), dict: json.loads}
+        return _parsed(
+            text, dict if takes_dict else args[0], recipe
+        )  # str, or the only type beside None
+    parsers: dict[Any, Any] = {
+        int: int,
+        float: float,
+        bool: lambda word: json.loads(word.lower()),
+        dict: json.loads,
+    }
     with suppress(ValueError):
         if origin is list:
             items = json.loads(text) if text.startswith("[") else text.split(",")
-            return [_parsed(item, args[0], recipe) if isinstance(item, str) else item for item in items]
+            return [
+                _parsed(item, args[0], recipe) if isinstance(item, str) else item for item in items
+            ]
         return parsers.get(origin or hint, str)(text)
     return text
 
@@ -472,13 +598,24 @@ def parse_args(argv: list[str]) -> TrainConfig:
     )
     for name, field in _FIELDS.items():
         default = "required" if field.is_required() else f"default {str(_DEFAULTS[name]).lower()}"
-        kind, text = f"{_type_in_words(_HINTS[name])} ({default})", field.description.replace("%", "%%")
+        kind, text = (
+            f"{_type_in_words(_HINTS[name])} ({default})",
+            field.description.replace("%", "%%"),
+        )
         parser.add_argument(f"--{name}", metavar=kind, help=text)
-    words = [re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv]
+    words = [
+        re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv
+    ]
     path = words.pop(0) if words and not words[0].startswith("-") else None
     given, rest = parser.parse_known_args(words)
     sys.path.append(str(Path.cwd()))  # for dotted paths
     recipe = load_recipe(path) if path else None
-    values = {name: _parsed(text, _HINTS[name], recipe) for name, text in vars(given).items() if text is not None}
-    values |= {word.lstrip("-").partition("=")[0]: word for word in rest[:1]}  # TrainConfig refuses an unknown field
+    values = {
+        name: _parsed(text, _HINTS[name], recipe)
+        for name, text in vars(given).items()
+        if text is not None
+    }
+    values |= {
+        word.lstrip("-").partition("=")[0]: word for word in rest[:1]
+    }  # TrainConfig refuses an unknown field
     return dataclasses.replace(recipe.config, **values) if recipe else TrainConfig(**values)

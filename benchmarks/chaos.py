@@ -58,7 +58,9 @@ def child_of(shell: int) -> int:
 
 
 @contextmanager
-def attacks(metrics: Path, steps: list[int], kill: Callable[[], None], rng: random.Random) -> Iterator[None]:
+def attacks(
+    metrics: Path, steps: list[int], kill: Callable[[], None], rng: random.Random
+) -> Iterator[None]:
     """Call `kill` within the second after each of these steps, while the block runs."""
     over = threading.Event()
 
@@ -80,7 +82,12 @@ def attacks(metrics: Path, steps: list[int], kill: Callable[[], None], rng: rand
 
 
 def train(
-    command: list[str], folder: Path, server: LocalServer, num_steps: int, num: dict[str, int], rng: random.Random
+    command: list[str],
+    folder: Path,
+    server: LocalServer,
+    num_steps: int,
+    num: dict[str, int],
+    rng: random.Random,
 ) -> dict[str, Any]:
     """A run to its end, whatever is killed on the way.
 
@@ -114,7 +121,9 @@ def train(
     ):
         while (status := trainer.wait()) != 0:
             if status != -signal.SIGKILL:
-                raise RuntimeError(f"the trainer ended with status {status}:\n{log.read_text()[-3000:]}")
+                raise RuntimeError(
+                    f"the trainer ended with status {status}:\n{log.read_text()[-3000:]}"
+                )
             trainer = start()
     return {"seconds": time.monotonic() - started_s, **killed}
 
@@ -161,7 +170,9 @@ def bad_inputs(model: str) -> tuple[int, int]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="a kill of each and few steps")
     parser.add_argument("--seed", type=int, default=0)
@@ -172,11 +183,20 @@ def main() -> None:
         folder = Path(name)
         build(folder, seed=0)
         model = str(folder / "model")
-        options = ("--max-model-len", "64", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.3")
+        options = (
+            "--max-model-len",
+            "64",
+            "--max-num-seqs",
+            "256",
+            "--gpu-memory-utilization",
+            "0.3",
+        )
         kills = {"server": 1, "trainer": 1} if args.quick else {"server": 5, "trainer": 3}
         for kind, num in (("undisturbed", {"server": 0, "trainer": 0}), ("disturbed", kills)):
             output = folder / kind
-            with local_server(model, folder / f"{kind}.server.log", *options, start=restarting) as server:
+            with local_server(
+                model, folder / f"{kind}.server.log", *options, start=restarting
+            ) as server:
                 command = [
                     sys.executable, "train.py", "recipes/tiny.py", "--model_id", model, "--vllm_urls", server.wait(),
                     "--dataset_id", folder / "train.jsonl", "--eval_dataset_id", folder / "heldout.jsonl",
@@ -186,7 +206,10 @@ def main() -> None:
                 words = [str(word) for word in command]
                 took = train(words, output, server, num_steps, num, random.Random(args.seed))
             trained = Counter(
-                group for _, group in {(r["step"], r["group"]) for r in lines(output / "completions.jsonl")}
+                group
+                for _, group in {
+                    (r["step"], r["group"]) for r in lines(output / "completions.jsonl")
+                }
             )
             ended = trained + Counter(row["group"] for row in lines(output / "dropped.jsonl"))
             num_saved = output.with_suffix(".log").read_text().count("saved ")
@@ -208,10 +231,16 @@ def main() -> None:
     num_kills = chaos["servers_killed"] + chaos["trainers_killed"]
     quiet |= {"bad_inputs_tried": num_tried, "bad_inputs_refused": num_refused}
     report(rows, args.json)
-    print(f"kills survived: {num_kills}; groups lost: {chaos['groups_lost']}, trained twice: {chaos['groups_twice']}")
+    print(
+        f"kills survived: {num_kills}; groups lost: {chaos['groups_lost']}, trained twice: {chaos['groups_twice']}"
+    )
     print(f"seconds lost per kill: {(chaos['seconds'] - quiet['seconds']) / max(num_kills, 1):.1f}")
-    print(f"held-out accuracy: {quiet['accuracy']:.1%} undisturbed, {chaos['accuracy']:.1%} disturbed")
-    print(f"checkpoints written: {chaos['checkpoint_mb']:.0f} MB; bad inputs refused: {num_refused} of {num_tried}")
+    print(
+        f"held-out accuracy: {quiet['accuracy']:.1%} undisturbed, {chaos['accuracy']:.1%} disturbed"
+    )
+    print(
+        f"checkpoints written: {chaos['checkpoint_mb']:.0f} MB; bad inputs refused: {num_refused} of {num_tried}"
+    )
 
 
 if __name__ == "__main__":

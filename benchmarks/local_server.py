@@ -28,8 +28,20 @@ def local_server(
         start: what starts the command, with a log and an environment, and returns a `Popen` or its like.
     """
     port = free_port()
-    command = [sys.executable, str(ROOT / "vllm_server.py"), "--model", model, "--port", str(port), *options]
-    process = start(command, log, {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **(env or {})})
+    command = [
+        sys.executable,
+        str(ROOT / "vllm_server.py"),
+        "--model",
+        model,
+        "--port",
+        str(port),
+        *options,
+    ]
+    process = start(
+        command,
+        log,
+        {"OMP_NUM_THREADS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", **os.environ, **(env or {})},
+    )
     try:
         yield LocalServer(f"http://127.0.0.1:{port}", process, log)
     finally:

@@ -34,9 +34,26 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import Rows, Skipped, device_here, durations, median, memory_mb, peak_flops, reset_peak
+from benchmarks.common import (
+    Rows,
+    Skipped,
+    device_here,
+    durations,
+    median,
+    memory_mb,
+    peak_flops,
+    reset_peak,
+)
 from benchmarks.prefix_attention import SIZES, forest_attention, grouper_attention
-from prefix_attention import _attention, _Logits, _paths, _TokenLogprobs, attach, completion_logprobs, pack
+from prefix_attention import (
+    _attention,
+    _Logits,
+    _paths,
+    _TokenLogprobs,
+    attach,
+    completion_logprobs,
+    pack,
+)
 
 # groups, tokens of a prompt, tokens of a completion that are forwarded, completions of a group
 SHAPES = {
@@ -45,7 +62,10 @@ SHAPES = {
 }
 PLAIN = ", passes not compiled"
 HEADS = {False: (32, 8, 128), True: (4, 2, 32)}  # of queries, of keys, size
-HEAD_SHAPES = {False: [(8192, 4096, 151936), (8192, 1536, 151936)], True: [(64, 32, 512)]}  # tokens, hidden, vocab
+HEAD_SHAPES = {
+    False: [(8192, 4096, 151936), (8192, 1536, 151936)],
+    True: [(64, 32, 512)],
+}  # tokens, hidden, vocab
 
 
 def passes(variant: str) -> AbstractContextManager[Any]:
@@ -86,7 +106,9 @@ def timed_step(
 class Attention:
     """Random queries, keys and values of one shape, over a row that shares prompts, and with these repeated."""
 
-    def __init__(self, shape: tuple[int, int, int, int], heads: tuple[int, int, int], device: torch.device):
+    def __init__(
+        self, shape: tuple[int, int, int, int], heads: tuple[int, int, int], device: torch.device
+    ):
         num_groups, prompt, completion, size = shape
         self.device, self.prompt, self.length = device, prompt, prompt + completion
         completions = [[n] * (completion + 1) for n in range(size)]
@@ -94,13 +116,19 @@ class Attention:
         assert row.segments is not None
         self.plan = row.segments
         paths = sorted(_paths(self.plan), key=lambda path: path[-1].start)  # by group
-        self.rows = torch.tensor([[*chain(*reversed(path))] for path in paths], device=device)  # [completions, length]
+        self.rows = torch.tensor(
+            [[*chain(*reversed(path))] for path in paths], device=device
+        )  # [completions, length]
         together = [self.rows[n * size : (n + 1) * size] for n in range(num_groups)]
-        self.groups = torch.stack([torch.cat([rows[0, :prompt], *rows[:, prompt:]]) for rows in together])
+        self.groups = torch.stack(
+            [torch.cat([rows[0, :prompt], *rows[:, prompt:]]) for rows in together]
+        )
         self.num_groups, self.size = num_groups, size
         own, whole = completion * (completion + 1) // 2, self.length * (self.length + 1) // 2
         num = num_groups * size
-        self.pairs = {True: num_groups * prompt * (prompt + 1) // 2 + num * (completion * prompt + own)}
+        self.pairs = {
+            True: num_groups * prompt * (prompt + 1) // 2 + num * (completion * prompt + own)
+        }
         self.pairs[False] = num * whole
         queries, keys, dim = heads
         self.scale, self.flops_per_pair = dim**-0.5, 3.5 * 4 * queries * dim
@@ -116,7 +144,9 @@ class Attention:
 
     def cumulative(self) -> Tensor:
         """Where the repeated rows begin and end, int32, for the kernels of rows of any length."""
-        return torch.arange(0, self.rows.numel() + 1, self.length, dtype=torch.int32, device=self.device)
+        return torch.arange(
+            0, self.rows.numel() + 1, self.length, dtype=torch.int32, device=self.device
+        )
 
     def from_row(self, out: Tensor) -> Tensor:
         """The completions' outputs in the order of `rows`, of a variant that ran on the shared row."""
@@ -156,7 +186,9 @@ def sdpa(case: Attention) -> Variant:
 
     def forward() -> Tensor:
         q, k, v = (t.unflatten(0, case.rows.shape).transpose(1, 2) for t in inputs)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=case.scale, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=case.scale, enable_gqa=True
+        )
         return out.transpose(1, 2).flatten(0, 1)
 
     return Variant(inputs, forward, case.from_rows)
@@ -187,10 +219,16 @@ def varlen(case: Attention) -> Variant:
     on_gpu(case)
     function = imported("torch.nn.attention.varlen", "varlen_attn")
     known = inspect.signature(function).parameters
-    options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    options: dict[str, Any] = (
+        {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
+    )
     options |= {"enable_gqa": True} if "enable_gqa" in known else {}
     inputs, ends = case.taken(case.rows), case.cumulative()
-    return Variant(inputs, lambda: function(*inputs, ends, ends, case.length, case.length, **options), case.from_rows)
+    return Variant(
+        inputs,
+        lambda: function(*inputs, ends, ends, case.length, case.length, **options),
+        case.from_rows,
+    )
 
 
 def outside(module: str, case: Attention) -> Variant:
@@ -199,7 +237,12 @@ def outside(module: str, case: Attention) -> Variant:
     function = imported(module, "flash_attn_varlen_func")
     inputs, ends = case.taken(case.rows), case.cumulative()
     known = inspect.signature(function).parameters
-    limits = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": case.length, "max_seqlen_k": case.length}
+    limits = {
+        "cu_seqlens_q": ends,
+        "cu_seqlens_k": ends,
+        "max_seqlen_q": case.length,
+        "max_seqlen_k": case.length,
+    }
     options = {name: value for name, value in limits.items() if name in known}
 
     def forward() -> Tensor:
@@ -225,7 +268,9 @@ def grouper(case: Attention) -> Variant:
     """PrefixGrouper through sdpa, a row for each group."""
     masks = imported("prefix_grouper", "PrefixGrouper").from_ungrouped_masks
     inputs, completion = case.taken(case.groups), case.length - case.prompt
-    ones = torch.ones(case.num_groups * case.size, case.length, dtype=torch.long, device=case.device)
+    ones = torch.ones(
+        case.num_groups * case.size, case.length, dtype=torch.long, device=case.device
+    )
     grouped = masks(
         prefix_mask=ones[: case.num_groups, : case.prompt], suffix_mask=ones[:, :completion],
         group_sizes=[case.size] * case.num_groups, padding_mode="right", device=case.device,
@@ -233,7 +278,9 @@ def grouper(case: Attention) -> Variant:
 
     def forward() -> Tensor:
         q, k, v = (t.unflatten(0, case.groups.shape).transpose(1, 2) for t in inputs)
-        out, _ = grouper_attention(nn.Module(), q, k, v, None, prefix_grouper=grouped, scaling=case.scale)
+        out, _ = grouper_attention(
+            nn.Module(), q, k, v, None, prefix_grouper=grouped, scaling=case.scale
+        )
         return out.flatten(0, 1)
 
     def completions(out: Tensor) -> Tensor:
@@ -263,7 +310,9 @@ def attention_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
         case = Attention(shape, HEADS[is_quick], device)
         reference: list[Tensor] = []
 
-        def measure(build: Callable[[Attention], Variant], case: Any = case, reference: Any = reference) -> Any:
+        def measure(
+            build: Callable[[Attention], Variant], case: Any = case, reference: Any = reference
+        ) -> Any:
             variant = build(case)
             found, out = timed_step(variant.forward, variant.inputs, device)
             outputs = variant.completions(out).float()
@@ -271,7 +320,9 @@ def attention_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
                 reference.append(outputs)
             found["difference"] = ((outputs - reference[0]).norm() / reference[0].norm()).item()
             if "ms" in found:
-                found["tflops"] = case.flops_per_pair * case.pairs[variant.is_shared] / found["ms"] / 1e9
+                found["tflops"] = (
+                    case.flops_per_pair * case.pairs[variant.is_shared] / found["ms"] / 1e9
+                )
             if "ms" in found and (peak := peak_flops()):
                 found["of_peak"] = found["tflops"] * 1e12 / peak
             return found
@@ -279,7 +330,9 @@ def attention_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
         names = dict(zip(("groups", "prompt", "completion", "size"), shape, strict=True))
         for variant, build in ATTENTION.items():
             with passes(variant):
-                rows.measure({"part": "attention", **names, "variant": variant}, partial(measure, build))
+                rows.measure(
+                    {"part": "attention", **names, "variant": variant}, partial(measure, build)
+                )
 
 
 # -- Head --------------------------------------------------------------------------------------------------------------
@@ -294,7 +347,9 @@ class Head:
         torch.manual_seed(0)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.x = torch.randn(num_tokens, hidden, dtype=dtype, device=device).requires_grad_()
-        self.weight = (torch.randn(vocab, hidden, dtype=dtype, device=device) * hidden**-0.5).requires_grad_()
+        self.weight = (
+            torch.randn(vocab, hidden, dtype=dtype, device=device) * hidden**-0.5
+        ).requires_grad_()
         self.targets = torch.randint(vocab, (num_tokens,), device=device)
         self.flops = 6.0 * num_tokens * hidden * vocab
 
@@ -311,7 +366,9 @@ class ByChunks(torch.autograd.Function):
     """Log-probs by chunks of tokens, whose logits are made again in backward; `product` gives fp32 matrices."""
 
     @staticmethod
-    def forward(ctx: Any, product: Any, size: int, targets: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, product: Any, size: int, targets: Tensor, x: Tensor, weight: Tensor
+    ) -> Tensor:
         """[N] fp32."""
         logprobs, normalizers = (torch.empty(len(x), device=x.device) for _ in range(2))
         for part in (slice(start, start + size) for start in range(0, len(x), size)):
@@ -328,7 +385,12 @@ class ByChunks(torch.autograd.Function):
         targets, x, weight, normalizers = ctx.saved_tensors
         dx, dweight = torch.empty_like(x), torch.zeros_like(weight, dtype=torch.float32)
         for part in (slice(start, start + ctx.size) for start in range(0, len(x), ctx.size)):
-            dz = ctx.product(x[part], weight.T).sub_(normalizers[part, None]).exp_().mul_(-grad[part, None])
+            dz = (
+                ctx.product(x[part], weight.T)
+                .sub_(normalizers[part, None])
+                .exp_()
+                .mul_(-grad[part, None])
+            )
             dz[torch.arange(len(dz), device=dz.device), targets[part]] += grad[part]
             dz = dz.to(x.dtype)
             dx[part] = dz @ weight
@@ -367,12 +429,16 @@ def written_down(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 def checkpointed(case: Head) -> Tensor:
     """Chunks of 1024 tokens under torch's checkpoint."""
     parts = zip(case.x.split(1024), case.targets.split(1024), strict=True)
-    return torch.cat([checkpoint(written_down, x, case.weight, t, use_reentrant=False) for x, t in parts])
+    return torch.cat(
+        [checkpoint(written_down, x, case.weight, t, use_reentrant=False) for x, t in parts]
+    )
 
 
 def cut(case: Head) -> Tensor:
     """Apple's cut-cross-entropy."""
-    return -imported("cut_cross_entropy", "linear_cross_entropy")(case.x, case.weight, case.targets, reduction="none")
+    return -imported("cut_cross_entropy", "linear_cross_entropy")(
+        case.x, case.weight, case.targets, reduction="none"
+    )
 
 
 def liger(case: Head) -> Tensor:
@@ -413,7 +479,9 @@ def head_rows(rows: Rows, is_quick: bool, device: torch.device) -> None:
         names = dict(zip(("tokens", "hidden", "vocab"), shape, strict=True))
         for variant, function in HEAD.items():
             with passes(variant):
-                rows.measure({"part": "head", **names, "variant": variant}, partial(measure, function))
+                rows.measure(
+                    {"part": "head", **names, "variant": variant}, partial(measure, function)
+                )
 
 
 # -- Decoder layer -----------------------------------------------------------------------------------------------------
@@ -424,13 +492,20 @@ def layer(is_compiled: bool, is_quick: bool, device: torch.device) -> dict[str, 
     if is_compiled and device.type == "cpu":
         raise Skipped("needs a GPU: it is to show what the GPU gains")
     small = {"num_hidden_layers": 1, "vocab_size": 1024}
-    config = Qwen3Config(**SIZES["quick" if is_quick else "8B"] | small, max_position_embeddings=32768)
+    config = Qwen3Config(
+        **SIZES["quick" if is_quick else "8B"] | small, max_position_embeddings=32768
+    )
     torch.manual_seed(0)
     network: Any = Qwen3ForCausalLM(config)
     model = network.to(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     attach(model)
     _, prompt, completion, size = SHAPES[is_quick][1]
-    (row,) = pack([([group] * prompt, [[number] * completion for number in range(size)]) for group in range(10)])
+    (row,) = pack(
+        [
+            ([group] * prompt, [[number] * completion for number in range(size)])
+            for group in range(10)
+        ]
+    )
     row = row.to(device)
     if is_compiled:
         model.model.layers[0].compile()
@@ -446,16 +521,26 @@ def layer(is_compiled: bool, is_quick: bool, device: torch.device) -> dict[str, 
     before = memory_mb(device, "VmRSS")
     reset_peak(device)
     times = durations(step, device, 1.0 if device.type == "cuda" else 0.05)
-    return {"ms": 1e3 * median(times), "memory_mb": memory_mb(device, "VmHWM") - before, "warm_up_s": warm_up_s}
+    return {
+        "ms": 1e3 * median(times),
+        "memory_mb": memory_mb(device, "VmHWM") - before,
+        "warm_up_s": warm_up_s,
+    }
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument("--quick", action="store_true", help="tiny shapes, in under a minute on a CPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="tiny shapes, in under a minute on a CPU"
+    )
     parts = ("head", "attention", "layer")
-    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, help="which of them, in the usual order")
+    parser.add_argument(
+        "--parts", nargs="+", choices=parts, default=parts, help="which of them, in the usual order"
+    )
     args = parser.parse_args()
     rows, device = Rows(args.json), device_here()
     if "head" in args.parts:

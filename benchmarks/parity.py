@@ -35,7 +35,11 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DISABLE": "1"}  # before they are read
+os.environ |= {
+    "HF_HUB_OFFLINE": "1",
+    "TRL_EXPERIMENTAL_SILENCE": "1",
+    "TQDM_DISABLE": "1",
+}  # before they are read
 
 import torch
 from torch import Tensor
@@ -69,7 +73,9 @@ class Layout(NamedTuple):
     """How the completions of a batch are split: TRL by number, ours by tokens."""
 
     name: str
-    updates: int = 1  # optimizer steps: steps_per_generation / gradient_accumulation_steps, num_minibatches
+    updates: int = (
+        1  # optimizer steps: steps_per_generation / gradient_accumulation_steps, num_minibatches
+    )
     trl_ranks: int = 1
     trl_micro_batches: int = 1  # of a rank and an update
     our_ranks: int = 1
@@ -78,7 +84,9 @@ class Layout(NamedTuple):
 
 def corrected(mode: str, name: str, **bounds: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of an off-policy correction, `bounds` are cap and perhaps floor."""
-    ours = {"off_policy_correction": name} | {f"correction_{side}": value for side, value in bounds.items()}
+    ours = {"off_policy_correction": name} | {
+        f"correction_{side}": value for side, value in bounds.items()
+    }
     trl = {"mode": mode, "clip_max": bounds["cap"], "clip_min": bounds.get("floor")}
     return ours, {f"vllm_importance_sampling_{key}": value for key, value in trl.items()}
 
@@ -142,7 +150,9 @@ class Case(NamedTuple):
     @property
     def prompts(self) -> list[str]:
         """A prompt for each completion."""
-        return ["0123456789"[: 3 + g % 5] for g in range(NUM_PROMPTS) for _ in range(NUM_GENERATIONS)]
+        return [
+            "0123456789"[: 3 + g % 5] for g in range(NUM_PROMPTS) for _ in range(NUM_GENERATIONS)
+        ]
 
 
 def make_case() -> Case:
@@ -153,10 +163,14 @@ def make_case() -> Case:
     ids = [[*of_one[:-1], 2] if rng.random() < 0.5 else of_one for of_one in ids]
     lengths = torch.tensor([len(of_one) for of_one in ids])
     is_token = torch.arange(MAX_LEN) < lengths[:, None]
-    around: Any = lambda scale: scale * torch.randn(is_token.shape, generator=noise, dtype=torch.float64)  # noqa: E731
+    around: Any = lambda scale: (
+        scale * torch.randn(is_token.shape, generator=noise, dtype=torch.float64)
+    )  # noqa: E731
     logprobs = -2.5 + around(0.5)
     old = logprobs + around(0.3)
-    is_sampled = is_token & ((torch.arange(MAX_LEN) % 5 != 3) | (torch.arange(MAX_LEN) >= lengths[:, None] - 1))
+    is_sampled = is_token & (
+        (torch.arange(MAX_LEN) % 5 != 3) | (torch.arange(MAX_LEN) >= lengths[:, None] - 1)
+    )
     rewards = torch.randn(NUM_PROMPTS, NUM_GENERATIONS, generator=noise, dtype=torch.float64)
     sampler = (old + around(0.4)).float().double()
     return Case(ids, is_sampled, rewards, logprobs, old, sampler, logprobs + around(0.3), is_token)
@@ -169,7 +183,9 @@ class Figures(NamedTuple):
     gradients: Tensor
 
 
-def trl_figures(case: Case, setting: Setting, loss_type: str, layout: Layout, model: Path) -> Figures:
+def trl_figures(
+    case: Case, setting: Setting, loss_type: str, layout: Layout, model: Path
+) -> Figures:
     """TRL's own code, from the rewards on."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
@@ -186,20 +202,38 @@ def trl_figures(case: Case, setting: Setting, loss_type: str, layout: Layout, mo
     answers: list[Tensor] = []  # of the model, in the order in which TRL asks for them
 
     def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
-        sampler = [row[: len(ids)].tolist() for row, ids in zip(case.sampler, case.token_ids, strict=True)]
-        env_mask = [row[: len(ids)].int().tolist() for row, ids in zip(case.is_sampled, case.token_ids, strict=True)]
+        sampler = [
+            row[: len(ids)].tolist() for row, ids in zip(case.sampler, case.token_ids, strict=True)
+        ]
+        env_mask = [
+            row[: len(ids)].int().tolist()
+            for row, ids in zip(case.is_sampled, case.token_ids, strict=True)
+        ]
         ids = [[3 + int(letter) for letter in prompt] for prompt in prompts]
-        return {"prompt_ids": ids, "completion_ids": case.token_ids, "logprobs": sampler, "env_mask": env_mask}
+        return {
+            "prompt_ids": ids,
+            "completion_ids": case.token_ids,
+            "logprobs": sampler,
+            "env_mask": env_mask,
+        }
 
     rows = [{"prompt": prompt} for prompt in case.prompts]
     trainer: Any = GRPOTrainer(
-        str(model), reward_funcs=[sevens], args=config, train_dataset=Dataset.from_list(rows), rollout_func=rollout
+        str(model),
+        reward_funcs=[sevens],
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        rollout_func=rollout,
     )
     trainer.model.train()
     trainer.use_vllm = any(name.startswith("vllm") for name in fields)
     trainer._last_loaded_step = trainer.state.global_step  # it has no vLLM to send weights to
     trainer._calculate_rewards = lambda *_: case.rewards.reshape(-1, 1)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (answers[0], torch.zeros_like(answers.pop(0)), None)
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
+        answers[0],
+        torch.zeros_like(answers.pop(0)),
+        None,
+    )
     answers += [case.old, case.ref][: 2 if trainer.beta else 1]
     torch.set_default_dtype(torch.float64)  # TRL divides a count by a count in the default type
     batch = trainer._generate_and_score_completions(rows)
@@ -219,7 +253,9 @@ def trl_figures(case: Case, setting: Setting, loss_type: str, layout: Layout, mo
             mine = slice(part * size, (part + 1) * size)
             answers.append(logprobs[mine])
             inputs = {name: value[mine] if value.ndim else value for name, value in batch.items()}
-            loss = loss + trainer._compute_loss(trainer.model, inputs) / layout.trl_ranks  # as DDP averages over ranks
+            loss = (
+                loss + trainer._compute_loss(trainer.model, inputs) / layout.trl_ranks
+            )  # as DDP averages over ranks
         (gradient,) = torch.autograd.grad(loss, logprobs)
         losses.append(loss.detach())
         gradients.append(gradient[case.is_token])
@@ -228,14 +264,20 @@ def trl_figures(case: Case, setting: Setting, loss_type: str, layout: Layout, mo
 
 def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) -> Figures:
     """Our functions, on rows that `Dealer` deals to the ranks."""
-    fields: dict[str, Any] = {"off_policy_correction": "none", "loss_type": loss_type, **setting.ours}
+    fields: dict[str, Any] = {
+        "off_policy_correction": "none",
+        "loss_type": loss_type,
+        **setting.ours,
+    }
     config = TrainConfig(
         model_id="none", dataset_id="none", reward_funcs=[sevens], batch_size=NUM_PROMPTS,
         num_generations=NUM_GENERATIONS, max_completion_len=MAX_LEN, max_tokens_per_gpu=layout.our_tokens,
         num_minibatches=layout.updates, **fields,
     )  # fmt: skip
     lengths = [len(ids) for ids in case.token_ids]
-    numbers = torch.arange(sum(lengths)).split(lengths)  # in the place of log-probs, to find a row's tokens again
+    numbers = torch.arange(sum(lengths)).split(
+        lengths
+    )  # in the place of log-probs, to find a row's tokens again
     advantages = compute_advantages(case.rewards, config.scale_rewards)
     groups = []
     for g, start in enumerate(range(0, NUM_COMPLETIONS, NUM_GENERATIONS)):
@@ -246,13 +288,24 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
             reason = "stop" if ids[-1] == 2 else "length"
             completions.append(Completion(ids, numbers[c], reason, spans, sampled))
         prompt = Prompt(g, [3 + int(letter) for letter in case.prompts[start]], "", {})
-        groups.append(Group(prompt, completions, reward=case.rewards[g].tolist(), advantages=advantages[g].tolist()))
+        groups.append(
+            Group(
+                prompt,
+                completions,
+                reward=case.rewards[g].tolist(),
+                advantages=advantages[g].tolist(),
+            )
+        )
     logprobs = case.logprobs[case.is_token].requires_grad_()
     old, sampler, ref = (values[case.is_token] for values in (case.old, case.sampler, case.ref))
-    by_token = advantages.reshape(-1).repeat_interleave(torch.tensor(lengths))  # those of a row are float32
+    by_token = advantages.reshape(-1).repeat_interleave(
+        torch.tensor(lengths)
+    )  # those of a row are float32
     losses: list[Tensor] = []
     gradients: list[Tensor] = []
-    for shares in zip(*Dealer(layout.our_ranks, config).deal(groups, is_complete=True), strict=True):
+    for shares in zip(
+        *Dealer(layout.our_ranks, config).deal(groups, is_complete=True), strict=True
+    ):
         loss = torch.zeros((), dtype=torch.float64)
         for micro in (micro for share in shares for micro in share.micro_batches):
             place, completion = micro.sampler_logprobs.long(), micro.packed.completion
@@ -260,7 +313,13 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
             loss = (
                 loss
                 + grpo_loss(
-                    logprobs[place], old[place], ref[place], by_token[place] * weights, micro.mask, completion, config
+                    logprobs[place],
+                    old[place],
+                    ref[place],
+                    by_token[place] * weights,
+                    micro.mask,
+                    completion,
+                    config,
                 )[0]
             )
         loss = loss / shares[0].normalizer
@@ -285,7 +344,9 @@ def compare_losses(model: Path, is_quick: bool) -> Iterator[dict[str, Any]]:
     for setting in (*SETTINGS, *DIFFERENT):
         kinds = ("dapo",) if is_quick and not setting.why else setting.loss_types
         wanted += [
-            (setting, kind, whole if kind == "bnpo" else several) for kind in kinds if kind in setting.loss_types
+            (setting, kind, whole if kind == "bnpo" else several)
+            for kind in kinds
+            if kind in setting.loss_types
         ]
     for layout in LAYOUTS[:2] if is_quick else LAYOUTS:
         for kind in LOSS_TYPES:
@@ -342,7 +403,10 @@ def make_groups(model: Path, num: int) -> list[Group]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     rng = random.Random(1)
-    policy, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    policy, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model),
+        AutoTokenizer.from_pretrained(model),
+    )
     groups = []
     for g in range(num):
         text = "".join(rng.choices("0123456789", k=rng.randint(4, 16)))
@@ -355,7 +419,9 @@ def make_groups(model: Path, num: int) -> list[Group]:
             logprobs = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
             noisy = [logprob + rng.gauss(0, 0.4) for logprob in logprobs.tolist()]
             completions.append(Completion(ids, noisy, "stop", [Span(0, 0, len(ids))]))
-        group = Group(Prompt(g, prompt, text, {}), completions, started_version=0, trained_version=g // BATCH)
+        group = Group(
+            Prompt(g, prompt, text, {}), completions, started_version=0, trained_version=g // BATCH
+        )
         group.rewards = [[value] for value in sevens([c.token_ids.tolist() for c in completions])]
         groups.append(group)
     return groups
@@ -387,7 +453,9 @@ def trl_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
 
     fields = {"lr_scheduler_type": "constant", **run.trl}
     updates = len(groups) // BATCH * fields.get("num_iterations", 1)
-    updates *= fields.get("steps_per_generation", 1) // fields.get("gradient_accumulation_steps", 1) or 1
+    updates *= (
+        fields.get("steps_per_generation", 1) // fields.get("gradient_accumulation_steps", 1) or 1
+    )
     config = module.GRPOConfig(
         output_dir=str(folder), max_completion_length=RUN_LEN, num_generations=NUM_GENERATIONS, report_to=[],
         use_cpu=True, bf16=False, gradient_checkpointing=False, save_strategy="no", logging_steps=1, disable_tqdm=True,
@@ -398,7 +466,10 @@ def trl_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
         str(model), reward_funcs=[sevens], args=config, train_dataset=rows, rollout_func=rollout
     )
     trainer.use_vllm = any(name.startswith("vllm") for name in fields)
-    trainer._last_loaded_step, trainer.vllm_generation = -1, SimpleNamespace(sync_weights=lambda: None)
+    trainer._last_loaded_step, trainer.vllm_generation = (
+        -1,
+        SimpleNamespace(sync_weights=lambda: None),
+    )
     shuffle = module.shuffle_sequence_dict
     module.shuffle_sequence_dict = lambda batch: batch
     try:
@@ -406,7 +477,9 @@ def trl_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
     finally:
         module.shuffle_sequence_dict = shuffle
     norms = [float(row["grad_norm"]) for row in trainer.state.log_history if "grad_norm" in row]
-    return Result({name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}, norms)
+    return Result(
+        {name: weight.detach().clone() for name, weight in trainer.model.named_parameters()}, norms
+    )
 
 
 def our_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
@@ -427,7 +500,9 @@ def our_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
             line = base64.b64encode(saved_group(group)["group"]).decode()
             lines.write(json.dumps({"step": 1 + g // BATCH, "group": line}) + "\n")
     train(config)
-    metrics = [json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()]
+    metrics = [
+        json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()
+    ]
     (weights,) = folder.glob("ours/checkpoint-*/model.safetensors")
     return Result(load_file(weights), [row["grad_norm"] for row in metrics])
 
@@ -439,12 +514,21 @@ def compare_runs(model: Path, is_quick: bool) -> Iterator[dict[str, Any]]:
     before = load_file(model / "model.safetensors")
     groups = make_groups(model, BATCH * (2 if is_quick else STEPS))
     for run in RUNS[:1] if is_quick else RUNS:
-        with tempfile.TemporaryDirectory() as name, open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        with (
+            tempfile.TemporaryDirectory() as name,
+            open(os.devnull, "w") as nowhere,
+            redirect_stdout(nowhere),
+        ):
             theirs = trl_run(run, groups, model, Path(name) / "trl")
             ours = our_run(run, groups, model, Path(name))
         assert ours.weights.keys() == before.keys() == theirs.weights.keys()
-        flat = [torch.cat([weights[n].flatten() for n in before]) for weights in (ours.weights, theirs.weights, before)]
-        updates = len(theirs.grad_norms) // len(ours.grad_norms)  # ours are means over the updates of a step
+        flat = [
+            torch.cat([weights[n].flatten() for n in before])
+            for weights in (ours.weights, theirs.weights, before)
+        ]
+        updates = len(theirs.grad_norms) // len(
+            ours.grad_norms
+        )  # ours are means over the updates of a step
         means = torch.tensor(theirs.grad_norms).unflatten(0, (-1, updates)).mean(1)
         yield {
             "part": "run", "setting": run.name, "updates": len(theirs.grad_norms),
@@ -456,9 +540,15 @@ def compare_runs(model: Path, is_quick: bool) -> Iterator[dict[str, Any]]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="fewer loss types and layouts, and one run of two steps")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer loss types and layouts, and one run of two steps",
+    )
     args = parser.parse_args()
     if not importlib.util.find_spec("trl"):
         sys.exit("trl is not installed: pip install -r requirements-dev.txt")

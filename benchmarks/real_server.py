@@ -58,10 +58,25 @@ SAMPLING = {"n": 4, "max_tokens": 100, "ignore_eos": True, "temperature": 1.0}
 @contextmanager
 def served(model: Path, log: Path, *options: str) -> Iterator[tuple[str, float]]:
     """A server for short sequences: its address, and the seconds of its start."""
-    words = ["--max-model-len", "128", "--max-num-seqs", "1024" if device_here().type == "cuda" else "256", *options]
+    words = [
+        "--max-model-len",
+        "128",
+        "--max-num-seqs",
+        "1024" if device_here().type == "cuda" else "256",
+        *options,
+    ]
     env: dict[str, str] = {}
-    if device_here().type == "cuda":  # keys and values of a fixed size: what others take meanwhile does not matter
-        words += ["--gpu-memory-utilization", "0.02", "--kv-cache-memory-bytes", str(2 << 30), "--dtype", "bfloat16"]
+    if (
+        device_here().type == "cuda"
+    ):  # keys and values of a fixed size: what others take meanwhile does not matter
+        words += [
+            "--gpu-memory-utilization",
+            "0.02",
+            "--kv-cache-memory-bytes",
+            str(2 << 30),
+            "--dtype",
+            "bfloat16",
+        ]
         env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
         if torch.cuda.device_count() > 1:
             env["CUDA_VISIBLE_DEVICES"] = "1"
@@ -78,7 +93,9 @@ def empty(size: str, device: torch.device) -> Any:
     torch.set_default_dtype(torch.bfloat16 if size == "8B" else torch.float32)
     try:
         with device:
-            return Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=4096, tie_word_embeddings=True))
+            return Qwen3ForCausalLM(
+                Qwen3Config(**shape, max_position_embeddings=4096, tie_word_embeddings=True)
+            )
     finally:
         torch.set_default_dtype(before)
 
@@ -88,7 +105,9 @@ def disturbed(policy: Any, device: torch.device, seed: int) -> Any:
     """The policy, every weight of which is moved by noise."""
     generator = torch.Generator(device).manual_seed(seed)
     for weight in policy.parameters():
-        weight.add_(0.02 * torch.randn(weight.shape, generator=generator, device=device, dtype=weight.dtype))
+        weight.add_(
+            0.02 * torch.randn(weight.shape, generator=generator, device=device, dtype=weight.dtype)
+        )
     return policy
 
 
@@ -121,7 +140,11 @@ def syncs(rollouts: Rollouts, policy: Any, device: torch.device, repeats: int) -
     versions = sorted({span.version for reply in replies for span in reply.weight_versions})
     found = {"sent_mb": num_bytes / 1e6, "sync_s": median(times), "copies": median(times) / copy_s}
     transfer = rollouts.client.servers[0].transfer
-    return found | {"probe": probe, "versions": versions, "backend": transfer.backend if transfer else None}
+    return found | {
+        "probe": probe,
+        "versions": versions,
+        "backend": transfer.backend if transfer else None,
+    }
 
 
 def in_flight(rollouts: Rollouts, policy: Any, device: torch.device, first: int) -> dict[str, Any]:
@@ -141,7 +164,9 @@ def in_flight(rollouts: Rollouts, policy: Any, device: torch.device, first: int)
                 "weight_versions": [list(before), list(after)],
                 "before_update": differences(old, found[0], device)[: before.end].mean().item(),
                 "after_update": differences(new, found[0], device)[after.start :].mean().item(),
-                "old_weights_after_update": differences(old, found[0], device)[after.start :].mean().item(),
+                "old_weights_after_update": differences(old, found[0], device)[after.start :]
+                .mean()
+                .item(),
             }
         old, new = new, disturbed(old, device, version)
     raise RuntimeError("no update came in the middle of a completion")
@@ -160,12 +185,19 @@ def on_small_model(rows: Rows, folder: Path, is_quick: bool, *options: str) -> d
     """A sync, and an update in flight, on one server; returns the seconds of its start."""
     size = {"hidden": 256, "layers": 4} if is_quick else {"hidden": 1024, "layers": 6}
     build_random(folder / "small", **size)
-    with served(folder / "small", folder / "small.log", *options) as (url, start_s), process_group(120) as device:
+    with (
+        served(folder / "small", folder / "small.log", *options) as (url, start_s),
+        process_group(120) as device,
+    ):
         rollouts = connected(folder / "small", folder, url, device)
         policy = attach(build_policy(rollouts.config, device))
         repeats = 2 if is_quick else 7
-        rows.measure({"part": "sync", "model": "small"}, partial(syncs, rollouts, policy, device, repeats))
-        rows.measure({"part": "in flight"}, partial(in_flight, rollouts, policy, device, repeats + 1))
+        rows.measure(
+            {"part": "sync", "model": "small"}, partial(syncs, rollouts, policy, device, repeats)
+        )
+        rows.measure(
+            {"part": "in flight"}, partial(in_flight, rollouts, policy, device, repeats + 1)
+        )
         rollouts.close()
     return {"seconds": start_s}
 
@@ -177,7 +209,10 @@ def on_large_model(size: str, folder: Path, *options: str) -> dict[str, Any]:
         policy.config.architectures = [type(policy).__name__]
         policy.config.save_pretrained(folder / size)
         build_tokenizer().save_pretrained(folder / size)
-        with served(folder / size, folder / f"{size}.log", "--load-format", "dummy", *options) as (url, start_s):
+        with served(folder / size, folder / f"{size}.log", "--load-format", "dummy", *options) as (
+            url,
+            start_s,
+        ):
             rollouts = connected(folder / size, folder, url, device)
             found = syncs(rollouts, attach(policy), device, 5)
             rollouts.close()
@@ -199,31 +234,56 @@ def learns(folder: Path, is_quick: bool, *options: str) -> dict[str, Any]:
             [sys.executable, str(ROOT / "scripts" / "get_smollm.py"), "--output", str(folder / "smollm")],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
-        recipe, model, fields = "smollm.py", Path(found.stdout.split()[-1]), {"max_steps": 100, "eval_steps": 25}
-    with served(model, folder / "learns.log", *(() if is_quick else ("--max-model-len", "512")), *options) as (url, _):
+        recipe, model, fields = (
+            "smollm.py",
+            Path(found.stdout.split()[-1]),
+            {"max_steps": 100, "eval_steps": 25},
+        )
+    with served(
+        model, folder / "learns.log", *(() if is_quick else ("--max-model-len", "512")), *options
+    ) as (url, _):
         fields |= {"model_id": model, "output_dir": folder / "learns", "vllm_urls": url}
         command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "recipes" / recipe)]
         command += [word for name, value in fields.items() for word in (f"--{name}", str(value))]
         done = subprocess.run(
-            command, capture_output=True, text=True, check=False, preexec_fn=partial(die_with, os.getpid()), cwd=ROOT
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            preexec_fn=partial(die_with, os.getpid()),
+            cwd=ROOT,
         )
         if done.returncode:
             raise RuntimeError(" ".join((done.stdout + done.stderr).split())[-250:])
-    lines = [json.loads(line) for line in (folder / "learns" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "learns" / "metrics.jsonl").read_text().splitlines()
+    ]
     accuracy = [row["eval/accuracy"] for row in lines if "eval/accuracy" in row]
     trained = [row for row in lines if row["step"] > 0]
-    names = [name for name in trained[0] if name.startswith(("time/", "idle/", "tokens_per_s/")) and "eval" not in name]
+    names = [
+        name
+        for name in trained[0]
+        if name.startswith(("time/", "idle/", "tokens_per_s/")) and "eval" not in name
+    ]
     medians = {name: median([row[name] for row in trained]) for name in names}
     return {"recipe": recipe, "steps": len(trained), "eval/accuracy": accuracy} | medians
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument("--quick", action="store_true", help="a small model and few steps, on a CPU, too")
-    parser.add_argument("--parts", help="which of small,0.6B,1.5B,8B,learns; with --quick small,learns")
-    parser.add_argument("--keep", type=Path, help="a folder for models, logs and the run, which is kept")
+    parser.add_argument(
+        "--quick", action="store_true", help="a small model and few steps, on a CPU, too"
+    )
+    parser.add_argument(
+        "--parts", help="which of small,0.6B,1.5B,8B,learns; with --quick small,learns"
+    )
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for models, logs and the run, which is kept"
+    )
     parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="of the server")
     args = parser.parse_args()
     rows = Rows(args.json)
@@ -243,7 +303,10 @@ def main() -> None:
             elif part == "learns":
                 rows.measure({"part": part}, partial(learns, folder, args.quick, *args.options))
             else:
-                rows.measure({"part": "sync", "model": part}, partial(on_large_model, part, folder, *args.options))
+                rows.measure(
+                    {"part": "sync", "model": part},
+                    partial(on_large_model, part, folder, *args.options),
+                )
 
 
 if __name__ == "__main__":

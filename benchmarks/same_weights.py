@@ -22,7 +22,9 @@ sys.path.append(str(ROOT))  # at the end: with --train another checkout comes fi
 from benchmarks.common import report
 
 DDP = "DDP, 2 ranks"
-LIMITS = {DDP: 1e-6}  # the largest difference of a weight, where it is not 0: an all-reduce may sum in another order
+LIMITS = {
+    DDP: 1e-6
+}  # the largest difference of a weight, where it is not 0: an all-reduce may sum in another order
 CASES: dict[str, tuple[int, list[str]]] = {
     "one rank": (1, []),
     "LoRA, beta": (1, ["--use_peft", "true", "--lora_target_modules", "q_proj,down_proj", "--beta", "0.1"]),
@@ -70,12 +72,19 @@ def train(checkout: Path, folder: Path) -> None:
     for case, (num_ranks, options) in CASES.items():
         command = [sys.executable]
         if num_ranks > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+            command += [
+                "-m",
+                "torch.distributed.run",
+                "--standalone",
+                f"--nproc_per_node={num_ranks}",
+            ]
         command += ["train.py", str(recipe), *options, "--output_dir", str(folder / case)]
         command = [str(held_out) if word == "HELD_OUT" else word for word in command]
         with fake_server(model, answer) as server:
             recipe.write_text(RECIPE.format(model=model, url=server.url))
-            done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, cwd=checkout, capture_output=True, text=True, check=False
+            )
         if done.returncode:
             raise RuntimeError(f"{case}: {(done.stdout + done.stderr)[-3000:]}")
 
@@ -87,7 +96,9 @@ def compare(ours: Path, theirs: Path) -> dict[str, Any]:
     (file,) = (ours / "checkpoint-3").glob("*model.safetensors")
     mine, other = load_file(file), load_file(theirs / "checkpoint-3" / file.name)
     if mine.keys() != other.keys():
-        raise RuntimeError(f"{ours.name}: the checkpoints have different weights: {mine.keys() ^ other.keys()}")
+        raise RuntimeError(
+            f"{ours.name}: the checkpoints have different weights: {mine.keys() ^ other.keys()}"
+        )
     if file.name.startswith("adapter"):
         moved = [weight for name, weight in mine.items() if "lora_B" in name]  # which starts at 0
     else:
@@ -96,17 +107,23 @@ def compare(ours: Path, theirs: Path) -> dict[str, Any]:
     return {
         "case": ours.name,
         "equal": all(weight.equal(other[name]) for name, weight in mine.items()),
-        "largest_difference": max((weight - other[name]).abs().max().item() for name, weight in mine.items()),
+        "largest_difference": max(
+            (weight - other[name]).abs().max().item() for name, weight in mine.items()
+        ),
         "trained_by": max(difference.abs().max().item() for difference in moved),
     }
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--against", type=Path, help="the root of the other checkout")
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--train", nargs=2, type=Path, help=argparse.SUPPRESS)  # a checkout, and a folder for its runs
+    parser.add_argument(
+        "--train", nargs=2, type=Path, help=argparse.SUPPRESS
+    )  # a checkout, and a folder for its runs
     given = parser.parse_args()
     if given.train:
         checkout, folder = (path.resolve() for path in given.train)

@@ -55,7 +55,13 @@ def reply_bytes(num: int, length: int, seed: int = 0) -> bytes:
     def choice(index: int) -> dict[str, Any]:
         ids = [rng.randrange(150_000) for _ in range(length)]
         content = [
-            {"token_id": t, "logprob": -3 * rng.random(), "rank": rng.randrange(1, 9), "top_logprobs": []} for t in ids
+            {
+                "token_id": t,
+                "logprob": -3 * rng.random(),
+                "rank": rng.randrange(1, 9),
+                "top_logprobs": [],
+            }
+            for t in ids
         ]
         return {
             "index": index, "logprobs": {"content": content}, "finish_reason": "stop", "stop_reason": None,
@@ -71,7 +77,9 @@ def make_config(**fields: Any) -> Any:
     """A configuration for a part of a run."""
     from config import TrainConfig
 
-    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": [lambda **_: []], **fields})
+    return TrainConfig(
+        **{"model_id": "m", "dataset_id": "d", "reward_funcs": [lambda **_: []], **fields}
+    )
 
 
 def make_groups(num: int, prompt: int, completion: int, generations: int) -> tuple[Any, list[Any]]:
@@ -93,7 +101,9 @@ def make_groups(num: int, prompt: int, completion: int, generations: int) -> tup
         ids = [rng.randrange(150_000) for _ in range(prompt)]
         completions = list(few[number % len(few)])
         rewards = [rng.random() for _ in range(generations)]
-        groups.append(Group(Prompt(number, ids, "", {}), completions=completions, reward=rewards, id=number))
+        groups.append(
+            Group(Prompt(number, ids, "", {}), completions=completions, reward=rewards, id=number)
+        )
     return read, groups
 
 
@@ -127,11 +137,26 @@ def tokens(quick: bool) -> list[dict[str, Any]]:
         repeats = 2 if quick else 5
         reply, _ = best_us(lambda: [read(n) for n in range(num)], num * of_group, repeats)  # noqa: B023
         dealing, dealt = best_us(lambda: deal(groups, 2, config), num * of_group, repeats)  # noqa: B023
-        dumping, sent = best_us(lambda: [[pickle.dumps(s) for s in d] for d in dealt], num * of_group, repeats)  # noqa: B023
-        loading, _ = best_us(lambda: [pickle.loads(d[1]) for d in sent], num * of_group / 2, repeats)  # noqa: B023
-        stages = {"reply": reply, "deal": dealing, "scatter": dumping, "rank_0": reply + dealing + dumping}
+        dumping, sent = best_us(
+            lambda: [[pickle.dumps(s) for s in d] for d in dealt], num * of_group, repeats
+        )  # noqa: B023
+        loading, _ = best_us(
+            lambda: [pickle.loads(d[1]) for d in sent], num * of_group / 2, repeats
+        )  # noqa: B023
+        stages = {
+            "reply": reply,
+            "deal": dealing,
+            "scatter": dumping,
+            "rank_0": reply + dealing + dumping,
+        }
         sizes_of = {"prompt": prompt, "completion": completion, "generations": generations}
-        rows.append({**sizes_of, **{f"{name}_us": us for name, us in stages.items()}, "other_ranks_us": loading})
+        rows.append(
+            {
+                **sizes_of,
+                **{f"{name}_us": us for name, us in stages.items()},
+                "other_ranks_us": loading,
+            }
+        )
     return rows
 
 
@@ -143,7 +168,9 @@ def ranks(quick: bool) -> list[dict[str, Any]]:
         _, groups = make_groups(2 * num_ranks, 256, 400, 4)
         num_tokens = 2 * num_ranks * 4 * 400
         dealing, dealt = best_us(lambda: deal(groups, num_ranks, config), num_tokens, 3)  # noqa: B023
-        dumping, sent = best_us(lambda: [[pickle.dumps(s) for s in d] for d in dealt], num_tokens, 3)  # noqa: B023
+        dumping, sent = best_us(
+            lambda: [[pickle.dumps(s) for s in d] for d in dealt], num_tokens, 3
+        )  # noqa: B023
         mb = sum(len(data) for of_rank in sent for data in of_rank) / 1e6
         us = {"deal_us": dealing, "scatter_us": dumping, "bytes_per_token": mb / num_tokens * 1e6}
         rows.append({"ranks": num_ranks, **us})
@@ -177,7 +204,9 @@ class Handler(BaseHTTPRequestHandler):
         if path == "/version":
             reply = json.dumps({"version": VLLM_VERSION}).encode()
         elif path == "/v1/models":
-            reply = json.dumps({"data": [{"id": "m", "root": "m", "max_model_len": 10**6}]}).encode()
+            reply = json.dumps(
+                {"data": [{"id": "m", "root": "m", "max_model_len": 10**6}]}
+            ).encode()
         elif path == "/get_world_size":
             reply = b'{"world_size": 1}'
         elif path == "/init_weight_transfer_engine":
@@ -202,8 +231,15 @@ class Handler(BaseHTTPRequestHandler):
 
         from utils import TransferGroup
 
-        store = TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=info["timeout_s"]))
-        self.groups[host] = TransferGroup(store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"])
+        store = TCPStore(
+            info["host"],
+            info["port"],
+            is_master=False,
+            timeout=timedelta(seconds=info["timeout_s"]),
+        )
+        self.groups[host] = TransferGroup(
+            store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"]
+        )
 
 
 class Listener(ThreadingHTTPServer):
@@ -232,9 +268,19 @@ class StandIns:
     """`num` servers in one process, while the block runs; `urls` are theirs."""
 
     def __init__(self, num: int, *arguments: float):
-        command = [sys.executable, __file__, "--checkout", str(root()), "--child", "stand_ins", *map(str, arguments)]
+        command = [
+            sys.executable,
+            __file__,
+            "--checkout",
+            str(root()),
+            "--child",
+            "stand_ins",
+            *map(str, arguments),
+        ]
         env = {**os.environ, "TORCH_CPP_LOG_LEVEL": "ERROR"}  # an address in 127/8 has no name
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
         assert self.process.stdout
         port = int(self.process.stdout.readline())
         self.urls = [f"http://127.0.{n // 250 + 1}.{n % 250 + 1}:{port}" for n in range(num)]
@@ -270,10 +316,14 @@ def servers(quick: bool) -> list[dict[str, Any]]:
                 client.update_weights(iter(weights.items()), 0)
                 for server in client.servers:
                     client.admit(server)
-                sync_s, wall_s = min(cpu_s(lambda: client.update_weights(iter(weights.items()), 1)) for _ in range(3))  # noqa: B023
+                sync_s, wall_s = min(
+                    cpu_s(lambda: client.update_weights(iter(weights.items()), 1)) for _ in range(3)
+                )  # noqa: B023
 
                 def lease_all(times: int) -> None:
-                    with ThreadPoolExecutor(1) as pool:  # as rollouts do it: another thread than the trainer's
+                    with ThreadPoolExecutor(
+                        1
+                    ) as pool:  # as rollouts do it: another thread than the trainer's
                         pool.submit(lambda: [lease() for _ in range(times)]).result()
 
                 def lease() -> Any:
@@ -289,7 +339,8 @@ def servers(quick: bool) -> list[dict[str, Any]]:
                         "connect_ms_each": connect_s / num * 1e3,
                         "lease_us": lease_s / 2000 * 1e6,
                         "metrics_us": metrics_s / 100 * 1e6,
-                        "bookkeeping_percent": 100 * (lease_s / 2000 * GROUPS_PER_S + watch_s / watched_s),
+                        "bookkeeping_percent": 100
+                        * (lease_s / 2000 * GROUPS_PER_S + watch_s / watched_s),
                         "sync_cpu_ms_each": sync_s / num * 1e3,
                         "sync_s": wall_s,
                     }
@@ -337,21 +388,34 @@ def loading(quick: bool) -> list[dict[str, Any]]:
 
     small: Any = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     large: Any = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 11}
-    shape: Any = {"vocab_size": 4096, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 96}
+    shape: Any = {
+        "vocab_size": 4096,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 96,
+    }
     rows, full, half = [], "float32", "bfloat16"
     cases = [(full, full, num) for num in ((1, 2) if quick else (1, 2, 4))]
     cases += [] if quick else [(half, kept, num) for kept in (half, full) for num in (1, 2, 4)]
     with TemporaryDirectory() as path:
         sizes_mb = {}
         for stored in {case[0] for case in cases}:
-            model = Qwen3ForCausalLM(Qwen3Config(**shape, **(small if quick else large))).to(getattr(torch, stored))
+            model = Qwen3ForCausalLM(Qwen3Config(**shape, **(small if quick else large))).to(
+                getattr(torch, stored)
+            )
             sizes_mb[stored] = sum(weight.nbytes for weight in model.parameters()) / 1e6
             model.save_pretrained(f"{path}/{stored}", max_shard_size="100MB")
             del model
         for stored, kept, num_ranks in cases:
             size_mb, folder = sizes_mb[stored], Path(path) / f"{stored}-{kept}-{num_ranks}"
             folder.mkdir()
-            command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks)]
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc_per_node",
+                str(num_ranks),
+            ]
             command += ["--master_port", str(free_port()), __file__, "--checkout", str(root())]
             command += ["--child", "load_on_rank", f"{path}/{stored}", str(folder), kept]
             process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -369,8 +433,16 @@ def loading(quick: bool) -> list[dict[str, Any]]:
             (folder / "end").touch()
             if process.wait(120):
                 raise RuntimeError(f"the ranks ended with {process.returncode}")
-            sizes = {"peak_of_checkpoint": (peak - before) / size_mb, "after": (after - before) / size_mb}
-            about = {"checkpoint": stored, "dtype": kept, "ranks": num_ranks, "checkpoint_mb": size_mb}
+            sizes = {
+                "peak_of_checkpoint": (peak - before) / size_mb,
+                "after": (after - before) / size_mb,
+            }
+            about = {
+                "checkpoint": stored,
+                "dtype": kept,
+                "ranks": num_ranks,
+                "checkpoint_mb": size_mb,
+            }
             rows.append({**about, **sizes, "seconds": took_s})
     return rows
 
@@ -418,7 +490,12 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
     from vllm_client import VLLMClient
 
     rollouts: Any = Rollouts.__new__(Rollouts)
-    rollouts.config, rollouts.stop, rollouts.failure, rollouts.waited_s = config, threading.Event(), None, 0.0
+    rollouts.config, rollouts.stop, rollouts.failure, rollouts.waited_s = (
+        config,
+        threading.Event(),
+        None,
+        0.0,
+    )
     if not is_main():
         return rollouts
     rollouts.client = VLLMClient(config)
@@ -430,7 +507,9 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
     def fill(group: Any) -> None:
         with rollouts.client.lease() as server:
             group.completions = server.generate(ids, sampling)
-        for number, completion in enumerate(group.completions):  # else they were one, and shared all
+        for number, completion in enumerate(
+            group.completions
+        ):  # else they were one, and shared all
             completion.token_ids[0] = group.id * len(group.completions) + number
         group.reward = [random.random() for _ in group.completions]
 
@@ -451,7 +530,12 @@ def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
     from utils import broadcast_object, is_main, process_group
 
     # As many calls of kernels as a model of 28 layers needs, on next to nothing.
-    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1}
+    sizes: Any = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+    }
     model = Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_hidden_layers=28, head_dim=16, **sizes))
     ids = torch.arange(8)[None]
     config = make_config(
@@ -472,7 +556,11 @@ def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
                 rollouts.version = step
             broadcast_object(None)
             started_s, gpu, launch_s, busy_from = time.perf_counter(), Device(), 0.0, 0.0
-            for share in arriving_shares(rollouts, config) if urls else (s for shares in stored for s in shares):
+            for share in (
+                arriving_shares(rollouts, config)
+                if urls
+                else (s for shares in stored for s in shares)
+            ):
                 busy_from = busy_from or time.perf_counter()
                 for micro in share.micro_batches:
                     began_s = time.perf_counter()
@@ -484,7 +572,9 @@ def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
             ended_s = time.perf_counter()
             if urls and is_main():
                 rollouts.stream.end_batch()
-            for name, value in zip(times, (ended_s - started_s, ended_s - busy_from, launch_s), strict=True):
+            for name, value in zip(
+                times, (ended_s - started_s, ended_s - busy_from, launch_s), strict=True
+            ):
                 times[name].append(value)
         (Path(folder) / f"rank{dist.get_rank()}").write_text(json.dumps(times))
         broadcast_object(None)
@@ -495,18 +585,31 @@ def rank0(quick: bool) -> list[dict[str, Any]]:
     """Seconds of a step on both ranks, with data that arrives and with data that is there."""
     from statistics import median
 
-    num_steps, row_s = (3, 0.05) if quick else (12, 12 * 16 * 2048 / RATE / 6)  # 12 groups in rows of one, on two ranks
-    delay_s = 0.02 if quick else 1.0  # half a step: replies come in while the batch before is trained
+    num_steps, row_s = (
+        (3, 0.05) if quick else (12, 12 * 16 * 2048 / RATE / 6)
+    )  # 12 groups in rows of one, on two ranks
+    delay_s = (
+        0.02 if quick else 1.0
+    )  # half a step: replies come in while the batch before is trained
     rows = []
     with TemporaryDirectory() as path, closing(StandIns(4, delay_s, 16, 2048)) as started:
         for data, urls in (("there", []), ("arrives", started.urls)) * (1 if quick else 2):
             command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
-            command += ["--master_port", str(free_port()), __file__, "--checkout", str(root()), "--child"]
+            command += [
+                "--master_port",
+                str(free_port()),
+                __file__,
+                "--checkout",
+                str(root()),
+                "--child",
+            ]
             command += ["train_on_rank", path, str(num_steps), str(row_s), *urls]
             subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
             for rank in (0, 1):
                 found = json.loads((Path(path) / f"rank{rank}").read_text())
-                means = {name: median(values[2:]) for name, values in found.items()}  # the first waits for its data
+                means = {
+                    name: median(values[2:]) for name, values in found.items()
+                }  # the first waits for its data
                 tokens_per_s = 12 * 16 * 2048 / means["step_s"]
                 rows.append({"data": data, "rank": rank, **means, "tokens_per_s": tokens_per_s})
     return rows
@@ -536,11 +639,25 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     def of(part: str, **fixed: Any) -> list[dict[str, Any]]:
-        return [r for r in rows if r["part"] == part and all(r[name] == value for name, value in fixed.items())]
+        return [
+            r
+            for r in rows
+            if r["part"] == part and all(r[name] == value for name, value in fixed.items())
+        ]
 
     panels = [
-        ("completion", "us per token, rank 0", "rank_0_us", lambda w: of("tokens", when=w, prompt=512, generations=16)),
-        ("generations", "us per token, rank 0", "rank_0_us", lambda w: of("tokens", when=w, completion=512)),
+        (
+            "completion",
+            "us per token, rank 0",
+            "rank_0_us",
+            lambda w: of("tokens", when=w, prompt=512, generations=16),
+        ),
+        (
+            "generations",
+            "us per token, rank 0",
+            "rank_0_us",
+            lambda w: of("tokens", when=w, completion=512),
+        ),
         ("ranks", "us per token, dealing", "deal_us", lambda w: of("ranks", when=w)),
         ("servers", "CPU ms of a sync, each", "sync_cpu_ms_each", lambda w: of("servers", when=w)),
         (
@@ -568,9 +685,13 @@ def main() -> None:
     """Run the parts, each in a process of its own, and print and write what they found."""
     from common import report, write
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--against", type=Path, help="the checkout of another commit, measured beside this one")
+    parser.add_argument(
+        "--against", type=Path, help="the checkout of another commit, measured beside this one"
+    )
     parser.add_argument("--json", type=Path, help="write the rows there")
     parser.add_argument("--picture", type=Path, help="draw how they grow, as SVG")
     parser.add_argument("--quick", action="store_true", help="small sizes, in a minute")
@@ -579,10 +700,20 @@ def main() -> None:
     for part in args.parts:
         for when, checkout in (("before", args.against), ("now", HERE)):
             if checkout:
-                command = [sys.executable, __file__, "--checkout", str(checkout.resolve()), "--child", part]
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--checkout",
+                    str(checkout.resolve()),
+                    "--child",
+                    part,
+                ]
                 command += ["quick"] * args.quick
                 done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-                rows += [{"part": part, "when": when, **row} for row in json.loads(done.stdout.splitlines()[-1])]
+                rows += [
+                    {"part": part, "when": when, **row}
+                    for row in json.loads(done.stdout.splitlines()[-1])
+                ]
     for part in args.parts:
         report([row for row in rows if row["part"] == part], None)
         print()

@@ -128,7 +128,9 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
             if part.startswith("time/"):
                 times.setdefault(part.removeprefix("time/"), []).append(seconds)
     order = ("generate_s", "reward_s", "train_s", "sync_s", "step_s")
-    row: dict[str, Any] = {part: median(times[part][1:]) for part in order}  # the first step warms up
+    row: dict[str, Any] = {
+        part: median(times[part][1:]) for part in order
+    }  # the first step warms up
     row |= sync_against_broadcast(rollouts, policy, sum(sizes), 7, steps)
     row |= {
         "model_mb": sum(sizes) / 1e6,
@@ -174,9 +176,13 @@ def sync_against_broadcast(
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="a 20 MB model only, in under a minute")
+    parser.add_argument(
+        "--quick", action="store_true", help="a 20 MB model only, in under a minute"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +192,15 @@ def main() -> None:
             rows = [measure("random 20 MB", models / "small", steps=2, batch_size=4)]
         else:
             build(models / "tiny", seed=0)
-            rows = [measure("tiny recipe", models / "tiny" / "model", steps=9, batch_size=64, learning_rate=3e-4)]
+            rows = [
+                measure(
+                    "tiny recipe",
+                    models / "tiny" / "model",
+                    steps=9,
+                    batch_size=64,
+                    learning_rate=3e-4,
+                )
+            ]
             build_random(models / "large", hidden=1024, layers=6)
             rows.append(measure("random 350 MB", models / "large", steps=4, batch_size=8))
     report(rows, args.json)

@@ -102,7 +102,9 @@ def make_policy(model: str, config: TrainConfig, device: torch.device) -> Any:
     try:
         with device:
             network: Any = Qwen3ForCausalLM(
-                Qwen3Config(**MODELS[model], max_position_embeddings=1 << 17, tie_word_embeddings=True)
+                Qwen3Config(
+                    **MODELS[model], max_position_embeddings=1 << 17, tie_word_embeddings=True
+                )
             )
     finally:
         torch.set_default_dtype(before)
@@ -114,7 +116,9 @@ def make_policy(model: str, config: TrainConfig, device: torch.device) -> Any:
 def micro_batch(row: PackedBatch) -> MicroBatch:
     """A row with advantages of both signs."""
     ones = torch.ones(len(row.targets))
-    return MicroBatch(row, ones - 2 * (row.index % 2), ones, -ones, torch.ones(len(ones), dtype=torch.int16))
+    return MicroBatch(
+        row, ones - 2 * (row.index % 2), ones, -ones, torch.ones(len(ones), dtype=torch.int16)
+    )
 
 
 def sequence(num_tokens: int, vocab: int, seed: int) -> MicroBatch:
@@ -153,21 +157,34 @@ def measure(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
     config = make_config(case.is_lora, mode)
     policy = make_policy(case.model, config, device)
     optimizer, scheduler = build_optimizer(policy, 100, config)
-    rows = [sequence(case.num_tokens, MODELS[case.model]["vocab_size"], seed) for seed in range(NUM_ROWS)]
+    rows = [
+        sequence(case.num_tokens, MODELS[case.model]["vocab_size"], seed)
+        for seed in range(NUM_ROWS)
+    ]
     metrics: dict[str, float] = {}
 
     def step() -> None:
-        metrics.update(train_batch(policy, None, optimizer, scheduler, [Share(rows, 1.0)], config, device)[0])
+        metrics.update(
+            train_batch(policy, None, optimizer, scheduler, [Share(rows, 1.0)], config, device)[0]
+        )
 
     step()
     reset_peak(device)
     at_least = 1 if case.num_tokens > 16384 else 3
     seconds = median(durations(step, device, 5.0 if device.type == "cuda" else 0.0, at_least))
-    adapters = sum(p.numel() for p in policy.parameters() if p.requires_grad) if case.is_lora else None
+    adapters = (
+        sum(p.numel() for p in policy.parameters() if p.requires_grad) if case.is_lora else None
+    )
     count, peak = flops(case.model, case.num_tokens, adapters), peak_flops()
-    found: dict[str, Any] = {"seconds": seconds, "tokens_per_s": NUM_ROWS * case.num_tokens / seconds}
+    found: dict[str, Any] = {
+        "seconds": seconds,
+        "tokens_per_s": NUM_ROWS * case.num_tokens / seconds,
+    }
     if peak:
-        found |= {"mfu": 100 * count.ours / seconds / peak, "mfu_their_way": 100 * count.theirs / seconds / peak}
+        found |= {
+            "mfu": 100 * count.ours / seconds / peak,
+            "mfu_their_way": 100 * count.theirs / seconds / peak,
+        }
     found["peak_gib"] = memory_mb(device, "VmHWM") * 1e6 / 2**30
     if device.type == "cuda":
         found["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
@@ -178,9 +195,13 @@ def measure(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument("--quick", action="store_true", help="a tiny model, in under a minute on a CPU")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model, in under a minute on a CPU"
+    )
     args = parser.parse_args()
     rows = Rows(args.json)
     with process_group(600) as device:

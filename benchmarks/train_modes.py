@@ -100,7 +100,9 @@ def build_random(folder: Path) -> str:
     return str(folder)
 
 
-def train(recipe: Path, fields: dict[str, Any], num_ranks: int, on_cpu: bool) -> list[dict[str, Any]]:
+def train(
+    recipe: Path, fields: dict[str, Any], num_ranks: int, on_cpu: bool
+) -> list[dict[str, Any]]:
     """The metrics of each step of a run of train.py; it ends with this process.
 
     Raises:
@@ -109,10 +111,19 @@ def train(recipe: Path, fields: dict[str, Any], num_ranks: int, on_cpu: bool) ->
     with tempfile.TemporaryDirectory() as output:
         command = [sys.executable]
         if num_ranks > 1:
-            command += ["-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}", f"--master_port={free_port()}"]
+            command += [
+                "-m",
+                "torch.distributed.run",
+                f"--nproc_per_node={num_ranks}",
+                f"--master_port={free_port()}",
+            ]
         command += [str(ROOT / "train.py"), str(recipe), "--output_dir", output]
-        command += [word for name, value in fields.items() for word in (f"--{name}", str(value).lower())]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"} | ({"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {})
+        command += [
+            word for name, value in fields.items() for word in (f"--{name}", str(value).lower())
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"} | (
+            {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+        )
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=180, env=env, check=False,
             preexec_fn=partial(die_with, os.getpid()),
@@ -162,7 +173,9 @@ def modes(rows: Rows, folder: Path, is_quick: bool) -> None:
             return compared(train(recipe, fields, num_ranks, on_cpu=False), references[is_lora])
 
         for name in QUICK if is_quick else MODES:
-            rows.measure({"part": "mode", "mode": name, "device": device_here().type}, partial(run, name))
+            rows.measure(
+                {"part": "mode", "mode": name, "device": device_here().type}, partial(run, name)
+            )
     finally:
         process.terminate()
         process.join()
@@ -194,28 +207,45 @@ def shares(is_quick: bool) -> dict[str, Any]:
         (row,) = pack([(tokens(prompt), [tokens(completion) for _ in range(8)]) for _ in range(2)])
 
         def step() -> None:
-            train_batch(policy, None, optimizer, scheduler, [Share([micro_batch(row)], 1.0)], config, device)
+            train_batch(
+                policy, None, optimizer, scheduler, [Share([micro_batch(row)], 1.0)], config, device
+            )
 
         step()
         is_cuda = device.type == "cuda"
-        with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]) as profiled:
+        with profile(
+            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+        ) as profiled:
             step()
             if is_cuda:
                 torch.cuda.synchronize()
     busy: Counter[str] = Counter()
     for event in profiled.events() or ():
-        if event.device_type == DeviceType.CPU:  # a kernel's time is that of the operation that launched it
-            busy[kind_of(event)] += event.self_device_time_total if is_cuda else event.self_cpu_time_total
+        if (
+            event.device_type == DeviceType.CPU
+        ):  # a kernel's time is that of the operation that launched it
+            busy[kind_of(event)] += (
+                event.self_device_time_total if is_cuda else event.self_cpu_time_total
+            )
     total = sum(busy.values())
-    parts = {f"{kind}_percent": 100 * busy[kind] / total for kind in ("attention", "merge", "head", "rest")}
+    parts = {
+        f"{kind}_percent": 100 * busy[kind] / total
+        for kind in ("attention", "merge", "head", "rest")
+    }
     return {"model": model, "tokens": row.num_tokens, "busy_ms": total / 1e3, **parts}
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here, one by one")
-    parser.add_argument("--quick", action="store_true", help="few modes and a tiny model, in about a minute on a CPU")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="few modes and a tiny model, in about a minute on a CPU",
+    )
     args = parser.parse_args()
     rows = Rows(args.json)
     with tempfile.TemporaryDirectory() as folder:

@@ -32,19 +32,29 @@ EDGE = 256  # pixels: 32 x 32 patches of 8, merged by four into 256 tokens
 REPEATS = 5
 
 
-def make_groups(num_prompts: int, num_generations: int, length: int, config: TrainConfig) -> list[Group]:
+def make_groups(
+    num_prompts: int, num_generations: int, length: int, config: TrainConfig
+) -> list[Group]:
     """Prompts with noise for an image, and completions of random letters."""
     processor = build_processor(EDGE)
     generator = torch.Generator().manual_seed(0)
     groups = []
     for index in range(num_prompts):
         noise = torch.randint(256, (EDGE, EDGE, 3), generator=generator, dtype=torch.uint8)
-        prompt = with_images(Prompt(index, [], "Colour?", {}, [Image.fromarray(noise.numpy())]), processor, config)
+        prompt = with_images(
+            Prompt(index, [], "Colour?", {}, [Image.fromarray(noise.numpy())]), processor, config
+        )
         completions = [
             Completion(ids, [-4.0] * length, "stop", [Span(0, 0, length)])
             for ids in torch.randint(5, 90, (num_generations, length), generator=generator).tolist()
         ]
-        groups.append(Group(prompt, completions, advantages=torch.randn(num_generations, generator=generator).tolist()))
+        groups.append(
+            Group(
+                prompt,
+                completions,
+                advantages=torch.randn(num_generations, generator=generator).tolist(),
+            )
+        )
     return groups
 
 
@@ -78,12 +88,19 @@ def measure(share_prefix: bool, num_prompts: int, length: int) -> dict[str, Any]
             metrics, _ = train_batch(policy, None, optimizer, scheduler, shares, config, device)
             times.append(time.perf_counter() - started)
         peak = memory_mb(device, "VmHWM") - before
-    return {"seconds": median(times[1:]), "memory_mb": peak, "images_forwarded": images, "loss": metrics["loss"]}
+    return {
+        "seconds": median(times[1:]),
+        "memory_mb": peak,
+        "images_forwarded": images,
+        "loss": metrics["loss"],
+    }
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
     parser.add_argument("--quick", action="store_true", help="two prompts, in under a minute")
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
@@ -99,7 +116,9 @@ def main() -> None:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             sys.exit(f"{path}: {done.stderr[-2000:]}")
-        rows.append({"path": path, "prompts": num_prompts, **json.loads(done.stdout.splitlines()[-1])})
+        rows.append(
+            {"path": path, "prompts": num_prompts, **json.loads(done.stdout.splitlines()[-1])}
+        )
     for row in rows:
         row["speedup"] = rows[0]["seconds"] / row["seconds"]
         row["memory"] = row["memory_mb"] / rows[0]["memory_mb"]

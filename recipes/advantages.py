@@ -51,7 +51,9 @@ def gdpo(rewards: Tensor, groups: list[Group]) -> Tensor:
     A_f = (r_f - mean) / (std + ε) in the group, for each function f; A' = Σ_f A_f, where all functions weigh the same,
     whatever `reward_weights` says; A = (A' - mean(A')) / (std(A') + ε) over the batch. None in a function adds 0.
     """
-    rows = [[[math.nan if r is None else r for r in row] for row in group.rewards] for group in groups]
+    rows = [
+        [[math.nan if r is None else r for r in row] for row in group.rewards] for group in groups
+    ]
     by_function = torch.tensor(rows, dtype=torch.float64).unbind(dim=2)
     summed = torch.stack([compute_advantages(column) for column in by_function]).sum(dim=0)
     return _normalized(summed.where(~rewards.isnan(), math.nan))

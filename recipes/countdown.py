@@ -36,7 +36,13 @@ def problems(num: int, held_out: bool) -> list[dict[str, Any]]:
         (target,) = values
         is_held_out = crc32(f"{sorted(nums)} {target}".encode()) % 8 == 0
         if target.denominator == 1 and 10 <= target <= 99 and is_held_out == held_out:
-            rows.append({"prompt": PROMPT.format(nums=nums, target=target), "nums": nums, "target": int(target)})
+            rows.append(
+                {
+                    "prompt": PROMPT.format(nums=nums, target=target),
+                    "nums": nums,
+                    "target": int(target),
+                }
+            )
     return rows
 
 

@@ -20,7 +20,9 @@ BATCH_SIZE, LEARNING_RATE, BETA = 8, 1e-6, 0.1
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def dpo_loss(policy: Any, reference: Any, pairs: list[tuple[list[int], list[list[int]]]]) -> torch.Tensor:
+def dpo_loss(
+    policy: Any, reference: Any, pairs: list[tuple[list[int], list[list[int]]]]
+) -> torch.Tensor:
     """-log σ(β·(Δ chosen - Δ rejected)), Δ = log p(answer) under the policy minus under the reference; the mean, 0-d.
 
     Args:
@@ -32,7 +34,9 @@ def dpo_loss(policy: Any, reference: Any, pairs: list[tuple[list[int], list[list
     with torch.no_grad():
         before = completion_logprobs(reference, row)
     change = completion_logprobs(policy, row) - before
-    chosen, rejected = change.new_zeros(2 * len(pairs)).index_add(0, row.completion, change).view(-1, 2).T
+    chosen, rejected = (
+        change.new_zeros(2 * len(pairs)).index_add(0, row.completion, change).view(-1, 2).T
+    )
     return -logsigmoid(BETA * (chosen - rejected)).mean()
 
 
@@ -40,12 +44,21 @@ def main(model_id: str, path: str, output: str) -> None:
     """One pass over the pairs; prints each step's loss and saves the model."""
     tokenizer = AutoTokenizer.from_pretrained(model_id)
     options = {"dtype": torch.float32, "device_map": DEVICE}
-    policy, reference = (attach(AutoModelForCausalLM.from_pretrained(model_id, **options)) for _ in range(2))
+    policy, reference = (
+        attach(AutoModelForCausalLM.from_pretrained(model_id, **options)) for _ in range(2)
+    )
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE)
     pairs = []
-    for row in (json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line.strip()):
+    for row in (
+        json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line.strip()
+    ):
         answers = tokenizer([row["chosen"], row["rejected"]], add_special_tokens=False).input_ids
-        pairs.append((tokenizer(row["prompt"]).input_ids, [[*ids, tokenizer.eos_token_id] for ids in answers]))
+        pairs.append(
+            (
+                tokenizer(row["prompt"]).input_ids,
+                [[*ids, tokenizer.eos_token_id] for ids in answers],
+            )
+        )
     if not pairs:
         sys.exit(f"error: no pairs in {path}")
     for start in range(0, len(pairs), BATCH_SIZE):

@@ -40,7 +40,9 @@ def sample(server, prompt, sampling):
     """One request for all; an evaluation of one completion needs no others."""
     if sampling["n"] == 1:
         return server.generate(prompt.token_ids, sampling, prompt.images)
-    return server.generate(prompt.token_ids, sampling, prompt.images, read=first_to_finish, extra=EXTRA)
+    return server.generate(
+        prompt.token_ids, sampling, prompt.images, read=first_to_finish, extra=EXTRA
+    )
 
 
 config = replace(tiny.config, rollout_fn=sample, output_dir="outputs/tiny/first_to_finish")

@@ -36,7 +36,9 @@ def backward(tensors: Sequence[Tensor], block: Any, scale: float) -> tuple[Tenso
     if has_many_pieces(block):
         return flash_2_backward(tensors, block, scale)
     grad, q, k, v, out, lse = tensors
-    return kernels(q, k)._flash_attn_bwd(q, k, v, out, grad, lse.T.contiguous(), **options(block, scale))
+    return kernels(q, k)._flash_attn_bwd(
+        q, k, v, out, grad, lse.T.contiguous(), **options(block, scale)
+    )
 
 
 def has_many_pieces(block: Any) -> bool:
@@ -49,15 +51,22 @@ def kernels(q: Tensor, k: Tensor) -> Any:
     is_hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
     if not is_hopper or q.shape[-1] not in (64, 128) or q.shape[1] == k.shape[1]:
         heads = f"{q.shape[1]} and {k.shape[1]} heads of {q.shape[-1]} numbers on {q.device}"
-        sys.exit(f"FlashAttention 4 has not been tried with {heads}: leave out use_flash_attention_4()")
+        sys.exit(
+            f"FlashAttention 4 has not been tried with {heads}: leave out use_flash_attention_4()"
+        )
     try:
         from vllm.vllm_flash_attn.cute import interface
     except ImportError as error:
-        sys.exit(f"FlashAttention 4 comes with vLLM for GPUs: {error}; leave out use_flash_attention_4()")
+        sys.exit(
+            f"FlashAttention 4 comes with vLLM for GPUs: {error}; leave out use_flash_attention_4()"
+        )
     return interface
 
 
 def options(block: Any, scale: float) -> dict[str, Any]:
     """The block's cumulative lengths and longest pieces, of queries and of keys, by the kernels' names."""
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-    return dict(zip(names, block.lengths, strict=True)) | {"softmax_scale": scale, "causal": block.is_causal}
+    return dict(zip(names, block.lengths, strict=True)) | {
+        "softmax_scale": scale,
+        "causal": block.is_causal,
+    }

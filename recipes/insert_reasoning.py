@@ -21,7 +21,11 @@ BREAK = ""  # what a token must end with, so that a completion can be cut after 
 
 def begin(turn: Completion, num: int) -> Completion:
     """The first `num` tokens of a turn that was sampled."""
-    spans = [Span(version, start, min(end, num)) for version, start, end in turn.weight_versions if start < num]
+    spans = [
+        Span(version, start, min(end, num))
+        for version, start, end in turn.weight_versions
+        if start < num
+    ]
     return Completion(turn.token_ids[:num], turn.sampler_logprobs[:num], "length", spans)
 
 

@@ -34,7 +34,9 @@ def dppo_tv(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, 
     takes 0.15 for both.
     """
     divergence = (logprobs.detach().exp() - old_logprobs.exp()).abs()
-    return _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config)
+    return _dppo(
+        divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config
+    )
 
 
 def dppo_kl(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
@@ -46,10 +48,14 @@ def dppo_kl(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, 
     other_old, other_new = (-x.expm1().clamp(max=-1e-7) for x in (old_logprobs, new))
     of_others = other_old * (other_old / other_new).log()
     divergence = of_others - old_logprobs.exp() * bounded_log_ratio(new, old_logprobs, mask)
-    return _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config)
+    return _dppo(
+        divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config
+    )
 
 
-def off_policy_sequence_mask(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
+def off_policy_sequence_mask(
+    logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config
+):
     """DeepSeek-V3.2's off-policy sequence masking (arXiv:2512.02556), on the clipped loss with ratios of tokens.
 
     The policy loss of a completion with A < 0 is 0 where the mean of log(π_old / π) over its tokens exceeds δ, 0.5 here
@@ -60,7 +66,9 @@ def off_policy_sequence_mask(logprobs, old_logprobs, ref_logprobs, advantages, m
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages).where(~is_off, 0.0)
-    return _total(per_token, logprobs, ref_logprobs, mask, completion, config, {"loss/off_policy": is_off})
+    return _total(
+        per_token, logprobs, ref_logprobs, mask, completion, config, {"loss/off_policy": is_off}
+    )
 
 
 def _mean(values, mask, completion):
@@ -81,7 +89,9 @@ def _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, co
 def _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts=()):
     """The loss sum of the tokens that train, with β·k3, and the sums for metrics: how many tokens each count names."""
     trains = mask > 0
-    sums = {name: (value & trains).sum().to(per_token.dtype) for name, value in dict(counts).items()}
+    sums = {
+        name: (value & trains).sum().to(per_token.dtype) for name, value in dict(counts).items()
+    }
     if config.beta > 0:
         log_gap = bounded_log_ratio(ref_logprobs, logprobs, mask)
         k3 = log_gap.exp() - log_gap - 1

@@ -33,11 +33,34 @@ from typing import Any
 from recipes.turns import turn_ids
 from vllm_client import Completion, ServerError
 
-READ = {"messages", "tools", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"}
+READ = {
+    "messages",
+    "tools",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "stream",
+    "stream_options",
+}
 READ |= {"chat_template_kwargs"}
-IGNORED = {"model", "temperature", "top_p", "top_k", "min_p", "seed", "presence_penalty", "frequency_penalty", "user"}
+IGNORED = {
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "user",
+}
 IGNORED |= {"parallel_tool_calls", "metadata", "store", "reasoning_effort"}
-HARMLESS: Any = {"n": 1, "tool_choice": "auto", "logprobs": False, "response_format": {"type": "text"}}
+HARMLESS: Any = {
+    "n": 1,
+    "tool_choice": "auto",
+    "logprobs": False,
+    "response_format": {"type": "text"},
+}
 
 
 def hermes_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
@@ -46,7 +69,9 @@ def hermes_calls(text: str) -> tuple[str, list[tuple[str, str]]]:
     for found in re.findall(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", text, re.DOTALL):
         try:
             call = json.loads(found)
-            calls.append((str(call["name"]), json.dumps({**call.get("arguments", {})})))  # which are a dictionary
+            calls.append(
+                (str(call["name"]), json.dumps({**call.get("arguments", {})}))
+            )  # which are a dictionary
         except (ValueError, KeyError, TypeError):
             return text, []  # what a model wrote in no right form is text
     return text.partition("<tool_call>")[0].rstrip() if calls else text, calls
@@ -78,7 +103,9 @@ def trained(
             if rollout.failure:
                 raise rollout.failure
             if not isinstance(info, dict | None):
-                raise TypeError(f"the agent returned {info!r:.100}: no dictionary of columns for the rewards, nor None")
+                raise TypeError(
+                    f"the agent returned {info!r:.100}: no dictionary of columns for the rewards, nor None"
+                )
             return rollout.segments(info or {})
 
         with ThreadPoolExecutor(sampling["n"]) as pool:
@@ -98,7 +125,9 @@ class _Call:
     before: "_Call | None" = None  # the one whose segment it continues, by `between` and its reply
     between: list[int] = field(default_factory=list)
     is_continued: bool = False  # by another call, in the same segment
-    arrived_s: float = 0.0  # when the agent got the reply, on the monotonic clock; 0 where it has not
+    arrived_s: float = (
+        0.0  # when the agent got the reply, on the monotonic clock; 0 where it has not
+    )
     reply: Any = None  # Completion
     answer: Future[dict[str, Any]] = field(default_factory=Future)  # OpenAI's reply, without stream
 
@@ -113,7 +142,9 @@ class _Rollout:
 
     def __init__(self, server: Any, sampling: dict[str, Any], max_len: int, parse_calls: Any):
         self.server, self.max_len, self.parse_calls = server, max_len, parse_calls
-        self.sampling = {name: value for name, value in sampling.items() if name != "seed"}  # it would repeat replies
+        self.sampling = {
+            name: value for name, value in sampling.items() if name != "seed"
+        }  # it would repeat replies
         self.id, self.lock = uuid.uuid4().hex, threading.Lock()
         self.calls: list[_Call] = []
         self.failure: ServerError | None = None
@@ -134,19 +165,27 @@ class _Rollout:
             if not alike:
                 self.calls.append(call := _Call(body))
         if alike:
-            call = min(alike, key=lambda call: call.arrived_s)  # 0 before all others: the one that was lost
+            call = min(
+                alike, key=lambda call: call.arrived_s
+            )  # 0 before all others: the one that was lost
             call.answer.result()
             return call
         try:
             self._sample(call, request)
-        except Exception as error:  # of a request or a template the agent hears, of a lost server the trainer, too
+        except (
+            Exception
+        ) as error:  # of a request or a template the agent hears, of a lost server the trainer, too
             self.failure = error if isinstance(error, ServerError) else self.failure
             call.answer.set_exception(error)
             raise
         return call
 
     def _sample(self, call: _Call, request: dict[str, Any]) -> None:
-        given = {name for name, value in request.items() if value is not None and value != HARMLESS.get(name)}
+        given = {
+            name
+            for name, value in request.items()
+            if value is not None and value != HARMLESS.get(name)
+        }
         if odd := sorted(given - READ - IGNORED):
             raise ValueError(f"{odd[0]}={request[odd[0]]!r:.100} is not supported")
         tools = {"tools": request["tools"]} if request.get("tools") else {}
@@ -164,14 +203,27 @@ class _Rollout:
                 call.messages, tokenize=False, add_generation_prompt=True, **call.template
             )
             call.ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-        wanted = request.get("max_completion_tokens") or request.get("max_tokens") or self.sampling["max_tokens"]
+        wanted = (
+            request.get("max_completion_tokens")
+            or request.get("max_tokens")
+            or self.sampling["max_tokens"]
+        )
         room = min(wanted, self.sampling["max_tokens"], self.max_len - len(call.ids))
         if room < 1:
             if call.before:
                 call.before.is_continued = False
-            raise _TooLong(f"context_length_exceeded: {len(call.ids)} tokens, of max_len={self.max_len}")
-        stops = [request["stop"]] if isinstance(request.get("stop"), str) else request.get("stop") or []
-        params = {**self.sampling, "n": 1, "max_tokens": room, "stop": [*(self.sampling.get("stop") or []), *stops]}
+            raise _TooLong(
+                f"context_length_exceeded: {len(call.ids)} tokens, of max_len={self.max_len}"
+            )
+        stops = (
+            [request["stop"]] if isinstance(request.get("stop"), str) else request.get("stop") or []
+        )
+        params = {
+            **self.sampling,
+            "n": 1,
+            "max_tokens": room,
+            "stop": [*(self.sampling.get("stop") or []), *stops],
+        }
         (call.reply,) = self.server.generate(call.ids, params)
         text = tokenizer.decode(call.reply.token_ids, skip_special_tokens=True)
         if stops:  # which a reply leaves out; it trains
@@ -181,7 +233,8 @@ class _Rollout:
         if calls:
             functions = [{"name": name, "arguments": arguments} for name, arguments in calls]
             message["tool_calls"] = [
-                {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function} for function in functions
+                {"id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+                for function in functions
             ]
         reason = "tool_calls" if calls else call.reply.finish_reason
         used, sampled = len(call.ids), len(call.reply.token_ids)
@@ -195,7 +248,9 @@ class _Rollout:
     def _continued(self, call: _Call) -> tuple[_Call | None, list[int]]:
         """The earlier call whose reply a request goes on from, and the tokens between; None where there is none."""
         keys = [_key(message) for message in call.messages]
-        for before in sorted(self.calls, key=lambda other: (-len(other.messages), other.is_continued)):
+        for before in sorted(
+            self.calls, key=lambda other: (-len(other.messages), other.is_continued)
+        ):
             num = len(before.messages)
             is_answered = before.answer.done() and not before.answer.exception()
             if not is_answered or before.template != call.template or num >= len(keys):
@@ -204,14 +259,22 @@ class _Rollout:
                 continue
             before.arrived_s = before.arrived_s or time.monotonic()
             then = call.messages[num + 1 :]
-            between = turn_ids(self.server.tokenizer, before.messages, before.reply.token_ids, then, **call.template)
+            between = turn_ids(
+                self.server.tokenizer,
+                before.messages,
+                before.reply.token_ids,
+                then,
+                **call.template,
+            )
             # A template that rewrites this reply would rewrite what shorter histories end with, too.
             return (None, []) if between is None else (before, between)
         return None, []
 
     def segments(self, info: dict[str, Any]) -> list[Completion]:
         """What the agent got, each reply once, in the order in which it came; ValueError where it got none."""
-        arrived = sorted((call for call in self.calls if call.arrived_s), key=lambda call: call.arrived_s)
+        arrived = sorted(
+            (call for call in self.calls if call.arrived_s), key=lambda call: call.arrived_s
+        )
         if not arrived:
             raise ValueError("the agent got no reply: has it asked its base_url?")
         joined: dict[_Call, Completion] = {}
@@ -238,7 +301,10 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     plain = {"role": message["role"], "content": content or ""}
     if calls := message.get("tool_calls"):
         plain["tool_calls"] = [
-            {"type": "function", "function": {"name": of["name"], "arguments": json.loads(of["arguments"] or "{}")}}
+            {
+                "type": "function",
+                "function": {"name": of["name"], "arguments": json.loads(of["arguments"] or "{}")},
+            }
             for of in (call["function"] for call in calls)
         ]
     return plain | {name: message[name] for name in ("name", "tool_call_id") if message.get(name)}
@@ -271,21 +337,29 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """The list of models."""
-        self._send(200, {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "grpo"}]})
+        self._send(
+            200,
+            {"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "grpo"}]},
+        )
 
     def do_POST(self) -> None:
         """A chat completion."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         rollout = ROLLOUTS.get(self.path.split("/")[1])
         if rollout is None or not self.path.endswith("/chat/completions"):
-            self._send(404, {"error": {"message": f"no {self.path} here, or no more", "code": "not_found"}})
+            self._send(
+                404, {"error": {"message": f"no {self.path} here, or no more", "code": "not_found"}}
+            )
             return
         try:
             request = json.loads(body)
             call = rollout.call(request, self.headers.get("x-stainless-retry-count", "0") != "0")
         except Exception as error:  # 400, which clients do not try again
             code = "context_length_exceeded" if isinstance(error, _TooLong) else "invalid_request"
-            self._send(400, {"error": {"message": str(error), "type": "invalid_request_error", "code": code}})
+            self._send(
+                400,
+                {"error": {"message": str(error), "type": "invalid_request_error", "code": code}},
+            )
             return
         with suppress(BlockingIOError):
             try:
@@ -298,7 +372,10 @@ class _Handler(BaseHTTPRequestHandler):
         call.arrived_s = had_arrived_s or time.monotonic()  # before the agent can go on
         try:
             if request.get("stream"):
-                self._stream(call.answer.result(), (request.get("stream_options") or {}).get("include_usage", False))
+                self._stream(
+                    call.answer.result(),
+                    (request.get("stream_options") or {}).get("include_usage", False),
+                )
             else:
                 self._send(200, call.answer.result())
         except OSError:

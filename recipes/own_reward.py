@@ -11,7 +11,9 @@ from config import TrainConfig
 def in_place(completions, answer, **_):
     """The share of the answer's digits that stand where they belong."""
     pairs = zip(completions, answer, strict=True)
-    return [sum(a == b for a, b in zip(text, truth, strict=False)) / len(truth) for text, truth in pairs]
+    return [
+        sum(a == b for a, b in zip(text, truth, strict=False)) / len(truth) for text, truth in pairs
+    ]
 
 
 config = TrainConfig(

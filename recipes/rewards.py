@@ -15,7 +15,19 @@ from typing import Any
 
 RewardFunc = Callable[..., Sequence[float | None]]
 
-TEX_CHOICES = (r"\!", r"\,", r"\;", r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$", "$", r"\%", "%")
+TEX_CHOICES = (
+    r"\!",
+    r"\,",
+    r"\;",
+    r"\left",
+    r"\right",
+    r"^{\circ}",
+    r"^\circ",
+    r"\$",
+    "$",
+    r"\%",
+    "%",
+)
 WHOLE, PLAIN_FRACTION = re.compile(r"-?\d+"), re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(-?)(\d+)\}")
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 FRACTION = re.compile(r"(\{-?\d+\}|\(-?\d+\)|-?\d+)(?:/|\\over)(\{-?\d+\}|\(-?\d+\)|-?\d+)")
@@ -35,7 +47,9 @@ OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 def exact_match(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
     """1 where the completion is the `answer` column to the letter, surrounding white space aside, else 0."""
-    return [float(text.strip() == str(truth)) for text, truth in zip(completions, answer, strict=True)]
+    return [
+        float(text.strip() == str(truth)) for text, truth in zip(completions, answer, strict=True)
+    ]
 
 
 def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
@@ -44,7 +58,9 @@ def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[flo
     Its answer is in the last `\boxed{...}`; without one, what math-verify finds, such as a last number. What takes
     longer than `MATH_TIMEOUT_S` is wrong; only the main thread, as that of a reward worker, can bound it.
     """
-    return [float(_right(text, str(truth))) for text, truth in zip(completions, answer, strict=True)]
+    return [
+        float(_right(text, str(truth))) for text, truth in zip(completions, answer, strict=True)
+    ]
 
 
 def _right(text: str, truth: str) -> bool:
@@ -55,7 +71,9 @@ def _right(text: str, truth: str) -> bool:
 
 
 def _equal(given: str, wanted: str) -> bool:
-    given, wanted = (re.sub(r"\\[,;!]|\{,\}", "", value).strip().rstrip(".") for value in (given, wanted))
+    given, wanted = (
+        re.sub(r"\\[,;!]|\{,\}", "", value).strip().rstrip(".") for value in (given, wanted)
+    )
     if _is_text(given, wanted):
         return _plain(given) == _plain(wanted)
     return _verified(f"\\boxed{{{given}}}", f"\\boxed{{{wanted}}}")
@@ -70,7 +88,9 @@ def _is_text(given: str, wanted: str) -> bool:
 def _verified(text: str, truth: str) -> bool:
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it would print each completion that takes too long
+    logging.getLogger("math_verify").setLevel(
+        logging.CRITICAL
+    )  # it would print each completion that takes too long
     wanted, given = (parse(value, parsing_timeout=_limit()) for value in (truth, text))
     return verify(wanted, given, timeout_seconds=_limit())
 
@@ -87,7 +107,10 @@ def boxed_exact(completions: list[str], answer: list[Any], **_: Any) -> list[flo
     `normalized`.
     """
     rows = zip(completions, answer, strict=True)
-    return [float(normalized(last_boxed(text) or "") == normalized(str(truth)) != "") for text, truth in rows]
+    return [
+        float(normalized(last_boxed(text) or "") == normalized(str(truth)) != "")
+        for text, truth in rows
+    ]
 
 
 def sympy_equal(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
@@ -110,7 +133,9 @@ def _same(given: str, wanted: str) -> bool:
     if len(right) > 1 and first != wanted_first:
         return False
     if first == "\\{\\}":
-        said, right = (sorted((Counter(a) - Counter(b)).elements()) for a, b in ((said, right), (right, said)))
+        said, right = (
+            sorted((Counter(a) - Counter(b)).elements()) for a, b in ((said, right), (right, said))
+        )
     return len(said) == len(right) and all(map(_same_element, said, right))
 
 
@@ -133,11 +158,19 @@ def _members(value: str) -> list[str]:
 def _same_element(given: str, wanted: str) -> bool:
     if given == wanted:
         return True
-    if WHOLE.fullmatch(wanted) or (PLAIN_FRACTION.fullmatch(wanted) and PLAIN_FRACTION.fullmatch(given)):
+    if WHOLE.fullmatch(wanted) or (
+        PLAIN_FRACTION.fullmatch(wanted) and PLAIN_FRACTION.fullmatch(given)
+    ):
         return False  # 4/2 for 2, or 2/4 for 1/2
-    if any(sign in given + wanted for sign in (":", "\\div")) or len(given) > MAX_LEN or _is_text(given, wanted):
+    if (
+        any(sign in given + wanted for sign in (":", "\\div"))
+        or len(given) > MAX_LEN
+        or _is_text(given, wanted)
+    ):
         return False
-    from latex2sympy2_extended import latex2sympy  # math-verify's parser, which itself would look for a part that fits
+    from latex2sympy2_extended import (
+        latex2sympy,
+    )  # math-verify's parser, which itself would look for a part that fits
     from math_verify import verify
     from math_verify.utils import timeout
 
@@ -209,26 +242,39 @@ def normalized(answer: str) -> str:
     return "\\frac{1}{2}" if answer == "0.5" else answer
 
 
-def countdown(completions: list[str], nums: list[list[int]], target: list[int], **_: Any) -> list[float]:
+def countdown(
+    completions: list[str], nums: list[list[int]], target: list[int], **_: Any
+) -> list[float]:
     """1 where the completion makes `target` of `nums`, each used once, by + - * / and brackets, else 0.
 
     Looks at the last `<answer>`, or at all of a completion without one; a final `= target` may stand there. Exact, on a
     parsed tree: nothing is evaluated.
     """
     rows = zip(completions, nums, target, strict=True)
-    return [float(_makes(text, [*map(Fraction, numbers)], Fraction(goal))) for text, numbers, goal in rows]
+    return [
+        float(_makes(text, [*map(Fraction, numbers)], Fraction(goal)))
+        for text, numbers, goal in rows
+    ]
 
 
 def _makes(text: str, numbers: list[Fraction], goal: Fraction) -> bool:
     before, tag, _ = text.rpartition("</answer>")
     answer = before.rpartition("<answer>")[2].partition("</answer>")[0] if tag else text
     expression, _, result = " ".join(answer.split()).partition("=")
-    if result.strip() not in ("", str(goal)) or not re.fullmatch(r"[0-9+\-*/() ]{1,300}", expression):
+    if result.strip() not in ("", str(goal)) or not re.fullmatch(
+        r"[0-9+\-*/() ]{1,300}", expression
+    ):
         return False
     used: list[int] = []
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body, used)
-    except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):  # the last ones: deep nesting
+    except (
+        SyntaxError,
+        ValueError,
+        ZeroDivisionError,
+        RecursionError,
+        MemoryError,
+    ):  # the last ones: deep nesting
         return False
     return value == goal and sorted(used) == sorted(numbers)
 
@@ -257,7 +303,10 @@ def format_reward(completions: list[str], **_: Any) -> list[float]:
     """
     form = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
     tags = ("<think>", "</think>", "<answer>", "</answer>")
-    return [float(all(text.count(t) == 1 for t in tags) and form.fullmatch(text) is not None) for text in completions]
+    return [
+        float(all(text.count(t) == 1 for t in tags) and form.fullmatch(text) is not None)
+        for text in completions
+    ]
 
 
 def length_penalty(
@@ -274,7 +323,9 @@ def length_penalty(
         ValueError: not one of `cushion` and `verifier`, or a cushion that does not fit.
     """
     if (cushion is None) == (verifier is None):
-        raise ValueError("length_penalty takes either a cushion (soft overlong) or a verifier (cosine)")
+        raise ValueError(
+            "length_penalty takes either a cushion (soft overlong) or a verifier (cosine)"
+        )
     return Cosine(max_tokens, verifier) if verifier else SoftOverlong(max_tokens, cushion or 0)
 
 
@@ -287,8 +338,13 @@ class SoftOverlong:
 
     def __post_init__(self) -> None:
         if not 0 < self.cushion <= self.max_tokens:
-            raise ValueError(f"cushion={self.cushion} must be above 0 and at most max_tokens={self.max_tokens}")
-        self.__name__, self.__qualname__ = "length_penalty", f"length_penalty({self.max_tokens}, {self.cushion})"
+            raise ValueError(
+                f"cushion={self.cushion} must be above 0 and at most max_tokens={self.max_tokens}"
+            )
+        self.__name__, self.__qualname__ = (
+            "length_penalty",
+            f"length_penalty({self.max_tokens}, {self.cushion})",
+        )
 
     def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         """As any reward function."""
@@ -321,12 +377,17 @@ class Cosine:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1")
         self.functions = [_synchronous(self.verifier)]
         self.__name__ = f"cosine_{self.verifier.__name__}"
-        self.__qualname__ = f"{self.__name__}({self.max_tokens}, {self.right}, {self.wrong}, {self.exceeded})"
+        self.__qualname__ = (
+            f"{self.__name__}({self.max_tokens}, {self.right}, {self.wrong}, {self.exceeded})"
+        )
 
     def __call__(self, completion_ids: list[list[int]], **arguments: Any) -> list[float | None]:
         """As any reward function; None where the verifier gives none."""
         verdicts = self.verifier(completion_ids=completion_ids, **arguments)
-        return [self._scaled(verdict, len(ids)) for verdict, ids in zip(verdicts, completion_ids, strict=True)]
+        return [
+            self._scaled(verdict, len(ids))
+            for verdict, ids in zip(verdicts, completion_ids, strict=True)
+        ]
 
     def _scaled(self, verdict: float | None, length: int) -> float | None:
         if verdict is None:
@@ -362,7 +423,11 @@ class best_of:  # called like a function; a class, as a worker process can be se
 
 def _synchronous(function: RewardFunc) -> RewardFunc:
     if not callable(function) or not hasattr(function, "__name__"):
-        raise ValueError(f"{function!r} is no function with a __name__, which names a metric: use def")
+        raise ValueError(
+            f"{function!r} is no function with a __name__, which names a metric: use def"
+        )
     if inspect.iscoroutinefunction(function):
-        raise ValueError(f"{function.__name__} is an async def, which only reward_funcs itself may have")
+        raise ValueError(
+            f"{function.__name__} is an async def, which only reward_funcs itself may have"
+        )
     return function

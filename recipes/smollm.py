@@ -16,7 +16,10 @@ from config import TrainConfig
 def likeness(completions, answer, **_):
     """The squared `SequenceMatcher` similarity of text and answer: 1 if they are equal."""
     pairs = zip(completions, answer, strict=True)
-    return [SequenceMatcher(None, text.strip(), truth, autojunk=False).ratio() ** 2 for text, truth in pairs]
+    return [
+        SequenceMatcher(None, text.strip(), truth, autojunk=False).ratio() ** 2
+        for text, truth in pairs
+    ]
 
 
 config = TrainConfig(

@@ -19,7 +19,10 @@ def ask_again(server, prompt, sampling):
     """`sampling["n"]` answers, each with a second try where it has several words."""
 
     def second_try(first):
-        if first.finish_reason == "length" or " " not in server.tokenizer.decode(first.token_ids).strip():
+        if (
+            first.finish_reason == "length"
+            or " " not in server.tokenizer.decode(first.token_ids).strip()
+        ):
             return first
         said = server.tokenizer(AGAIN, add_special_tokens=False)["input_ids"]
         ids = [*prompt.token_ids, *first.token_ids.tolist(), *said]

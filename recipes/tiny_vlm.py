@@ -29,7 +29,9 @@ def squares(num: int, seed: int) -> list[dict[str, Any]]:
     rows = []
     for _ in range(num):
         name = rng.choice(list(COLOURS))
-        noise = Image.frombytes("L", (SIZE, SIZE), rng.randbytes(SIZE * SIZE)).point(lambda v: 96 + v // 4)
+        noise = Image.frombytes("L", (SIZE, SIZE), rng.randbytes(SIZE * SIZE)).point(
+            lambda v: 96 + v // 4
+        )
         image = noise.convert("RGB")
         left, top, edge = rng.randint(0, 32), rng.randint(0, 32), rng.randint(16, 31)
         shade = tuple(min(255, max(0, value + rng.randint(-25, 25))) for value in COLOURS[name])

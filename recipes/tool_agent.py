@@ -18,20 +18,31 @@ from openai import OpenAI
 from recipes import openai_agent, tiny
 
 NAMES = {"+": "add", "-": "subtract", "~": "mirror"}
-TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in NAMES.values()]
-client: Any = cache(lambda: OpenAI(api_key="none"))  # one for all rollouts: to make it takes longer than a rollout
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in NAMES.values()
+]
+client: Any = cache(
+    lambda: OpenAI(api_key="none")
+)  # one for all rollouts: to make it takes longer than a rollout
 
 
 def parse_calls(text):
     """The thought of a reply, and its call."""
     found = re.fullmatch(r"(.*?)(\d+(?:([-+])\d+|(~)))\?", text)
-    return (found[1], [(NAMES[found[3] or found[4]], json.dumps({"of": found[2]}))]) if found else (text, [])
+    return (
+        (found[1], [(NAMES[found[3] or found[4]], json.dumps({"of": found[2]}))])
+        if found
+        else (text, [])
+    )
 
 
 def use(name, of):
     """What a tool says."""
     a, _, b = re.split("([-+~])", of)
-    return a[::-1] if name == "mirror" else str(int(a) + int(b) if name == "add" else int(a) - int(b))
+    return (
+        a[::-1] if name == "mirror" else str(int(a) + int(b) if name == "add" else int(a) - int(b))
+    )
 
 
 def solve(base_url, prompt):
@@ -44,7 +55,10 @@ def solve(base_url, prompt):
             return {"said": message.content.rpartition(")")[2]}
         (call,) = message.tool_calls
         said = use(call.function.name, **json.loads(call.function.arguments))
-        messages += [message.model_dump(), {"role": "tool", "tool_call_id": call.id, "content": said}]
+        messages += [
+            message.model_dump(),
+            {"role": "tool", "tool_call_id": call.id, "content": said},
+        ]
 
 
 def right(completions, said, answer, **_):

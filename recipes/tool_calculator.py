@@ -38,7 +38,9 @@ def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[A
 
 def right_with_tool(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     """1 where what follows the calculator's word is the answer, else 0."""
-    return [float(text.endswith(f"!{truth}")) for text, truth in zip(completions, answer, strict=True)]
+    return [
+        float(text.endswith(f"!{truth}")) for text, truth in zip(completions, answer, strict=True)
+    ]
 
 
 config = TrainConfig(

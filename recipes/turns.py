@@ -4,7 +4,11 @@ from typing import Any
 
 
 def turn_ids(
-    tokenizer: Any, messages: list[dict[str, Any]], reply_ids: Any, then: list[dict[str, Any]], **template: Any
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    reply_ids: Any,
+    then: list[dict[str, Any]],
+    **template: Any,
 ) -> list[int] | None:
     """What the chat template puts between a reply, as it was sampled, and the next one; None where it rewrites history.
 
@@ -25,8 +29,12 @@ def turn_ids(
     if not after.startswith(before) or not "".join(rest.split()).startswith(reply):
         return None
     ends = [0, *(place for place, letter in enumerate(rest, 1) if not letter.isspace())]
-    between = rest[ends[len(reply)] :].removeprefix(text[len(text.rstrip()) :])  # white space that was sampled
+    between = rest[ends[len(reply)] :].removeprefix(
+        text[len(text.rstrip()) :]
+    )  # white space that was sampled
     is_token = last in tokenizer.added_tokens_decoder
     # Behind that token, which is then dropped: some tokenizers treat the beginning of a text in a way of their own.
-    ids = tokenizer(tokenizer.decode([last]) * is_token + between, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(tokenizer.decode([last]) * is_token + between, add_special_tokens=False)[
+        "input_ids"
+    ]
     return ids[is_token:]

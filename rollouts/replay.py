@@ -23,14 +23,20 @@ MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")
 
 
 def _encoded(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor) or value.ndim != 1 or value.dtype not in (torch.int64, *DTYPES):
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.ndim != 1
+        or value.dtype not in (torch.int64, *DTYPES)
+    ):
         return repr(value)  # something odd in `info`
     value = (value.int() if value.dtype == torch.int64 else value).detach().cpu()
     return msgspec.msgpack.Ext(DTYPES.index(value.dtype), value.numpy().tobytes())
 
 
 ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
-DECODER = msgspec.msgpack.Decoder(Group, ext_hook=lambda n, raw: torch.frombuffer(bytearray(raw), dtype=DTYPES[n]))
+DECODER = msgspec.msgpack.Decoder(
+    Group, ext_hook=lambda n, raw: torch.frombuffer(bytearray(raw), dtype=DTYPES[n])
+)
 
 
 def saved_group(group: Group) -> dict[str, Any]:
@@ -58,9 +64,13 @@ def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
             raise UserError(f"replay: that run had {name}={before[name]}: set it")
     num_steps = len([*takewhile(lambda step: sizes[step] == config.batch_size, count(1))])
     if num_steps == 0:
-        raise UserError(f"replay={folder}: step 1 is not whole: rollouts were not saved from the start")
+        raise UserError(
+            f"replay={folder}: step 1 is not whole: rollouts were not saved from the start"
+        )
     rows = enumerate(_rows(folder / "rollouts.jsonl"))
-    return num_steps, (replace(DECODER.decode(base64.b64decode(row["group"])), id=place) for place, row in rows)
+    return num_steps, (
+        replace(DECODER.decode(base64.b64decode(row["group"])), id=place) for place, row in rows
+    )
 
 
 def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: TrainConfig) -> None:
@@ -69,9 +79,13 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
     if prompt and prompt.sources:
         prompt = data.with_images(prompt, processor, config)
     if not prompt or prompt.token_ids != group.prompt.token_ids:
-        raise UserError(f"replay: dataset row {row} is not the prompt that it was in {config.replay}")
+        raise UserError(
+            f"replay: dataset row {row} is not the prompt that it was in {config.replay}"
+        )
     with naming(f"replay: dataset row {row}"):
         data.check_segments(replace(group, prompt=prompt), (), config)
     ids = [completion.token_ids.tolist() for completion in group.completions]
-    group.texts = [data.tokenizer_of(processor).decode(of_one, skip_special_tokens=True) for of_one in ids]
+    group.texts = [
+        data.tokenizer_of(processor).decode(of_one, skip_special_tokens=True) for of_one in ids
+    ]
     group.prompt, group.reward = prompt, weighted(group.rewards, config)

@@ -22,15 +22,25 @@ from utils import naming
 
 def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     """Raise a UserError where a reward function cannot be sent to a worker, or called with the columns of some row."""
-    rows = {tuple(prompt.columns): prompt.index for prompt in reversed(prompts)}  # the first with each set of columns
+    rows = {
+        tuple(prompt.columns): prompt.index for prompt in reversed(prompts)
+    }  # the first with each set of columns
     function: Any
     for function, (columns, row) in product(config.reward_funcs, rows.items()):
         names = ["prompts", "completions", "completion_ids", *columns]
-        with naming(f"reward {function.__name__} on dataset row {row}, which gives it {', '.join(names)}"):
+        with naming(
+            f"reward {function.__name__} on dataset row {row}, which gives it {', '.join(names)}"
+        ):
             for called in getattr(function, "functions", [function]):  # those that `best_of` calls
-                signature = inspect.signature(called)  # a rollout's `info` may give it the missing ones
-                (signature.bind_partial if config.rollout_fn else signature.bind)(**dict.fromkeys(names))
-        with naming(f"reward {function.__name__} cannot be sent to a worker (open clients inside it)"):
+                signature = inspect.signature(
+                    called
+                )  # a rollout's `info` may give it the missing ones
+                (signature.bind_partial if config.rollout_fn else signature.bind)(
+                    **dict.fromkeys(names)
+                )
+        with naming(
+            f"reward {function.__name__} cannot be sent to a worker (open clients inside it)"
+        ):
             cloudpickle.dumps(function)
 
 
@@ -39,7 +49,9 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     means = {}
     function: Any
     for number, function in enumerate(config.reward_funcs):
-        given = [value for group in groups for row in group.rewards if (value := row[number]) is not None]
+        given = [
+            value for group in groups for row in group.rewards if (value := row[number]) is not None
+        ]
         means[f"rewards/{function.__name__}"] = sum(given) / len(given) if given else math.nan
     return means
 
@@ -60,7 +72,10 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
     valid = [[reward for reward in group.reward if not math.isnan(reward)] for group in groups]
     numbers = [(len(rewards), sum(reward >= 1 for reward in rewards)) for rewards in valid]
     num = sum(n for n, _ in numbers)
-    values = {"reward": sum(map(sum, valid)) / num if num else math.nan, **reward_means(groups, config)}
+    values = {
+        "reward": sum(map(sum, valid)) / num if num else math.nan,
+        **reward_means(groups, config),
+    }
     values["accuracy"] = sum(c for _, c in numbers) / num if num else math.nan
     most = config.eval_generations
     for k in sorted({*(2**power for power in range(1, most.bit_length())), most} - {1}):
@@ -94,17 +109,27 @@ class Scorer:
     def _call(self, function: Any, group: Group, ids: list[list[int]]) -> list[float | None]:
         num = len(group.completions)
         where = f"reward {function.__name__} on dataset row {group.prompt.index}"
-        arguments = {"prompts": [group.prompt.content] * num, "completions": group.texts, "completion_ids": ids}
+        arguments = {
+            "prompts": [group.prompt.content] * num,
+            "completions": group.texts,
+            "completion_ids": ids,
+        }
         arguments |= {column: [value] * num for column, value in group.prompt.columns.items()}
         names = dict.fromkeys(name for completion in group.completions for name in completion.info)
         if taken := names.keys() & arguments.keys():
-            raise UserError(f"rollout_fn on dataset row {group.prompt.index}: info has the column {taken.pop()}")
+            raise UserError(
+                f"rollout_fn on dataset row {group.prompt.index}: info has the column {taken.pop()}"
+            )
         for p in inspect.signature(function).parameters.values() if self.config.rollout_fn else ():
             is_wanted = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
             if is_wanted and p.name not in arguments.keys() | names.keys():
-                self._say_once(f"reward {function.__name__} gets {p.name}=None: no info of some group has {p.name}")
+                self._say_once(
+                    f"reward {function.__name__} gets {p.name}=None: no info of some group has {p.name}"
+                )
                 names[p.name] = None
-        arguments |= {name: [completion.info.get(name) for completion in group.completions] for name in names}
+        arguments |= {
+            name: [completion.info.get(name) for completion in group.completions] for name in names
+        }
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:
@@ -115,21 +140,35 @@ class Scorer:
         with self._lock:
             self._in_a_row[function.__name__] = 0
         if not isinstance(values, list | tuple) or len(values) != num:
-            raise UserError(f"{where} must return a list of {num} numbers, one per completion, not {values!r:.100}")
-        if odd := [v for v in values if v is not None and not (isinstance(v, Real) and math.isfinite(v))]:
+            raise UserError(
+                f"{where} must return a list of {num} numbers, one per completion, not {values!r:.100}"
+            )
+        if odd := [
+            v for v in values if v is not None and not (isinstance(v, Real) and math.isfinite(v))
+        ]:
             raise UserError(f"{where} returned {odd[0]!r}: rewards are finite numbers or None")
         return [None if value is None else float(value) for value in values]
 
     def _note_failure(self, name: str, message: str, group: Group) -> None:
         """Write the failed call down; a function that fails max(batch_size, 4) times in a row ends the run."""
         prompt = group.prompt
-        sample = {"error": message, "prompt": prompt.content, "completions": group.texts, "columns": prompt.columns}
+        sample = {
+            "error": message,
+            "prompt": prompt.content,
+            "completions": group.texts,
+            "columns": prompt.columns,
+        }
         with self._lock:
             with self.failed_path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(sample, ensure_ascii=False, default=repr) + "\n")
             self.num_failed += 1
             self._in_a_row[name] += 1
             if self.num_failed == 1:
-                print(f"{message} (later ones are counted in rewards_failed, and in {self.failed_path})", flush=True)
+                print(
+                    f"{message} (later ones are counted in rewards_failed, and in {self.failed_path})",
+                    flush=True,
+                )
             if self._in_a_row[name] >= max(self.config.batch_size, 4):
-                raise UserError(f"{message}; so did its last {self._in_a_row[name]} calls, see failed_rewards.jsonl")
+                raise UserError(
+                    f"{message}; so did its last {self._in_a_row[name]} calls, see failed_rewards.jsonl"
+                )

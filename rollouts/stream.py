@@ -24,7 +24,15 @@ from rollouts.replay import restore, saved_groups
 from rollouts.scoring import Scorer, check_rewards, held_out_metrics
 from training.model import load_model_config, published_weights, token_logprobs, with_bf16
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, naming, timed
-from vllm_client import CONTROL_TIMEOUT_S, Completion, ReferenceServer, Server, ServerError, ServerLost, VLLMClient
+from vllm_client import (
+    CONTROL_TIMEOUT_S,
+    Completion,
+    ReferenceServer,
+    Server,
+    ServerError,
+    ServerLost,
+    VLLMClient,
+)
 
 MISMATCH = (
     "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model otherwise, or takes "
@@ -38,21 +46,43 @@ def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group; what the config leaves at None is not sent."""
     params: dict[str, Any] = {"n": config.num_generations, "max_tokens": config.max_completion_len}
     params |= {"temperature": config.temperature, "top_k": config.top_k, "stop": config.stop}
-    return {name: value for name, value in (params | (config.sampling_params or {})).items() if value is not None}
+    return {
+        name: value
+        for name, value in (params | (config.sampling_params or {})).items()
+        if value is not None
+    }
 
 
-def sample_group(group: Group, client: VLLMClient, processor: Any, sampling: Any, config: TrainConfig) -> None:
+def sample_group(
+    group: Group, client: VLLMClient, processor: Any, sampling: Any, config: TrainConfig
+) -> None:
     """Fill in the group's `completions`, by one request or `rollout_fn` (UserError where it fails), on one server."""
     if group.prompt.sources:  # of images
         group.prompt = data.with_images(group.prompt, processor, config)
-    if config.max_staleness == 0 and not config.rollout_fn:  # completion i of a group gets seed + i from vLLM
-        sampling = {"seed": ((config.seed << 40) + group.id * 2 * sampling["n"]) % 2**63, **sampling}
+    if (
+        config.max_staleness == 0 and not config.rollout_fn
+    ):  # completion i of a group gets seed + i from vLLM
+        sampling = {
+            "seed": ((config.seed << 40) + group.id * 2 * sampling["n"]) % 2**63,
+            **sampling,
+        }
 
     def sample(server: Server) -> list[Completion]:
-        group.started_version, group.started_s, group.server = client.version, time.monotonic(), server.number
+        group.started_version, group.started_s, group.server = (
+            client.version,
+            time.monotonic(),
+            server.number,
+        )
         completions = _ask(server, group.prompt, sampling, config)
-        if any(span.version < 0 for c in completions for segment in c.segments for span in segment.weight_versions):
-            client.lose(server, error := ServerLost("it sampled with weights of its own: was it restarted?"))
+        if any(
+            span.version < 0
+            for c in completions
+            for segment in c.segments
+            for span in segment.weight_versions
+        ):
+            client.lose(
+                server, error := ServerLost("it sampled with weights of its own: was it restarted?")
+            )
             raise error
         return completions
 
@@ -76,12 +106,19 @@ def on_one_server(group: Group, client: VLLMClient, ask: Callable[[Any], Any]) -
                 raise ServerError(f"{where}: {error}") from None
 
 
-def _ask(server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig) -> list[Completion]:
+def _ask(
+    server: Server, prompt: Prompt, sampling: dict[str, Any], config: TrainConfig
+) -> list[Completion]:
     if config.rollout_fn is None:
-        return [replace(c, prompt_ids=None) for c in server.generate(prompt.token_ids, sampling, prompt.images)]
+        return [
+            replace(c, prompt_ids=None)
+            for c in server.generate(prompt.token_ids, sampling, prompt.images)
+        ]
     rollout_fn: Any = config.rollout_fn
     try:
-        completions = [data.as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)]
+        completions = [
+            data.as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)
+        ]
         if len(completions) != sampling["n"]:
             raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
         data.check_segments(Group(prompt, completions), server.forbidden, config)
@@ -111,16 +148,22 @@ class GroupStream:
         self._pool = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
         self._changed = threading.Condition()
         self._running: dict[int, Group] = {}
-        self._ready: list[Group] = []  # accepted and not yet taken, in the order they were completed
+        self._ready: list[
+            Group
+        ] = []  # accepted and not yet taken, in the order they were completed
         self._batch = Batch()  # the one under way
         self._num_accepted = 0  # of the whole run: those that were taken, and those that are ready
-        self._told_s = time.monotonic()  # when a group was last taken, or the user told that none came
+        self._told_s = (
+            time.monotonic()
+        )  # when a group was last taken, or the user told that none came
         self._failure: BaseException | None = None
 
     def advance_to(self, version: int) -> None:
         """The servers now run policy `version`: admit what that allows."""
         with self._changed:
-            if self.version < 0:  # the first one: a run that goes on has trained a batch for each version before
+            if (
+                self.version < 0
+            ):  # the first one: a run that goes on has trained a batch for each version before
                 self._num_accepted = version * self.config.batch_size
             self.version = version
             self._admit()
@@ -151,19 +194,30 @@ class GroupStream:
         """The groups taken and dropped since this was last called, with metrics of the queues."""
         with self._changed:
             batch, self._batch = self._batch, Batch()
-            batch.metrics = {f"groups/dropped_{reason}": float(len(groups)) for reason, groups in batch.dropped.items()}
-            batch.metrics |= {"queue/ready": float(len(self._ready)), "queue/running": float(len(self._running))}
+            batch.metrics = {
+                f"groups/dropped_{reason}": float(len(groups))
+                for reason, groups in batch.dropped.items()
+            }
+            batch.metrics |= {
+                "queue/ready": float(len(self._ready)),
+                "queue/running": float(len(self._running)),
+            }
             return batch
 
     def close(self, cause: BaseException | None = None) -> None:
         """Admit and start nothing more: `take` raises the first cause."""
         with self._changed:
-            self._failure = self._failure or cause or ServerError("the stream of rollouts was closed")
+            self._failure = (
+                self._failure or cause or ServerError("the stream of rollouts was closed")
+            )
             self._changed.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self) -> None:
-        limit = min(self.config.max_staleness + self.version + 1, self.num_steps) * self.config.batch_size
+        limit = (
+            min(self.config.max_staleness + self.version + 1, self.num_steps)
+            * self.config.batch_size
+        )
         while self._num_accepted + len(self._running) < limit and not self._failure:
             group = next(self._groups)
             self._running[group.id] = group
@@ -187,7 +241,9 @@ class GroupStream:
             num = len(self._batch.dropped["zero_advantage"])
             if num >= self.config.max_dropped_batches * self.config.batch_size:
                 cause = "all rewards within each were equal; look at the rewards, or raise max_dropped_batches"
-                raise UserError(f"nothing to learn: {num} groups of this step were dropped, as {cause}")
+                raise UserError(
+                    f"nothing to learn: {num} groups of this step were dropped, as {cause}"
+                )
         else:
             self._num_accepted += 1
             self._ready.append(group)
@@ -207,7 +263,9 @@ class GroupStream:
                 self._batch.dropped["stale"].append(group)
             self._admit()
             return self._ready[0] if self._ready else None
-        by_deadline = sorted(self._ready, key=lambda group: group.started_version)  # equal ones as they were completed
+        by_deadline = sorted(
+            self._ready, key=lambda group: group.started_version
+        )  # equal ones as they were completed
         chosen = next(filter(self._leaves_room, by_deadline), None)
         assert chosen is None or self.version - chosen.oldest_version <= staleness
         return chosen
@@ -215,7 +273,9 @@ class GroupStream:
     def _leaves_room(self, group: Group) -> bool:
         """Whether all groups that began earlier still find a place in time, if this one is taken now."""
         begun = [g for g in [*self._running.values(), *self._ready] if g.started_version >= 0]
-        deadlines = [g.started_version + self.config.max_staleness for g in begun]  # the last versions to train them
+        deadlines = [
+            g.started_version + self.config.max_staleness for g in begun
+        ]  # the last versions to train them
         for version in range(self.version, group.started_version + self.config.max_staleness):
             num_places = self.missing - 1 + (version - self.version) * self.config.batch_size
             if sum(deadline <= version for deadline in deadlines) > num_places:
@@ -226,7 +286,9 @@ class GroupStream:
 class Rollouts:
     """Where groups come from and the policy goes to. Data and servers live on rank 0; the methods are collective."""
 
-    def __init__(self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None):
+    def __init__(
+        self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None
+    ):
         self.config, self.device = config, device
         self.stop = threading.Event()  # ends `take` and `evaluate`
         self.failure: Exception | None = None  # what ended one of them, on rank 0
@@ -234,7 +296,9 @@ class Rollouts:
         self.policy: Any = None  # the one that was published last, as `version`
         self.version = -1
         self.gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
-        self.num_steps, self.example, self.probe_prompt = broadcast_object(self._open(resumed) if is_main() else None)
+        self.num_steps, self.example, self.probe_prompt = broadcast_object(
+            self._open(resumed) if is_main() else None
+        )
         self._restart_clocks()
 
     def _open(self, resumed: dict[str, Any] | None) -> tuple[int, Prompt | None, Prompt]:
@@ -248,9 +312,17 @@ class Rollouts:
         self.references: VLLMClient | None = None
         if config.reference_urls:  # they serve what `reference_id` names, or the initial policy
             if forbidden:
-                raise UserError("reference_urls: with images the trainer needs its own reference, see reference_id")
-            theirs = replace(config, vllm_urls=config.reference_urls, model_id=config.reference_id or config.model_id)
-            self.references = VLLMClient(theirs, kind=partial(ReferenceServer, temperature=config.temperature))
+                raise UserError(
+                    "reference_urls: with images the trainer needs its own reference, see reference_id"
+                )
+            theirs = replace(
+                config,
+                vllm_urls=config.reference_urls,
+                model_id=config.reference_id or config.model_id,
+            )
+            self.references = VLLMClient(
+                theirs, kind=partial(ReferenceServer, temperature=config.temperature)
+            )
         prompts = self._load(config.dataset_id, config.dataset_split)
         held_out = {}
         for name, of_set in config.eval_sets.items():
@@ -259,9 +331,14 @@ class Rollouts:
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
         if self.references:  # to give log-probs, vLLM must also sample a token
             longest = min(longest, self.references.wait_until_ready() - 1)
-        fitting = partial(data.leave_out_long, max_len=longest - config.max_completion_len, config=config)
+        fitting = partial(
+            data.leave_out_long, max_len=longest - config.max_completion_len, config=config
+        )
         self.prompts = fitting(prompts, name="dataset_id")
-        self.held_out = {n: fitting(of_set, name=f"eval_dataset_id {n}".strip()) for n, of_set in held_out.items()}
+        self.held_out = {
+            n: fitting(of_set, name=f"eval_dataset_id {n}".strip())
+            for n, of_set in held_out.items()
+        }
         self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
         if resumed and resumed["prompts"] != self.fingerprint:
             cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"
@@ -273,7 +350,9 @@ class Rollouts:
             self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)
         before = resumed or {"step": 0, "num_tokens": 0, "ended": ()}
-        num_steps = config.max_steps or math.ceil(config.num_epochs * len(self.prompts) / config.batch_size)
+        num_steps = config.max_steps or math.ceil(
+            config.num_epochs * len(self.prompts) / config.batch_size
+        )
         self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
         order = enumerate(data.epochs(len(self.prompts), config.seed))
         groups: Iterator[Group] = (Group(self.prompts[index], id=number) for number, index in order)
@@ -281,12 +360,22 @@ class Rollouts:
         if config.replay:
             num_saved, groups = saved_groups(config)
             num_steps = config.max_steps or num_saved
-            fill = partial(restore, prompts={p.index: p for p in self.prompts}, processor=self.processor, config=config)
+            fill = partial(
+                restore,
+                prompts={p.index: p for p in self.prompts},
+                processor=self.processor,
+                config=config,
+            )
             # They come as they were trained, whatever this run's rules would have dropped or made wait.
-            rules = SimpleNamespace(batch_size=config.batch_size, max_staleness=0, drop_zero_advantage=False)
+            rules = SimpleNamespace(
+                batch_size=config.batch_size, max_staleness=0, drop_zero_advantage=False
+            )
             source = (fill, num_saved, rules)
         if before["step"] >= num_steps:
-            print(f"all {num_steps} steps are done: raise max_steps or num_epochs to go on", flush=True)
+            print(
+                f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
+                flush=True,
+            )
         self.stream = GroupStream((g for g in groups if g.id not in self.ended), *source)
         return num_steps, example, example or self.prompts[0]
 
@@ -302,7 +391,9 @@ class Rollouts:
         sample_group(group, self.client, self.processor, sampling, config)
         self.scorer.score(group)
         if self.references and not is_held_out:
-            group.ref_logprobs = on_one_server(group, self.references, lambda s: s.logprobs(group.sequences[1]))
+            group.ref_logprobs = on_one_server(
+                group, self.references, lambda s: s.logprobs(group.sequences[1])
+            )
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """The batch's next groups, about `num_tokens`, and whether they complete it. Raises Stopped. Collective."""
@@ -311,7 +402,9 @@ class Rollouts:
         def look() -> str | None:
             nonlocal num_tokens
             if (group := self.stream.take()) is None:
-                return "stop" if self.version >= self.stream.num_steps else None  # a replay may have fewer steps
+                return (
+                    "stop" if self.version >= self.stream.num_steps else None
+                )  # a replay may have fewer steps
             groups.append(group)
             num_tokens -= num_packed_tokens([group.sequences], self.config.share_prefix)
             return "complete" if self.stream.missing == 0 else "enough" if num_tokens <= 0 else None
@@ -347,11 +440,22 @@ class Rollouts:
             return Batch()
         batch = self.stream.end_batch()
         if all(math.isnan(reward) for group in batch.groups for reward in group.reward):
-            self.failure = UserError("no reward function gave any completion of this batch a number: nothing to learn")
-        segments = [segment for group in batch.groups for rollout in group.sequences[1] for segment in rollout]
-        num_tokens = sum(len(ids) + len(tokens) for ids, tokens in segments)  # as if nothing were shared
+            self.failure = UserError(
+                "no reward function gave any completion of this batch a number: nothing to learn"
+            )
+        segments = [
+            segment
+            for group in batch.groups
+            for rollout in group.sequences[1]
+            for segment in rollout
+        ]
+        num_tokens = sum(
+            len(ids) + len(tokens) for ids, tokens in segments
+        )  # as if nothing were shared
         self.num_tokens += num_tokens
-        self.ended |= {group.id for groups in (batch.groups, *batch.dropped.values()) for group in groups}
+        self.ended |= {
+            group.id for groups in (batch.groups, *batch.dropped.values()) for group in groups
+        }
         elapsed_s = time.monotonic() - self.clock_s
         batch.metrics |= {
             "num_tokens": self.num_tokens,
@@ -359,7 +463,8 @@ class Rollouts:
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
             "idle/servers": self.client.idle_seconds() / elapsed_s,
-            "tokens_per_s/sampled": (self.stream.num_sampled_tokens - self.sampled_before) / elapsed_s,
+            "tokens_per_s/sampled": (self.stream.num_sampled_tokens - self.sampled_before)
+            / elapsed_s,
             "tokens_per_s/trained": num_tokens / elapsed_s,
         }
         self._restart_clocks()
@@ -375,11 +480,16 @@ class Rollouts:
     def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
         """On rank 0, where due: `eval/...` of all held-out sets, `eval/<set>/...`; and groups by set. Collective."""
         config = self.config
-        is_due = step in (0, self.num_steps) or (config.eval_steps and step % config.eval_steps == 0)
+        is_due = step in (0, self.num_steps) or (
+            config.eval_steps and step % config.eval_steps == 0
+        )
         if not (config.eval_sets and is_due) or config.replay:
             return {}, {}
         held_out = self.held_out if is_main() else {}
-        sets = {name: [Group(p, id=number) for number, p in enumerate(of_set)] for name, of_set in held_out.items()}
+        sets = {
+            name: [Group(p, id=number) for number, p in enumerate(of_set)]
+            for name, of_set in held_out.items()
+        }
         groups = [group for of_set in sets.values() for group in of_set]
         values: dict[str, float] = {}
         with timed("time/eval_s", values):
@@ -399,7 +509,10 @@ class Rollouts:
             return {}, {}
         named = {"eval": groups} | {f"eval/{name}": of_set for name, of_set in sets.items() if name}
         for name, of_set in named.items():
-            values |= {f"{name}/{metric}": value for metric, value in held_out_metrics(of_set, config).items()}
+            values |= {
+                f"{name}/{metric}": value
+                for metric, value in held_out_metrics(of_set, config).items()
+            }
         return values, sets
 
     def check(self, gaps: dict[int, float]) -> None:
@@ -422,7 +535,11 @@ class Rollouts:
         self.policy, self.version = policy, version
         if self.config.replay:  # there are no servers
             return self.stream.advance_to(version) if is_main() else None
-        with nullcontext() if self.config.inflight_updates or not is_main() else self.client.drained(self.stop):
+        with (
+            nullcontext()
+            if self.config.inflight_updates or not is_main()
+            else self.client.drained(self.stop)
+        ):
             returned = self._send()
             if is_first:  # a server that does not agree ends the run before anything is sampled
                 self._prove(self.client.servers if is_main() else [], is_first=True)
@@ -430,9 +547,18 @@ class Rollouts:
             if is_main():
                 self.stream.advance_to(version)
         if not is_first:
-            serving = [server for server in self.client.servers if server.has_weights] if is_main() else []
-            first = sorted(serving, key=lambda s: s.proved_version)[: 1 + len(serving) // self.config.probe_steps]
-            self._prove(returned + [s for s in first if version - s.proved_version >= self.config.probe_steps])
+            serving = (
+                [server for server in self.client.servers if server.has_weights]
+                if is_main()
+                else []
+            )
+            first = sorted(serving, key=lambda s: s.proved_version)[
+                : 1 + len(serving) // self.config.probe_steps
+            ]
+            self._prove(
+                returned
+                + [s for s in first if version - s.proved_version >= self.config.probe_steps]
+            )
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers; returns, on rank 0, those that came back and now have it. Collective."""
@@ -451,9 +577,13 @@ class Rollouts:
         reasons = [failure or self._difference(completions) for _, completions, failure in probes]
         self.policy.train()
         if is_first and any(reasons):
-            faults = [f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why]
+            faults = [
+                f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why
+            ]
             raise ServerError("; ".join(faults))
-        for server, reason, (_, completions, _) in zip(servers, reasons, probes, strict=False):  # on rank 0 alone
+        for server, reason, (_, completions, _) in zip(
+            servers, reasons, probes, strict=False
+        ):  # on rank 0 alone
             if server in waiting and reason:
                 self.client.keep_out(server, reason)
             elif server in waiting:
@@ -467,17 +597,30 @@ class Rollouts:
         prompt, max_tokens = self.probe_prompt, min(16, self.config.max_completion_len)
         sampling = {"n": 2, "max_tokens": max_tokens, "temperature": self.config.temperature}
         try:
-            completions = server.generate(prompt.token_ids, sampling, prompt.images, CONTROL_TIMEOUT_S)
+            completions = server.generate(
+                prompt.token_ids, sampling, prompt.images, CONTROL_TIMEOUT_S
+            )
         except ServerError as error:
             return server.url, [], str(error)
-        is_current = all(span.version == self.version for c in completions for span in c.weight_versions)
-        return server.url, completions, "" if is_current else "answers with other weights than it was sent"
+        is_current = all(
+            span.version == self.version for c in completions for span in c.weight_versions
+        )
+        return (
+            server.url,
+            completions,
+            "" if is_current else "answers with other weights than it was sent",
+        )
 
     def _difference(self, completions: list[Completion]) -> str:
         """In words, how far log-probs of the policy are from the server's; empty where they are close enough."""
         prompt = self.probe_prompt
-        (row,) = pack([(prompt.token_ids, [c.token_ids for c in completions])], share_prefix=self.config.share_prefix)
-        images = {n: t.to(self.device) for n, t in data.joined_images([prompt] * len(row.prompts)).items()}
+        (row,) = pack(
+            [(prompt.token_ids, [c.token_ids for c in completions])],
+            share_prefix=self.config.share_prefix,
+        )
+        images = {
+            n: t.to(self.device) for n, t in data.joined_images([prompt] * len(row.prompts)).items()
+        }
         with torch.no_grad():
             logprobs = token_logprobs(self.policy, row.to(self.device), images, self.config)
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
@@ -488,7 +631,11 @@ class Rollouts:
         """What a later run needs to go on after the last whole step; empty on ranks other than 0."""
         if not is_main():
             return {}
-        return {"num_tokens": self.num_tokens, "ended": sorted(self.ended), "prompts": self.fingerprint}
+        return {
+            "num_tokens": self.num_tokens,
+            "ended": sorted(self.ended),
+            "prompts": self.fingerprint,
+        }
 
     def close(self) -> None:
         """Leave the servers."""

@@ -30,22 +30,30 @@ class CallPool:
     """
 
     def __init__(self, num_workers: int):
-        self._threads = ThreadPoolExecutor(num_workers)  # each has a worker, which Linux ends with the thread
+        self._threads = ThreadPoolExecutor(
+            num_workers
+        )  # each has a worker, which Linux ends with the thread
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.Lock()
         self.is_closed = False
 
-    def call(self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float) -> Any:
+    def call(
+        self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float
+    ) -> Any:
         """`function(**arguments)`, awaited if need be, or a CallError; a first call may take `IMPORT_GRACE_S` more."""
         import cloudpickle  # here, as a worker starts with the standard library only
 
         try:
             module = sys.modules.get(function.__module__)
-            if module and not any(finder.find_spec(module.__name__.split(".")[0], None) for finder in sys.meta_path):
+            if module and not any(
+                finder.find_spec(module.__name__.split(".")[0], None) for finder in sys.meta_path
+            ):
                 cloudpickle.register_pickle_by_value(module)
             message = cloudpickle.dumps((function, arguments))
         except Exception as error:  # a class's `__getstate__` may raise anything
-            raise CallError(f"cannot be sent to a worker: {error}; open clients in a module-level function") from None
+            raise CallError(
+                f"cannot be sent to a worker: {error}; open clients in a module-level function"
+            ) from None
         return self._threads.submit(self._call, id(function), message, timeout_s).result()
 
     def _call(self, key: int, message: bytes, timeout_s: float) -> Any:
@@ -57,7 +65,9 @@ class CallPool:
                 worker = self._workers[threading.get_ident()] = _Worker()
         try:
             worker.connection.send_bytes(message)
-            if not worker.connection.poll(timeout_s if key in worker.imported else timeout_s + IMPORT_GRACE_S):
+            if not worker.connection.poll(
+                timeout_s if key in worker.imported else timeout_s + IMPORT_GRACE_S
+            ):
                 worker.end()
                 raise CallError(f"took longer than {timeout_s:g} s")
             succeeded, value = pickle.loads(worker.connection.recv_bytes())
@@ -83,14 +93,24 @@ class _Worker:
     def __init__(self) -> None:
         self.imported: set[int] = set()  # functions that have answered
         self.connection, theirs = Pipe()
-        command = [sys.executable, "-P", "-u", __file__, str(theirs.fileno())]  # -u: a kill loses nothing printed
-        self.process = Popen(command, pass_fds=[theirs.fileno()], stdin=DEVNULL, start_new_session=True)
+        command = [
+            sys.executable,
+            "-P",
+            "-u",
+            __file__,
+            str(theirs.fileno()),
+        ]  # -u: a kill loses nothing printed
+        self.process = Popen(
+            command, pass_fds=[theirs.fileno()], stdin=DEVNULL, start_new_session=True
+        )
         theirs.close()
         self.connection.send_bytes(pickle.dumps(sys.path))
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)  # with the processes that a function may have started
+            os.killpg(
+                self.process.pid, signal.SIGKILL
+            )  # with the processes that a function may have started
         self.process.wait()
 
 
@@ -107,14 +127,20 @@ def _answer(message: bytes, loop: asyncio.AbstractEventLoop) -> bytes:
         return pickle.dumps((True, value))
     except BaseException as error:  # whatever user code raises, SystemExit too
         file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-        return pickle.dumps((False, f"{problem} {type(error).__name__}: {error} ({os.path.basename(file)}:{line})"))
+        return pickle.dumps(
+            (False, f"{problem} {type(error).__name__}: {error} ({os.path.basename(file)}:{line})")
+        )
 
 
 if __name__ == "__main__":
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the trainer, also when stuck in a call
+        ctypes.CDLL(None).prctl(
+            1, signal.SIGKILL
+        )  # PR_SET_PDEATHSIG: end with the trainer, also when stuck in a call
     trainer = Connection(int(sys.argv[1]))
-    loop = asyncio.new_event_loop()  # one for all calls: a client that a module keeps belongs to the loop it began in
+    loop = (
+        asyncio.new_event_loop()
+    )  # one for all calls: a client that a module keeps belongs to the loop it began in
     with contextlib.suppress(EOFError, OSError):
         sys.path[:] = pickle.loads(trainer.recv_bytes())
         while True:

@@ -81,7 +81,11 @@ def transcripts(row: dict[str, str], task: str) -> list[list[tuple[str, bool]]]:
         call = prompt.replace("=", "?")
         return [[(prompt, False), (call, True), (answer + "!", False), (answer, True), end]]
     said, texts = prompt, []
-    for thought, tool_says in ((prompt[:-2], answer[::-1]), (answer[::-1] + "~", answer), (answer, "")):
+    for thought, tool_says in (
+        (prompt[:-2], answer[::-1]),
+        (answer[::-1] + "~", answer),
+        (answer, ""),
+    ):
         call = thought + "?" * bool(tool_says)
         texts.append([(said, False), (f"({thought.removesuffix('~')}){call}", True), end])
         said += f"{call}<eos>{tool_says}"
@@ -94,7 +98,11 @@ def build_tokenizer(task: str = "sort") -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=[]))
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", model_max_length=128
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        model_max_length=128,
     )
     tokenizer.chat_template = AGENT_TEMPLATE if task == "agent" else TEMPLATE
     return tokenizer
@@ -120,7 +128,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     )
 
 
-def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, task: str) -> None:
+def teach(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, task: str
+) -> None:
     """Supervised steps on fresh training problems until `STOP_AT` of them are right before they are trained on.
 
     All teacher-forced argmaxes right is the same as greedy decoding right, so the accuracy costs nothing.
@@ -128,7 +138,9 @@ def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
     rows = problems(BATCH_SIZE * MAX_STEPS, held_out=False, seed=seed + 1, task=task)
     taught = []  # by turn: ids and labels
     for turns in zip(*(transcripts(row, task) for row in rows), strict=True):
-        ids = tokenizer(["".join(text for text, _ in pieces) for pieces in turns], return_tensors="pt")["input_ids"]
+        ids = tokenizer(
+            ["".join(text for text, _ in pieces) for pieces in turns], return_tensors="pt"
+        )["input_ids"]
         labels, place = ids.clone(), 0  # all of one length, laid out alike
         for text, is_ours in turns[0]:
             length = len(tokenizer(text)["input_ids"])
@@ -137,7 +149,9 @@ def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int
             place += length
         taught.append(zip(ids.split(BATCH_SIZE), labels.split(BATCH_SIZE), strict=True))
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS)
+    warmup = torch.optim.lr_scheduler.LinearLR(
+        optimizer, 1 / WARMUP_STEPS, total_iters=WARMUP_STEPS
+    )
     accuracy = 0.0
     for step, batches in enumerate(zip(*taught, strict=True), 1):
         right, loss = torch.tensor(True), torch.tensor(0.0)
@@ -178,7 +192,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     outputs = Path(__file__).resolve().parent.parent / "outputs"
     parser.add_argument("--task", choices=["sort", "calculator", "agent"], default="sort")
-    parser.add_argument("--output", type=Path, help="default: outputs/tiny, outputs/calculator, outputs/agent")
+    parser.add_argument(
+        "--output", type=Path, help="default: outputs/tiny, outputs/calculator, outputs/agent"
+    )
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     folder = args.output or outputs / {"sort": "tiny"}.get(args.task, args.task)

@@ -29,7 +29,10 @@ from transformers import (
 from recipes.tiny_vlm import COLOURS, QUESTION, SIZE, squares
 
 BATCH_SIZE, MAX_STEPS, LEARNING_RATE = 32, 400, 1e-3
-NUM_WORDS_STEPS, STOP_AT = 100, 0.3  # steps with answers drawn by lot; share of right ones at which teaching ends
+NUM_WORDS_STEPS, STOP_AT = (
+    100,
+    0.3,
+)  # steps with answers drawn by lot; share of right ones at which teaching ends
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"
@@ -54,7 +57,8 @@ def build_processor(edge: int = SIZE) -> Qwen2_5_VLProcessor:
 def build_model(tokenizer: Any) -> Qwen2_5_VLForConditionalGeneration:
     """A randomly initialized Qwen2.5-VL: two layers of vision, four of text."""
     named = {
-        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>") for name in ("vision_start", "vision_end")
+        f"{name}_token_id": tokenizer.convert_tokens_to_ids(f"<|{name}|>")
+        for name in ("vision_start", "vision_end")
     }
     config = Qwen2_5_VLConfig(
         text_config={
@@ -89,7 +93,9 @@ def teach(model: Any, processor: Any, seed: int) -> None:
         by_lot = step <= NUM_WORDS_STEPS
         answers = [rng.choice(list(COLOURS)) if by_lot else row["answer"] for row in rows]
         texts = [prompt + answer + tokenizer.eos_token for answer in answers]
-        batch = processor(text=texts, images=[[row["image"]] for row in rows], padding=True, return_tensors="pt")
+        batch = processor(
+            text=texts, images=[[row["image"]] for row in rows], padding=True, return_tensors="pt"
+        )
         ends = batch["attention_mask"].sum(1)
         lengths = torch.tensor([len(answer) + 1 for answer in answers])
         at = torch.arange(batch["input_ids"].shape[1])
@@ -123,7 +129,9 @@ def build(folder: Path, seed: int) -> None:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "tiny_vlm")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -46,7 +46,9 @@ USABLE = 0.9  # of the device's memory: the rest is lost to fragments
 class Parts(NamedTuple):
     """What was measured of a step, in seconds."""
 
-    sampling: tuple[float, float]  # `line` until all rewards are there, over the groups of one server
+    sampling: tuple[
+        float, float
+    ]  # `line` until all rewards are there, over the groups of one server
     num_groups: float  # that a step samples, with those that it drops
     reward_s: float  # after the last completion
     rows: list[float]  # the part of that time after which each of the trainer's rows is there
@@ -80,7 +82,11 @@ def fitting_tokens(memory: tuple[float, float], available: float) -> int:
 def predict(parts: Parts, num_servers: int, staleness: int) -> Step:
     """A step with so many servers: at staleness 0 a batch is sampled and then trained, above 0 side by side."""
     per_batch_s = parts.sampling[1] * parts.num_groups / num_servers
-    sample_s, alone_s, slowdown = parts.sampling[0] + per_batch_s, 0.0, parts.slowdown if staleness else 1.0
+    sample_s, alone_s, slowdown = (
+        parts.sampling[0] + per_batch_s,
+        0.0,
+        parts.slowdown if staleness else 1.0,
+    )
     for part in parts.rows:  # each trains as soon as it is there
         alone_s = max(alone_s, part * sample_s) + parts.train_s / len(parts.rows)
     # A batch begins once the one `staleness` before it is sampled: so many overlap, with the one that is trained.
@@ -109,17 +115,26 @@ class Doctor:
         self.policy = build_policy(config, device, rollouts.example)
         self.config = rollouts.config = share_prefixes(self.policy, config, rollouts.example)
         self.reference = build_reference(self.policy, self.config, device, rollouts.example)
-        self.optimizer, self.scheduler = build_optimizer(self.policy, 1, replace(config, learning_rate=0.0))
+        self.optimizer, self.scheduler = build_optimizer(
+            self.policy, 1, replace(config, learning_rate=0.0)
+        )
         self.pool, self.prompts = ThreadPoolExecutor(MAX_GROUPS), iter(list[Prompt]())
         if is_main():
             check_advantages(rollouts.prompts, config)
             rollouts.stream.num_steps = 0  # it admits nothing: groups are sampled here
-            self.prompts = (rollouts.prompts[row] for row in epochs(len(rollouts.prompts), config.seed))
+            self.prompts = (
+                rollouts.prompts[row] for row in epochs(len(rollouts.prompts), config.seed)
+            )
 
-    def sample(self, num: int, held_out: Sequence[Prompt] = (), meanwhile: Any = lambda: None) -> list[Group]:
+    def sample(
+        self, num: int, held_out: Sequence[Prompt] = (), meanwhile: Any = lambda: None
+    ) -> list[Group]:
         """Rank 0 samples and scores `num` fresh groups, or those of an evaluation, while all do something else."""
         prompts = held_out or islice(self.prompts, num)
-        groups = [Group(prompt, id=n, trained_version=self.rollouts.version) for n, prompt in enumerate(prompts)]
+        groups = [
+            Group(prompt, id=n, trained_version=self.rollouts.version)
+            for n, prompt in enumerate(prompts)
+        ]
         answers = [self.pool.submit(self.rollouts._fill, group, bool(held_out)) for group in groups]
         meanwhile()
         for answer in answers:
@@ -131,13 +146,17 @@ class Doctor:
         dealt = None
         if is_main():
             set_advantages(groups, config)
-            if not any(chain.from_iterable(group.advantages for group in groups)):  # the gradient would be 0
+            if not any(
+                chain.from_iterable(group.advantages for group in groups)
+            ):  # the gradient would be 0
                 groups[0].advantages = [1.0] * config.num_generations
             dealt = Dealer(dist.get_world_size(), config).deal(groups, is_complete=True)
         shares = scatter_objects(dealt)
         built = self.policy, self.reference, self.optimizer, self.scheduler
         metrics, _ = train_batch(*built, shares, config, self.device)
-        return metrics, [micro.packed.num_tokens for share in shares for micro in share.micro_batches]
+        return metrics, [
+            micro.packed.num_tokens for share in shares for micro in share.micro_batches
+        ]
 
     def sync(self, *_: Any) -> None:
         """Send the weights to the servers once more. Collective."""
@@ -152,29 +171,46 @@ class Doctor:
         config, metrics = self.config, batch_metrics(groups, 0, self.config)
         equal, cut = metrics["frac_reward_zero_std"], metrics["completions/clipped_ratio"]
         length = f"{metrics['completions/mean_length']:.0f} tokens a completion, {cut:.0%} cut off"
-        tell("one batch", f"reward {metrics['reward']:.3g}, all equal in {equal:.0%} of groups; {length}")
+        tell(
+            "one batch",
+            f"reward {metrics['reward']:.3g}, all equal in {equal:.0%} of groups; {length}",
+        )
         much = "nothing" if equal == 1 else "little"
         self.advise(
-            equal > 0.7, f"rewards are all equal in {equal:.0%} of groups: {much} to learn; look at the rewards"
+            equal > 0.7,
+            f"rewards are all equal in {equal:.0%} of groups: {much} to learn; look at the rewards",
         )
         self.advise(
-            cut > 0.5, f"max_completion_len={config.max_completion_len} cuts {cut:.0%} of completions: raise it"
+            cut > 0.5,
+            f"max_completion_len={config.max_completion_len} cuts {cut:.0%} of completions: raise it",
         )
 
     def look_at_servers(self, groups: list[Group]) -> None:
         """Whether each server gives its tokens the log-probs that the trainer gives them. Collective."""
-        config, limit = replace(self.config, num_iterations=1, num_minibatches=1), self.config.max_logprob_mismatch
-        servers = [(server.url, server.number) for server in self.rollouts.client.servers] if is_main() else []
+        config, limit = (
+            replace(self.config, num_iterations=1, num_minibatches=1),
+            self.config.max_logprob_mismatch,
+        )
+        servers = (
+            [(server.url, server.number) for server in self.rollouts.client.servers]
+            if is_main()
+            else []
+        )
         for url, number in broadcast_object(servers):
             own = [group for group in groups if group.server == number]
             if not broadcast_object(len(own)):
                 tell(f"server {url}", "got none of the batch's groups")
                 continue
             metrics, _ = self.train(own, config)
-            mean, most = (metrics[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max"))
+            mean, most = (
+                metrics[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max")
+            )
             tell(f"server {url}", f"mismatch {mean:.2g} mean, {most:.2g} max nats")
             is_off = mean > limit / 3 and not bending(self.config)
-            self.advise(is_off, f"{url} is {mean:.2g} nats off, and at {limit:g} it is left out: compare its --dtype")
+            self.advise(
+                is_off,
+                f"{url} is {mean:.2g} nats off, and at {limit:g} it is left out: compare its --dtype",
+            )
 
     def look_at_sharing(self, groups: list[Group]) -> None:
         """Shared prompts against plain rows: gradients, weight by weight, and time. Collective."""
@@ -183,31 +219,51 @@ class Doctor:
         found: list[list[Tensor]] = []  # this rank's parts of either's gradients
 
         def keep(optimizer: Any, *_: Any) -> None:
-            grads = [w.grad for group in optimizer.param_groups for w in group["params"] if w.grad is not None]
+            grads = [
+                w.grad
+                for group in optimizer.param_groups
+                for w in group["params"]
+                if w.grad is not None
+            ]
             parts = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)
             found.append([part.to("cpu", torch.float64, copy=True) for part in parts])
 
         self.policy.train(self.config.lora_dropout == 0)  # dropout would be another one every time
         shared = replace(self.config, num_iterations=1, num_minibatches=1, grad_norm=0.0)
-        calls = [partial(self.train, groups, config) for config in (shared, replace(shared, share_prefix=False))]
+        calls = [
+            partial(self.train, groups, config)
+            for config in (shared, replace(shared, share_prefix=False))
+        ]
         hook, pairs = self.optimizer.register_step_pre_hook(keep), []
         for _ in range(3):  # in turn, as machines are noisy
             pairs.append([seconds(call, 1) for call in calls])
             hook.remove()  # gradients of the first pair are enough
         self.policy.train()
         if len(found) < 2:
-            raise UserError("the gradient of a batch is not finite: look at loss_fn and the rewards")
+            raise UserError(
+                "the gradient of a batch is not finite: look at loss_fn and the rewards"
+            )
         squares = [((a - b).square().sum(), b.square().sum()) for a, b in zip(*found, strict=True)]
         sums = torch.tensor(squares, device=self.device)
         dist.all_reduce(sums)
         errors, norms = sums.sqrt().T
-        error = (errors / norms.clamp(min=0.01 * norms.max())).max().item()  # some gradients are nothing but rounding
+        error = (
+            (errors / norms.clamp(min=0.01 * norms.max())).max().item()
+        )  # some gradients are nothing but rounding
         gain = median(plain_s / shared_s for shared_s, plain_s in pairs)
-        tell("shared prompts", f"gradients equal to {error:.1g}, {gain:.2f} times as fast as plain rows")
-        self.advise(gain < 0.95, f"share_prefix gains nothing ({gain:.2f} times as fast): set it to false")
+        tell(
+            "shared prompts",
+            f"gradients equal to {error:.1g}, {gain:.2f} times as fast as plain rows",
+        )
+        self.advise(
+            gain < 0.95, f"share_prefix gains nothing ({gain:.2f} times as fast): set it to false"
+        )
         config = self.config
         rounds = config.bf16 or config.fsdp_bf16 or config.dtype == "bfloat16"
-        self.advise(error > (0.1 if rounds else 1e-3), "share_prefix is inexact here: set it to false, and report it")
+        self.advise(
+            error > (0.1 if rounds else 1e-3),
+            "share_prefix is inexact here: set it to false, and report it",
+        )
 
     def peak(self, groups: list[Group], max_tokens: int) -> list[float]:
         """Of a batch in such rows: tokens of the largest, bytes at the peak, seconds; over all ranks. Collective."""
@@ -216,79 +272,151 @@ class Doctor:
             ctypes.CDLL(None).malloc_trim(0)
         reset_peak(self.device)
         step_s = seconds(lambda: sizes.extend(self.train(groups, config)[1]))
-        most = torch.tensor([max(sizes), 1e6 * memory_mb(self.device, "VmHWM"), step_s], device=self.device).double()
+        most = torch.tensor(
+            [max(sizes), 1e6 * memory_mb(self.device, "VmHWM"), step_s], device=self.device
+        ).double()
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return most.tolist()
 
     def look_at_memory(self, groups: list[Group]) -> tuple[int, float]:
         """The peak, and the size of rows that fits; returns the rows that a rank trains, and seconds. Collective."""
         config, sizes, device = self.config, self.train(groups, self.config)[1], self.device
-        longest = max((len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions), default=0)
+        longest = max(
+            (len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions),
+            default=0,
+        )
         least = broadcast_object(max(longest, config.max_completion_len + 1))
-        free = psutil.virtual_memory().available / dist.get_world_size() + 1e6 * memory_mb(device, "VmRSS")
+        free = psutil.virtual_memory().available / dist.get_world_size() + 1e6 * memory_mb(
+            device, "VmRSS"
+        )
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        half, whole = (self.peak(groups, max(size, least)) for size in (max(sizes) // 2, config.max_tokens_per_gpu))
+        half, whole = (
+            self.peak(groups, max(size, least))
+            for size in (max(sizes) // 2, config.max_tokens_per_gpu)
+        )
         fits = fitting_tokens(line(half[:2], whole[:2]), free)
         limit = f"up to {fits:,} fit into" if fits else "free:"
-        tell("memory", f"peak {whole[1] / 1e9:.2f} GB with rows of {whole[0]:,.0f} tokens; {limit} {free / 1e9:.1f} GB")
+        tell(
+            "memory",
+            f"peak {whole[1] / 1e9:.2f} GB with rows of {whole[0]:,.0f} tokens; {limit} {free / 1e9:.1f} GB",
+        )
         setting, gain = f"max_tokens_per_gpu={config.max_tokens_per_gpu}", half[2] / whole[2] - 1
-        is_small = fits > 2 * config.max_tokens_per_gpu and len(sizes) > config.num_minibatches and gain > LITTLE
-        self.advise(is_small, f"{setting}: {fits:,} fit, and rows of half of it take {gain:.0%} longer: raise it")
+        is_small = (
+            fits > 2 * config.max_tokens_per_gpu
+            and len(sizes) > config.num_minibatches
+            and gain > LITTLE
+        )
+        self.advise(
+            is_small,
+            f"{setting}: {fits:,} fit, and rows of half of it take {gain:.0%} longer: raise it",
+        )
         self.advise(0 < fits < config.max_tokens_per_gpu, f"{setting}: only {fits:,} fit: lower it")
         return len(sizes), whole[2]
 
-    def measure(self, groups: list[Group], num_rows: int, train_s: float, num_servers: int) -> Parts:
+    def measure(
+        self, groups: list[Group], num_rows: int, train_s: float, num_servers: int
+    ) -> Parts:
         """The parts of a step; of use on rank 0 alone. Collective."""
         config, size, samples = self.config, self.config.batch_size, [groups]
         few = min(max(size // 8, num_servers), size)
         few_s = seconds(lambda: self.sample(few))
         sample_s = seconds(lambda: samples.append(self.sample(size)))
         sync_s = seconds(self.sync)
-        both_s = seconds(lambda: self.sample(size, (), lambda: self.sync(self.train(groups, config))))
+        both_s = seconds(
+            lambda: self.sample(size, (), lambda: self.sync(self.train(groups, config)))
+        )
         sampling = line((few / num_servers, few_s), (size / num_servers, sample_s))
         begun_s = min((g.started_s for g in samples[-1]), default=0)
-        ends = [end_s - begun_s for end_s in accumulate((g.scored_s for g in samples[-1]), max)] or [1.0]
+        ends = [
+            end_s - begun_s for end_s in accumulate((g.scored_s for g in samples[-1]), max)
+        ] or [1.0]
         waits = config.updates_per_batch > 1 or config.weighs_whole_batch  # for the whole batch
         shares = [1.0 if waits else row / num_rows for row in range(1, num_rows + 1)]
         # The next group tells that a row is full.
-        rows = [ends[min(math.ceil(len(ends) * share), len(ends) - 1)] / ends[-1] for share in shares]
+        rows = [
+            ends[min(math.ceil(len(ends) * share), len(ends) - 1)] / ends[-1] for share in shares
+        ]
         equal = sum(not g.can_teach for g in groups) / size if config.drop_zero_advantage else 0.0
         reward_s = ends[-1] - max((g.sampled_s - begun_s for g in samples[-1]), default=0)
         slowdown = max(both_s / (max(sample_s, train_s) + sync_s), 1.0)  # below 1 it is noise
-        return Parts(sampling, size / max(1 - equal, 0.1), reward_s, rows, train_s, sync_s, slowdown)
+        return Parts(
+            sampling, size / max(1 - equal, 0.1), reward_s, rows, train_s, sync_s, slowdown
+        )
 
     def look_at_speed(self, groups: list[Group], num_rows: int, train_s: float) -> None:
         """A step and the run, and what more servers, or staleness, would give. Collective."""
-        config, rollouts, num = self.config, self.rollouts, len(self.rollouts.client.servers) if is_main() else 1
+        config, rollouts, num = (
+            self.config,
+            self.rollouts,
+            len(self.rollouts.client.servers) if is_main() else 1,
+        )
         parts = self.measure(groups, num_rows, train_s, num)
         if not is_main():
             return
-        (start, slope), completions = parts.sampling, [c for group in groups for c in group.completions]
-        sampled = sum(c.num_sampled for c in completions) / (start + slope * config.batch_size / num)
-        trained = sum(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions) / train_s
-        tell("speed of either side alone", f"{sampled:,.0f} tokens/s sampled, {trained:,.0f} tokens/s trained")
+        (start, slope), completions = (
+            parts.sampling,
+            [c for group in groups for c in group.completions],
+        )
+        sampled = sum(c.num_sampled for c in completions) / (
+            start + slope * config.batch_size / num
+        )
+        trained = (
+            sum(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions)
+            / train_s
+        )
+        tell(
+            "speed of either side alone",
+            f"{sampled:,.0f} tokens/s sampled, {trained:,.0f} tokens/s trained",
+        )
         steps = {k: predict(parts, k, config.max_staleness) for k in sorted({1, 2, 4, 8, num})}
         step_s, waits, idle = steps[num]
         sample_s = start + slope * parts.num_groups / num - parts.reward_s
-        times = f"sampling {sample_s:.2f} s, rewards {parts.reward_s:.2f} s, training {train_s:.2f} s"
+        times = (
+            f"sampling {sample_s:.2f} s, rewards {parts.reward_s:.2f} s, training {train_s:.2f} s"
+        )
         tell("one step", f"{step_s:.2f} s: {times}, sync {parts.sync_s:.2f} s")
-        slower = f"; both at once take {parts.slowdown:.2f} times as long" if config.max_staleness else ""
+        slower = (
+            f"; both at once take {parts.slowdown:.2f} times as long"
+            if config.max_staleness
+            else ""
+        )
         tell("", f"trainer waits {waits:.0%}, servers {idle:.0%}{slower}")
-        enough = min(k for k in steps if steps[k].step_s < (1 + LITTLE) * min(steps.values()).step_s)
+        enough = min(
+            k for k in steps if steps[k].step_s < (1 + LITTLE) * min(steps.values()).step_s
+        )
         by_number = ", ".join(f"{k}: {of_k.step_s:.2f} s" for k, of_k in steps.items())
         tell("one step, by number of servers", f"{by_number}; enough: {enough}")
         held_out = [*chain.from_iterable(rollouts.held_out.values())]
-        some, every = held_out[: config.batch_size * config.num_generations], config.eval_steps or rollouts.num_steps
+        some, every = (
+            held_out[: config.batch_size * config.num_generations],
+            config.eval_steps or rollouts.num_steps,
+        )
         eval_s = seconds(lambda: self.sample(0, some), 1) * len(held_out) / max(len(some), 1)
-        num_evals = len({0, rollouts.num_steps, *range(every, rollouts.num_steps, every)}) if held_out else 0
+        num_evals = (
+            len({0, rollouts.num_steps, *range(every, rollouts.num_steps, every)})
+            if held_out
+            else 0
+        )
         hours = (rollouts.num_steps * step_s + num_evals * eval_s) / 3600
-        tell("the run", f"{hours:.2f} h: {rollouts.num_steps:,} steps, {num_evals} evaluations of {eval_s:.2f} s")
+        tell(
+            "the run",
+            f"{hours:.2f} h: {rollouts.num_steps:,} steps, {num_evals} evaluations of {eval_s:.2f} s",
+        )
         saved = 1 - predict(parts, num, 1).step_s / step_s
         is_sync = config.max_staleness == 0
-        self.advise(is_sync and saved > LITTLE, f"max_staleness=0 costs {saved:.0%} of a step, which 1 would save")
-        cure = f"{enough} servers give {steps[enough].step_s:.2f} s a step" if enough > num else "raise batch_size"
-        self.advise(not is_sync and waits > MUCH, f"the trainer waits {waits:.0%} of the time: {cure}")
+        self.advise(
+            is_sync and saved > LITTLE,
+            f"max_staleness=0 costs {saved:.0%} of a step, which 1 would save",
+        )
+        cure = (
+            f"{enough} servers give {steps[enough].step_s:.2f} s a step"
+            if enough > num
+            else "raise batch_size"
+        )
+        self.advise(
+            not is_sync and waits > MUCH, f"the trainer waits {waits:.0%} of the time: {cure}"
+        )
         cure = f"{enough} would do" if enough < num else "the trainer is the slower side"
         self.advise(not is_sync and idle > MUCH, f"servers wait {idle:.0%} of the time: {cure}")
 
@@ -298,7 +426,10 @@ def examine(config: TrainConfig) -> None:
     if config.replay:
         raise UserError("replay asks no server, and its speed is the trainer's alone: unset it")
     check_loss(config)
-    with process_group(config.collective_timeout) as device, closing(Rollouts(config, device)) as rollouts:
+    with (
+        process_group(config.collective_timeout) as device,
+        closing(Rollouts(config, device)) as rollouts,
+    ):
         if is_main():
             rollouts.scorer.failed_path = Path(os.devnull)
         doctor = Doctor(config, device, rollouts)
@@ -309,7 +440,9 @@ def examine(config: TrainConfig) -> None:
         doctor.look_at_speed(groups, *doctor.look_at_memory(groups))
         if is_main():
             doctor.look_at_batch(groups)
-            print("\n" + ("\n".join(f"- {text}" for text in doctor.advice) or "no setting looks off"))
+            print(
+                "\n" + ("\n".join(f"- {text}" for text in doctor.advice) or "no setting looks off")
+            )
 
 
 if __name__ == "__main__":

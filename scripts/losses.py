@@ -49,7 +49,9 @@ class Recorder:
     def __init__(self, policy: Any):
         self.weights = [p for p in policy.parameters() if p.requires_grad]
         self.param_groups = [{"lr": 0.0}]
-        self.gradient = torch.zeros(sum(weight.numel() for weight in self.weights), dtype=torch.float64)
+        self.gradient = torch.zeros(
+            sum(weight.numel() for weight in self.weights), dtype=torch.float64
+        )
 
     def step(self) -> None:
         """Keep it."""
@@ -62,7 +64,9 @@ class Recorder:
             weight.grad = None
 
 
-def gradient(policy: Any, reference: Any, shares: list[Share], config: TrainConfig, device: torch.device) -> Tensor:
+def gradient(
+    policy: Any, reference: Any, shares: list[Share], config: TrainConfig, device: torch.device
+) -> Tensor:
     """The gradient of one batch, normalized and not clipped; 0 where it is not finite."""
     recorder = Recorder(policy)
     torch.manual_seed(0)  # the same dropout for both
@@ -74,11 +78,17 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
     """Both gradients of every step, each printed when it is known."""
     rows: list[Row] = []
     a, b = configs
-    with process_group(600) as device, closing(Rollouts(a, device)) as of_a, closing(Rollouts(b, device)) as of_b:
+    with (
+        process_group(600) as device,
+        closing(Rollouts(a, device)) as of_a,
+        closing(Rollouts(b, device)) as of_b,
+    ):
         torch.manual_seed(a.seed)
         policy = build_policy(a, device, of_a.example)
         a, b = (share_prefixes(policy, config, of_a.example) for config in (a, b))
-        reference_a, reference_b = (build_reference(policy, config, device, of_a.example) for config in (a, b))
+        reference_a, reference_b = (
+            build_reference(policy, config, device, of_a.example) for config in (a, b)
+        )
         optimizer, scheduler = build_optimizer(policy, of_a.num_steps, a)
         for step in range(1, min(num_steps or of_a.num_steps, of_a.num_steps) + 1):
             for rollouts in (of_a, of_b):
@@ -94,8 +104,13 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
             one = gradient(policy, reference_a, batch_a, a, device)
             two = gradient(policy, reference_b, batch_b, b, device)
             norms = one.norm().item(), two.norm().item()
-            rows.append(Row(*norms, (one @ two).item() / (norms[0] * norms[1]) if all(norms) else math.nan))
-            print(f"step {step} · norms {norms[0]:.4g} {norms[1]:.4g} · cosine {rows[-1].cosine:.4f}", flush=True)
+            rows.append(
+                Row(*norms, (one @ two).item() / (norms[0] * norms[1]) if all(norms) else math.nan)
+            )
+            print(
+                f"step {step} · norms {norms[0]:.4g} {norms[1]:.4g} · cosine {rows[-1].cosine:.4f}",
+                flush=True,
+            )
             train_batch(policy, reference_a, optimizer, scheduler, batch_a, a, device)
     return rows
 
@@ -120,7 +135,9 @@ def draw(rows: list[Row], names: list[str], path: Path) -> None:
 
 def main(argv: list[str]) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", metavar="RUN", help="a run's output_dir")
     parser.add_argument("recipes", nargs=2, metavar="RECIPE")
     parser.add_argument("--steps", type=int, help="default: all that the run has")
@@ -128,14 +145,29 @@ def main(argv: list[str]) -> None:
     args, fields = parser.parse_known_args(argv)
     path = args.output or Path(args.run) / "losses.png"
     try:
-        words = ["--replay", args.run, "--output_dir", f"{args.run}-unused"]  # nothing is written there
+        words = [
+            "--replay",
+            args.run,
+            "--output_dir",
+            f"{args.run}-unused",
+        ]  # nothing is written there
         words += ["--num_iterations", "1", "--num_minibatches", "1", "--max_steps", "none"]
         configs = [with_bf16(parse_args([recipe, *fields, *words])) for recipe in args.recipes]
         if {config.old_logprobs for config in configs} == {"trainer"}:
-            print("all ratios are 1: with --old_logprobs sampler they are against the server's log-probs", flush=True)
+            print(
+                "all ratios are 1: with --old_logprobs sampler they are against the server's log-probs",
+                flush=True,
+            )
         for config in configs:
             check_loss(config)
-        for name in ("model_id", "use_peft", "lora_rank", "lora_alpha", "lora_target_modules", "dtype"):
+        for name in (
+            "model_id",
+            "use_peft",
+            "lora_rank",
+            "lora_alpha",
+            "lora_target_modules",
+            "dtype",
+        ):
             if len({str(getattr(config, name)) for config in configs}) > 1:
                 raise UserError(f"the recipes differ in {name}: both gradients are of one policy")
         rows = compare(configs, args.steps)

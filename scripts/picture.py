@@ -14,15 +14,32 @@ WIDTH, HEIGHT = 900, 658
 INK, PALE, PATH = "#1f2937", "#5b6472", "#c2410c"  # text, small text, the way of a Group
 SANS = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
-BLUE, ORANGE, GREEN, PURPLE, PINK, GREY = "#e6f0fb", "#fdf0db", "#e6f4ea", "#efe9fa", "#fce8f0", "#eceff3"
-ROW = [(46, 92, ORANGE), (140, 60, BLUE), (202, 40, BLUE), (244, 82, BLUE)]  # of tokens: x, width, colour
+BLUE, ORANGE, GREEN, PURPLE, PINK, GREY = (
+    "#e6f0fb",
+    "#fdf0db",
+    "#e6f4ea",
+    "#efe9fa",
+    "#fce8f0",
+    "#eceff3",
+)
+ROW = [
+    (46, 92, ORANGE),
+    (140, 60, BLUE),
+    (202, 40, BLUE),
+    (244, 82, BLUE),
+]  # of tokens: x, width, colour
 STREAM = ("Groups, sampled", "ahead within", "max_staleness;", "of a lost server:", "sampled anew")
 SERVER = ("vLLM, in processes", "of its own, on this", "or other machines")
-PREFIX = ("A row holds each prompt once, and all of its", "completions, which do not see each other:")
+PREFIX = (
+    "A row holds each prompt once, and all of its",
+    "completions, which do not see each other:",
+)
 NAMES = ["prompt", "first", "2nd", "third"]
 
 
-def rect(x: int, y: int, width: int, height: int, fill: str, line: str = "#9aa5b4", radius: int = 6) -> str:
+def rect(
+    x: int, y: int, width: int, height: int, fill: str, line: str = "#9aa5b4", radius: int = 6
+) -> str:
     """A room."""
     box = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}"'
     return f'{box} fill="{fill}" stroke="{line}"/>'
@@ -56,7 +73,11 @@ def step(x: int, y: int, number: int, *lines: str) -> str:
     """The number of a step in a circle, and what happens there."""
     parts = [f'<circle cx="{x}" cy="{y}" r="9" fill="{PATH}"/>']
     parts.append(text(x, y + 4, str(number), 11, "b c", "#ffffff"))
-    parts += [text(x + 14, y + 4 + 14 * place, line, 11.5, "", INK) for place, line in enumerate(lines) if line]
+    parts += [
+        text(x + 14, y + 4 + 14 * place, line, 11.5, "", INK)
+        for place, line in enumerate(lines)
+        if line
+    ]
     return "\n".join(parts)
 
 
@@ -96,7 +117,10 @@ def draw() -> str:
         # prefix_attention.py, training/
         room(32, 446, 308, 122, PINK, "prefix_attention.py", *PREFIX),
         *(rect(x, 506, width, 26, fill, radius=3) for x, width, fill in ROW),
-        *(text(x + width // 2, 523, name, 11, "c", INK) for (x, width, _), name in zip(ROW, NAMES, strict=True)),
+        *(
+            text(x + width // 2, 523, name, 11, "c", INK)
+            for (x, width, _), name in zip(ROW, NAMES, strict=True)
+        ),
         text(41, 554, "log-probs as if each had its own prompt"),
         floor(356, 446, 232, 122, "training/"),
         room(368, 470, 208, 44, GREEN, "model.py", "load, LoRA, FSDP2, optimizer"),
@@ -110,7 +134,15 @@ def draw() -> str:
         text(604, 534, "CUDA IPC"),
         text(604, 548, "or gloo"),
         room(32, 584, 250, 46, GREY, "config.py", "every setting, checked at the start"),
-        room(294, 584, 406, 46, GREY, "utils.py", "ranks, collectives, weights on the wire, the end of a process"),
+        room(
+            294,
+            584,
+            406,
+            46,
+            GREY,
+            "utils.py",
+            "ranks, collectives, weights on the wire, the end of a process",
+        ),
         # the way
         arrow((140, 44), (140, 106)),
         step(158, 53, 1, "prompt, images, columns"),
@@ -147,7 +179,9 @@ def draw() -> str:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "house.svg")
     parser.parse_args().output.write_text(draw(), encoding="utf-8")
 

@@ -57,7 +57,9 @@ def read_metrics(run: Path, remote: str | None = None) -> Rows:
             sys.exit(f"error: {path} is not there: give a run's output_dir")
         text = path.read_text(encoding="utf-8")
     lines = text.split("\n")[:-1]  # what a running trainer has not ended is left out
-    rows = [json.loads(line, parse_constant=lambda _: None) for line in lines]  # NaN, of another trainer
+    rows = [
+        json.loads(line, parse_constant=lambda _: None) for line in lines
+    ]  # NaN, of another trainer
     return rows or sys.exit(f"error: {path} has no step yet")
 
 
@@ -68,13 +70,21 @@ def metric_names(rows: Rows) -> list[str]:
 
 def smoothed(values: list[float], window: int) -> list[float]:
     """The mean of each value and the `window` - 1 before it, or as many as there are."""
-    return [sum(part) / len(part) for end in range(1, len(values) + 1) if (part := values[max(end - window, 0) : end])]
+    return [
+        sum(part) / len(part)
+        for end in range(1, len(values) + 1)
+        if (part := values[max(end - window, 0) : end])
+    ]
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
     """The values as a line of text, for a terminal: means of `width` parts of them, from the least to the greatest."""
     size = max(math.ceil(len(values) / width), 1)
-    means = [sum(part) / len(part) for start in range(0, len(values), size) if (part := values[start : start + size])]
+    means = [
+        sum(part) / len(part)
+        for start in range(0, len(values), size)
+        if (part := values[start : start + size])
+    ]
     low, high = min(means), max(means)
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / ((high - low) or 1))] for mean in means)
 
@@ -87,7 +97,12 @@ def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> N
     if points:
         at, values = map(list, zip(*points, strict=True))
         is_sparse = len(points) < len(rows) / 2
-        axes.plot(at, values if is_sparse else smoothed(values, window), "o-" if is_sparse else "-", label=label)
+        axes.plot(
+            at,
+            values if is_sparse else smoothed(values, window),
+            "o-" if is_sparse else "-",
+            label=label,
+        )
 
 
 def save(figure: Any, path: Path) -> None:
@@ -111,11 +126,16 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
     present = {name for rows in runs.values() for name in metric_names(rows)}
     if unknown := [name for name in [*names, x] if name not in present]:
         near = difflib.get_close_matches(unknown[0], present, n=1)
-        sys.exit(f"error: no run has {unknown[0]}" + (f": did you mean {near[0]}?" if near else "; `info` lists all"))
+        sys.exit(
+            f"error: no run has {unknown[0]}"
+            + (f": did you mean {near[0]}?" if near else "; `info` lists all")
+        )
     panels = [(name,) for name in names] or SUMMARY
     columns = min(len(panels), 2)
     rows_of_panels = math.ceil(len(panels) / columns)
-    figure, grid = plt.subplots(rows_of_panels, columns, squeeze=False, figsize=(6 * columns, 3.5 * rows_of_panels))
+    figure, grid = plt.subplots(
+        rows_of_panels, columns, squeeze=False, figsize=(6 * columns, 3.5 * rows_of_panels)
+    )
     for axes, panel in zip(grid.flat, panels, strict=False):
         for name in panel:
             for run, rows in runs.items():
@@ -136,23 +156,47 @@ def keep(rows: Rows, names: list[str], x: str, folder: Path) -> None:
     """Write what is drawn of a run, and what is printed, to `<folder>/metrics.jsonl`, with five digits."""
     drawn = names or [name for panel in SUMMARY for name in panel]
     wanted = {"step", x, "reward", "eval/reward", "eval/accuracy", *drawn}
-    kept = [{name: value for name, value in row.items() if name in wanted and value is not None} for row in rows]
+    kept = [
+        {name: value for name, value in row.items() if name in wanted and value is not None}
+        for row in rows
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as lines:
         for row in kept:
-            short = {name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in row.items()}
+            short = {
+                name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in row.items()
+            }
             lines.write(json.dumps(short) + "\n")
 
 
 def main(argv: list[str]) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's output_dir; `info` before it lists")
-    parser.add_argument("-v", "--metric", action="append", default=[], help="a panel of its own; may be repeated")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="a run's output_dir; `info` before it lists",
+    )
+    parser.add_argument(
+        "-v", "--metric", action="append", default=[], help="a panel of its own; may be repeated"
+    )
     parser.add_argument("-x", default="step", help="the metric of the horizontal axis")
-    parser.add_argument("--smooth", type=int, default=1, metavar="STEPS", help="mean over so many values")
-    parser.add_argument("-o", "--output", type=Path, help="default: reward.png in the first run, here if it is remote")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write what is drawn of one run there, as a run")
+    parser.add_argument(
+        "--smooth", type=int, default=1, metavar="STEPS", help="mean over so many values"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        help="default: reward.png in the first run, here if it is remote",
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="write what is drawn of one run there, as a run"
+    )
     parser.add_argument("--remote", metavar="HOST", help="where the runs are; as ssh takes it")
     args = parser.parse_args(argv)
     if args.smooth < 1:
@@ -164,7 +208,14 @@ def main(argv: list[str]) -> None:
     runs = {str(path): read_metrics(path, args.remote) for path in paths}
     if only_list:
         for name, rows in runs.items():
-            print("\n".join([f"{name}: {len(rows)} steps", *(f"  {metric}" for metric in metric_names(rows))]))
+            print(
+                "\n".join(
+                    [
+                        f"{name}: {len(rows)} steps",
+                        *(f"  {metric}" for metric in metric_names(rows)),
+                    ]
+                )
+            )
         return
     path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -179,12 +230,22 @@ def main(argv: list[str]) -> None:
             print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
         of = f" of {name}" if len(runs) > 1 else ""
         if held_out := [row for row in rows if row.get("eval/reward") is not None]:
-            is_share = all(row.get("eval/accuracy") == row["eval/reward"] for row in held_out)  # they are 0 or 1
+            is_share = all(
+                row.get("eval/accuracy") == row["eval/reward"] for row in held_out
+            )  # they are 0 or 1
             kinds = [] if is_share else [("reward", ".3g")]
-            kinds += [("accuracy", ".1%")] if is_share or any(row.get("eval/accuracy") for row in held_out) else []
+            kinds += (
+                [("accuracy", ".1%")]
+                if is_share or any(row.get("eval/accuracy") for row in held_out)
+                else []
+            )
             for what, form in kinds:
-                print(f"held-out {what}{of} before: {held_out[0].get(f'eval/{what}', math.nan):{form}}")
-                print(f"held-out {what}{of} after:  {held_out[-1].get(f'eval/{what}', math.nan):{form}}")
+                print(
+                    f"held-out {what}{of} before: {held_out[0].get(f'eval/{what}', math.nan):{form}}"
+                )
+                print(
+                    f"held-out {what}{of} after:  {held_out[-1].get(f'eval/{what}', math.nan):{form}}"
+                )
     print(f"reward curve: {path}")
 
 

@@ -50,7 +50,9 @@ def shown(sample: Sample) -> str:
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":  # an agent's conversation
         completion = content_text(prompt.pop().get("content"))
     if not isinstance(prompt, str):
-        prompt = "\n".join(f"[{message['role']}] {content_text(message.get('content'))}" for message in prompt)
+        prompt = "\n".join(
+            f"[{message['role']}] {content_text(message.get('content'))}" for message in prompt
+        )
     parts = ", ".join(f"{name} {value}" for name, value in sample["rewards"].items())
     head = f"step {sample['step']} · group {sample['group']} · dataset row {sample['row']} · {sample['finish_reason']}"
     if sample.get("set"):  # one of several held-out ones
@@ -61,7 +63,9 @@ def shown(sample: Sample) -> str:
     if "advantage" in sample:
         figures += f" · advantage {sample['advantage']:+.3g}"
     text = "\n".join([f"── {head}", f"   {figures}{columns}", prompt, "▸ " + completion, ""])
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)  # no terminal obeys it
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text
+    )  # no terminal obeys it
 
 
 def content_text(content: Any) -> str:
@@ -73,17 +77,23 @@ def content_text(content: Any) -> str:
 
 def main(argv: list[str]) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("run", type=Path)
     parser.add_argument("--step", type=int, help="default: the last")
     parser.add_argument("--group", type=int)
-    parser.add_argument("--held-out", action="store_true", help="those of an evaluation, with all its problems")
+    parser.add_argument(
+        "--held-out", action="store_true", help="those of an evaluation, with all its problems"
+    )
     parser.add_argument("--set", metavar="NAME", help="one of several held-out sets")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--worst", type=int, metavar="N")
     order.add_argument("--best", type=int, metavar="N")
     args = parser.parse_args(argv)
-    samples = read_samples(args.run / f"{'held_out' if args.held_out else 'completions'}.jsonl", args.step)
+    samples = read_samples(
+        args.run / f"{'held_out' if args.held_out else 'completions'}.jsonl", args.step
+    )
     if args.group is not None:
         samples = [sample for sample in samples if sample["group"] == args.group]
     if args.set is not None:
@@ -93,7 +103,9 @@ def main(argv: list[str]) -> None:
         parser.error("--worst and --best must be at least 1")
     if number is not None:
         judged = [sample for sample in samples if sample["reward"] is not None]
-        samples = sorted(judged, key=lambda sample: sample["reward"], reverse=args.best is not None)[:number]
+        samples = sorted(
+            judged, key=lambda sample: sample["reward"], reverse=args.best is not None
+        )[:number]
     print("\n".join(map(shown, samples)) or "no completion fits")
 
 

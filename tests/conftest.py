@@ -18,9 +18,26 @@ watching = subprocess.Popen(WATCH, stdin=subprocess.PIPE, process_group=0)
 
 from helpers import ENV, RECIPE, make_model, server  # noqa: E402
 
-torch.set_num_threads(1)  # with more some kernels sum in another order, and equal is not equal to the bit
-SERVERS = {"servers", "vlm_server", "url", "place", "chat", "recipe"}  # fixtures of servers, real or not
-RUNS = ("test_images", "test_server", "test_scripts", "test_train", "test_resume", "test_readme", "test_faults")
+torch.set_num_threads(
+    1
+)  # with more some kernels sum in another order, and equal is not equal to the bit
+SERVERS = {
+    "servers",
+    "vlm_server",
+    "url",
+    "place",
+    "chat",
+    "recipe",
+}  # fixtures of servers, real or not
+RUNS = (
+    "test_images",
+    "test_server",
+    "test_scripts",
+    "test_train",
+    "test_resume",
+    "test_readme",
+    "test_faults",
+)
 LONGEST = (
     *RUNS,
     "test_launch",
@@ -41,7 +58,11 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first, so that both workers of scripts/test.sh end at about the same time."""
-    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
+    items.sort(
+        key=lambda item: (
+            LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST)
+        )
+    )
     for item in items:
         if SERVERS & set(item.fixturenames) or item.path.stem in RUNS:
             item.add_marker("server")
@@ -62,7 +83,10 @@ def servers(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     with ExitStack() as stack:
         budget = ("--max-num-batched-tokens", "140")  # of a step: many prompts come to more
-        started = {k: stack.enter_context(server(path, folder / f"{k}.log", *budget)) for k, path in models.items()}
+        started = {
+            k: stack.enter_context(server(path, folder / f"{k}.log", *budget))
+            for k, path in models.items()
+        }
         yield {kind: process.wait() for kind, process in started.items()}
 
 
@@ -100,7 +124,9 @@ def recipe(models, tmp_path):
         sys.modules.pop(path.stem, None)  # of another server
         shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
         urls = [server.url for server in servers]
-        path.write_text(RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run")))
+        path.write_text(
+            RECIPE.format(model=models["untied"], urls=urls, output=str(tmp_path / "run"))
+        )
         return str(path)
 
     return write

@@ -6,7 +6,9 @@ from helpers import ROOT
 
 README = (ROOT / "README.md").read_text()
 TRANSLATION = (ROOT / "README.zh.md").read_text()
-DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/*.md"))}
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/*.md"))
+}
 DOCUMENTS = {"README.md": README, **DOCUMENTS}
 
 # Columns of other trainers' names in docs/coming-from-elsewhere.md, by section.
@@ -20,8 +22,13 @@ def blocks(language, text=README):
 
 def commands(text=README):
     """The lines of the shell blocks, joined where they go on, without comments: a list for each block."""
-    cleaned = (re.sub(r"\s+# .*", "", block.replace("\\\n", " "), flags=re.MULTILINE) for block in blocks("bash", text))
-    return [[re.sub(r"\s+", " ", line).strip(" &") for line in block.splitlines()] for block in cleaned]
+    cleaned = (
+        re.sub(r"\s+# .*", "", block.replace("\\\n", " "), flags=re.MULTILINE)
+        for block in blocks("bash", text)
+    )
+    return [
+        [re.sub(r"\s+", " ", line).strip(" &") for line in block.splitlines()] for block in cleaned
+    ]
 
 
 def inline(text=README):
@@ -46,7 +53,9 @@ def own(name):
         if line.startswith("## "):
             foreign = FOREIGN_COLUMNS.get(line.removeprefix("## "), ())
         if line.startswith("|"):
-            line = " | ".join(cell for place, cell in enumerate(cells(line)) if place not in foreign)
+            line = " | ".join(
+                cell for place, cell in enumerate(cells(line)) if place not in foreign
+            )
         kept.append(line)
     return "\n".join(kept)
 

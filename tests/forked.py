@@ -25,7 +25,9 @@ def _forks():
     forks = multiprocessing.get_context("forkserver")
     forks.set_forkserver_preload(PRELOAD)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(ROOT))  # Python 3.11 does not tell it our sys.path before it imports
+        patch.setenv(
+            "PYTHONPATH", str(ROOT)
+        )  # Python 3.11 does not tell it our sys.path before it imports
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # read when torch is imported
         forkserver.ensure_running()
     return forks
@@ -43,7 +45,9 @@ def serve(argv, log, environment):
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = ["vllm_server.py", *argv]
-    fork = multiprocessing.get_context("fork")  # vLLM spawns on the CPU, and would import itself again
+    fork = multiprocessing.get_context(
+        "fork"
+    )  # vLLM spawns on the CPU, and would import itself again
     setattr(multiprocessing, "get_context", lambda method=None: fork)  # noqa: B010
     vllm_server.main(argv)
 

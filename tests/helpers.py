@@ -36,7 +36,9 @@ def make_tokenizer(add_bos=False, chat_template=None):
     backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(VOCAB)}, merges=[]))
     backend.decoder = decoders.Fuse()
     if add_bos:
-        backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+        backend.post_processor = TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 1)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         pad_token="<eos>",
@@ -87,7 +89,9 @@ def on_ranks(num_ranks, folder, function, *arguments):
 def _forkserver():
     """A process of `ranks.py`, which ends with this one."""
     command = [sys.executable, str(ROOT / "tests" / "ranks.py")]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, text=True)
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENV, text=True
+    )
 
 
 def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
@@ -100,14 +104,25 @@ def on_forked_ranks(num_ranks, *arguments, timeout_s=300, env=()):
         outputs = [Path(folder) / name for name in ("stdout", "stderr")]
         for output in outputs:
             output.touch()
-        run = [num_ranks, free_port(), [*map(str, arguments)], {**ENV, **dict(env)}, str(ROOT), *map(str, outputs)]
+        run = [
+            num_ranks,
+            free_port(),
+            [*map(str, arguments)],
+            {**ENV, **dict(env)},
+            str(ROOT),
+            *map(str, outputs),
+        ]
         server.stdin.write(json.dumps(run) + "\n")
         server.stdin.flush()
         if not select([server.stdout], [], [], timeout_s)[0]:
             server.kill()
             _forkserver.cache_clear()
-            raise subprocess.TimeoutExpired(run[2], timeout_s, *(output.read_text() for output in outputs))
-        return subprocess.CompletedProcess(run[2], int(server.stdout.readline()), *(o.read_text() for o in outputs))
+            raise subprocess.TimeoutExpired(
+                run[2], timeout_s, *(output.read_text() for output in outputs)
+            )
+        return subprocess.CompletedProcess(
+            run[2], int(server.stdout.readline()), *(o.read_text() for o in outputs)
+        )
 
 
 def torchrun(num_ranks, *arguments, timeout_s=300, env=(), cwd=ROOT):
@@ -145,4 +160,6 @@ def answer_in(seconds):
 
 
 def read(folder, name):
-    return [json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()
+    ]

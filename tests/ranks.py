@@ -29,7 +29,12 @@ def become(rank, num_ranks, port, argv, environment, folder, *outputs):
     """Run the script as this rank; does not return."""
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), number)
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    place = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+    }
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.clear()
     os.environ.update(environment)

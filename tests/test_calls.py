@@ -70,14 +70,18 @@ def test_lambdas_and_closures_are_sent_whole(pool):
     value, pid = pool.call(lambda a: (a + held, os.getpid()), {"a": 2}, 5)
     assert value == 42
     assert pid != os.getpid()
-    with pytest.raises(CallError, match=r"raised ZeroDivisionError: division by zero \(test_calls.py:\d+\)"):
+    with pytest.raises(
+        CallError, match=r"raised ZeroDivisionError: division by zero \(test_calls.py:\d+\)"
+    ):
         pool.call(lambda: 1 / 0, {}, 5)
 
 
 def test_what_holds_a_lock_is_refused(pool):
     client, lock = Client(), threading.Lock()
     for function in (client.ask, lambda: lock):
-        with pytest.raises(CallError, match="cannot be sent to a worker: cannot pickle '_thread.lock' object; open"):
+        with pytest.raises(
+            CallError, match="cannot be sent to a worker: cannot pickle '_thread.lock' object; open"
+        ):
             pool.call(function, {}, 5)
 
 
@@ -106,7 +110,9 @@ def short_grace(monkeypatch):
 def test_a_stuck_call_is_killed_and_its_worker_replaced(pool, tmp_path, short_grace):
     started = time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        calls = [threads.submit(pool.call, hangs, {"path": tmp_path / str(i)}, 0.5) for i in range(4)]
+        calls = [
+            threads.submit(pool.call, hangs, {"path": tmp_path / str(i)}, 0.5) for i in range(4)
+        ]
         for call in calls:
             with pytest.raises(CallError, match="took longer than 0.5 s"):
                 call.result()
@@ -140,7 +146,9 @@ def test_a_functions_first_call_in_a_worker_has_time_for_imports(short_grace):
 def test_close_ends_calls_and_refuses_more(tmp_path):
     pool = CallPool(2)
     with concurrent.futures.ThreadPoolExecutor(4) as threads:
-        calls = [threads.submit(pool.call, hangs, {"path": tmp_path / str(i)}, 60) for i in range(4)]
+        calls = [
+            threads.submit(pool.call, hangs, {"path": tmp_path / str(i)}, 60) for i in range(4)
+        ]
         wait_for(lambda: sum(bool(path.read_text()) for path in tmp_path.iterdir()) == 2)
         pool.close()
         errors = [str(call.exception(timeout=10)) for call in calls]
@@ -149,7 +157,8 @@ def test_close_ends_calls_and_refuses_more(tmp_path):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     assert (
         sorted(errors)
-        == ["ended its process (exit code -9)"] * 2 + ["was not called, as the pool of workers is closed"] * 2
+        == ["ended its process (exit code -9)"] * 2
+        + ["was not called, as the pool of workers is closed"] * 2
     )
     with pytest.raises(CallError, match="is closed"):
         pool.call(add, {"a": 1, "b": 2}, 5)
@@ -175,7 +184,9 @@ def test_a_worker_starts_with_the_standard_library_only():
 
 def test_a_function_of_a_file_that_nothing_imports(pool, tmp_path, monkeypatch):
     path = tmp_path / "odd name.py"
-    path.write_text("class Twice:\n    def __call__(self, a): return 2 * a\ndef f(a): return 3 * a\ntwice = Twice()\n")
+    path.write_text(
+        "class Twice:\n    def __call__(self, a): return 2 * a\ndef f(a): return 3 * a\ntwice = Twice()\n"
+    )
     spec = importlib.util.spec_from_file_location("recipe_odd", path)
     assert spec
     assert spec.loader
@@ -214,7 +225,9 @@ def test_a_function_of_the_main_script(tmp_path):
         "one = 1\ndef f(a): return a + one, sys.stdin.read()\n"
         "pool = CallPool(1)\nprint(pool.call(f, {'a': 1}, 5))\n"
     )
-    done = subprocess.run([sys.executable, script], input="typed", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script], input="typed", capture_output=True, text=True, timeout=60
+    )
     assert (done.stdout, done.stderr) == ("(2, '')\n", "")
 
 
@@ -223,12 +236,19 @@ def test_what_a_stuck_function_started_ends_with_it(pool, tmp_path, short_grace)
     with pytest.raises(CallError, match="took longer than 0.5 s"):
         pool.call(sandbox, {"path": tmp_path / "pid"}, 0.5)
     pid = int((tmp_path / "pid").read_text())
-    wait_for(lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes())
+    wait_for(
+        lambda: (
+            not Path(f"/proc/{pid}/cmdline").exists()
+            or not Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+    )
 
 
 def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch, short_grace):
     path = tmp_path / "slow_module.py"
-    path.write_text("import sys, time\nif not hasattr(sys, 'ours'): time.sleep(60)\ndef f(): return 1\n")
+    path.write_text(
+        "import sys, time\nif not hasattr(sys, 'ours'): time.sleep(60)\ndef f(): return 1\n"
+    )
     monkeypatch.setattr(sys, "ours", True, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     slow = importlib.import_module("slow_module")
@@ -240,7 +260,9 @@ def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch, short_grace):
 
 def test_an_import_that_fails_says_so(pool, tmp_path, monkeypatch):
     path = tmp_path / "choosy_module.py"
-    path.write_text("import sys\nif not hasattr(sys, 'ours'): sys.exit('not here')\ndef f(): return 1\n")
+    path.write_text(
+        "import sys\nif not hasattr(sys, 'ours'): sys.exit('not here')\ndef f(): return 1\n"
+    )
     monkeypatch.setattr(sys, "ours", True, raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     choosy = importlib.import_module("choosy_module")

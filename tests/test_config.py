@@ -16,7 +16,15 @@ from helpers import ENV, ROOT
 from pydantic import TypeAdapter
 
 import config as config_module
-from config import TrainConfig, UserError, changed_fields, describe, load_recipe, parse_args, to_json
+from config import (
+    TrainConfig,
+    UserError,
+    changed_fields,
+    describe,
+    load_recipe,
+    parse_args,
+    to_json,
+)
 
 MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
 
@@ -33,7 +41,11 @@ MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exist
         (["--stop", "a,b"], "stop", ["a", "b"]),
         (["--stop", '["a,b"]'], "stop", ["a,b"]),
         (["--stop", "None"], "stop", None),
-        (["--lora_target_modules", "q_proj,v_proj", "--use_peft", "true"], "lora_target_modules", ["q_proj", "v_proj"]),
+        (
+            ["--lora_target_modules", "q_proj,v_proj", "--use_peft", "true"],
+            "lora_target_modules",
+            ["q_proj", "v_proj"],
+        ),
         (["--vllm_urls", "http://a:1,http://b:2"], "vllm_urls", ["http://a:1", "http://b:2"]),
         (["--reward_weights", "0.5"], "reward_weights", [0.5]),
         (["--sampling_params", '{"seed": 3}'], "sampling_params", {"seed": 3}),
@@ -63,10 +75,19 @@ def test_overrides(words, field, value):
         (["--bf16", "3"], "bf16=3: Input should be a valid boolean (true | false | none)"),
         (["--batch_size", "2.5"], "batch_size='2.5': Input should be a valid integer (int >= 1)"),
         (["--loss_type", "ppo"], "loss_type='ppo': Input should be 'grpo', "),
-        (["--num_generations", "1"], "num_generations=1: Input should be greater than or equal to 2 (int >= 2)"),
-        (["--sampling_params", "{"], "sampling_params='{': Input should be a valid dictionary (dict | none)"),
+        (
+            ["--num_generations", "1"],
+            "num_generations=1: Input should be greater than or equal to 2 (int >= 2)",
+        ),
+        (
+            ["--sampling_params", "{"],
+            "sampling_params='{': Input should be a valid dictionary (dict | none)",
+        ),
         (["--sampling_params", '{"n": 3}'], "sampling_params may not set n"),
-        (["--batch_size", "9", "--num_minibatches", "2"], "batch_size must be a multiple of num_minibatches"),
+        (
+            ["--batch_size", "9", "--num_minibatches", "2"],
+            "batch_size must be a multiple of num_minibatches",
+        ),
         (["--epsilon", "nan"], "epsilon=nan: Input should be a finite number"),
         (["--temperature", "0"], "temperature=0.0: Input should be greater than 0 (float > 0)"),
         (["--delta", "1.1"], "delta must exceed 1 + epsilon_high"),
@@ -74,15 +95,30 @@ def test_overrides(words, field, value):
         (["--lora_rank", "8"], "no effect without use_peft"),
         (["--reward_weights", "1,2"], "reward_weights must be as many as reward_funcs"),
         (["--max_staleness", "-1"], "max_staleness=-1: Input should be greater than or equal to 0"),
-        (["--max_staleness", "0", "--stale_policy", "drop"], "stale_policy has no effect without max_staleness"),
-        (["--max_staleness", "0", "--inflight_updates", "false"], "inflight_updates has no effect without"),
-        (["--max_dropped_batches", "3"], "max_dropped_batches has no effect without drop_zero_advantage"),
-        (["--old_logprobs", "sampler", "--off_policy_correction", "mask"], "no effect without old_logprobs=trainer"),
+        (
+            ["--max_staleness", "0", "--stale_policy", "drop"],
+            "stale_policy has no effect without max_staleness",
+        ),
+        (
+            ["--max_staleness", "0", "--inflight_updates", "false"],
+            "inflight_updates has no effect without",
+        ),
+        (
+            ["--max_dropped_batches", "3"],
+            "max_dropped_batches has no effect without drop_zero_advantage",
+        ),
+        (
+            ["--old_logprobs", "sampler", "--off_policy_correction", "mask"],
+            "no effect without old_logprobs=trainer",
+        ),
         (
             ["--off_policy_correction", "none", "--correction_cap", "3"],
             "correction_cap has no effect with off_policy_correction=none",
         ),
-        (["--correction_floor", "0.1"], "correction_floor has no effect without off_policy_correction=mask"),
+        (
+            ["--correction_floor", "0.1"],
+            "correction_floor has no effect without off_policy_correction=mask",
+        ),
         (
             ["--log_completions_steps", "5", "--logged_groups", "0"],
             "log_completions_steps has no effect with logged_groups=0",
@@ -102,30 +138,54 @@ def test_overrides(words, field, value):
         ),
         (["--sync_timeout", "0"], "sync_timeout=0.0: Input should be greater than 0"),
         (["--learning_rate", "inf"], "learning_rate=inf: Input should be a finite number"),
-        (["--reward_funcs", "os.path.nothing"], "Invalid python path: No module named 'os.path.nothing'"),
-        (["--reward_funcs", "no_such_module.f"], "Invalid python path: No module named 'no_such_module'"),
+        (
+            ["--reward_funcs", "os.path.nothing"],
+            "Invalid python path: No module named 'os.path.nothing'",
+        ),
+        (
+            ["--reward_funcs", "no_such_module.f"],
+            "Invalid python path: No module named 'no_such_module'",
+        ),
         (["--reward_funcs", "..f"], "Invalid python path: No module named 'f'"),
         (["--wandb_project", "x"], "wandb_project has no effect without use_wandb"),
         (["--hub_private", "false"], "hub_private has no effect without push_to_hub"),
         (["--max_steps", "3", "--num_epochs", "2"], "num_epochs has no effect beside max_steps"),
-        (["--dataset_id", "x.jsonl", "--dataset_split", "test"], "dataset_split has no effect unless dataset_id is"),
+        (
+            ["--dataset_id", "x.jsonl", "--dataset_split", "test"],
+            "dataset_split has no effect unless dataset_id is",
+        ),
         (["stray"], "unknown field stray"),
         (["--model"], "unknown field model: did you mean model_id?"),
         (["--top_k", "0"], "top_k=0: Input should be greater than or equal to 1 (int >= 1 | none)"),
-        (["--warmup_ratio", "1.5"], "warmup_ratio=1.5: Input should be less than or equal to 1 (float >= 0 and <= 1)"),
-        (["--lr_scheduler", "x"], "Input should be 'constant', 'linear' or 'cosine' (constant | linear | cosine)"),
+        (
+            ["--warmup_ratio", "1.5"],
+            "warmup_ratio=1.5: Input should be less than or equal to 1 (float >= 0 and <= 1)",
+        ),
+        (
+            ["--lr_scheduler", "x"],
+            "Input should be 'constant', 'linear' or 'cosine' (constant | linear | cosine)",
+        ),
         (["--batch_size", "0"], "batch_size=0: Input should be greater than or equal to 1"),
         (
             ["--max_completion_len", "512", "--max_tokens_per_gpu", "512"],
             "max_tokens_per_gpu must exceed max_completion_len",
         ),
-        (["--off_policy_correction", "mask", "--correction_floor", "3"], "correction_floor must be below"),
+        (
+            ["--off_policy_correction", "mask", "--correction_floor", "3"],
+            "correction_floor must be below",
+        ),
         (["--reward_funcs", "os.path.exists,os.path.exists"], "each needs a __name__ of its own"),
         (["--reward_funcs", "os.path"], "Input should be callable (list of function)"),
-        (["--eval_dataset_id", "x.jsonl", "--eval_dataset_split", "dev"], "eval_dataset_split has no effect unless"),
+        (
+            ["--eval_dataset_id", "x.jsonl", "--eval_dataset_split", "dev"],
+            "eval_dataset_split has no effect unless",
+        ),
         (["--epsilon", "1"], "epsilon must be below 1, but for loss_type=cispo"),
         (["--kl_gradient", "reverse"], "kl_gradient has no effect without beta"),
-        (["--advantage_fn", "os.path.exists", "--scale_rewards", "none"], "scale_rewards has no effect with advantage"),
+        (
+            ["--advantage_fn", "os.path.exists", "--scale_rewards", "none"],
+            "scale_rewards has no effect with advantage",
+        ),
         (["--loss_type", "cispo", "--delta", "4"], "delta has no effect with loss_type=cispo"),
     ],
 )
@@ -169,7 +229,13 @@ def test_recipe_and_its_own_functions(write):
     saved = json.loads(json.dumps(to_json(config)))
     assert saved["reward_funcs"] == ["own_functions.other", "genericpath.exists"]
     assert set(saved) == {f.name for f in dataclasses.fields(TrainConfig)}
-    assert set(changed_fields(config)) == {"model_id", "dataset_id", "reward_funcs", "learning_rate", "beta"}
+    assert set(changed_fields(config)) == {
+        "model_id",
+        "dataset_id",
+        "reward_funcs",
+        "learning_rate",
+        "beta",
+    }
 
 
 @pytest.mark.parametrize(
@@ -208,18 +274,25 @@ def test_recipes_are_importable_modules(write):
     assert load_recipe(str(ROOT / "recipes" / "math.py")).__name__ == "recipes.math"
     assert load_recipe(write("runs/first/sums.py", RECIPE % "")).__name__ == "sums"
     write("recipes/beside.py", "")
-    write("recipes/mine.py", "from recipes.rewards import exact_match as ours\nimport beside\n" + RECIPE % "")
+    write(
+        "recipes/mine.py",
+        "from recipes.rewards import exact_match as ours\nimport beside\n" + RECIPE % "",
+    )
     assert load_recipe("recipes/mine.py").__name__ == "mine"
     assert load_recipe(write("v1.5/dotted_folder.py", RECIPE % "")).__name__ == "dotted_folder"
     assert load_recipe(write("sums-2.py", RECIPE % "")).__name__ == "sums-2"
     functions = load_recipe(write("elsewhere.py", RECIPE % "")).config.reward_funcs
     code = "import pickle, sys; sys.path = pickle.load(sys.stdin.buffer); print(pickle.load(sys.stdin.buffer))"
     sent = pickle.dumps(sys.path) + pickle.dumps(functions)
-    done = subprocess.run([sys.executable, "-c", code], input=sent, capture_output=True, env=ENV, cwd="/", check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=sent, capture_output=True, env=ENV, cwd="/", check=True
+    )
     assert done.stdout.startswith(b"[<function mine")
 
 
-@pytest.mark.parametrize("name", ["json.py", "math.py", "config.py", "v1.5.py", "recipe.txt", "tqdm.py"])
+@pytest.mark.parametrize(
+    "name", ["json.py", "math.py", "config.py", "v1.5.py", "recipe.txt", "tqdm.py"]
+)
 def test_a_recipe_hides_no_other_module(write, name):
     path = write(name, RECIPE % "")
     with pytest.raises(UserError, match="rename it|No module named 'v1'") as caught:
@@ -227,7 +300,9 @@ def test_a_recipe_hides_no_other_module(write, name):
     assert "\n" not in str(caught.value)
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\nimport config\ntry: config.load_recipe({path!r})\n"
     code += "except config.UserError: import decimal, json, math, tqdm; print(json.__file__, tqdm.__file__)"
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, env=ENV, check=True)
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, env=ENV, check=True
+    )
     assert "json" in done.stdout, "the recipe was loaded"
     assert os.path.dirname(path) not in done.stdout
 
@@ -267,12 +342,16 @@ def bounds_of(hint):
     if hasattr(hint, "__metadata__"):
         limits = [limit for item in hint.__metadata__ for limit in getattr(item, "metadata", ())]
         keys = ("ge", "gt", "le", "lt")
-        yield from ((key, getattr(limit, key)) for limit in limits for key in keys if hasattr(limit, key))
+        yield from (
+            (key, getattr(limit, key)) for limit in limits for key in keys if hasattr(limit, key)
+        )
     for option in get_args(hint):
         yield from bounds_of(option)
 
 
-@pytest.mark.parametrize("name", [name for name, hint in config_module._HINTS.items() if [*bounds_of(hint)]])
+@pytest.mark.parametrize(
+    "name", [name for name, hint in config_module._HINTS.items() if [*bounds_of(hint)]]
+)
 def test_ranges(name):
     """A type says its own bounds, and they hold: next to each one side is taken and the other refused."""
     hint = config_module._HINTS[name]
@@ -284,7 +363,9 @@ def test_ranges(name):
     for key, bound in bounds_of(hint):
         taken, refused = bound + inward[key], bound - inward[key]
         assert TypeAdapter(hint).validate_python(taken, strict=True) == taken
-        with pytest.raises(UserError, match=f"^{name}={refused}: Input should be .* {re.escape(rest)}"):
+        with pytest.raises(
+            UserError, match=f"^{name}={refused}: Input should be .* {re.escape(rest)}"
+        ):
             make(**{name: refused})
         if key in ("gt", "lt"):
             with pytest.raises(UserError, match=f"^{name}="):
@@ -292,7 +373,9 @@ def test_ranges(name):
 
 
 def make(**fields):
-    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields})
+    return TrainConfig(
+        **{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields}
+    )
 
 
 def test_a_config_is_a_frozen_dataclass():
@@ -319,13 +402,22 @@ def test_a_config_is_a_frozen_dataclass():
     [
         ({}, None),
         ({"top_k": 3}, "top_k: tokens are not drawn from the policy itself"),
-        ({"sampling_params": {"seed": 1, "top_p": 0.9}}, "warning: top_p: tokens are not drawn from the policy itself"),
+        (
+            {"sampling_params": {"seed": 1, "top_p": 0.9}},
+            "warning: top_p: tokens are not drawn from the policy itself",
+        ),
         ({"epsilon": 0.1, "delta": 4.0}, "delta, epsilon without effect: all ratios are 1"),
         ({"epsilon": 0.1, "num_minibatches": 2}, None),
         ({"dtype": "bfloat16"}, "weights lose most updates"),
         ({"dtype": "bfloat16", "use_peft": True, "learning_rate": 1e-5}, None),
-        ({"use_peft": True}, "warning: learning_rate=1e-06: LoRA hardly learns below 1e-5; try 1e-5 to 5e-4"),
-        ({"use_peft": True, "learning_rate": 9e-6}, "warning: learning_rate=9e-06: LoRA hardly learns below 1e-5"),
+        (
+            {"use_peft": True},
+            "warning: learning_rate=1e-06: LoRA hardly learns below 1e-5; try 1e-5 to 5e-4",
+        ),
+        (
+            {"use_peft": True, "learning_rate": 9e-6},
+            "warning: learning_rate=9e-06: LoRA hardly learns below 1e-5",
+        ),
         ({"learning_rate": 9e-6}, None),
     ],
 )
@@ -352,7 +444,9 @@ def test_help_shows_every_field(capsys, monkeypatch):
         words = " ".join(rest.partition("\n  --")[0].split())
         doc = config_module._FIELDS[field.name].description
         assert doc, f"{field.name} has no docstring"
-        assert words.replace("- ", "-").startswith(" ".join(doc.split()).replace("- ", "-")), field.name
+        assert words.replace("- ", "-").startswith(" ".join(doc.split()).replace("- ", "-")), (
+            field.name
+        )
     for line in (
         "  --batch_size int >= 1 (default 32)", "  --model_id str (required)",
         "  --lr_scheduler constant | linear | cosine (default constant)",
@@ -372,7 +466,9 @@ def test_a_missing_value_is_argparses_error(words, capsys):
     with pytest.raises(SystemExit) as ended:
         parse_args(MUST + words)
     assert ended.value.code == 2
-    assert f"argument {words[0]}: expected one argument" in " ".join(capsys.readouterr().err.split())
+    assert f"argument {words[0]}: expected one argument" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_every_field_is_documented_and_read():

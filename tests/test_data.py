@@ -24,16 +24,23 @@ from rollouts.stream import sample_group, sampling_params
 from training.logs import batch_metrics, batch_samples
 from vllm_client import Completion, Server, Span
 
-ROWS = [{"prompt": "1+1=", "answer": "2", "level": 1}, {"prompt": "12+30=", "answer": "42", "level": 2}]
+ROWS = [
+    {"prompt": "1+1=", "answer": "2", "level": 1},
+    {"prompt": "12+30=", "answer": "42", "level": 2},
+]
 
 
 def make_config(**fields):
-    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields})
+    return TrainConfig(
+        **{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields}
+    )
 
 
 def prompts_of(source, tokenizer=None, max_prompt_len=100, **fields):
     config = make_config(**fields)
-    return leave_out_long(load_prompts(source, "train", tokenizer or make_tokenizer(), config), max_prompt_len, config)
+    return leave_out_long(
+        load_prompts(source, "train", tokenizer or make_tokenizer(), config), max_prompt_len, config
+    )
 
 
 def rows():
@@ -47,7 +54,10 @@ def test_sources_give_the_same_prompts(tmp_path):
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
     expected = prompts_of(rows)
-    assert [p.columns for p in expected] == [{"answer": "2", "level": 1}, {"answer": "42", "level": 2}]
+    assert [p.columns for p in expected] == [
+        {"answer": "2", "level": 1},
+        {"answer": "42", "level": 2},
+    ]
     assert prompts_of(str(tmp_path / "a.jsonl")) == expected
     (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text(), "utf-8-sig")
     assert prompts_of(str(tmp_path / "a.jsonl")) == expected
@@ -55,7 +65,10 @@ def test_sources_give_the_same_prompts(tmp_path):
 
 
 def test_columns_and_collate():
-    assert [p.columns for p in prompts_of(rows, extra_columns=["level"])] == [{"level": 1}, {"level": 2}]
+    assert [p.columns for p in prompts_of(rows, extra_columns=["level"])] == [
+        {"level": 1},
+        {"level": 2},
+    ]
     renamed = lambda rows: [{"prompt": "Q" + row["prompt"], "truth": row["answer"]} for row in rows]  # noqa: E731
     (first, _) = prompts_of(rows, collate_fn=renamed)
     assert (first.content, first.columns) == ("Q1+1=", {"truth": "2"})
@@ -149,8 +162,12 @@ def test_sampling_parameters():
 
 def make_groups():
     ids = [make_tokenizer().convert_tokens_to_ids([*text, "<eos>"]) for text in ("2", "3")]
-    completions = [Completion(token_ids, [0.0] * len(token_ids), "stop", [Span(0, 0, 2)]) for token_ids in ids]
-    return [Group(Prompt(7, [5], row["prompt"], {"answer": row["answer"]}), completions) for row in ROWS]
+    completions = [
+        Completion(token_ids, [0.0] * len(token_ids), "stop", [Span(0, 0, 2)]) for token_ids in ids
+    ]
+    return [
+        Group(Prompt(7, [5], row["prompt"], {"answer": row["answer"]}), completions) for row in ROWS
+    ]
 
 
 def test_batch_metrics():
@@ -194,11 +211,13 @@ def test_rewards_that_do_not_fit_the_data():
     prompts = prompts_of(lambda: ROWS, extra_columns=["answer"])
     check_rewards(prompts, make_config(reward_funcs=[right, best_of(right, only_first)]))
     with pytest.raises(
-        ValueError, match="reward wants_anser on dataset row 0, which gives it .*answer: TypeError: missing .*'anser'"
+        ValueError,
+        match="reward wants_anser on dataset row 0, which gives it .*answer: TypeError: missing .*'anser'",
     ):
         check_rewards(prompts, make_config(reward_funcs=[wants_anser]))
     with pytest.raises(
-        ValueError, match="reward takes_no_columns on dataset row 0, .*: TypeError: got an unexpected keyword argument"
+        ValueError,
+        match="reward takes_no_columns on dataset row 0, .*: TypeError: got an unexpected keyword argument",
     ):
         check_rewards(prompts, make_config(reward_funcs=[takes_no_columns]))
 
@@ -206,13 +225,16 @@ def test_rewards_that_do_not_fit_the_data():
 def test_a_later_row_that_does_not_fit_the_rewards():
     prompts = prompts_of(lambda: [*ROWS, {"prompt": "2+2="}])
     with pytest.raises(
-        ValueError, match="reward right on dataset row 2, .*: TypeError: missing a required argument: 'answer'"
+        ValueError,
+        match="reward right on dataset row 2, .*: TypeError: missing a required argument: 'answer'",
     ):
         check_rewards(prompts, make_config(reward_funcs=[right]))
 
 
 def test_a_collate_fn_for_single_rows_is_told():
-    with pytest.raises(UserError, match="through collate_fn, which gets the list of all rows: TypeError"):
+    with pytest.raises(
+        UserError, match="through collate_fn, which gets the list of all rows: TypeError"
+    ):
         prompts_of(rows, collate_fn=lambda row: {"prompt": row["question"]})
 
 
@@ -233,7 +255,12 @@ def test_a_begun_answer_is_continued():
 def test_long_columns_are_shortened_in_samples():
     (group, _) = make_groups()
     group.prompt.columns["tests"] = ["assert"] * 1000
-    group.texts, group.rewards, group.reward, group.advantages = ["a", "b"], [[1.0], [0.0]], [1.0, 0.0], [1.0, -1.0]
+    group.texts, group.rewards, group.reward, group.advantages = (
+        ["a", "b"],
+        [[1.0], [0.0]],
+        [1.0, 0.0],
+        [1.0, -1.0],
+    )
     samples = batch_samples([group], make_config(reward_funcs=[right]))
     assert [sample["columns"]["answer"] for sample in samples] == ["2", "2"]
     assert all(sample["columns"]["tests"].startswith("['assert', ") for sample in samples)
@@ -283,7 +310,9 @@ def rolled_out(rollout_fn):
 
 @pytest.mark.parametrize(("spans", "loss_mask", "fits"), ROLLOUTS, ids=str)
 def test_spans_of_a_rollout_are_its_sampled_tokens(spans, loss_mask, fits):
-    refused = pytest.raises(UserError, match="rollout_fn on dataset row 0: ValueError: a completion needs tokens")
+    refused = pytest.raises(
+        UserError, match="rollout_fn on dataset row 0: ValueError: a completion needs tokens"
+    )
     with contextlib.nullcontext() if fits else refused:
         group = rolled_out(lambda *_: [Completion([5, 6], [-1.0, -1.0], "stop", spans, loss_mask)])
         assert group.completions[0].weight_versions == spans
@@ -296,7 +325,10 @@ NO_ROLLOUTS = [
     (lambda *_: [WHOLE, WHOLE], "ValueError: it returned 2 completions, not 1"),
     (lambda *_: [][0], "IndexError"),
     (lambda *_: [Completion([], [], "stop", [])], "ValueError: a completion needs"),
-    (lambda *_: [dataclasses.replace(WHOLE, sampler_logprobs=[-1.0])], "ValueError: a completion needs"),
+    (
+        lambda *_: [dataclasses.replace(WHOLE, sampler_logprobs=[-1.0])],
+        "ValueError: a completion needs",
+    ),
     (lambda *_: [dataclasses.replace(WHOLE, loss_mask=[True])], "ValueError: a completion needs"),
     (
         lambda *_: [Completion([5] * 20_000, [-1.0] * 20_000, "stop", [Span(0, 0, 20_000)])],
@@ -305,7 +337,9 @@ NO_ROLLOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("rollout_fn", "message"), NO_ROLLOUTS, ids=[message for _, message in NO_ROLLOUTS])
+@pytest.mark.parametrize(
+    ("rollout_fn", "message"), NO_ROLLOUTS, ids=[message for _, message in NO_ROLLOUTS]
+)
 def test_what_is_no_rollout_is_refused(rollout_fn, message):
     with pytest.raises(UserError, match=f"rollout_fn on dataset row 0: {message}"):
         rolled_out(rollout_fn)
@@ -331,7 +365,9 @@ def test_weighted_rewards_and_none():
     assert metrics["rewards/right"] == 0.25
     assert metrics["rewards/only_first"] == 2.0
     assert metrics["frac_reward_zero_std"] == 0.5
-    totals = score(make_groups(), dataclasses.replace(config, reward_funcs=[only_first], reward_weights=None))
+    totals = score(
+        make_groups(), dataclasses.replace(config, reward_funcs=[only_first], reward_weights=None)
+    )
     assert totals[0] == [2.0, 2.0]
     assert all(math.isnan(value) for value in totals[1])
 
@@ -339,7 +375,10 @@ def test_weighted_rewards_and_none():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (short, "reward short on dataset row 7 must return a list of 2 numbers, one per completion, not \\["),
+        (
+            short,
+            "reward short on dataset row 7 must return a list of 2 numbers, one per completion, not \\[",
+        ),
         (words, "reward words on dataset row 7 returned 'good'"),
         (infinite, "returned inf"),
         (scalar, "must return a list of 2 numbers, one per completion, not [0-9]"),
@@ -354,7 +393,10 @@ def test_bad_rewards(function, message):
 def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     """The other function's rewards still count; the sample is written down."""
     config = make_config(
-        reward_funcs=[right, raises], failed_reward=value, output_dir=str(tmp_path), reward_timeout=30.0
+        reward_funcs=[right, raises],
+        failed_reward=value,
+        output_dir=str(tmp_path),
+        reward_timeout=30.0,
     )
     scorer = Scorer(make_tokenizer(), config)
     (group, _) = make_groups()
@@ -372,7 +414,9 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
 
 def test_a_hanging_reward_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "IMPORT_GRACE_S", 2.0)
-    config = make_config(reward_funcs=[hangs, right], reward_timeout=0.3, reward_workers=1, output_dir=str(tmp_path))
+    config = make_config(
+        reward_funcs=[hangs, right], reward_timeout=0.3, reward_workers=1, output_dir=str(tmp_path)
+    )
     groups = make_groups()
     assert score(groups, config) == [[1.0, 0.0], [0.0, 0.0]]
     lines = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
@@ -393,7 +437,9 @@ def test_best_of_several_verifiers():
     """As one reward function, in a worker: the better of two, None only where neither applies."""
     either = best_of(right, only_first)
     assert either.__name__ == "best_of_right_only_first"
-    assert to_json(make_config(reward_funcs=[either]))["reward_funcs"] == ["recipes.rewards.best_of_right_only_first"]
+    assert to_json(make_config(reward_funcs=[either]))["reward_funcs"] == [
+        "recipes.rewards.best_of_right_only_first"
+    ]
     groups = make_groups()
     assert score(groups, make_config(reward_funcs=[either])) == [[2.0, 2.0], [0.0, 0.0]]
     nothing = best_of(only_first, only_first)
@@ -422,7 +468,9 @@ def test_a_group_begins_when_it_has_a_server():
         @contextmanager
         def lease(self):
             self.version = 3
-            yield SimpleNamespace(number=0, generate=lambda *_: [Completion([5], [-1.0], "stop", [Span(3, 0, 1)])])
+            yield SimpleNamespace(
+                number=0, generate=lambda *_: [Completion([5], [-1.0], "stop", [Span(3, 0, 1)])]
+            )
 
     group, client = Group(Prompt(0, [5], "", {})), Busy()
     sample_group(group, client, None, {"n": 1}, make_config())  # type: ignore[arg-type]

@@ -41,13 +41,24 @@ def clone(tmp_path_factory):
 def defined():
     """Every name that the sources define, every string in them, and how their f-strings begin."""
     names, parts = set(OUTSIDE), set()
-    for path in [*ROOT.glob("*.py"), *(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py"))]:
+    for path in [
+        *ROOT.glob("*.py"),
+        *(path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")),
+    ]:
         names.add(path.stem)
         for node in ast.walk(ast.parse(path.read_text())):
             match node:
-                case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                case (
+                    ast.FunctionDef(name=name)
+                    | ast.AsyncFunctionDef(name=name)
+                    | ast.ClassDef(name=name)
+                ):
                     names.add(name)
-                case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                case (
+                    ast.arg(arg=name)
+                    | ast.Name(id=name, ctx=ast.Store())
+                    | ast.Attribute(attr=name, ctx=ast.Store())
+                ):
                     names.add(name)
                 case ast.JoinedStr(values=[ast.Constant(value=start), *_]):
                     parts.add(start)
@@ -65,12 +76,18 @@ def is_defined(name):
 
 
 def functions_of(path):
-    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 def unexplained(span):
     """The words of inline code that nothing explains: neither a file, a metric, a test nor a name of the sources."""
-    if span.startswith(("--", "python ", "bash ", "torchrun ", "pip ")):  # tested as commands and flags
+    if span.startswith(
+        ("--", "python ", "bash ", "torchrun ", "pip ")
+    ):  # tested as commands and flags
         return []
     if (
         span in metrics() | defined()[0]
@@ -79,9 +96,15 @@ def unexplained(span):
     ):
         return []
     if span.startswith("test_"):
-        return [] if any(span in functions_of(path) for path in ROOT.glob("tests/test_*.py")) else [span]
+        return (
+            []
+            if any(span in functions_of(path) for path in ROOT.glob("tests/test_*.py"))
+            else [span]
+        )
     span = re.sub(r"--[\w-]+|<\w+>|\.\.\.", " ", span)
-    if re.fullmatch(r"[\w-]+\.(jsonl|json)", span):  # a run's own: the sources have the whole name, or its stem
+    if re.fullmatch(
+        r"[\w-]+\.(jsonl|json)", span
+    ):  # a run's own: the sources have the whole name, or its stem
         return [] if is_defined(span) or is_defined(span.rpartition(".")[0]) else [span]
     words = re.findall(r"[A-Za-z_]\w{2,}", span)
     return [word for word in words if not is_defined(word)]
@@ -97,15 +120,22 @@ def test_names_exist(name):
 def test_where_a_function_lives():
     """`name` in [file]: the file has it."""
     for name, text in DOCUMENTS.items():
-        for function, path in re.findall(r"`(\w+)`\s+in\s+\[[\w/.]+\]\((?:\.\./)?([\w/.]+\.py)\)", text):
-            assert re.search(rf"^(def |class |){function}\b", (ROOT / path).read_text(), re.MULTILINE), (name, function)
+        for function, path in re.findall(
+            r"`(\w+)`\s+in\s+\[[\w/.]+\]\((?:\.\./)?([\w/.]+\.py)\)", text
+        ):
+            assert re.search(
+                rf"^(def |class |){function}\b", (ROOT / path).read_text(), re.MULTILINE
+            ), (name, function)
 
 
 def test_metrics():
     """docs/metrics.md explains every metric that the sources write, and no other."""
     heads = "|".join(sorted({name.partition("/")[0] for name in metrics() if "/" in name}))
     written = set()
-    for path in [ROOT / "train.py", *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]:
+    for path in [
+        ROOT / "train.py",
+        *(path for room in ROOMS for path in (ROOT / room).glob("*.py")),
+    ]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 written.update(re.findall(rf"^(?:{heads})/[a-z_/]+[a-z]$", node.value))
@@ -116,7 +146,10 @@ def test_metrics():
 def test_layout():
     """README's table has every file of the core, and every document is listed."""
     table = "\n".join(line for line in README.splitlines() if line.startswith("|"))
-    for path in [*ROOT.glob("*.py"), *(path for room in ROOMS for path in (ROOT / room).glob("*.py"))]:
+    for path in [
+        *ROOT.glob("*.py"),
+        *(path for room in ROOMS for path in (ROOT / room).glob("*.py")),
+    ]:
         assert f"`{path.name}`" in table or f"[{path.name}]" in table, path
     assert all(f"]({name})" in README for name in DOCUMENTS if name != "README.md")
     assert all((ROOT / room).is_dir() for room in FOLDERS)
@@ -151,8 +184,14 @@ def check_options(command):
         assert words[2].removeprefix("recipes.") in ("dpo", "score")  # test_recipes.py
     elif words[1] != "train.py":  # whose fields are tested as flags
         source = (ROOT / words[1]).read_text()
-        fields = [f"--{name}" for name in TrainConfig.__dataclass_fields__] if words[1] == "scripts/launch.py" else []
-        assert all(word in source or word in fields for word in words[2:] if word.startswith("--")), command
+        fields = (
+            [f"--{name}" for name in TrainConfig.__dataclass_fields__]
+            if words[1] == "scripts/launch.py"
+            else []
+        )
+        assert all(
+            word in source or word in fields for word in words[2:] if word.startswith("--")
+        ), command
 
 
 def test_every_command_is_run_by_a_test():
@@ -195,7 +234,10 @@ def test_code_blocks(clone, tmp_path, monkeypatch):
     """Python runs, with a model of the same vocabulary; JSON is JSON."""
     monkeypatch.chdir(clone)
     config: dict = {}
-    exec("from config import TrainConfig\n" + blocks("python", DOCUMENTS["docs/images.md"])[0], config)
+    exec(
+        "from config import TrainConfig\n" + blocks("python", DOCUMENTS["docs/images.md"])[0],
+        config,
+    )
     assert config["config"].freeze_vision_tower
     small = Qwen3Config(vocab_size=10_000, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
                         num_attention_heads=2, num_key_value_heads=1, head_dim=16)  # fmt: skip
@@ -205,7 +247,10 @@ def test_code_blocks(clone, tmp_path, monkeypatch):
     (sharing,) = blocks("python", DOCUMENTS["docs/prefix-attention.md"])
     ran: dict = {}
     exec(sharing.replace("Qwen/Qwen3-0.6B", str(tmp_path)), ran)
-    assert all(weight.grad is not None and torch.isfinite(weight.grad).all() for weight in ran["model"].parameters())
+    assert all(
+        weight.grad is not None and torch.isfinite(weight.grad).all()
+        for weight in ran["model"].parameters()
+    )
 
 
 def untranslated(block):
@@ -226,7 +271,10 @@ def test_the_translation_says_the_same():
     codes = [list(map(untranslated, blocks("python", text))) for text in (README, TRANSLATION)]
     assert codes[0] == codes[1]
     assert sorted(inline(TRANSLATION)) == sorted(inline())
-    rows = [[cells(line) for line in text.splitlines() if line.startswith("|")] for text in (README, TRANSLATION)]
+    rows = [
+        [cells(line) for line in text.splitlines() if line.startswith("|")]
+        for text in (README, TRANSLATION)
+    ]
     for row, translated in zip(*rows, strict=True):
         assert sorted(inline(" ".join(translated))) == sorted(inline(" ".join(row)))
     links = [sorted(re.findall(r"\]\(([^)]+)\)", text)) for text in (README, TRANSLATION)]
@@ -236,5 +284,9 @@ def test_the_translation_says_the_same():
 
 
 def test_the_sources_compile():
-    tracked = [path for path in ROOT.rglob("*.py") if not {".venv", "outputs"} & set(path.relative_to(ROOT).parts)]
+    tracked = [
+        path
+        for path in ROOT.rglob("*.py")
+        if not {".venv", "outputs"} & set(path.relative_to(ROOT).parts)
+    ]
     subprocess.run([sys.executable, "-m", "compileall", "-q", *map(str, tracked)], check=True)

@@ -30,11 +30,19 @@ GENERATE = "/inference/v1/generate"
 
 def pins(name):
     lines = (ROOT / name).read_text().splitlines()
-    return dict(line.split(";")[0].strip().split("==") for line in lines if line and not line.startswith("#"))
+    return dict(
+        line.split(";")[0].strip().split("==")
+        for line in lines
+        if line and not line.startswith("#")
+    )
 
 
 def test_the_locks_hold_what_is_asked_for():
-    wanted, gpu, cpu = pins("requirements.txt"), pins("requirements-gpu.txt"), pins("requirements-cpu.txt")
+    wanted, gpu, cpu = (
+        pins("requirements.txt"),
+        pins("requirements-gpu.txt"),
+        pins("requirements-cpu.txt"),
+    )
     assert wanted["vllm"] == VLLM_VERSION
     assert wanted.items() <= gpu.items()
     assert int(gpu["setuptools"].partition(".")[0]) < 81  # vLLM's bound from Python 3.12 on
@@ -56,7 +64,10 @@ def test_another_vllm_is_refused(models, recipe):
 
 def test_a_server_that_returns_with_another_vllm_stays_out(models, recipe, capsys):
     """It was started anew in another environment; the other server waits until that is known, and ends the run."""
-    with fake_server(models["untied"], answer_in(0.0)) as one, fake_server(models["untied"], answer_in(0.0)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.0)) as one,
+        fake_server(models["untied"], answer_in(0.0)) as two,
+    ):
         lost, asked_again = threading.Event(), threading.Event()
 
         def ill(path):
@@ -64,7 +75,11 @@ def test_a_server_that_returns_with_another_vllm_stays_out(models, recipe, capsy
                 two.vllm_version = "0.31.1"
             elif path == "/version" and lost.is_set():
                 asked_again.set()
-            elif "1" in two.versions and two.vllm_version == VLLM_VERSION and (path == GENERATE or lost.is_set()):
+            elif (
+                "1" in two.versions
+                and two.vllm_version == VLLM_VERSION
+                and (path == GENERATE or lost.is_set())
+            ):
                 lost.set()
                 raise ConnectionError("out of order")
 
@@ -96,12 +111,20 @@ def test_a_server_without_our_routes_is_told_in_one_line(models, monkeypatch, pa
     reply = fakes._Handler.reply
 
     def lacks(handler, status, value):
-        handler.send_error(404) if handler.path == path else reply(handler, status, value)  # a page of many lines
+        handler.send_error(404) if handler.path == path else reply(
+            handler, status, value
+        )  # a page of many lines
 
     monkeypatch.setattr(fakes._Handler, "reply", lacks)
     with fake_server(models["untied"], answer_in(0.0)) as server:
-        client = VLLMClient(dataclasses.replace(make_config(vllm_urls=[server.url]), model_id=models["untied"]))
-        ask = (lambda: client.connect(torch.device("cpu"))) if path == "/get_world_size" else client.wait_until_ready
+        client = VLLMClient(
+            dataclasses.replace(make_config(vllm_urls=[server.url]), model_id=models["untied"])
+        )
+        ask = (
+            (lambda: client.connect(torch.device("cpu")))
+            if path == "/get_world_size"
+            else client.wait_until_ready
+        )
         message = f"GET {server.url}{path} answered 404 ({CURE}): <!DOCTYPE HTML> <html "
         with pytest.raises(ServerError, match=f"^{re.escape(message)}") as error:
             ask()
@@ -111,9 +134,13 @@ def test_a_server_without_our_routes_is_told_in_one_line(models, monkeypatch, pa
 @pytest.mark.server
 def test_a_server_of_another_vllm_does_not_start():
     code = "import vllm; vllm.__version__ = '0.31.1'; import vllm_server"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (f"error: vLLM 0.31.1 is installed, not {VLLM_VERSION}: {CURE}")
+    assert done.stderr.splitlines()[-1] == (
+        f"error: vLLM 0.31.1 is installed, not {VLLM_VERSION}: {CURE}"
+    )
 
 
 def test_more_ranks_than_gpus(monkeypatch):
@@ -147,7 +174,9 @@ def shell(tmp_path):
             "-c",
             f"source {ROOT}/scripts/env.sh; install() {{ echo $venv $*; }}; {line}",
         ]
-        return subprocess.run(command, env={**ENV, "PATH": path}, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            command, env={**ENV, "PATH": path}, capture_output=True, text=True, check=False
+        )
 
     return run
 
@@ -157,7 +186,10 @@ def test_an_old_driver_is_refused(shell):
     done = shell("570.86.15", "make_environment gpu")
     assert done.returncode == 1
     assert done.stdout == ""
-    assert done.stderr == "error: the NVIDIA driver is 570.86.15: torch and vLLM need 580 or newer (CUDA 13)\n"
+    assert (
+        done.stderr
+        == "error: the NVIDIA driver is 570.86.15: torch and vLLM need 580 or newer (CUDA 13)\n"
+    )
 
 
 def test_each_machine_gets_its_set(shell):
@@ -170,7 +202,11 @@ def test_each_machine_gets_its_set(shell):
         (None, "cpu", ".venv", "requirements-cpu.txt"),
     ]:
         done = shell(driver, f"find_python() {{ echo true; }}; make_environment {kind}")
-        assert re.search(rf"^{ROOT}/{re.escape(folder)} \w+ .*-r {lock}$", done.stdout, re.M), (done, driver, kind)
+        assert re.search(rf"^{ROOT}/{re.escape(folder)} \w+ .*-r {lock}$", done.stdout, re.M), (
+            done,
+            driver,
+            kind,
+        )
 
 
 def test_the_suite_sees_no_gpu():
@@ -255,13 +291,17 @@ def test_the_default_of_bf16(cuda, is_available, is_native, fields, expected):
 
 def test_a_run_in_float32_is_warned_where_bfloat16_is_faster(models, cuda, capsys):
     """Before anything is loaded; here the data set is what is missing."""
-    config = dataclasses.replace(make_config(bf16=False), model_id=models["tied"], dataset_id="nowhere.jsonl")
+    config = dataclasses.replace(
+        make_config(bf16=False), model_id=models["tied"], dataset_id="nowhere.jsonl"
+    )
     with process_group(60) as device:
         cuda(True)
         with pytest.raises(UserError, match="nowhere"):
             Rollouts(config, device)
         cuda(False)
-    assert "warning: computation in float32: half to a tenth of the speed" in capsys.readouterr().out
+    assert (
+        "warning: computation in float32: half to a tenth of the speed" in capsys.readouterr().out
+    )
 
 
 def test_prefixes_are_verified_as_they_train(models, monkeypatch):
@@ -275,7 +315,9 @@ def test_prefixes_are_verified_as_they_train(models, monkeypatch):
 
     monkeypatch.setattr(builders, "attach", noted)
     for bf16 in (True, False):
-        config = TrainConfig(model_id=models["tied"], dataset_id="d", reward_funcs=[lambda **_: []], bf16=bf16)
+        config = TrainConfig(
+            model_id=models["tied"], dataset_id="d", reward_funcs=[lambda **_: []], bf16=bf16
+        )
         with process_group(60) as device:
             assert share_prefixes(build_policy(config, device), config).share_prefix
     assert seen == [torch.bfloat16, False]
@@ -305,5 +347,8 @@ def test_a_run_goes_on_with_the_other_bf16(models, recipe, tmp_path):
     assert find_checkpoint(parse_args([*command, "--bf16", "true"])) == saved
     assert find_checkpoint(parse_args([*command, "--use_fsdp", "true", "--bf16", "true"])) == saved
     for other in ([], ["--use_fsdp", "true"], ["--bf16", "false"]):
-        with pytest.raises(UserError, match="was trained with bf16=True, not False: use that, or another output_dir"):
+        with pytest.raises(
+            UserError,
+            match="was trained with bf16=True, not False: use that, or another output_dir",
+        ):
             find_checkpoint(parse_args([*command, *other]))

@@ -36,7 +36,10 @@ def parity_lines():
     """The page's tables of parity.json: settings, layouts, runs, and what differs."""
     rows = json.loads(RESULT.read_text())["rows"]
     losses = [row for row in rows if row["part"] == "loss" and "why" not in row]
-    by_setting = {name: [row for row in losses if row["setting"] == name] for name in {r["setting"] for r in losses}}
+    by_setting = {
+        name: [row for row in losses if row["setting"] == name]
+        for name in {r["setting"] for r in losses}
+    }
     layouts = [row for name in ("clips and TIS", "TIS") for row in by_setting.pop(name)]
     lines = [
         f"| {name} | {short(max(row['loss'] for row in of_it))} | {short(max(row['gradient'] for row in of_it))} |"
@@ -75,12 +78,17 @@ def test_curves(run):
     assert (ROOT / "docs" / "runs" / run / "metrics.jsonl").stat().st_size < 20_000
     held_out = [row for row in rows if "eval/reward" in row]
     is_share = held_out[0].get("eval/accuracy") == held_out[0]["eval/reward"]  # rewards are 0 or 1
-    ends = [f"{100 * v:.1f} %" if is_share else f"{v:.3f}" for v in (held_out[i]["eval/reward"] for i in (0, -1))]
+    ends = [
+        f"{100 * v:.1f} %" if is_share else f"{v:.3f}"
+        for v in (held_out[i]["eval/reward"] for i in (0, -1))
+    ]
     assert " to ".join(ends) in PAGE.replace("\n", " ")
     for metric in ("reward", "eval/reward"):
         values = [row[metric] for row in rows if metric in row]
         found = [curve for curve in curves(picture_of_it) if len(curve) == len(values)]
-        assert any(statistics.correlation(curve, values) < -0.9999 for curve in found if len({*curve}) > 1), metric
+        assert any(
+            statistics.correlation(curve, values) < -0.9999 for curve in found if len({*curve}) > 1
+        ), metric
 
 
 def test_the_house_is_what_the_script_draws():

@@ -27,7 +27,10 @@ def asked(server, path="/inference/v1/generate"):
 
 def test_a_server_is_back_before_the_next_sync(models, recipe, tmp_path, capsys):
     """The rest of a long batch finds it with the current weights, zeroed and compared before it serves."""
-    with fake_server(models["untied"], answer_in(0.3)) as one, fake_server(models["untied"], answer_in(0.3)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.3)) as one,
+        fake_server(models["untied"], answer_in(0.3)) as two,
+    ):
         gone_s: list[float] = []
 
         def ill(path):
@@ -41,7 +44,9 @@ def test_a_server_is_back_before_the_next_sync(models, recipe, tmp_path, capsys)
         steps = asked(two, "/finish_weight_update")
         assert len(steps) == 4  # versions 0, 1, 1 again, 2
         assert len(asked(two, "/weight_checker")) == 2
-        assert len(asked(one, "/finish_weight_update")) == 3  # no version twice for the one that stayed
+        assert (
+            len(asked(one, "/finish_weight_update")) == 3
+        )  # no version twice for the one that stayed
         served = [seconds for seconds in asked(two) if steps[2] < seconds < steps[3]]
         assert len(served) > 2
     assert capsys.readouterr().out.count(f"{two.url} is back") == 1
@@ -52,7 +57,9 @@ def test_a_slow_reward_keeps_no_rank_waiting(models, tmp_path):
     """It takes longer than a collective may."""
     with fake_server(models["untied"], answer_in(0.01)) as server:
         recipe = tmp_path / "recipe_slow.py"
-        text = RECIPE.format(model=models["untied"], urls=[server.url], output=str(tmp_path / "run"))
+        text = RECIPE.format(
+            model=models["untied"], urls=[server.url], output=str(tmp_path / "run")
+        )
         recipe.write_text(
             text.replace(
                 "def mean_id(completion_ids, **_):",
@@ -77,7 +84,9 @@ def test_a_server_that_takes_the_invitation_and_does_not_come(monkeypatch):
         Server("http://127.0.0.1:9", 1.0).connect(torch.device("cpu"), 60.0)
 
 
-@pytest.mark.parametrize("more", [[], ["--max_staleness", "1", "--inflight_updates", "false"]], ids=["", "drained"])
+@pytest.mark.parametrize(
+    "more", [[], ["--max_staleness", "1", "--inflight_updates", "false"]], ids=["", "drained"]
+)
 def test_all_servers_gone_are_waited_for(models, recipe, tmp_path, capsys, more):
     with fake_server(models["untied"], answer_in(0.05)) as server:
         gone_s: list[float] = []
@@ -98,7 +107,10 @@ def test_all_servers_gone_are_waited_for(models, recipe, tmp_path, capsys, more)
 
 def test_servers_join_and_leave(models, recipe, tmp_path, capsys):
     """One takes the place of the other, whose groups in flight end where they began."""
-    with fake_server(models["untied"], answer_in(0.3)) as one, fake_server(models["untied"], answer_in(0.3)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.3)) as one,
+        fake_server(models["untied"], answer_in(0.3)) as two,
+    ):
         names = tmp_path / "servers.txt"
         names.write_text(f"{one.url}\n")
         left_s: list[float] = []
@@ -114,7 +126,16 @@ def test_servers_join_and_leave(models, recipe, tmp_path, capsys):
                 names.unlink()
 
         one.fault = two.fault = swap
-        options = ["--max_steps", "5", "--max_concurrent_requests", "2", "--batch_size", "24", "--max_staleness", "1"]
+        options = [
+            "--max_steps",
+            "5",
+            "--max_concurrent_requests",
+            "2",
+            "--batch_size",
+            "24",
+            "--max_staleness",
+            "1",
+        ]
         main(parse_args([recipe(one), *options, "--vllm_urls", f"@{names}"]))
         assert max(two.versions, key=lambda name: int(name) if name.isdigit() else -1) == "5"
         assert "5" not in one.versions
@@ -132,7 +153,10 @@ def test_a_list_without_addresses(recipe, models, tmp_path, text):
     names = tmp_path / "servers.txt"
     if text is not None:
         names.write_text(text)
-    with fake_server(models["untied"], answer_in(0)) as server, pytest.raises(UserError, match="vllm_urls=@"):
+    with (
+        fake_server(models["untied"], answer_in(0)) as server,
+        pytest.raises(UserError, match="vllm_urls=@"),
+    ):
         main(parse_args([recipe(server), "--vllm_urls", f"@{names}"]))
 
 
@@ -167,11 +191,17 @@ def mislabelled(server):
 
 @pytest.mark.parametrize(
     ("spoil", "reason"),
-    [(broken, "and the trainer differ by"), (mislabelled, "answers with other weights than it was sent")],
+    [
+        (broken, "and the trainer differ by"),
+        (mislabelled, "answers with other weights than it was sent"),
+    ],
 )
 def test_a_server_that_is_not_the_policy_stays_out(models, recipe, tmp_path, capsys, spoil, reason):
     """Compared after the sync, on a probe."""
-    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.05)) as one,
+        fake_server(models["untied"], answer_in(0.05)) as two,
+    ):
         gone: list[str] = []
 
         def ill(path):
@@ -192,11 +222,15 @@ def test_a_server_that_is_not_the_policy_stays_out(models, recipe, tmp_path, cap
 
 def test_a_server_that_refuses_in_a_sync_is_left_out(models, recipe, tmp_path, capsys):
     """A 4xx in the middle of a run is that server's trouble, not the run's."""
-    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.05)) as one,
+        fake_server(models["untied"], answer_in(0.05)) as two,
+    ):
         two.refused = lambda path: path == "/start_weight_update" and "1" in two.versions
         main(parse_args([recipe(one, two), "--max_steps", "4"]))
-    assert f"{two.url} is left out until it answers again: POST {two.url}/start_weight_update answered 403" in (
-        capsys.readouterr().out
+    assert (
+        f"{two.url} is left out until it answers again: POST {two.url}/start_weight_update answered 403"
+        in (capsys.readouterr().out)
     )
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
 
@@ -205,7 +239,9 @@ def test_an_error_in_a_reward_keeps_what_was_trained(models, recipe, tmp_path):
     with fake_server(models["untied"], answer_in(0.05)) as server:
         path, flag = Path(recipe(server)), tmp_path / "broken"
         path.write_text(
-            path.read_text().replace("/ 50 for", f"/ (not __import__('os').path.exists({str(flag)!r})) for")
+            path.read_text().replace(
+                "/ 50 for", f"/ (not __import__('os').path.exists({str(flag)!r})) for"
+            )
         )
         server.fault = lambda _: flag.touch() if "3" in server.versions else None
         with pytest.raises(ValueError, match="reward mean_id .*ZeroDivisionError"):
@@ -218,8 +254,12 @@ def test_rewards_that_are_all_none_end_the_run(models, recipe, tmp_path):
     """After the batch, which is a whole step: the weights are saved as what they are."""
     with fake_server(models["untied"], answer_in(0.01)) as server:
         path = Path(recipe(server))
-        path.write_text(path.read_text().replace("return [sum(ids) / len(ids) / 50 for", "return [None for"))
-        with pytest.raises(ValueError, match="no reward function gave any completion of this batch a number"):
+        path.write_text(
+            path.read_text().replace("return [sum(ids) / len(ids) / 50 for", "return [None for")
+        )
+        with pytest.raises(
+            ValueError, match="no reward function gave any completion of this batch a number"
+        ):
             main(parse_args([str(path), "--max_steps", "5"]))
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-1"]
     assert [row["reward"] for row in read(tmp_path, "metrics")] == [None]
@@ -241,11 +281,15 @@ def test_a_gradient_that_is_not_finite_is_skipped(models, recipe, tmp_path, monk
         for name, weight in server.versions["1"].items():
             assert torch.equal(weight, server.versions["2"][name])
             assert torch.equal(weight, server.versions["3"][name])
-        assert any(not torch.equal(w, server.versions["4"][n]) for n, w in server.versions["3"].items())
+        assert any(
+            not torch.equal(w, server.versions["4"][n]) for n, w in server.versions["3"].items()
+        )
     metrics = read(tmp_path, "metrics")
     assert [row["skipped_steps"] for row in metrics] == [0, 1, 1, 0, 1]
     assert [row["grad_norm"] is None for row in metrics] == [False, True, True, False, True]
-    assert [row["learning_rate"] for row in metrics] == pytest.approx([1e-2 * left / 5 for left in (5, 4, 3, 2, 1)])
+    assert [row["learning_rate"] for row in metrics] == pytest.approx(
+        [1e-2 * left / 5 for left in (5, 4, 3, 2, 1)]
+    )
 
 
 def test_too_many_skipped_steps_end_the_run(models, recipe, monkeypatch):
@@ -253,7 +297,9 @@ def test_too_many_skipped_steps_end_the_run(models, recipe, monkeypatch):
     monkeypatch.setattr(train, "grpo_loss", lambda *a: (real(*a)[0] * float("inf"), real(*a)[1]))
     with (
         fake_server(models["untied"], answer_in(0.01)) as server,
-        pytest.raises(ValueError, match="3 steps in a row had no finite gradient: lower learning_rate"),
+        pytest.raises(
+            ValueError, match="3 steps in a row had no finite gradient: lower learning_rate"
+        ),
     ):
         main(parse_args([recipe(server), "--max_steps", "9", "--max_skipped_steps", "3"]))
     assert "4" not in server.versions
@@ -271,7 +317,9 @@ def test_out_of_memory_names_the_cure(models, recipe, monkeypatch):
         main(parse_args([recipe(server)]))
     code = "import torch; from utils import exits\nwith exits({ValueError: '', torch.OutOfMemoryError: '; lower'}):\n"
     code += "    raise torch.OutOfMemoryError('tried to allocate 7 GiB\\nmore')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert (done.returncode, done.stderr) == (1, "error: tried to allocate 7 GiB; lower\n")
 
 
@@ -300,7 +348,9 @@ def undisturbed(models, tmp_path_factory):
     folder = tmp_path_factory.mktemp("undisturbed")
     path = folder / "recipe_undisturbed.py"
     with fake_server(models["untied"], answer_in(0.01)) as server:
-        path.write_text(RECIPE.format(model=models["untied"], urls=[server.url], output=str(folder / "run")))
+        path.write_text(
+            RECIPE.format(model=models["untied"], urls=[server.url], output=str(folder / "run"))
+        )
         main(parse_args([str(path), "--max_steps", "5"]))
     return load_file(folder / "run" / "checkpoint-5" / "model.safetensors")
 
@@ -317,11 +367,21 @@ def test_killed_in_any_phase_it_goes_on(models, recipe, tmp_path, undisturbed, p
         def ill(asked):
             if "2" in server.versions:
                 flag.touch()
-                if asked == {"generate": "/inference/v1/generate", "sync": "/update_weights"}.get(phase):
+                if asked == {"generate": "/inference/v1/generate", "sync": "/update_weights"}.get(
+                    phase
+                ):
                     os.kill(int(Path(f"{flag}.pid").read_text()), signal.SIGKILL)
 
         server.fault = ill
-        options = [str(path), "--max_steps", "5", "--save_steps", "1", "--resume_from_checkpoint", "auto"]
+        options = [
+            str(path),
+            "--max_steps",
+            "5",
+            "--save_steps",
+            "1",
+            "--resume_from_checkpoint",
+            "auto",
+        ]
         done = on_forked_ranks(0, ROOT / "train.py", *options)
         assert done.returncode == 1
         assert "Traceback" not in done.stderr
@@ -339,13 +399,32 @@ def test_killed_in_any_phase_it_goes_on(models, recipe, tmp_path, undisturbed, p
 def test_killed_at_random_every_group_ends_once(models, recipe, tmp_path):
     """A trainer killed three times and servers that die five times, return empty, and break off what they had."""
     rng = random.Random(0)
-    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
-        options = [recipe(one, two), "--max_steps", "40", "--save_steps", "3", "--max_staleness", "1"]
-        command = [sys.executable, str(ROOT / "train.py"), *options, "--resume_from_checkpoint", "auto"]
+    with (
+        fake_server(models["untied"], answer_in(0.05)) as one,
+        fake_server(models["untied"], answer_in(0.05)) as two,
+    ):
+        options = [
+            recipe(one, two),
+            "--max_steps",
+            "40",
+            "--save_steps",
+            "3",
+            "--max_staleness",
+            "1",
+        ]
+        command = [
+            sys.executable,
+            str(ROOT / "train.py"),
+            *options,
+            "--resume_from_checkpoint",
+            "auto",
+        ]
 
         def die(server):
             back_s = time.monotonic() + rng.uniform(0.5, 1.5)
-            server.version = "default"  # what is under way ends with other weights, as what comes next would
+            server.version = (
+                "default"  # what is under way ends with other weights, as what comes next would
+            )
 
             def ill(_):
                 if time.monotonic() < back_s:
@@ -355,8 +434,13 @@ def test_killed_at_random_every_group_ends_once(models, recipe, tmp_path):
 
         victims = [one, two, None, one, None, two, None, one]
         run = subprocess.Popen(command, cwd=ROOT, env=ENV)
-        for step, victim in zip(sorted(rng.sample(range(1, 39), len(victims))), victims, strict=True):
-            while not (tmp_path / "run" / "metrics.jsonl").exists() or len(read(tmp_path, "metrics")) < step:
+        for step, victim in zip(
+            sorted(rng.sample(range(1, 39), len(victims))), victims, strict=True
+        ):
+            while (
+                not (tmp_path / "run" / "metrics.jsonl").exists()
+                or len(read(tmp_path, "metrics")) < step
+            ):
                 assert run.poll() is None
                 time.sleep(0.02)
             time.sleep(rng.uniform(0, 0.2))
@@ -367,7 +451,9 @@ def test_killed_at_random_every_group_ends_once(models, recipe, tmp_path):
                 assert run.wait(20) == -signal.SIGKILL
                 run = subprocess.Popen(command, cwd=ROOT, env=ENV)
         assert run.wait(120) == 0
-    trained = Counter(group for _, group in {(r["step"], r["group"]) for r in read(tmp_path, "completions")})
+    trained = Counter(
+        group for _, group in {(r["step"], r["group"]) for r in read(tmp_path, "completions")}
+    )
     ended = trained + Counter(row["group"] for row in read(tmp_path, "dropped"))
     assert trained.total() == 40 * 6
     assert set(ended.values()) == {1}
@@ -375,15 +461,28 @@ def test_killed_at_random_every_group_ends_once(models, recipe, tmp_path):
 
 
 def torchrun_of(path, *options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--master_port",
+        str(free_port()),
+    ]
     command += [str(ROOT / "train.py"), path, *options]
-    return subprocess.Popen(command, cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def rank_of(parent, rank):
     """The process of a rank below torchrun."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
-    (found,) = [c for c in children if f"RANK={rank}".encode() in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")]
+    (found,) = [
+        c
+        for c in children
+        if f"RANK={rank}".encode() in Path(f"/proc/{c}/environ").read_bytes().split(b"\0")
+    ]
     return int(found)
 
 
@@ -422,7 +521,9 @@ def test_the_first_cause_is_printed_last(models, recipe):
     assert "the culprit" in output[output.index("Root Cause") :]
 
 
-def test_an_address_that_is_listed_while_the_model_loads_waits(models, recipe, tmp_path, monkeypatch):
+def test_an_address_that_is_listed_while_the_model_loads_waits(
+    models, recipe, tmp_path, monkeypatch
+):
     """Nobody is there: the run begins with the servers of its start."""
     with fake_server(models["untied"], answer_in(0.05)) as one:
         names = tmp_path / "servers.txt"
@@ -441,7 +542,10 @@ def test_an_address_that_is_listed_while_the_model_loads_waits(models, recipe, t
 
 def test_a_listed_server_of_another_trainer_is_left_alone(models, recipe, tmp_path):
     """It refuses this one, and is not paused."""
-    with fake_server(models["untied"], answer_in(0.3)) as one, fake_server(models["untied"], answer_in(0.3)) as others:
+    with (
+        fake_server(models["untied"], answer_in(0.3)) as one,
+        fake_server(models["untied"], answer_in(0.3)) as others,
+    ):
         others.refused = lambda path: path == "/init_weight_transfer_engine"
         names = tmp_path / "servers.txt"
         names.write_text(f"{one.url}\n")
@@ -458,12 +562,21 @@ def test_a_listed_server_of_another_trainer_is_left_alone(models, recipe, tmp_pa
     assert "/pause" not in asked
 
 
-@pytest.mark.parametrize("text", [b"\xff\xfehttp://127.0.0.1:9\n", b"http://127.0.0.1:9\nhttp://h:80a\n"])
+@pytest.mark.parametrize(
+    "text", [b"\xff\xfehttp://127.0.0.1:9\n", b"http://127.0.0.1:9\nhttp://h:80a\n"]
+)
 def test_a_list_that_cannot_be_read_changes_nothing(tmp_path, text, capsys):
     names = tmp_path / "servers.txt"
     names.write_text("http://127.0.0.1:9\n")
     client = VLLMClient(
-        parse_args(["--model_id=m", "--dataset_id=d", "--reward_funcs=os.path.exists", f"--vllm_urls=@{names}"])
+        parse_args(
+            [
+                "--model_id=m",
+                "--dataset_id=d",
+                "--reward_funcs=os.path.exists",
+                f"--vllm_urls=@{names}",
+            ]
+        )
     )
     names.write_bytes(text)
     client._read_list()

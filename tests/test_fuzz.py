@@ -25,7 +25,9 @@ TINY = str(ROOT / "recipes" / "tiny.py")
 FLAGS = [f"--{field.name}" for field in dataclasses.fields(TrainConfig)]
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=5,
 )
 VALUES = st.text(max_size=12) | st.sampled_from(
@@ -33,27 +35,43 @@ VALUES = st.text(max_size=12) | st.sampled_from(
 )
 
 
-@given(st.lists(st.tuples(st.sampled_from(FLAGS) | st.text(max_size=8), VALUES), min_size=1, max_size=3))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(FLAGS) | st.text(max_size=8), VALUES), min_size=1, max_size=3
+    )
+)
 def test_command_lines(pairs):
     with suppress(UserError, SystemExit):  # SystemExit: --help
-        assert isinstance(parse_args([TINY, *(word for pair in pairs for word in pair)]), TrainConfig)
+        assert isinstance(
+            parse_args([TINY, *(word for pair in pairs for word in pair)]), TrainConfig
+        )
 
 
-PARTS = st.dictionaries(st.sampled_from(["type", "text", "image", "image_url", "url", "x"]), JSON, max_size=3)
+PARTS = st.dictionaries(
+    st.sampled_from(["type", "text", "image", "image_url", "url", "x"]), JSON, max_size=3
+)
 MESSAGES = st.dictionaries(
     st.sampled_from(["role", "content", "name"]),
     st.text(max_size=5) | st.lists(PARTS | JSON, max_size=2) | JSON,
     max_size=3,
 )
 ROWS = st.fixed_dictionaries(
-    {}, optional={"prompt": JSON | st.lists(MESSAGES, max_size=3), "image": JSON, "images": JSON, "answer": JSON}
+    {},
+    optional={
+        "prompt": JSON | st.lists(MESSAGES, max_size=3),
+        "image": JSON,
+        "images": JSON,
+        "answer": JSON,
+    },
 )
 
 
 @pytest.mark.parametrize("processor", [make_tokenizer(), build_processor()], ids=["text", "vision"])
 @given(rows=st.lists(ROWS | JSON, max_size=3))
 def test_rows(processor, rows):
-    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_completion_len=4)
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_completion_len=4
+    )
     with suppress(UserError):
         prompts = leave_out_long(load_prompts(lambda: rows, "train", processor, config), 50, config)
         assert all(0 < len(prompt.token_ids) <= 50 for prompt in prompts)
@@ -93,7 +111,9 @@ def test_replies(parse, path, value, cut):
     (completion,) = completions
     assert isinstance(completion, Completion)
     assert len(completion.token_ids) == len(completion.sampler_logprobs)
-    assert [n for _, a, b in completion.weight_versions for n in range(a, b)] == list(range(len(completion.token_ids)))
+    assert [n for _, a, b in completion.weight_versions for n in range(a, b)] == list(
+        range(len(completion.token_ids))
+    )
 
 
 @pytest.mark.parametrize("logprob", [-9999.0, float("nan"), float("-inf"), None])
@@ -105,7 +125,12 @@ def test_a_token_without_a_logprob_is_refused(logprob):
 
     def parse(value):
         content = [{"logprob": value}]
-        choice = {"token_ids": [5], "logprobs": {"content": content}, "finish_reason": "stop", "weight_versions": spans}
+        choice = {
+            "token_ids": [5],
+            "logprobs": {"content": content},
+            "finish_reason": "stop",
+            "weight_versions": spans,
+        }
         (completion,), _ = all_choices(1, reply(json.dumps({"choices": [choice]}).encode()))
         return completion
 

@@ -21,7 +21,9 @@ ON_CPU = {**ENV, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
 
 def gpu_sh(*words, env=ON_CPU, timeout_s=60):
     command = ["bash", str(ROOT / "scripts" / "gpu.sh"), *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd="/", timeout=timeout_s, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, env=env, cwd="/", timeout=timeout_s, check=False
+    )
 
 
 def rows_of(path):
@@ -55,7 +57,10 @@ def with_nvidia_smi(folder):
     ("words", "error"),
     [
         (["nope"], "unknown part nope: tests, micro, prefix [1.5B|8B], steps, train, server"),
-        (["micro", "8B"], "unknown part micro 8B: tests, micro, prefix [1.5B|8B], steps, train, server"),
+        (
+            ["micro", "8B"],
+            "unknown part micro 8B: tests, micro, prefix [1.5B|8B], steps, train, server",
+        ),
         (["prefix", "3B"], "unknown size 3B: 1.5B or 8B"),
         (["--fast"], "unknown option --fast: there is --out FOLDER"),
         (["micro", "--out"], "--out needs a folder"),
@@ -75,7 +80,10 @@ def test_all_parts_in_order(stand_in, tmp_path, device):
     assert [words[2] for words in ran] == [str(tmp_path / "out" / f"{part}.json") for part in PARTS]
     small = [part for part, words in zip(PARTS, ran, strict=True) if "--quick" in words]
     assert small == ([] if device == "cuda" else PARTS[1:-1])
-    assert [words[words.index("--models") + 1] for words in ran if "--models" in words] == ["1.5B", "8B"]
+    assert [words[words.index("--models") + 1] for words in ran if "--models" in words] == [
+        "1.5B",
+        "8B",
+    ]
 
 
 def test_a_part_that_takes_too_long_is_cut(stand_in, tmp_path):
@@ -109,7 +117,13 @@ def test_rows_stay_when_a_variant_fails(tmp_path):
 @pytest.mark.parametrize(
     ("model", "num_tokens", "adapters", "seconds", "mfu"),
     [
-        ("Qwen3-0.6B", 16384, None, 2 * 16384 / 11896, 11.1),  # by its tokens a second: the time between steps
+        (
+            "Qwen3-0.6B",
+            16384,
+            None,
+            2 * 16384 / 11896,
+            11.1,
+        ),  # by its tokens a second: the time between steps
         ("Qwen3-4B", 16384, 33_030_144, 5.26, 21.7),
         ("Qwen3-4B", 65536, 33_030_144, 31.5, 37.4),
     ],
@@ -156,7 +170,13 @@ def test_what_an_operation_belongs_to():
 def test_micro(tmp_path):
     """Rows come one by one; every variant that runs gives the same attention and log-probs, to fp32's rounding."""
     path = tmp_path / "micro.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "micro.py"), "--quick", "--json", str(path)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "micro.py"),
+        "--quick",
+        "--json",
+        str(path),
+    ]
     process = subprocess.Popen(command, env=ON_CPU, stdout=subprocess.DEVNULL)
     seen = set()
     deadline = time.monotonic() + 120
@@ -169,11 +189,18 @@ def test_micro(tmp_path):
     assert len(seen) > 5
     rows = rows_of(path)
     assert not [row for row in rows if "error" in row]
-    ran = {part: [row for row in rows if row["part"] == part and "ms" in row] for part in ("attention", "head")}
+    ran = {
+        part: [row for row in rows if row["part"] == part and "ms" in row]
+        for part in ("attention", "head")
+    }
     assert {row["groups"] for row in ran["attention"] if row["variant"] == "ours"} == {1, 10, 40}
     assert all(row["difference"] < 1e-5 for row in ran["attention"])
     assert all(row["difference"] < 1e-5 for row in ran["head"])
-    assert {row["variant"] for row in ran["head"]} > {"ours", "all logits, cross_entropy", "chunks under checkpoint"}
+    assert {row["variant"] for row in ran["head"]} > {
+        "ours",
+        "all logits, cross_entropy",
+        "chunks under checkpoint",
+    }
     assert all(row["skipped"] for row in rows if "difference" not in row and row["part"] != "layer")
 
 
@@ -181,10 +208,22 @@ def test_micro(tmp_path):
 def test_steps(tmp_path):
     """All modes take the same step, to bf16's rounding: 2⁻⁸ of each product."""
     path = tmp_path / "steps.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "steps.py"), "--quick", "--json", str(path)]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "steps.py"),
+        "--quick",
+        "--json",
+        str(path),
+    ]
     subprocess.run(command, env=ON_CPU, check=True, timeout=120, capture_output=True)
     rows = rows_of(path)
-    assert [row["mode"] for row in rows] == ["bf16", "fsdp_bf16", "bf16", "fsdp_bf16", "bf16 weights"]
+    assert [row["mode"] for row in rows] == [
+        "bf16",
+        "fsdp_bf16",
+        "bf16",
+        "fsdp_bf16",
+        "bf16 weights",
+    ]
     for method in ("full", "LoRA r16"):
         norms = [row["grad_norm"] for row in rows if row["method"] == method]
         assert max(norms) - min(norms) < 0.01 * max(norms)

@@ -39,7 +39,9 @@ from training.model import (
 from utils import process_group
 from vllm_client import Completion, Span
 
-ADVANTAGES = torch.tensor([[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8], [1.2, 0.0, -1.2], [0.7, -0.1, -0.6]])
+ADVANTAGES = torch.tensor(
+    [[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8], [1.2, 0.0, -1.2], [0.7, -0.1, -0.6]]
+)
 LENGTHS = [[4, 9, 1], [3, 3, 7], [12, 2, 5], [1, 6, 8]]
 TRUNCATED = (0, 1)  # group 0, completion 1 ran into its limit
 
@@ -78,10 +80,17 @@ def normalizers(shares):
 
 
 def make_config(model, **fields):
-    defaults = {"dataset_id": "d", "reward_funcs": ["os.path.exists"], "num_generations": 3, "batch_size": 4}
+    defaults = {
+        "dataset_id": "d",
+        "reward_funcs": ["os.path.exists"],
+        "num_generations": 3,
+        "batch_size": 4,
+    }
     if not {"old_logprobs", "off_policy_correction"} & set(fields):
         defaults["off_policy_correction"] = "none"
-    return TrainConfig(model_id=model, max_completion_len=12, **{**defaults, "grad_norm": 0, **fields})
+    return TrainConfig(
+        model_id=model, max_completion_len=12, **{**defaults, "grad_norm": 0, **fields}
+    )
 
 
 def make_policy(config, device):
@@ -132,23 +141,36 @@ def plain_gradient(config):
         for c, completion in enumerate(group.completions):
             if config.mask_truncated_completions and (g, c) == TRUNCATED:
                 continue
-            start, ids = len(group.prompt.token_ids), group.prompt.token_ids + completion.token_ids.tolist()
-            logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1] / config.temperature
-            logprobs = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
+            start, ids = (
+                len(group.prompt.token_ids),
+                group.prompt.token_ids + completion.token_ids.tolist(),
+            )
+            logits = (
+                model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1] / config.temperature
+            )
+            logprobs = logits.log_softmax(-1)[
+                range(len(completion.token_ids)), completion.token_ids
+            ]
             ratio = (logprobs.detach() + 3.0).exp()  # to the sampler's log-probs
             weight = torch.ones_like(ratio)
             if config.off_policy_correction == "truncate" and config.old_logprobs == "trainer":
                 weight = ratio.clamp(max=config.correction_cap)
             elif config.off_policy_correction == "mask":
                 weight = ratio * ((ratio >= 0.5) & (ratio <= 2.0))
-            elif config.old_logprobs == "sampler":  # PPO's clip: nothing further where the ratio has gone far enough
+            elif (
+                config.old_logprobs == "sampler"
+            ):  # PPO's clip: nothing further where the ratio has gone far enough
                 up = ADVANTAGES[g, c] > 0
                 weight = ratio * ((ratio <= 1.2) if up else (ratio >= 0.8))
             loss = -ADVANTAGES[g, c] * weight * logprobs
             total = total + (loss.mean() if config.loss_type == "grpo" else loss.sum())
     tokens = sum(map(sum, LENGTHS)) - (9 if config.mask_truncated_completions else 0)
     (total / {"grpo": 12, "dr_grpo": 12 * 12}.get(config.loss_type, tokens)).backward()
-    weights = {id(w): (name, w) for name, w in reversed(model.state_dict(keep_vars=True).items()) if w.requires_grad}
+    weights = {
+        id(w): (name, w)
+        for name, w in reversed(model.state_dict(keep_vars=True).items())
+        if w.requires_grad
+    }
     return {name: w.grad for name, w in weights.values()}
 
 
@@ -186,7 +208,10 @@ def test_tokens_of_an_environment_are_context_only(models, device, loss_type):
     model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
     total, count = torch.zeros(()), 0
     for group, c, completion in _numbered(make_groups()):
-        start, ids = len(group.prompt.token_ids), group.prompt.token_ids + completion.token_ids.tolist()
+        start, ids = (
+            len(group.prompt.token_ids),
+            group.prompt.token_ids + completion.token_ids.tolist(),
+        )
         logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1]
         logprobs = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
         own = logprobs[[0]] if len(logprobs) == 1 else logprobs[[0, -1]]
@@ -195,7 +220,11 @@ def test_tokens_of_an_environment_are_context_only(models, device, loss_type):
         total = total + (loss.mean() if loss_type == "grpo" else loss.sum())
     (total / {"grpo": 12, "dr_grpo": 12 * 12, "dapo": count}[loss_type]).backward()
     got = {name: before[name] - weight for name, weight in trainable(policy).items()}
-    weights = {id(w): (name, w) for name, w in reversed(model.state_dict(keep_vars=True).items()) if w.requires_grad}
+    weights = {
+        id(w): (name, w)
+        for name, w in reversed(model.state_dict(keep_vars=True).items())
+        if w.requires_grad
+    }
     assert_same(got, {name: w.grad for name, w in weights.values()})
 
 
@@ -204,11 +233,17 @@ def test_a_completion_without_a_reward_is_left_out():
     groups = make_groups()
     config = make_config("m")
     for number, group in enumerate(groups):
-        group.reward = [math.nan if number == 2 and c == 0 else 1.0 for c in range(3)] if number else []
+        group.reward = (
+            [math.nan if number == 2 and c == 0 else 1.0 for c in range(3)] if number else []
+        )
     (((micro,), normalizer),) = dealt(groups, ADVANTAGES, 1, config)[0]
-    of_completion = [c.tolist() for c in micro.mask.split([length for lengths in LENGTHS for length in lengths])]
+    of_completion = [
+        c.tolist() for c in micro.mask.split([length for lengths in LENGTHS for length in lengths])
+    ]
     assert [len(set(mask)) for mask in of_completion] == [1] * 12
-    assert [mask[0] for mask in of_completion] == [0.0 if number == 6 else 1.0 for number in range(12)]
+    assert [mask[0] for mask in of_completion] == [
+        0.0 if number == 6 else 1.0 for number in range(12)
+    ]
     assert normalizer == sum(map(sum, LENGTHS)) - 12
 
 
@@ -221,8 +256,19 @@ def test_turns_are_joined():
     assert joined.loss_mask.tolist() == [True, True, False, False, True]
     assert joined.weight_versions == [(3, 0, 2), (3, 4, 5), (4, 5, 5)]
     assert joined.finish_reason == "length"
-    assert joined.then([1], first).loss_mask.tolist() == [True, True, False, False, True, False, True, True]
-    first, last = (dataclasses.replace(c, prompt_ids=ids) for c, ids in ((first, [4]), (last, [4, 5, 6, 7, 8])))
+    assert joined.then([1], first).loss_mask.tolist() == [
+        True,
+        True,
+        False,
+        False,
+        True,
+        False,
+        True,
+        True,
+    ]
+    first, last = (
+        dataclasses.replace(c, prompt_ids=ids) for c, ids in ((first, [4]), (last, [4, 5, 6, 7, 8]))
+    )
     assert first.then([7, 8], last).prompt_ids.tolist() == [4]
     with pytest.raises(ValueError, match="joined to a turn that it was not sampled for"):
         first.then([7], last)
@@ -233,7 +279,9 @@ def test_the_tail_is_spread_over_the_ranks():
     shares = dealt(make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=10_000))
     sizes = [sum(micro.packed.num_tokens for micro in rows_of(share)) for share in shares]
     assert max(sizes) < 0.7 * sum(sizes)
-    assert sum(micro.mask.sum().item() for share in shares for micro in rows_of(share)) == sum(map(sum, LENGTHS))
+    assert sum(micro.mask.sum().item() for share in shares for micro in rows_of(share)) == sum(
+        map(sum, LENGTHS)
+    )
 
 
 CASES = [
@@ -263,7 +311,10 @@ def test_any_split_equals_plain_rows(models, device, fields):
     expected = plain_gradient(make_config(models["tied"], **fields))
     for max_tokens in (10_000, 60, 24):
         assert_same(
-            trained_difference(make_config(models["tied"], max_tokens_per_gpu=max_tokens, **fields), device), expected
+            trained_difference(
+                make_config(models["tied"], max_tokens_per_gpu=max_tokens, **fields), device
+            ),
+            expected,
         )
 
 
@@ -289,13 +340,19 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
     """A model that is refused trains on padded rows, with the reason; so does a batch with nothing to share."""
     config = make_config(models["tied"])
     policy = build_policy(config, device)
-    monkeypatch.setattr(type(policy), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    monkeypatch.setattr(
+        type(policy), "_can_set_attn_implementation", classmethod(lambda cls: False)
+    )
     config = share_prefixes(policy, config)
     assert not config.share_prefix
     assert (
-        "share_prefix is off, each prompt is forwarded once per completion: Qwen3ForCausalLM" in capsys.readouterr().out
+        "share_prefix is off, each prompt is forwarded once per completion: Qwen3ForCausalLM"
+        in capsys.readouterr().out
     )
-    assert all(micro.packed.segments is None for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]))
+    assert all(
+        micro.packed.segments is None
+        for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])
+    )
     config = make_config(models["tied"])
     (group, *_) = make_groups()
     group.advantages = [1.0, 0.0, -1.0]
@@ -304,8 +361,12 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
     assert row_tokens([group], config) == 3 * 102
     (micro,) = micro_batches([group], 400, config)
     assert micro.packed.segments is not None
-    assert micro.packed.segments.tolist() == [[102 * n, 102, -1, 0, 0] for n in range(3)]  # 6 tokens saved of 306
-    group = dataclasses.replace(group, prompt=dataclasses.replace(group.prompt, token_ids=[5] * 100))
+    assert micro.packed.segments.tolist() == [
+        [102 * n, 102, -1, 0, 0] for n in range(3)
+    ]  # 6 tokens saved of 306
+    group = dataclasses.replace(
+        group, prompt=dataclasses.replace(group.prompt, token_ids=[5] * 100)
+    )
     (micro,) = micro_batches([group], 400, config)
     assert micro.packed.num_tokens == row_tokens([group], config) == 100 + 99 + 2 * 99
 
@@ -340,7 +401,9 @@ def test_minibatches_of_dapo_weigh_every_token_alike(models, device):
 
 def test_ranks_get_equally_many_rows_and_every_token_once():
     for max_tokens, num_ranks in itertools.product((24, 60, 10_000), (1, 2, 3, 16)):
-        shares = dealt(make_groups(), ADVANTAGES, num_ranks, make_config("m", max_tokens_per_gpu=max_tokens))
+        shares = dealt(
+            make_groups(), ADVANTAGES, num_ranks, make_config("m", max_tokens_per_gpu=max_tokens)
+        )
         assert len({len(rows_of(share)) for share in shares}) == 1
         trained = sum(micro.mask.sum().item() for share in shares for micro in rows_of(share))
         assert trained == sum(map(sum, LENGTHS))
@@ -350,7 +413,9 @@ def test_ranks_get_equally_many_rows_and_every_token_once():
 def test_training_starts_before_the_batch_is_complete():
     """A row goes out as soon as the next group does not fit it, to the rank that has had the fewest tokens."""
     groups = with_advantages(make_groups())
-    dealer = Dealer(1, make_config("m", max_tokens_per_gpu=40))  # groups take 17, 18, 26 and 24 tokens
+    dealer = Dealer(
+        1, make_config("m", max_tokens_per_gpu=40)
+    )  # groups take 17, 18, 26 and 24 tokens
     assert dealer.missing_tokens() == 40
     (((first,), normalizer),) = dealer.deal(groups[:3], is_complete=False)[0]
     assert first.packed.group.unique().tolist() == [0, 1]
@@ -361,12 +426,22 @@ def test_training_starts_before_the_batch_is_complete():
         17 + 18 - 6, 26 - 3, 24 - 3
     ]  # fmt: skip  # the last token of a completion needs no forward
     assert normalizer == sum(map(sum, LENGTHS))
-    for fields in ({"num_minibatches": 2}, {"num_iterations": 2}, {"scale_rewards": "batch"}):  # they need all of it
-        assert Dealer(1, make_config("m", max_tokens_per_gpu=40, **fields)).missing_tokens() == math.inf
+    for fields in (
+        {"num_minibatches": 2},
+        {"num_iterations": 2},
+        {"scale_rewards": "batch"},
+    ):  # they need all of it
+        assert (
+            Dealer(1, make_config("m", max_tokens_per_gpu=40, **fields)).missing_tokens()
+            == math.inf
+        )
     loads = [sum(micro.packed.num_tokens for micro in rows_of(share)) for share in dealt(
         make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30)
     )]  # fmt: skip
-    assert loads == [14 + 15 + 14, 23 + 16]  # the larger row of the second round goes to the rank with fewer tokens
+    assert loads == [
+        14 + 15 + 14,
+        23 + 16,
+    ]  # the larger row of the second round goes to the rank with fewer tokens
 
 
 RANK_CASES = [
@@ -388,7 +463,14 @@ def rank_main(output, *models):
 
 
 def test_two_ranks_equal_plain_rows(models, tmp_path):
-    on_ranks(2, tmp_path, "test_gradients.rank_main", tmp_path / "out.pt", models["tied"], models["untied"])
+    on_ranks(
+        2,
+        tmp_path,
+        "test_gradients.rank_main",
+        tmp_path / "out.pt",
+        models["tied"],
+        models["untied"],
+    )
     cases = itertools.product(models.values(), RANK_CASES)
     for (model, fields), got in zip(cases, torch.load(tmp_path / "out.pt"), strict=True):
         assert_same(got, plain_gradient(make_config(model, **fields)))
@@ -435,31 +517,47 @@ def test_gradients_are_normalized_before_they_are_clipped():
 
 def test_optimizer_and_schedules():
     model = torch.nn.Linear(3, 3)
-    fields = {"weight_decay": 0.1, "adam_beta1": 0.8, "adam_beta2": 0.95, "warmup_ratio": 0.2, "learning_rate": 2.0}
+    fields = {
+        "weight_decay": 0.1,
+        "adam_beta1": 0.8,
+        "adam_beta2": 0.95,
+        "warmup_ratio": 0.2,
+        "learning_rate": 2.0,
+    }
     expected = {
         "constant": [1, 2, 2, 2, 2, 2, 2, 2, 2, 2],
         "linear": [1, 2, 2, 1.75, 1.5, 1.25, 1, 0.75, 0.5, 0.25],
         "cosine": [1, 2, *(1 + math.cos(math.pi * k / 8) for k in range(8))],
     }
     for kind, rates in expected.items():
-        optimizer, scheduler = build_optimizer(model, 10, make_config("m", **{**fields, "lr_scheduler": kind}))
+        optimizer, scheduler = build_optimizer(
+            model, 10, make_config("m", **{**fields, "lr_scheduler": kind})
+        )
         seen = []
         for _ in range(10):
             seen.append(scheduler.get_last_lr()[0])
             optimizer.step()
             scheduler.step()
         assert seen == pytest.approx(rates)
-    assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [(0.1, (0.8, 0.95)), (0.0, (0.8, 0.95))]
+    assert [(g["weight_decay"], g["betas"]) for g in optimizer.param_groups] == [
+        (0.1, (0.8, 0.95)),
+        (0.0, (0.8, 0.95)),
+    ]
     assert [[p.ndim for p in g["params"]] for g in optimizer.param_groups] == [[2], [1]]
 
 
-@pytest.mark.parametrize("found", [{"temperature": 0.9, "top_p": 0.6}, {"top_p": 0.6}, {"top_k": 5}], ids=str)
+@pytest.mark.parametrize(
+    "found", [{"temperature": 0.9, "top_p": 0.6}, {"top_p": 0.6}, {"top_k": 5}], ids=str
+)
 def test_a_generation_config_that_could_not_be_saved(models, tmp_path, found):
     """Sampling without do_sample, as some models have it: the checkpoint after all of the training would fail."""
     folder = shutil.copytree(models["tied"], tmp_path / "model")
     (folder / "generation_config.json").write_text(json.dumps(found))
     load_model(make_config(str(folder))).save_pretrained(tmp_path / "saved")
-    assert found.items() <= json.loads((tmp_path / "saved" / "generation_config.json").read_text()).items()
+    assert (
+        found.items()
+        <= json.loads((tmp_path / "saved" / "generation_config.json").read_text()).items()
+    )
 
 
 def test_attention_with_a_softcap(tmp_path):
@@ -467,7 +565,10 @@ def test_attention_with_a_softcap(tmp_path):
     make_family("Gemma2").save_pretrained(tmp_path)
     config = make_config(str(tmp_path), share_prefix=False)
     (row,) = pack([([5, 6, 7], [[8, 9, 10, 11, 12, 13]])], share_prefix=False)
-    got, expected = (completion_logprobs(model, row) for model in (load_model(config), make_family("Gemma2", "eager")))
+    got, expected = (
+        completion_logprobs(model, row)
+        for model in (load_model(config), make_family("Gemma2", "eager"))
+    )
     torch.testing.assert_close(got, expected)
     with pytest.raises(UserError, match="attn_implementation=sdpa leaves out the softcap"):
         load_model(dataclasses.replace(config, attn_implementation="sdpa"))
@@ -500,13 +601,24 @@ def test_adapters_of_experts_are_refused(tmp_path, device):
     MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4)).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="experts in one tensor"):
         build_policy(make_config(str(tmp_path), use_peft=True), device)
-    policy = build_policy(make_config(str(tmp_path), use_peft=True, lora_target_modules=["q_proj", "o_proj"]), device)
-    assert {name for name, _ in published_weights(policy)} == load_file(tmp_path / "model.safetensors").keys()
+    policy = build_policy(
+        make_config(str(tmp_path), use_peft=True, lora_target_modules=["q_proj", "o_proj"]), device
+    )
+    assert {name for name, _ in published_weights(policy)} == load_file(
+        tmp_path / "model.safetensors"
+    ).keys()
 
 
 def test_several_updates_on_one_batch(models, device):
     """Two passes of two mini-batches with KL and an adapter, against the same written out token by token."""
-    fields = {"use_peft": True, "lora_rank": 4, "beta": 0.3, "num_iterations": 2, "num_minibatches": 2, "epsilon": 0.05}
+    fields = {
+        "use_peft": True,
+        "lora_rank": 4,
+        "beta": 0.3,
+        "num_iterations": 2,
+        "num_minibatches": 2,
+        "epsilon": 0.05,
+    }
     config = make_config(models["tied"], max_tokens_per_gpu=40, **fields)
     policy = make_policy(config, device)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.05)
@@ -517,7 +629,9 @@ def test_several_updates_on_one_batch(models, device):
 
     model = make_policy(config, device)
     steps = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    rows = [(g, c, g.prompt.token_ids, k.token_ids.tolist()) for g, c, k in _numbered(make_groups())]
+    rows = [
+        (g, c, g.prompt.token_ids, k.token_ids.tolist()) for g, c, k in _numbered(make_groups())
+    ]
 
     def logprobs(prompt, ids):
         logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
@@ -553,8 +667,12 @@ def test_several_updates_on_one_batch(models, device):
     got, expected = trainable(policy), trainable(model)
     start = trainable(make_policy(config, device))
     for name in expected:  # the whole way moved, to the rounding that four steps in fp32 add up
-        torch.testing.assert_close(got[name] - start[name], expected[name] - start[name], rtol=2e-2, atol=2e-5)
+        torch.testing.assert_close(
+            got[name] - start[name], expected[name] - start[name], rtol=2e-2, atol=2e-5
+        )
 
 
 def _numbered(groups):
-    return [(group, c, completion) for group in groups for c, completion in enumerate(group.completions)]
+    return [
+        (group, c, completion) for group in groups for c, completion in enumerate(group.completions)
+    ]

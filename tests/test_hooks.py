@@ -31,12 +31,20 @@ LOSSES = [losses.sapo, losses.dppo_tv, losses.dppo_kl, losses.off_policy_sequenc
 
 
 def make_config(**fields):
-    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields})
+    return TrainConfig(
+        **{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields}
+    )
 
 
 # -- advantages ------------------------------------------------------------------------------------------------------
 
-REWARDS = [[1.0, 0.0, NAN, 0.5], [0.0, 0.0, 0.0, 0.0], [NAN, NAN, NAN, NAN], [NAN, 2.0, NAN, NAN], [1.0, 1.0, 0.0, 3.0]]
+REWARDS = [
+    [1.0, 0.0, NAN, 0.5],
+    [0.0, 0.0, 0.0, 0.0],
+    [NAN, NAN, NAN, NAN],
+    [NAN, 2.0, NAN, NAN],
+    [1.0, 1.0, 0.0, 3.0],
+]
 
 
 def valid(row):
@@ -48,27 +56,41 @@ def mean(values):
 
 
 def std(values):
-    return math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1)) if len(values) > 1 else 0.0
+    return (
+        math.sqrt(sum((v - mean(values)) ** 2 for v in values) / (len(values) - 1))
+        if len(values) > 1
+        else 0.0
+    )
 
 
 def per_reward(function, rewards):
     """`function(reward, the group's valid rewards, where among them)` of each, 0 where there is none."""
     return [
-        [0.0 if math.isnan(r) else function(r, valid(row), len(valid(row[:i]))) for i, r in enumerate(row)]
+        [
+            0.0 if math.isnan(r) else function(r, valid(row), len(valid(row[:i])))
+            for i, r in enumerate(row)
+        ]
         for row in rewards
     ]
 
 
 def over_batch(rows, rewards):
     """Normalized over what has a reward."""
-    counted = [a for row, given in zip(rows, rewards, strict=True) for a, r in zip(row, given, strict=True) if r == r]
+    counted = [
+        a
+        for row, given in zip(rows, rewards, strict=True)
+        for a, r in zip(row, given, strict=True)
+        if r == r
+    ]
     middle, scale = mean(counted), std(counted) + 1e-4
     pairs = (zip(row, given, strict=True) for row, given in zip(rows, rewards, strict=True))
     return [[(a - middle) / scale if r == r else 0.0 for a, r in pair] for pair in pairs]
 
 
 def check(got, wanted):
-    torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-12, atol=1e-12
+    )
 
 
 def as_tensor(rewards):
@@ -89,7 +111,9 @@ def test_reinforce_plus_plus():
 
 
 def test_maxrl():
-    wanted = per_reward(lambda r, row, _: (r - mean(row)) / mean(row) if mean(row) > 0 else 0.0, REWARDS)
+    wanted = per_reward(
+        lambda r, row, _: (r - mean(row)) / mean(row) if mean(row) > 0 else 0.0, REWARDS
+    )
     check(advantages.maxrl(as_tensor(REWARDS), []), wanted)
     check(advantages.maxrl(as_tensor([[-1.0, 0.5]]), []), [[0.0, 0.0]])  # a mean below 0
 
@@ -112,10 +136,18 @@ def test_gdpo():
     second: list[list[Any]] = [[0.2, 0.4, None, 0.1], [0.0, 1.0, 0.0, 7.0], [1.0, 2.0, 3.0, None]]
     pairs = [[*zip(a, b, strict=True)] for a, b in zip(first, second, strict=True)]
     groups = [Group(Prompt(0, [5], "", {}), rewards=[list(pair) for pair in row]) for row in pairs]
-    given = [[NAN if pair == (None, None) else sum(10 * (r or 0) for r in pair) for pair in row] for row in pairs]
+    given = [
+        [NAN if pair == (None, None) else sum(10 * (r or 0) for r in pair) for pair in row]
+        for row in pairs
+    ]
     given[1][3] = NAN  # it counts in its group's statistics, and not in the batch's
-    columns = [[[NAN if r is None else r for r in row] for row in column] for column in (first, second)]
-    parts = [per_reward(lambda r, row, _: (r - mean(row)) / (std(row) + 1e-4), column) for column in columns]
+    columns = [
+        [[NAN if r is None else r for r in row] for row in column] for column in (first, second)
+    ]
+    parts = [
+        per_reward(lambda r, row, _: (r - mean(row)) / (std(row) + 1e-4), column)
+        for column in columns
+    ]
     summed = [[x + y for x, y in zip(a, b, strict=True)] for a, b in zip(*parts, strict=True)]
     check(advantages.gdpo(as_tensor(given), groups), over_batch(summed, given))
 
@@ -139,7 +171,19 @@ RATIO = [1.7, 3.0, 0.7, 1.3, 0.6, 0.2, 0.4, 1.3, 0.4, 2.2, 1.0]
 ADVANTAGE = [1.0, 1.0, 1.0, -0.5, -0.5, -2.0, -2.0, 0.25, 1.0, -1.0, -2.0]
 MASK = [1.0, 0.0, *[1.0] * 8, 0.0]
 COMPLETION = [3, 3, 3, 4, 4, 7, 7, 9, 11, 12, 7]
-GAP = [0.3, 5.0, -0.2, 0.0, 1.0, -1.0, 0.5, 0.1, 0.2, -0.3, 2.0]  # of the reference's log-probs to the policy's
+GAP = [
+    0.3,
+    5.0,
+    -0.2,
+    0.0,
+    1.0,
+    -1.0,
+    0.5,
+    0.1,
+    0.2,
+    -0.3,
+    2.0,
+]  # of the reference's log-probs to the policy's
 TRAINED = [place for place, trains in enumerate(MASK) if trains]
 NEW = [old + math.log(ratio) for old, ratio in zip(OLD, RATIO, strict=True)]
 
@@ -194,7 +238,9 @@ def plain_sequence_mask(config, i):
 
 
 def plain_gspo_token(config, i):
-    return plain_clip(config, math.exp(mean([math.log(ratio) for ratio in of_completion(RATIO, i)])), i)
+    return plain_clip(
+        config, math.exp(mean([math.log(ratio) for ratio in of_completion(RATIO, i)])), i
+    )
 
 
 PLAIN = [plain_sapo, plain_dppo_tv, plain_dppo_kl, plain_sequence_mask, plain_gspo_token]
@@ -207,9 +253,14 @@ TOUCHED = {  # what a loss counts, and how many tokens of the above it must find
 }
 
 
-def run(loss_fn, config, new=NEW, old=OLD, ref=None, mask=MASK, advantage=ADVANTAGE, dtype=torch.float64):
+def run(
+    loss_fn, config, new=NEW, old=OLD, ref=None, mask=MASK, advantage=ADVANTAGE, dtype=torch.float64
+):
     logprobs = torch.tensor(new, dtype=dtype, requires_grad=True)
-    others = [None if values is None else torch.tensor(values, dtype=dtype) for values in (old, ref, advantage, mask)]
+    others = [
+        None if values is None else torch.tensor(values, dtype=dtype)
+        for values in (old, ref, advantage, mask)
+    ]
     loss, sums = loss_fn(logprobs, *others, torch.tensor(COMPLETION), config)
     loss.backward()
     assert logprobs.grad is not None
@@ -243,13 +294,21 @@ def test_losses(loss_fn, plain, loss_type, beta):
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_on_policy_they_are_the_policy_gradient(loss_fn):
     _, gradient, _ = run(loss_fn, make_config(), new=OLD)
-    assert gradient == pytest.approx([-a * trains for a, trains in zip(ADVANTAGE, MASK, strict=True)])
+    assert gradient == pytest.approx(
+        [-a * trains for a, trains in zip(ADVANTAGE, MASK, strict=True)]
+    )
 
 
 def one_token(loss_fn, new, old, advantage):
     """The gradient of a token."""
     logprobs = torch.tensor([new], requires_grad=True)
-    others = (torch.tensor([old]), None, torch.tensor([advantage]), torch.ones(1), torch.zeros(1, dtype=torch.long))
+    others = (
+        torch.tensor([old]),
+        None,
+        torch.tensor([advantage]),
+        torch.ones(1),
+        torch.zeros(1, dtype=torch.long),
+    )
     loss_fn(logprobs, *others, make_config())[0].backward()
     assert logprobs.grad is not None
     return logprobs.grad.item()
@@ -274,7 +333,9 @@ def test_a_mask_of_zeros(loss_fn, mask):
     """A filler row, whatever stands in it."""
     odd = [-INF, INF, NAN, -INF, -1.0, 0.0, 1e30, -1e30, NAN, INF, 0.0]
     for new, ref in ((NEW, OLD), (odd, odd[::-1])):
-        loss, gradient, sums = run(loss_fn, make_config(beta=0.1, loss_type="grpo"), new=new, ref=ref, mask=mask)
+        loss, gradient, sums = run(
+            loss_fn, make_config(beta=0.1, loss_type="grpo"), new=new, ref=ref, mask=mask
+        )
         assert (loss, gradient) == (0.0, [0.0] * 11)
         assert set(sums.values()) <= {0.0}
 
@@ -286,7 +347,9 @@ def test_extremes(loss_fn, dtype):
     new = [-1e4, -INF, -1e-9, -50.0, 0.0, -1e-30, -1e3, -1.0, 0.0, -30.0, INF]
     old = [-1.0, INF, -80.0, -1e-9, -1e4, 0.0, -1e-3, -1.0, -30.0, 0.0, INF]
     ref = [0.0, NAN, -1e4, -1.0, -1e4, -2.0, 0.0, -1.0, 0.0, 0.0, -INF]
-    loss, gradient, sums = run(loss_fn, make_config(beta=0.1), new=new, old=old, ref=ref, dtype=dtype)
+    loss, gradient, sums = run(
+        loss_fn, make_config(beta=0.1), new=new, old=old, ref=ref, dtype=dtype
+    )
     assert all(map(math.isfinite, [loss, *gradient, *sums.values()]))
     assert gradient[1] == gradient[10] == 0.0
 
@@ -301,17 +364,34 @@ def test_the_trainer_takes_them(loss_fn):
 
 
 def test_majority_vote():
-    boxed = [r"so \boxed{\frac12}", r"\boxed{1/2} it is", r"no, \boxed{3}", r"\boxed{0.5}", r"it is \boxed{3", "3"]
+    boxed = [
+        r"so \boxed{\frac12}",
+        r"\boxed{1/2} it is",
+        r"no, \boxed{3}",
+        r"\boxed{0.5}",
+        r"it is \boxed{3",
+        "3",
+    ]
     assert majority_vote(completions=boxed, completion_ids=[]) == [1, 1, 0, 1, 0, 0]
     assert majority_vote(completions=["7", " 8\n", "8 ", "9"]) == [0, 1, 1, 0]
-    assert majority_vote(completions=["7", "8", "8", "7"]) == [1, 0, 0, 1]  # of equally many, the first
+    assert majority_vote(completions=["7", "8", "8", "7"]) == [
+        1,
+        0,
+        0,
+        1,
+    ]  # of equally many, the first
 
 
 def test_majority_is_right():
     truth = {"answer": ["8"] * 4}
     assert majority_is_right(completions=["7", " 8", "8", "9"], **truth) == [1, 1, 1, 1]
     assert majority_is_right(completions=[r"\boxed{8}", "7", "8", "9"], **truth) == [1, 1, 1, 1]
-    assert majority_is_right(completions=["7", "8", "7", "9"], **truth) == [0, 0, 0, 0]  # though one is right
+    assert majority_is_right(completions=["7", "8", "7", "9"], **truth) == [
+        0,
+        0,
+        0,
+        0,
+    ]  # though one is right
     assert majority_is_right(completions=["", "", "", ""], **truth) == [0, 0, 0, 0]
 
 
@@ -341,10 +421,14 @@ class Talker:
 
     def generate(self, prompt, sampling, images=None):
         self.asked.append((list(prompt), sampling))
-        said = (self.text if list(prompt) == PROMPT.token_ids else self.again)[: sampling["max_tokens"]]
+        said = (self.text if list(prompt) == PROMPT.token_ids else self.again)[
+            : sampling["max_tokens"]
+        ]
         logprobs = [-0.5 - len(self.asked)] * len(said)
         spans = [Span(3, 0, 1), Span(4, 1, len(said))] if len(said) > 1 else [Span(3, 0, 1)]
-        return [Completion([*map(ord, said)], logprobs, "stop", spans) for _ in range(sampling["n"])]
+        return [
+            Completion([*map(ord, said)], logprobs, "stop", spans) for _ in range(sampling["n"])
+        ]
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
@@ -352,10 +436,14 @@ def test_half_of_a_group_thinks_again(n, monkeypatch):
     """Each rewritten one is a beginning of a sampled one, the cue, which does not train, and what was sampled then."""
     monkeypatch.setattr(insert_reasoning, "CUE", "=?")
     talker = Talker("1234", again="567")
-    completions = insert_reasoning.think_again(talker, PROMPT, {"n": n, "max_tokens": 8, "temperature": 1.0})
+    completions = insert_reasoning.think_again(
+        talker, PROMPT, {"n": n, "max_tokens": 8, "temperature": 1.0}
+    )
     assert len(completions) == n
     plain, rewritten = completions[: n - n // 2], completions[n - n // 2 :]
-    assert all("".join(map(chr, c.token_ids.tolist())) == "1234" and c.loss_mask.all() for c in plain)
+    assert all(
+        "".join(map(chr, c.token_ids.tolist())) == "1234" and c.loss_mask.all() for c in plain
+    )
     assert len(talker.asked) == 1 + n // 2
     for completion in rewritten:  # asked for at once, so in any order
         text = "".join(map(chr, completion.token_ids.tolist()))
@@ -375,16 +463,25 @@ def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
     """Full stops end with a line break, and letters begin with one."""
     monkeypatch.setattr(insert_reasoning, "BREAK", "\n")
     monkeypatch.setattr(insert_reasoning, "CUE", "=?")
-    monkeypatch.setattr(Talker, "decode", lambda _, token: ".\n" if chr(token) == "." else "\n" + chr(token))
+    monkeypatch.setattr(
+        Talker, "decode", lambda _, token: ".\n" if chr(token) == "." else "\n" + chr(token)
+    )
     cuts = set()
     for seed in range(20):
         random.seed(seed)
-        _, completion = insert_reasoning.think_again(Talker("a.b.c.d."), PROMPT, {"n": 2, "max_tokens": 8})
+        _, completion = insert_reasoning.think_again(
+            Talker("a.b.c.d."), PROMPT, {"n": 2, "max_tokens": 8}
+        )
         assert len(completion.token_ids) <= 8
         cuts.add("".join(map(chr, completion.token_ids.tolist())))
-    assert cuts == {"a.=?9", "a.b.=?9"}  # after the third of eight tokens' breaks there is no room for an answer
+    assert cuts == {
+        "a.=?9",
+        "a.b.=?9",
+    }  # after the third of eight tokens' breaks there is no room for an answer
     for text in ("abc", "."):  # nothing to cut
-        first, second = insert_reasoning.think_again(Talker(text), PROMPT, {"n": 2, "max_tokens": 6})
+        first, second = insert_reasoning.think_again(
+            Talker(text), PROMPT, {"n": 2, "max_tokens": 6}
+        )
         assert torch.equal(first.token_ids, second.token_ids)
 
 
@@ -415,7 +512,10 @@ def test_the_examples_of_the_documents():
     assert games[0].token_ids.tolist() == [*[5] * 9, 7, *[5] * 9]
     assert games[0].loss_mask.tolist() == [True] * 9 + [False] + [True] * 9
     assert ran["what_it_scored"](["a"], [0.5]) == [0.5]
-    logprobs, teacher = torch.tensor([-1.0, -2.0], requires_grad=True), torch.tensor([-1.5, -math.inf])
+    logprobs, teacher = (
+        torch.tensor([-1.0, -2.0], requires_grad=True),
+        torch.tensor([-1.5, -math.inf]),
+    )
     loss, sums = ran["k3"](logprobs, None, teacher, None, torch.tensor([1.0, 0.0]), None, None)
     assert loss.item() == pytest.approx(math.exp(-0.5) + 0.5 - 1)
     (gradient,) = torch.autograd.grad(loss, logprobs)

@@ -67,7 +67,10 @@ def test_an_environment_hands_back_its_own_reward(models, recipe, tmp_path):
         main(replace(config, rollout_fn=with_info, reward_funcs=[what_it_scored]))
     samples = read(tmp_path, "completions")
     for group in (samples[start : start + 4] for start in range(0, len(samples), 4)):
-        assert [sample["reward"] for sample in group] == [*(group[0]["row"] + number for number in range(3)), None]
+        assert [sample["reward"] for sample in group] == [
+            *(group[0]["row"] + number for number in range(3)),
+            None,
+        ]
         assert group[1]["info"] == {"score": 1 + group[0]["row"], "note": {"turns": [1]}}
         assert group[3]["info"] == {}
 
@@ -89,8 +92,13 @@ def test_an_info_that_no_completion_of_a_group_has_is_none(models, recipe, tmp_p
         main(replace(config, rollout_fn=won_at_times, reward_funcs=[has_won]))
     samples = read(tmp_path, "completions")
     assert {sample["reward"] for sample in samples} == {0.0, 1.0}
-    assert sum(sample["reward"] for sample in samples) == len({s["group"] for s in samples if s["row"] % 2})
-    assert capsys.readouterr().out.count("reward has_won gets won=None: no info of some group has won") == 1
+    assert sum(sample["reward"] for sample in samples) == len(
+        {s["group"] for s in samples if s["row"] % 2}
+    )
+    assert (
+        capsys.readouterr().out.count("reward has_won gets won=None: no info of some group has won")
+        == 1
+    )
 
 
 def test_info_of_turns_is_joined_and_hides_no_column():
@@ -108,21 +116,35 @@ def test_info_of_turns_is_joined_and_hides_no_column():
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
     """Against all subsets of k completions, counted out; completions without a reward are in none."""
-    rewards = [[1.0, 0.0, 0.0, 2.0], [0.0] * 4, [1.0] * 4, [0.5, 0.0, math.nan, 1.0], [math.nan] * 4]
-    groups = [Group(Prompt(0, [5], "", {}), reward=row, rewards=[[r] for r in row]) for row in rewards]
+    rewards = [
+        [1.0, 0.0, 0.0, 2.0],
+        [0.0] * 4,
+        [1.0] * 4,
+        [0.5, 0.0, math.nan, 1.0],
+        [math.nan] * 4,
+    ]
+    groups = [
+        Group(Prompt(0, [5], "", {}), reward=row, rewards=[[r] for r in row]) for row in rewards
+    ]
     valid = [[reward for reward in row if not math.isnan(reward)] for row in rewards]
-    values = held_out_metrics(groups, make_config(eval_dataset_id="d", eval_generations=4, eval_temperature=1.0))
+    values = held_out_metrics(
+        groups, make_config(eval_dataset_id="d", eval_generations=4, eval_temperature=1.0)
+    )
     for k in (2, 4):
         shares = []
         for row in valid:
             subsets = list(itertools.combinations(row, k))
-            shares += [sum(max(subset) >= 1 for subset in subsets) / len(subsets)] if subsets else []
+            shares += (
+                [sum(max(subset) >= 1 for subset in subsets) / len(subsets)] if subsets else []
+            )
         assert values[f"pass@{k}"] == pytest.approx(sum(shares) / len(shares))
     assert "pass@1" not in values
     everything = list(itertools.chain(*valid))
     assert values["accuracy"] == sum(reward >= 1 for reward in everything) / len(everything)
     assert values["reward"] == pytest.approx(sum(everything) / len(everything))
-    assert {name for name in held_out_metrics(groups, make_config()) if name.startswith("pass")} == set()
+    assert {
+        name for name in held_out_metrics(groups, make_config()) if name.startswith("pass")
+    } == set()
 
 
 SETS = """
@@ -156,7 +178,9 @@ def test_held_out_sets_and_their_completions(models, recipe, tmp_path):
                 assert sample["reward"] == float(len(sample["completion"]) > 3)
             share = sum(map(sum, lengths.values())) / len(samples)
             assert row[f"eval/{name}reward"] == row[f"eval/{name}accuracy"] == pytest.approx(share)
-            assert row[f"eval/{name}pass@4"] == pytest.approx(sum(map(any, lengths.values())) / len(lengths))
+            assert row[f"eval/{name}pass@4"] == pytest.approx(
+                sum(map(any, lengths.values())) / len(lengths)
+            )
             assert f"eval/{name}rewards/is_long" in row
     assert "advantage" not in held_out[0]
 
@@ -165,12 +189,19 @@ def test_a_held_out_set_is_named_in_what_is_wrong_with_it(models, capsys):
     """A missing file, before any server is asked; and prompts without room."""
     long = [{"prompt": "1+1="}, {"prompt": "1" * 120}]
     sets: Any = {"easy": lambda: long[:1], "hard": lambda: long}
-    words = {"model_id": models["untied"], "dataset_id": lambda: long, "max_completion_len": 20, "num_epochs": 2.0}
+    words = {
+        "model_id": models["untied"],
+        "dataset_id": lambda: long,
+        "max_completion_len": 20,
+        "num_epochs": 2.0,
+    }
     of_one = make_config(**words, eval_dataset_id="nowhere.jsonl", reward_funcs=[lambda **_: []])
     of_two = replace(of_one, eval_dataset_id=sets | {"aime": "nowhere.jsonl"})
     with process_group(60) as device:
         for config, name in ((of_one, "eval_dataset_id"), (of_two, "eval_dataset_id aime")):
-            with pytest.raises(UserError, match=rf"^{name}: dataset nowhere\.jsonl: FileNotFoundError"):
+            with pytest.raises(
+                UserError, match=rf"^{name}: dataset nowhere\.jsonl: FileNotFoundError"
+            ):
                 Rollouts(config, device)
         capsys.readouterr()
         with fake_server(models["untied"], answer_in(0.0)) as server:
@@ -186,13 +217,17 @@ def test_what_held_out_completions_are_sampled_with(monkeypatch):
     """By `eval_generations` and `eval_temperature`; no reference is asked for them."""
     seen, asked = [], []
     monkeypatch.setattr(
-        stream, "sample_group", lambda group, client, processor, sampling, config: seen.append(sampling)
+        stream,
+        "sample_group",
+        lambda group, client, processor, sampling, config: seen.append(sampling),
     )
     monkeypatch.setattr(stream, "on_one_server", lambda group, client, ask: asked.append(group))
     of_eval = {"eval_dataset_id": "x.jsonl", "eval_generations": 3, "eval_temperature": 0.5}
     config = make_config(num_generations=4, temperature=0.7, **of_eval)
     scorer, references = SimpleNamespace(score=lambda group: None), SimpleNamespace()
-    rollouts: Any = SimpleNamespace(config=config, client=None, processor=None, scorer=scorer, references=references)
+    rollouts: Any = SimpleNamespace(
+        config=config, client=None, processor=None, scorer=scorer, references=references
+    )
     groups = [Group(Prompt(number, [5], "", {})) for number in range(2)]
     Rollouts._fill(rollouts, groups[0], is_held_out=True)
     Rollouts._fill(rollouts, groups[1])
@@ -202,7 +237,15 @@ def test_what_held_out_completions_are_sampled_with(monkeypatch):
 
 def test_held_out_sets_on_the_command_line():
     words = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
-    config = parse_args([*words, "--eval_dataset_id", '{"a": "x.jsonl", "b": "name"}', "--eval_dataset_split", "dev"])
+    config = parse_args(
+        [
+            *words,
+            "--eval_dataset_id",
+            '{"a": "x.jsonl", "b": "name"}',
+            "--eval_dataset_split",
+            "dev",
+        ]
+    )
     assert config.eval_sets == {"a": "x.jsonl", "b": "name"}
     assert parse_args([*words, "--eval_dataset_id", "x.jsonl"]).eval_sets == {"": "x.jsonl"}
     with pytest.raises(UserError, match="eval_generations has no effect with eval_temperature=0"):
@@ -227,14 +270,21 @@ def dropping(server, sync):
     server.control = control
 
 
-def test_a_server_that_drops_a_tensor_is_left_out_and_heals(models, recipe, tmp_path, capsys, monkeypatch):
+def test_a_server_that_drops_a_tensor_is_left_out_and_heals(
+    models, recipe, tmp_path, capsys, monkeypatch
+):
     """At its fifth sync, synchronous: all tokens are of the current policy, and tell which of two servers it is."""
     monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
-    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.05)) as one,
+        fake_server(models["untied"], answer_in(0.05)) as two,
+    ):
         dropping(two, 5)
         main(parse_args([recipe(one, two), "--max_steps", "8", "--max_logprob_mismatch", "0.01"]))
     out = capsys.readouterr().out
-    assert re.search(rf"{two.url} is left out until it answers again: and the trainer differ by .* nats", out)
+    assert re.search(
+        rf"{two.url} is left out until it answers again: and the trainer differ by .* nats", out
+    )
     assert f"{one.url} is left out" not in out
     metrics = read(tmp_path, "metrics")
     assert [row["step"] for row in metrics] == list(range(1, 9))
@@ -255,7 +305,13 @@ def serve_dropping(argv, log, environment):
         model, load, is_fifth = self.model, self.model.load_weights, next(seen) == 5
 
         def load_weights(weights):
-            load([(name, value) for name, value in weights if not (is_fifth and name == "model.norm.weight")])
+            load(
+                [
+                    (name, value)
+                    for name, value in weights
+                    if not (is_fifth and name == "model.norm.weight")
+                ]
+            )
 
         model.load_weights = load_weights
         receive(self, update_info)
@@ -280,14 +336,28 @@ def test_a_real_server_that_drops_a_tensor(models, recipe, tmp_path, capsys, mon
     assert gaps[4] > 1e-3
     assert max(gaps[:4] + gaps[5:]) < 1e-4
     out = capsys.readouterr().out
-    assert f"{address.url} is left out until it answers again: and the trainer differ by {gaps[4]:.3g} nats" in out
+    assert (
+        f"{address.url} is left out until it answers again: and the trainer differ by {gaps[4]:.3g} nats"
+        in out
+    )
     assert f"{address.url} is back" in out
 
 
 @pytest.mark.parametrize("old", ["trainer", "sampler"])
-def test_what_updates_of_the_batch_change_accuses_no_server(models, recipe, tmp_path, capsys, monkeypatch, old):
+def test_what_updates_of_the_batch_change_accuses_no_server(
+    models, recipe, tmp_path, capsys, monkeypatch, old
+):
     monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
-    options = ["--num_iterations", "3", "--num_minibatches", "2", "--learning_rate", "2e-2", "--old_logprobs", old]
+    options = [
+        "--num_iterations",
+        "3",
+        "--num_minibatches",
+        "2",
+        "--learning_rate",
+        "2e-2",
+        "--old_logprobs",
+        old,
+    ]
     with fake_server(models["untied"], answer_in(0.01)) as server:
         main(parse_args([recipe(server), "--max_logprob_mismatch", "1e-3", *options]))
     assert "is left out" not in capsys.readouterr().out
@@ -300,7 +370,9 @@ def test_a_busy_server_is_no_lost_one(models, recipe, capsys, monkeypatch):
     """It answers no probe in time after the first one: that is no proof, and no reason to leave it out."""
     monkeypatch.setattr(stream, "CONTROL_TIMEOUT_S", 0.5)
     asked = itertools.count()
-    with fake_server(models["untied"], lambda ids, number: (said(ids, number), 1.0 if next(asked) > 1 else 0.0)) as one:
+    with fake_server(
+        models["untied"], lambda ids, number: (said(ids, number), 1.0 if next(asked) > 1 else 0.0)
+    ) as one:
         options = ["--sampling_params", '{"top_p": 1.0}', "--probe_steps", "1", "--max_steps", "3"]
         main(parse_args([recipe(one), *options]))
     assert "is left out" not in capsys.readouterr().out
@@ -323,7 +395,9 @@ def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, caps
 
         server.control = control  # type: ignore[method-assign]
         options = ["--max_steps", "8", "--max_logprob_mismatch", "0.01", "--server_timeout", "3"]
-        with pytest.raises(stream.ServerError, match="no rollout server is left: .* nats a token after the weight"):
+        with pytest.raises(
+            stream.ServerError, match="no rollout server is left: .* nats a token after the weight"
+        ):
             main(parse_args([recipe(server), *options]))
 
 
@@ -337,11 +411,16 @@ def test_servers_of_which_no_tokens_can_tell_are_probed(models, recipe, monkeypa
         return probe(self, server)
 
     monkeypatch.setattr(Rollouts, "_probe", note)
-    with fake_server(models["untied"], answer_in(0.0)) as one, fake_server(models["untied"], answer_in(0.0)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.0)) as one,
+        fake_server(models["untied"], answer_in(0.0)) as two,
+    ):
         options = ["--sampling_params", '{"top_p": 1.0}', "--max_steps", "8", "--probe_steps", "3"]
         main(parse_args([recipe(one, two), *options]))
     assert [version for version, _ in probed] == [0, 0, 3, 4, 6, 7]
-    assert [{url for _, url in probed[start : start + 2]} for start in (0, 2, 4)] == [{one.url, two.url}] * 3
+    assert [{url for _, url in probed[start : start + 2]} for start in (0, 2, 4)] == [
+        {one.url, two.url}
+    ] * 3
 
 
 @pytest.mark.parametrize("served", [True, False])
@@ -375,7 +454,9 @@ def test_a_server_that_answers_a_probe_with_other_weights_is_left_out(answers):
     if not answers:
         one.generate = lambda *_: (_ for _ in ()).throw(stream.ServerLost("it took too long"))
     config, prompt = make_config(), Prompt(0, [5], "", {})
-    rollouts: Any = SimpleNamespace(client=client, policy=policy, version=4, config=config, probe_prompt=prompt)
+    rollouts: Any = SimpleNamespace(
+        client=client, policy=policy, version=4, config=config, probe_prompt=prompt
+    )
     rollouts._probe = functools.partial(Rollouts._probe, rollouts)
     with process_group(60):
         Rollouts._prove(rollouts, [one])
@@ -401,7 +482,9 @@ def test_a_teacher_is_another_model_of_the_same_vocabulary(models, tmp_path):
     teacher = make_model(tmp_path / "teacher", layers=3)
     row = pack([([5, 6, 7], [[8, 9], [10, 11, 12]])])[0]
     for fields in ({}, {"use_peft": True}):
-        config = make_config(model_id=models["tied"], beta=0.1, reference_id=teacher, temperature=0.7, **fields)
+        config = make_config(
+            model_id=models["tied"], beta=0.1, reference_id=teacher, temperature=0.7, **fields
+        )
         with process_group(60) as device:
             policy = attach(build_policy(config, device))
             got = build_reference(policy, config, device)(row, {})
@@ -423,7 +506,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(models, recipe, tmp_path):
     file.write_text(json.dumps(words))
     with (
         fake_server(models["untied"], answer_in(0.0)) as server,
-        pytest.raises(UserError, match="reference_id=.*other: its vocabulary is not that of model_id"),
+        pytest.raises(
+            UserError, match="reference_id=.*other: its vocabulary is not that of model_id"
+        ),
     ):
         main(parse_args([recipe(server), "--reference_id", other, "--beta", "0.1"]))
     with pytest.raises(UserError, match="reference_id has no effect without beta or a loss_fn"):
@@ -433,8 +518,13 @@ def test_a_teacher_of_another_vocabulary_is_refused(models, recipe, tmp_path):
 def test_a_reference_server_is_the_reference(models, tmp_path):
     """A real one at another temperature than 1, against the reference within the trainer; it keeps its temperature."""
     prompt, completions = [5, 6, 7, 8], [[9, 10], [([5, 6, 7, 8], [11, 12, 13]), ([5, 6, 9], [10])]]
-    sampled = [Completion(ids, [-1.0] * len(ids), "stop", [Span(0, 0, len(ids))]) for ids in [[9, 10], [11, 12, 13]]]
-    last = Completion([10], [-1.0], "stop", [Span(0, 0, 1)], prompt_ids=[5, 6, 9], earlier=sampled[1:])
+    sampled = [
+        Completion(ids, [-1.0] * len(ids), "stop", [Span(0, 0, len(ids))])
+        for ids in [[9, 10], [11, 12, 13]]
+    ]
+    last = Completion(
+        [10], [-1.0], "stop", [Span(0, 0, 1)], prompt_ids=[5, 6, 9], earlier=sampled[1:]
+    )
     group = Group(Prompt(0, prompt, "", {}), [sampled[0], last])
     config = make_config(model_id=models["tied"], beta=0.1, temperature=0.7)
     row = pack([(prompt, completions)])[0]
@@ -446,7 +536,9 @@ def test_a_reference_server_is_the_reference(models, tmp_path):
             reference.connect()
             got = torch.cat(reference.logprobs(group.sequences[1]))
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
-        with pytest.raises(ServerError, match="it is the reference of a run at temperature 0.7: start another one"):
+        with pytest.raises(
+            ServerError, match="it is the reference of a run at temperature 0.7: start another one"
+        ):
             ReferenceServer(started.url, temperature=1.0, timeout_s=60.0).connect()
 
 
@@ -464,7 +556,9 @@ def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path,
             asked = itertools.count()
 
             def ill(path):
-                if (path == "/health" and next(asked) > 3) or (path == "/inference/v1/generate" and next(asked) > 9):
+                if (path == "/health" and next(asked) > 3) or (
+                    path == "/inference/v1/generate" and next(asked) > 9
+                ):
                     raise RuntimeError("ill")
 
             two.fault = ill
@@ -475,19 +569,29 @@ def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path,
                 assert paths.isdisjoint({"/update_weights", "/pause", "/weight_checker"})
                 assert "/inference/v1/generate" in paths
     assert f"{two.url} is left out" in capsys.readouterr().out
-    for name, weight in written[0].items():  # log-probs in packed rows and in plain ones, three updates on
+    for name, weight in written[
+        0
+    ].items():  # log-probs in packed rows and in plain ones, three updates on
         torch.testing.assert_close(weight, written[1][name], rtol=1e-3, atol=1e-5)
 
 
 def test_what_a_reference_server_cannot_do(models, recipe, vlm):
     with fake_server(models["untied"], answer_in(0.0)) as one:
         path = recipe(one)
-        with pytest.raises(UserError, match="reference_urls has no effect without beta or a loss_fn"):
+        with pytest.raises(
+            UserError, match="reference_urls has no effect without beta or a loss_fn"
+        ):
             parse_args([path, "--reference_urls", one.url])
-        with pytest.raises(UserError, match="replay asks no server: unset reference_urls, and set reference_id"):
+        with pytest.raises(
+            UserError, match="replay asks no server: unset reference_urls, and set reference_id"
+        ):
             parse_args([path, "--reference_urls", one.url, "--beta", "0.1", "--replay", "x"])
-        with pytest.raises(UserError, match="reference_urls: with images the trainer needs its own reference"):
-            main(parse_args([path, "--reference_urls", one.url, "--beta", "0.1", "--model_id", vlm]))
+        with pytest.raises(
+            UserError, match="reference_urls: with images the trainer needs its own reference"
+        ):
+            main(
+                parse_args([path, "--reference_urls", one.url, "--beta", "0.1", "--model_id", vlm])
+            )
 
 
 # -- Replay -----------------------------------------------------------------------------------------------------------
@@ -499,7 +603,14 @@ def test_what_a_reference_server_cannot_do(models, recipe, vlm):
         [],
         ["--num_iterations", "2", "--num_minibatches", "2", "--beta", "0.1"],
         ["--max_staleness", "1", "--max_tokens_per_gpu", "60"],
-        ["--mask_truncated_completions", "true", "--max_completion_len", "6", "--scale_rewards", "batch"],
+        [
+            "--mask_truncated_completions",
+            "true",
+            "--max_completion_len",
+            "6",
+            "--scale_rewards",
+            "batch",
+        ],
     ],
     ids=str,
 )
@@ -511,14 +622,45 @@ def test_a_replay_ends_with_the_same_bits(models, recipe, tmp_path, options):
     path = Path(recipe(server))  # without the module of the run before
     path.write_text(path.read_text().replace("return [sum(ids)", "return 1 / 0, [sum(ids)"))
     run = tmp_path / "run"
-    main(parse_args([str(path), "--replay", str(run), "--output_dir", str(tmp_path / "again" / "run"), *options]))
+    main(
+        parse_args(
+            [
+                str(path),
+                "--replay",
+                str(run),
+                "--output_dir",
+                str(tmp_path / "again" / "run"),
+                *options,
+            ]
+        )
+    )
     assert_identical(weights(run), weights(tmp_path / "again" / "run"))
-    for name in ("loss", "reward", "grad_norm", "entropy", "num_tokens", "staleness/mean", "completions/mean_length"):
+    for name in (
+        "loss",
+        "reward",
+        "grad_norm",
+        "entropy",
+        "num_tokens",
+        "staleness/mean",
+        "completions/mean_length",
+    ):
         assert [row[name] for row in read(tmp_path, "metrics")] == [
             row[name] for row in read(tmp_path / "again", "metrics")
         ]
-    whole = [*(zip(read(run.parent, "completions"), read(tmp_path / "again", "completions"), strict=True))]
-    assert len({after["group"] for _, after in whole}) == len({before["group"] for before, _ in whole}) == 18
+    whole = [
+        *(
+            zip(
+                read(run.parent, "completions"),
+                read(tmp_path / "again", "completions"),
+                strict=True,
+            )
+        )
+    ]
+    assert (
+        len({after["group"] for _, after in whole})
+        == len({before["group"] for before, _ in whole})
+        == 18
+    )
     rows = [[{**row, "group": None} for row in rows] for rows in zip(*whole, strict=True)]
     for of_run in rows:  # a replay's groups are numbered in the order in which they were trained
         of_run.sort(key=repr)
@@ -535,7 +677,9 @@ def test_a_replay_trains_what_was_trained(models, recipe, tmp_path):
         path = Path(recipe(server))
         same = Path(tmp_path / f"same_{tmp_path.name}.py")
         change = "from dataclasses import replace\nfrom test_hooks_of_runs import always_one\n"
-        same.write_text(f"{path.read_text()}{change}config = replace(config, reward_funcs=[always_one])\n")
+        same.write_text(
+            f"{path.read_text()}{change}config = replace(config, reward_funcs=[always_one])\n"
+        )
         main(parse_args([str(same), "--save_rollouts", "true", "--max_staleness", "1"]))
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1="}\n')
     rules = ["--drop_zero_advantage", "true", "--max_dropped_batches", "1", "--max_staleness", "2"]
@@ -543,7 +687,16 @@ def test_a_replay_trains_what_was_trained(models, recipe, tmp_path):
     again = str(tmp_path / "again" / "run")
     main(
         parse_args(
-            [str(same), "--replay", str(tmp_path / "run"), "--output_dir", again, "--reward_weights", "2", *rules]
+            [
+                str(same),
+                "--replay",
+                str(tmp_path / "run"),
+                "--output_dir",
+                again,
+                "--reward_weights",
+                "2",
+                *rules,
+            ]
         )
     )
     before, after = read(tmp_path, "metrics"), read(tmp_path / "again", "metrics")
@@ -563,7 +716,9 @@ def test_a_replay_on_two_ranks_resumes(models, recipe, tmp_path):
     again = tmp_path / "again" / "run"
     for steps, resume in (("2", "none"), ("3", "auto")):
         words = ["--replay", tmp_path / "run", "--output_dir", again, "--max_steps", steps]
-        done = on_forked_ranks(2, ROOT / "train.py", *common, *words, "--resume_from_checkpoint", resume)
+        done = on_forked_ranks(
+            2, ROOT / "train.py", *common, *words, "--resume_from_checkpoint", resume
+        )
         assert done.returncode == 0, done.stderr
     one, two = weights(tmp_path / "run"), weights(again)
     for name, weight in one.items():  # two ranks may sum in another order
@@ -578,9 +733,22 @@ def test_a_replay_ends_with_the_last_whole_step(models, recipe, tmp_path):
         main(parse_args([path, *options, "--save_rollouts", "true", "--save_steps", "1"]))
     file = tmp_path / "run" / "rollouts.jsonl"
     file.write_text("".join(file.read_text().splitlines(True)[:-1]))
-    main(parse_args([path, *options, "--replay", str(tmp_path / "run"), "--output_dir", str(tmp_path / "again")]))
+    main(
+        parse_args(
+            [
+                path,
+                *options,
+                "--replay",
+                str(tmp_path / "run"),
+                "--output_dir",
+                str(tmp_path / "again"),
+            ]
+        )
+    )
     assert [path.name for path in (tmp_path / "again").glob("checkpoint-*")] == ["checkpoint-2"]
-    files = [tmp_path / folder / "checkpoint-2" / "model.safetensors" for folder in ("run", "again")]
+    files = [
+        tmp_path / folder / "checkpoint-2" / "model.safetensors" for folder in ("run", "again")
+    ]
     assert_identical(*map(load_file, files))
 
 
@@ -594,21 +762,33 @@ def test_what_cannot_be_replayed(models, recipe, tmp_path):
         parse_args([str(path), "--replay", run])
     with pytest.raises(UserError, match="nowhere: no rollouts of a run with save_rollouts"):
         main(parse_args([*words, str(tmp_path / "nowhere")]))
-    for option, value, had in (("batch_size", "3", "6"), ("temperature", "0.5", "1.0"), ("num_generations", "3", "4")):
+    for option, value, had in (
+        ("batch_size", "3", "6"),
+        ("temperature", "0.5", "1.0"),
+        ("num_generations", "3", "4"),
+    ):
         with pytest.raises(UserError, match=f"replay: that run had {option}={had}: set it"):
             main(parse_args([*words, run, f"--{option}", value]))
     with pytest.raises(UserError, match=r"replay: that run had reward_funcs=\['mean_id'\]: set it"):
         main(parse_args([*words, run, "--reward_funcs", "recipes.majority.majority_vote"]))
     file = tmp_path / "run" / "rollouts.jsonl"
     whole = file.read_text()
-    for wrong in (whole.replace('"step":1,', '"step":2,'), "".join(whole.splitlines(True)[:-1]), whole[:-5]):
+    for wrong in (
+        whole.replace('"step":1,', '"step":2,'),
+        "".join(whole.splitlines(True)[:-1]),
+        whole[:-5],
+    ):
         file.write_text(wrong)
-        with pytest.raises(UserError, match="step 1 is not whole: rollouts were not saved from the start"):
+        with pytest.raises(
+            UserError, match="step 1 is not whole: rollouts were not saved from the start"
+        ):
             main(parse_args([*words, run]))
     file.write_text(whole)
     path = Path(recipe(server))
     path.write_text(path.read_text().replace("{i}+{i}=", "{i}-{i}="))
-    with pytest.raises(UserError, match=r"replay: dataset row \d+ is not the prompt that it was in "):
+    with pytest.raises(
+        UserError, match=r"replay: dataset row \d+ is not the prompt that it was in "
+    ):
         main(parse_args([*words, run]))
 
 
@@ -629,7 +809,9 @@ def test_two_losses_on_identical_data(models, recipe, tmp_path, capsys):
         other.write_text(f"{path.read_text()}from dataclasses import replace\n{change}")
         shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)
         capsys.readouterr()
-        losses.main([str(tmp_path / "run"), str(path), str(other), "-o", str(tmp_path / "losses.svg")])
+        losses.main(
+            [str(tmp_path / "run"), str(path), str(other), "-o", str(tmp_path / "losses.svg")]
+        )
         lines = re.findall(r"step (\d) · norms (\S+) (\S+) · cosine (\S+)", capsys.readouterr().out)
         assert [line[0] for line in lines] == ["1", "2", "3"]
         norms = [row["grad_norm"] for row in read(tmp_path, "metrics")]

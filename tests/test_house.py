@@ -103,5 +103,7 @@ def test_sizes_of_functions(name):
 
 
 def test_no_merge_is_half_done():
-    done = subprocess.run(["git", "grep", "-lE", "^(<<<<<<< |>>>>>>> )"], cwd=ROOT, capture_output=True, check=False)
+    done = subprocess.run(
+        ["git", "grep", "-lE", "^(<<<<<<< |>>>>>>> )"], cwd=ROOT, capture_output=True, check=False
+    )
     assert done.stdout == b""

@@ -25,7 +25,12 @@ from helpers import make_tokenizer, on_ranks, server, torchrun
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForImageTextToText, Mistral3Config, Mistral3ForConditionalGeneration
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+)
 
 import prefix_attention
 from config import TrainConfig, UserError
@@ -80,8 +85,16 @@ def rows():
     return [
         {"prompt": "Colour?", "image": picture(0), "answer": "red"},
         {"prompt": "No picture.", "image": None, "answer": "blue"},
-        {"prompt": [{"role": "user", "content": inside}], "images": [picture(1), picture(2)], "answer": "red"},
-        {"prompt": [{"role": "user", "content": "What?"}], "images": [picture(3)], "answer": "pink"},
+        {
+            "prompt": [{"role": "user", "content": inside}],
+            "images": [picture(1), picture(2)],
+            "answer": "red",
+        },
+        {
+            "prompt": [{"role": "user", "content": "What?"}],
+            "images": [picture(3)],
+            "answer": "pink",
+        },
     ]
 
 
@@ -98,7 +111,11 @@ def make_config(model="m", url="http://x", **fields):
 
 def load(source, max_prompt_len=100, processor=None, **fields):
     config = make_config(**fields)
-    return leave_out_long(load_prompts(source, "train", processor or build_processor(), config), max_prompt_len, config)
+    return leave_out_long(
+        load_prompts(source, "train", processor or build_processor(), config),
+        max_prompt_len,
+        config,
+    )
 
 
 def test_prompts_of_mixed_rows():
@@ -107,7 +124,10 @@ def test_prompts_of_mixed_rows():
     start, end, image = processor.tokenizer.convert_tokens_to_ids(
         ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
     )
-    letters = {text: processor.tokenizer(text)["input_ids"] for text in ("Colour?", "No picture.", "or", "What?")}
+    letters = {
+        text: processor.tokenizer(text)["input_ids"]
+        for text in ("Colour?", "No picture.", "or", "What?")
+    }
     one = [start, *[image] * IMAGE_TOKENS, end]
     prompts = load(rows)
     assert [p.token_ids for p in prompts] == [
@@ -134,7 +154,9 @@ def test_a_saved_group_gets_its_images_back():
     """They are not in the file: a replay processes them anew."""
     prompts, processor, config = load(rows), build_processor(), make_config()
     sampled = Completion([5, 6], [-1.0, -0.5], "stop", [Span(0, 0, 2)])
-    group = Group(with_images(prompts[2], processor, config), [sampled], rewards=[[1.0]], advantages=[0.5])
+    group = Group(
+        with_images(prompts[2], processor, config), [sampled], rewards=[[1.0]], advantages=[0.5]
+    )
     saved = DECODER.decode(saved_group(group)["group"])
     assert saved.prompt.images is None
     restore(saved, {prompt.index: prompt for prompt in prompts}, processor, config)
@@ -153,7 +175,14 @@ def test_images_in_every_shape(tmp_path):
     original.save(path)
     content = path.read_bytes()
     url = f"data:image/png;base64,{base64.b64encode(content).decode()}"
-    sources = [original, str(path), content, {"bytes": content, "path": None}, {"bytes": None, "path": str(path)}, url]
+    sources = [
+        original,
+        str(path),
+        content,
+        {"bytes": content, "path": None},
+        {"bytes": None, "path": str(path)},
+        url,
+    ]
     for source in sources:
         assert open_image(image_source(source)).tobytes() == original.tobytes()
     gray = original.convert("L")
@@ -186,13 +215,23 @@ def test_messages_as_datasets_fills_them(tmp_path):
     )
     processor = build_processor()
     processor.chat_template = template
-    parts = [{"type": "image", "text": None}, {"type": "text", "text": "Colour?", "image": None, "image_url": None}]
+    parts = [
+        {"type": "image", "text": None},
+        {"type": "text", "text": "Colour?", "image": None, "image_url": None},
+    ]
     system = {"role": "system", "content": [{"type": "text", "text": "See.", "image": None}]}
     row = {"prompt": [system, {"role": "user", "content": parts}], "image": picture(0)}
     (prompt,) = load(lambda: [row], processor=processor)
     letters = processor.tokenizer.decode(prompt.token_ids)
-    assert letters == "system:See.user:<|vision_start|>" + IMAGE_TOKENS * "<|image_pad|>" + "<|vision_end|>Colour?"
-    system["content"] = "See."  # without places the image stands before the user's text, not the system's
+    assert (
+        letters
+        == "system:See.user:<|vision_start|>"
+        + IMAGE_TOKENS * "<|image_pad|>"
+        + "<|vision_end|>Colour?"
+    )
+    system["content"] = (
+        "See."  # without places the image stands before the user's text, not the system's
+    )
     row["prompt"][1]["content"] = "Colour?"
     assert load(lambda: [row], processor=processor)[0].token_ids == prompt.token_ids
 
@@ -216,7 +255,9 @@ def test_beginning_of_sequence(tmp_path):
 def test_a_dataset_of_images(tmp_path):
     """As `datasets` stores them, single and in lists: not decoded before they are needed."""
     datasets = pytest.importorskip("datasets")
-    features = datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    features = datasets.Features(
+        {"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())}
+    )
     data = {"prompt": ["x", "y"], "images": [[picture(0), picture(1)], []]}
     datasets.Dataset.from_dict(data, features=features).to_parquet(tmp_path / "many.parquet")
     many = load(str(tmp_path / "many.parquet"))
@@ -229,7 +270,10 @@ def test_a_dataset_of_images(tmp_path):
 
 
 BROKEN = [
-    ({"prompt": "a", "image": "nowhere.png"}, "dataset row 1: Incorrect image source.* Got nowhere.png"),
+    (
+        {"prompt": "a", "image": "nowhere.png"},
+        "dataset row 1: Incorrect image source.* Got nowhere.png",
+    ),
     ({"prompt": "a", "image": {"foo": 1}}, "dataset row 1: TypeError: .*image"),
     ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "row 1: .*has images in two places"),
     ({"prompt": [{"content": "a"}]}, r"row 1: .*message without role or content: {'content': 'a'}"),
@@ -246,14 +290,20 @@ BROKEN = [
         {"prompt": [{"role": "user", "content": "<|image_pad|>"}], "image": picture(0)},
         "row 1: its text has 2 placeholders .*for its 1 images",
     ),
-    ({"prompt": "a", "image": "/nowhere/a.png"}, "dataset row 1: Incorrect image source.* Got /nowhere/a.png"),
+    (
+        {"prompt": "a", "image": "/nowhere/a.png"},
+        "dataset row 1: Incorrect image source.* Got /nowhere/a.png",
+    ),
     ({"prompt": "a", "image": b"no image"}, "dataset row 1: UnidentifiedImageError: "),
     (
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
         "row 1: .*has 0 images for the 1 places in its messages",
     ),
     (
-        {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}], "image": "b.png"},
+        {
+            "prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}],
+            "image": "b.png",
+        },
         "row 1: .*has images in two places",
     ),
 ]
@@ -330,7 +380,11 @@ def geometry(folder):
         "answer": datasets.Value("string"),
     })  # fmt: skip
     problems = ["<image>Find x.", "<image>Find the area of the figure."]
-    data = {"images": [[picture(0)], [picture(1)]], "problem": problems, "answer": ["3", "2 \\sqrt { 3 }"]}
+    data = {
+        "images": [[picture(0)], [picture(1)]],
+        "problem": problems,
+        "answer": ["3", "2 \\sqrt { 3 }"],
+    }
     path = str(folder / "geometry.parquet")
     datasets.Dataset.from_dict(data, features=features).to_parquet(path)
     return path
@@ -347,9 +401,13 @@ def test_geometry_rows_and_verifier(tmp_path):
 
 
 def test_a_placeholder_without_an_image_is_refused():
-    with pytest.raises(ValueError, match="row 0: its prompt has a placeholder .*image_pad.*, and nothing for it"):
+    with pytest.raises(
+        ValueError, match="row 0: its prompt has a placeholder .*image_pad.*, and nothing for it"
+    ):
         load(lambda: [{"prompt": "look: <|image_pad|>"}])
-    with pytest.raises(ValueError, match="row 0: its prompt has a placeholder .*video_pad.*, and nothing for it"):
+    with pytest.raises(
+        ValueError, match="row 0: its prompt has a placeholder .*video_pad.*, and nothing for it"
+    ):
         load(lambda: [{"prompt": "look: <|video_pad|>", "image": picture(0)}])
 
 
@@ -369,9 +427,14 @@ def make_groups(model_id):
     config = make_config(model_id)
     processor = load_processor(config)
     groups = []
-    for prompt, lengths, advantages in zip(load(rows, processor=processor), LENGTHS, ADVANTAGES, strict=True):
+    for prompt, lengths, advantages in zip(
+        load(rows, processor=processor), LENGTHS, ADVANTAGES, strict=True
+    ):
         completions = [
-            Completion([20 + (i * 7 + n) % 60 for i in range(n)], [-3.0] * n, "stop", [Span(0, 0, n)]) for n in lengths
+            Completion(
+                [20 + (i * 7 + n) % 60 for i in range(n)], [-3.0] * n, "stop", [Span(0, 0, n)]
+            )
+            for n in lengths
         ]
         prompt = with_images(prompt, processor, config) if prompt.sources else prompt
         groups.append(Group(prompt, completions, advantages=advantages))
@@ -381,8 +444,13 @@ def make_groups(model_id):
 def plain_gradient(model_id):
     """Σ -A·log p over plain rows of the model's own forward, over all tokens; placeholders have no probability."""
     model = AutoModelForImageTextToText.from_pretrained(model_id, dtype=torch.float32)
-    placeholders = [model.config.image_token_id, getattr(model.config, "video_token_id", model.config.image_token_id)]
-    (kinds,) = {"mm_token_type_ids", "token_type_ids"} & {*signature(model.forward).parameters} or (None,)
+    placeholders = [
+        model.config.image_token_id,
+        getattr(model.config, "video_token_id", model.config.image_token_id),
+    ]
+    (kinds,) = {"mm_token_type_ids", "token_type_ids"} & {*signature(model.forward).parameters} or (
+        None,
+    )
     total = torch.zeros(())
     for group in make_groups(model_id):
         for advantage, completion in zip(group.advantages, group.completions, strict=True):
@@ -396,7 +464,9 @@ def plain_gradient(model_id):
                 .logits[0, start - 1 : -1]
                 .index_fill(1, torch.tensor(placeholders), -torch.inf)
             )
-            logprobs = logits.log_softmax(-1)[range(len(completion.token_ids)), completion.token_ids]
+            logprobs = logits.log_softmax(-1)[
+                range(len(completion.token_ids)), completion.token_ids
+            ]
             total = total - advantage * logprobs.sum()
     (total / sum(map(sum, LENGTHS))).backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -412,16 +482,25 @@ def trained_difference(config, device):
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     shares = Dealer(dist.get_world_size(), config).deal(groups, is_complete=True)
-    kinds = {bool(micro.images) for of_rank in shares for share in of_rank for micro in share.micro_batches}
+    kinds = {
+        bool(micro.images)
+        for of_rank in shares
+        for share in of_rank
+        for micro in share.micro_batches
+    }
     train_batch(policy, reference, optimizer, scheduler, shares[dist.get_rank()], config, device)
-    return {name: before[name] - full_tensor(p) for name, p in unwrap(policy).named_parameters()}, kinds
+    return {
+        name: before[name] - full_tensor(p) for name, p in unwrap(policy).named_parameters()
+    }, kinds
 
 
 def assert_same(got, expected):
     """As in test_gradients.py: sums in another order, read off weights of size 1. What has no gradient is not moved."""
     for name, difference in got.items():
         gradient = expected.get(name, torch.zeros_like(difference))
-        torch.testing.assert_close(difference, gradient, rtol=1e-3, atol=5e-6, msg=f"{name}: {difference - gradient}")
+        torch.testing.assert_close(
+            difference, gradient, rtol=1e-3, atol=5e-6, msg=f"{name}: {difference - gradient}"
+        )
 
 
 @pytest.mark.parametrize("share_prefix", [True, False])
@@ -438,11 +517,20 @@ def test_images_of_several_sizes_in_one_row():
     """Their features are those of each alone: the tower is told what is padding."""
     torch.manual_seed(0)
     text = {**vision_models.TEXT, "model_type": "mistral", "vocab_size": 97}
-    tower = {**vision_models.TOWER, "model_type": "pixtral", "num_hidden_layers": 2, "head_dim": 32, "image_size": 64}
-    shape = Mistral3Config(text_config=text, vision_config=tower, image_token_index=10, spatial_merge_size=2)
+    tower = {
+        **vision_models.TOWER,
+        "model_type": "pixtral",
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "image_size": 64,
+    }
+    shape = Mistral3Config(
+        text_config=text, vision_config=tower, image_token_index=10, spatial_merge_size=2
+    )
     model = Mistral3ForConditionalGeneration(shape).double()
     inputs = [
-        {"pixel_values": torch.randn(1, 3, *size).double(), "image_sizes": torch.tensor([size])} for size in SIZES
+        {"pixel_values": torch.randn(1, 3, *size).double(), "image_sizes": torch.tensor([size])}
+        for size in SIZES
     ]
     prompts = [Prompt(0, [1], "", {}, images=Images([1], 1, [], values)) for values in inputs]
     alone = torch.cat([torch.cat(image_features(model, values)) for values in inputs])
@@ -456,7 +544,9 @@ def test_images_of_several_sizes_in_one_row():
 
 
 @pytest.mark.parametrize(
-    "fields", [{"bf16": True}, {"use_fsdp": True, "fsdp_bf16": True}, {"dtype": "bfloat16"}], ids=str
+    "fields",
+    [{"bf16": True}, {"use_fsdp": True, "fsdp_bf16": True}, {"dtype": "bfloat16"}],
+    ids=str,
 )
 def test_half_precision_keeps_the_direction(vlm, fields):
     """To bf16's 3 digits: cosine 0.999 with the gradients of plain fp32 rows, over all weights and over the tower's."""
@@ -465,14 +555,18 @@ def test_half_precision_keeps_the_direction(vlm, fields):
     expected = plain_gradient(vlm)
     for part in ("", ".visual."):
         names = [name for name in expected if part in name]
-        ours, plain = (torch.cat([grads[n].flatten().double() for n in names]) for grads in (got, expected))
+        ours, plain = (
+            torch.cat([grads[n].flatten().double() for n in names]) for grads in (got, expected)
+        )
         assert ours @ plain >= 0.999 * ours.norm() * plain.norm()
 
 
 def ranks_main(model, use_fsdp, max_tokens, folder):
     with process_group(60) as device:
         fields = {"use_fsdp": use_fsdp == "True", "max_tokens_per_gpu": int(max_tokens)}
-        config = make_config(model, beta=0.1, **fields)  # whose gradient is 0 where the reference is the policy
+        config = make_config(
+            model, beta=0.1, **fields
+        )  # whose gradient is 0 where the reference is the policy
         got, kinds = trained_difference(config, device)
         if dist.get_rank() == 0:
             torch.save((got, kinds), f"{folder}/got.pt")
@@ -483,7 +577,9 @@ def ranks_main(model, use_fsdp, max_tokens, folder):
 def test_mixed_batches_on_two_ranks(vlm, tmp_path, family, use_fsdp):
     """Micro-batches with and without images, side by side on two ranks; LLaVA's last layer of vision is not used."""
     model = vlm if family == "qwen2_5_vl" else vision_models.save(family, tmp_path)
-    max_tokens = 40 if family == "gemma3" else 50  # too few for the group without images beside another
+    max_tokens = (
+        40 if family == "gemma3" else 50
+    )  # too few for the group without images beside another
     on_ranks(2, tmp_path, "test_images.ranks_main", model, use_fsdp, max_tokens, tmp_path)
     got, kinds = torch.load(tmp_path / "got.pt")
     assert kinds == {True, False}
@@ -502,9 +598,12 @@ def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
         (micro,) = micro_batches(groups, 10_000, config)
         assert reference
         assert torch.equal(
-            reference(micro.packed, micro.images), token_logprobs(policy, micro.packed, micro.images, config)
+            reference(micro.packed, micro.images),
+            token_logprobs(policy, micro.packed, micro.images, config),
         )
-        monkeypatch.setattr(prefix_attention, "_rope_positions", lambda base, row, inputs: row.position_ids)
+        monkeypatch.setattr(
+            prefix_attention, "_rope_positions", lambda base, row, inputs: row.position_ids
+        )
         assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
     assert "share_prefix is off" in capsys.readouterr().out
 
@@ -519,7 +618,9 @@ def test_the_tower_runs_once_per_prompt(vlm):
         policy.model.visual.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
         for micro in micro_batches(groups, 10_000, config):
             token_logprobs(policy, micro.packed, micro.images, config)
-    assert seen == [4 * 64]  # patches of the four images of three prompts, not of their six completions
+    assert seen == [
+        4 * 64
+    ]  # patches of the four images of three prompts, not of their six completions
 
 
 def test_frozen_parts(vlm):
@@ -541,16 +642,26 @@ def test_frozen_parts(vlm):
             name for name, _ in policy.named_parameters() if ".visual.merger." in name
         }
         lora = dataclasses.replace(config, use_peft=True)
-        names = [name for name, p in build_policy(lora, device, example).named_parameters() if p.requires_grad]
+        names = [
+            name
+            for name, p in build_policy(lora, device, example).named_parameters()
+            if p.requires_grad
+        ]
         assert all(".merger." in name for name in names if ".visual." in name)
         assert len(names) > sum(".visual." in name for name in names)
         picked = dataclasses.replace(lora, lora_target_modules=["q_proj", "v_proj"])
-        names = [name for name, p in build_policy(picked, device, example).named_parameters() if p.requires_grad]
+        names = [
+            name
+            for name, p in build_policy(picked, device, example).named_parameters()
+            if p.requires_grad
+        ]
         assert names
         assert all("q_proj" in name or "v_proj" in name for name in names)
         names = [
             n
-            for n, p in build_policy(make_config(vlm, use_peft=True), device, example).named_parameters()
+            for n, p in build_policy(
+                make_config(vlm, use_peft=True), device, example
+            ).named_parameters()
             if p.requires_grad
         ]
         assert any(".visual." in name for name in names)
@@ -574,10 +685,15 @@ def worst_mismatch(rollouts, policy, config, device):
     groups = broadcast_object(groups)
     worst = 0.0
     for share_prefix in (True, False):
-        for micro in micro_batches(groups, 10_000, dataclasses.replace(config, share_prefix=share_prefix)):
+        for micro in micro_batches(
+            groups, 10_000, dataclasses.replace(config, share_prefix=share_prefix)
+        ):
             with torch.no_grad():
                 logprobs = token_logprobs(
-                    policy, micro.packed.to(device), {n: v.to(device) for n, v in micro.images.items()}, config
+                    policy,
+                    micro.packed.to(device),
+                    {n: v.to(device) for n, v in micro.images.items()},
+                    config,
                 )
             worst = max(worst, (logprobs - micro.sampler_logprobs).abs().max().item())
     return worst, groups
@@ -586,17 +702,29 @@ def worst_mismatch(rollouts, policy, config, device):
 @pytest.mark.parametrize("side", [14_000, 60_000])
 def test_an_image_that_would_fill_the_memory_is_refused(vlm, url, side):
     """A few bytes that say they are 200 million pixels, or 3.6 billion: an error (500 is vLLM's), and it goes on."""
-    pieces = [(b"IHDR", struct.pack(">2I5B", side, side, 8, 2, 0, 0, 0)), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
+    pieces = [
+        (b"IHDR", struct.pack(">2I5B", side, side, 8, 2, 0, 0, 0)),
+        (b"IDAT", zlib.compress(b"")),
+        (b"IEND", b""),
+    ]
     png = b"\x89PNG\r\n\x1a\n" + b"".join(
-        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data)) for kind, data in pieces
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in pieces
     )
     small = io.BytesIO()
     Image.new("RGB", (56, 56)).save(small, "PNG")
     token = AutoConfig.from_pretrained(vlm).image_token_id
 
     def status(data):
-        image = {"type": "image_url", "url": "data:image/png;base64," + base64.b64encode(data).decode()}
-        body = {"token_ids": [5, token, 6], "sampling_params": {"max_tokens": 2}, "content_parts": [image]}
+        image = {
+            "type": "image_url",
+            "url": "data:image/png;base64," + base64.b64encode(data).decode(),
+        }
+        body = {
+            "token_ids": [5, token, 6],
+            "sampling_params": {"max_tokens": 2},
+            "content_parts": [image],
+        }
         return requests.post(f"{url}/inference/v1/generate", json=body, timeout=60).status_code
 
     assert status(png) in (400, 500)
@@ -617,13 +745,24 @@ def test_server_and_trainer_agree(vlm, url):
         old = build_policy(config, device, rollouts.example)
         with torch.no_grad():
             for weight in policy.model.visual.parameters():
-                weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
+                weight.add_(
+                    0.1
+                    * torch.randn(
+                        weight.shape, generator=torch.Generator().manual_seed(weight.numel())
+                    )
+                )
         rollouts.publish(policy, 1)
         worst, groups = worst_mismatch(rollouts, policy, config, device)
-        assert worst <= 1e-4  # the same images again: neither K/V nor features of the old tower serve them
-        (micro,) = micro_batches(groups[:1], 10_000, dataclasses.replace(config, share_prefix=False))
+        assert (
+            worst <= 1e-4
+        )  # the same images again: neither K/V nor features of the old tower serve them
+        (micro,) = micro_batches(
+            groups[:1], 10_000, dataclasses.replace(config, share_prefix=False)
+        )
         with torch.no_grad():
-            assert (token_logprobs(old, micro.packed, micro.images, config) - micro.sampler_logprobs).abs().max() > 1e-2
+            assert (
+                token_logprobs(old, micro.packed, micro.images, config) - micro.sampler_logprobs
+            ).abs().max() > 1e-2
         rollouts.close()
 
 
@@ -668,7 +807,9 @@ def test_an_update_in_the_middle_of_completions(vlm, url):
         config = share_prefixes(policy, config, rollouts.example)
         rollouts.publish(policy, 0)
         prompt = with_images(rollouts.prompts[2], rollouts.processor, config)
-        assert policy.config.vision_end_token_id in prompt.token_ids[:32]  # a block of the server's cache
+        assert (
+            policy.config.vision_end_token_id in prompt.token_ids[:32]
+        )  # a block of the server's cache
         ask = rollouts.client.servers[0].generate
         hits: list[Completion] = []
         for version in range(1, 20):  # until updates have hit some
@@ -683,7 +824,9 @@ def test_an_update_in_the_middle_of_completions(vlm, url):
             if len(hits) >= 6:
                 break
         assert len(hits) >= 6
-        (row,) = prefix_attention.pack([(prompt.token_ids, [hits[-1].token_ids])], share_prefix=False)
+        (row,) = prefix_attention.pack(
+            [(prompt.token_ids, [hits[-1].token_ids])], share_prefix=False
+        )
         with torch.no_grad():
             under_new = token_logprobs(policy, row, joined_images([prompt]), config)
         rollouts.close()
@@ -735,19 +878,30 @@ def test_placeholders_are_never_sampled(vlm, url):
 
 
 def test_a_tower_without_images_is_not_frozen(vlm, url):
-    config = make_config(vlm, url, dataset_id=lambda: [{"prompt": "text"}], freeze_vision_tower=True)
-    with process_group(120) as device, pytest.raises(ValueError, match="freeze_vision_tower has no effect"):
+    config = make_config(
+        vlm, url, dataset_id=lambda: [{"prompt": "text"}], freeze_vision_tower=True
+    )
+    with (
+        process_group(120) as device,
+        pytest.raises(ValueError, match="freeze_vision_tower has no effect"),
+    ):
         Rollouts(config, device)
 
 
 def test_what_the_server_refuses_names_the_row(vlm, url):
-    config = make_config(vlm, url, dataset_id=lambda: [{"prompt": "three", "images": [picture(0)] * 3}])
+    config = make_config(
+        vlm, url, dataset_id=lambda: [{"prompt": "three", "images": [picture(0)] * 3}]
+    )
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         rollouts.client.admit(rollouts.client.servers[0])
         with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
             sample_group(
-                Group(rollouts.prompts[0]), rollouts.client, rollouts.processor, sampling_params(config), config
+                Group(rollouts.prompts[0]),
+                rollouts.client,
+                rollouts.processor,
+                sampling_params(config),
+                config,
             )
         rollouts.close()
 
@@ -776,7 +930,9 @@ def test_a_second_turn_after_an_image(vlm, url):
             client.generate([*so_far, image], {"n": 1, "max_tokens": 4}, images=prompt.images)
         odd = Completion([30, image], [0.0, 0.0], "stop", [Span(0, 0, 2)])
         config = dataclasses.replace(config, rollout_fn=lambda *_: [odd])
-        with pytest.raises(ValueError, match="rollout_fn on dataset row 0: .*placeholder of an image"):
+        with pytest.raises(
+            ValueError, match="rollout_fn on dataset row 0: .*placeholder of an image"
+        ):
             sample_group(Group(prompt), rollouts.client, rollouts.processor, {"n": 1}, config)
         rollouts.close()
 
@@ -794,7 +950,14 @@ def test_other_tokens_for_an_image_are_noticed(vlm, url):
         for how in ways:
             with pytest.raises(ServerError, match="a prompt has 25 tokens on .* and 25 here"):
                 client.generate(odd, {"n": 2, "max_tokens": 3}, images=prompt.images, **how)
-            assert len(client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3}, prompt.images, **how)) == 2
+            assert (
+                len(
+                    client.generate(
+                        prompt.token_ids, {"n": 2, "max_tokens": 3}, prompt.images, **how
+                    )
+                )
+                == 2
+            )
         rollouts.close()
 
 
@@ -804,7 +967,14 @@ def test_the_tiny_vlm_learns(tmp_path):
     build(tmp_path, seed=0)
     options = ("--max-num-seqs", "256")
     with server(str(tmp_path / "model"), tmp_path / "log", *options) as started:
-        flags = ["--model_id", tmp_path / "model", "--vllm_urls", started.wait(), "--output_dir", tmp_path / "run"]
+        flags = [
+            "--model_id",
+            tmp_path / "model",
+            "--vllm_urls",
+            started.wait(),
+            "--output_dir",
+            tmp_path / "run",
+        ]
         done = torchrun(1, "train.py", "recipes/tiny_vlm.py", *flags, timeout_s=2400)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     rows = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())

@@ -33,11 +33,15 @@ def my_recipe(tmp_path):
 
 def made(*words, gpus="", path=None, cwd=ROOT):
     """The commands of `--print`, each as its environment and its words; or its error."""
-    env = {**ENV, "PATH": path or ENV["PATH"]} | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+    env = {**ENV, "PATH": path or ENV["PATH"]} | (
+        {} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus}
+    )
     del env["OMP_NUM_THREADS"]
     if gpus is None:
         del env["CUDA_VISIBLE_DEVICES"]
-    done = subprocess.run([*LAUNCH, *words, "--print"], capture_output=True, text=True, env=env, cwd=cwd, check=False)
+    done = subprocess.run(
+        [*LAUNCH, *words, "--print"], capture_output=True, text=True, env=env, cwd=cwd, check=False
+    )
     if done.returncode:
         assert done.returncode == 1
         return done.stderr
@@ -62,7 +66,17 @@ def test_on_a_cpu(my_recipe):
     assert env == trainer_env == {"OMP_NUM_THREADS": str(max(len(os.sched_getaffinity(0)) // 4, 1))}
     assert server[:2] == [sys.executable, "vllm_server.py"]
     urls = f"http://127.0.0.1:{option(server, '--port')}"
-    assert trainer == [sys.executable, "train.py", my_recipe, "--max_steps", "2", "--stop", "a b", "--vllm_urls", urls]
+    assert trainer == [
+        sys.executable,
+        "train.py",
+        my_recipe,
+        "--max_steps",
+        "2",
+        "--stop",
+        "a b",
+        "--vllm_urls",
+        urls,
+    ]
     assert parse_args(trainer[2:]).vllm_urls == [urls]
 
 
@@ -99,15 +113,34 @@ def test_the_length_of_a_vision_language_model(my_recipe, vlm):
 def test_gpus_are_dealt(my_recipe):
     """Servers first; a name of the user's stays as it is."""
     *servers, (env, trainer) = made(
-        my_recipe, "--servers", "2", "--tensor_parallel", "2", "--trainers", "3", gpus="7,1,2,3,4,5,6,0"
+        my_recipe,
+        "--servers",
+        "2",
+        "--tensor_parallel",
+        "2",
+        "--trainers",
+        "3",
+        gpus="7,1,2,3,4,5,6,0",
     )
-    assert [given for given, _ in servers] == [{"CUDA_VISIBLE_DEVICES": "7,1"}, {"CUDA_VISIBLE_DEVICES": "2,3"}]
+    assert [given for given, _ in servers] == [
+        {"CUDA_VISIBLE_DEVICES": "7,1"},
+        {"CUDA_VISIBLE_DEVICES": "2,3"},
+    ]
     assert env == {"CUDA_VISIBLE_DEVICES": "4,5,6"}
     assert all(option(words, "--tensor-parallel-size") == "2" for _, words in servers)
-    assert all("--enforce-eager" not in words and "--gpu-memory-utilization" not in words for _, words in servers)
+    assert all(
+        "--enforce-eager" not in words and "--gpu-memory-utilization" not in words
+        for _, words in servers
+    )
     ports = [option(words, "--port") for _, words in servers]
     assert option(trainer, "--vllm_urls") == ",".join(f"http://127.0.0.1:{port}" for port in ports)
-    assert trainer[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3", "train.py"]
+    assert trainer[1:6] == [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc_per_node=3",
+        "train.py",
+    ]
 
 
 def test_gpus_that_nvidia_smi_counts(my_recipe, tmp_path):
@@ -154,13 +187,19 @@ def test_the_doctor(my_recipe):
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(my_recipe, words, gpus, error):
-    assert re.fullmatch(f"error: {error.replace('+', '[+]').replace('?', '[?]')}\n", made(my_recipe, *words, gpus=gpus))
+    assert re.fullmatch(
+        f"error: {error.replace('+', '[+]').replace('?', '[?]')}\n",
+        made(my_recipe, *words, gpus=gpus),
+    )
 
 
 def test_nothing_heavy_is_imported_before_it_must():
     code = "import sys, launch; print({'torch', 'transformers', 'vllm'} & set(sys.modules))"
     command, folder = [sys.executable, "-c", code], ROOT / "scripts"
-    assert subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout == "set()\n"
+    assert (
+        subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout
+        == "set()\n"
+    )
 
 
 # -- real servers and trainers -----------------------------------------------------------------------------------------
@@ -176,7 +215,9 @@ def launched(*words):
         stderr=subprocess.STDOUT,
         text=True,
         env=env,
-        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)],
+        preexec_fn=lambda: [
+            signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)
+        ],
     )
 
 
@@ -185,7 +226,9 @@ def marked(my_recipe):
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
-            if str(Path(my_recipe).parent) in (entry / "cmdline").read_text() and entry.name != str(os.getpid()):
+            if str(Path(my_recipe).parent) in (entry / "cmdline").read_text() and entry.name != str(
+                os.getpid()
+            ):
                 found.append((entry / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue
@@ -263,7 +306,9 @@ def test_a_server_that_does_not_start(my_recipe, tmp_path):
     assert process.returncode == 1
     log = tmp_path / "run" / "server-0.log"
     assert re.search(
-        rf"^error: the server at \S+ ended before it served, and the end of {log} is\n", output, re.MULTILINE
+        rf"^error: the server at \S+ ended before it served, and the end of {log} is\n",
+        output,
+        re.MULTILINE,
     )
     assert "unrecognized arguments: --no-such-option" in output
     assert gone(my_recipe, 0)
@@ -273,9 +318,14 @@ def test_a_server_that_does_not_start(my_recipe, tmp_path):
 def test_a_server_that_dies_is_started_again(my_recipe, tmp_path):
     """The trainer, which waits for it, goes on; if it dies again within minutes it is given up."""
     process = launched(my_recipe, "--max_steps", "1000", *SMALL)
-    for text, word in (("step 1/1000", "ended, and starts again"), (" is back", "ended again, and is given up")):
+    for text, word in (
+        ("step 1/1000", "ended, and starts again"),
+        (" is back", "ended again, and is given up"),
+    ):
         until(process, text)
-        (server,) = [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_server(entry, my_recipe)]
+        (server,) = [
+            int(entry.name) for entry in Path("/proc").glob("[0-9]*") if is_server(entry, my_recipe)
+        ]
         os.kill(server, signal.SIGKILL)
         until(process, word)
     process.send_signal(signal.SIGTERM)
@@ -309,7 +359,9 @@ def test_a_folder_with_a_run_in_it(my_recipe, tmp_path):
     log.parent.mkdir()
     log.write_text("of that run")
     with FileLock(tmp_path / "run" / "lock"):
-        done = subprocess.run([*LAUNCH, my_recipe], capture_output=True, text=True, env=ENV, check=False)
+        done = subprocess.run(
+            [*LAUNCH, my_recipe], capture_output=True, text=True, env=ENV, check=False
+        )
     assert (done.returncode, done.stderr) == (
         1,
         f"error: output_dir={tmp_path}/run has another run in it: end it first\n",
@@ -340,7 +392,11 @@ def job(my_recipe, tmp_path, *words):
     """The batch script, its path, and an environment with commands of Slurm that run all on this machine."""
     path, folder = tmp_path / "job.sh", tmp_path / "bin"
     done = subprocess.run(
-        [*LAUNCH, my_recipe, "--slurm", path, *words], capture_output=True, text=True, check=False, env=ENV
+        [*LAUNCH, my_recipe, "--slurm", path, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENV,
     )
     assert done.stdout == f"sbatch {path}\n", done.stderr
     subprocess.run(["bash", "-n", path], check=True)
@@ -351,7 +407,11 @@ def job(my_recipe, tmp_path, *words):
         file.chmod(0o755)
     while (port := launch.free_port()) >= 30_000:  # the job's number is at most 20,000 below
         pass
-    env = {"PATH": f"{folder}:{ENV['PATH']}", "SLURM_JOB_ID": str(port - 10_000), "SLURM_JOB_NODELIST": "node[1-3]"}
+    env = {
+        "PATH": f"{folder}:{ENV['PATH']}",
+        "SLURM_JOB_ID": str(port - 10_000),
+        "SLURM_JOB_NODELIST": "node[1-3]",
+    }
     return path, {**ENV, **env, "SRUN_LOG": str(tmp_path / "srun.log")}
 
 
@@ -388,7 +448,9 @@ def test_a_job_of_two_nodes_that_train(my_recipe, tmp_path):
     """One server and two nodes of a rank, all on this CPU; the server ends with the trainer."""
     words = ["--trainer_nodes", "2", "--gpus_per_node", "1"]
     path, env = job(my_recipe, tmp_path, *words, "--max_steps", "2")
-    done = subprocess.run(["bash", path], env=env, timeout=300, check=False, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", path], env=env, timeout=300, check=False, capture_output=True, text=True
+    )
     run = tmp_path / "run"
     assert done.returncode == 0, done.stderr + (run / "trainer.log").read_text()
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
@@ -404,7 +466,10 @@ def test_a_job_of_two_nodes_that_train(my_recipe, tmp_path):
 )
 def test_a_job_that_cannot_be(my_recipe, tmp_path, words, error):
     done = subprocess.run(
-        [*LAUNCH, my_recipe, "--slurm", tmp_path / "job.sh", *words], capture_output=True, text=True, check=False
+        [*LAUNCH, my_recipe, "--slurm", tmp_path / "job.sh", *words],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.stderr == f"error: {error}\n"
     assert not (tmp_path / "job.sh").exists()

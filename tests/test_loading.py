@@ -27,7 +27,15 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from config import UserError
 from training import model as model_module
-from training.model import _shard, add_lora, base_model, build_policy, build_reference, full_tensor, load_model
+from training.model import (
+    _shard,
+    add_lora,
+    base_model,
+    build_policy,
+    build_reference,
+    full_tensor,
+    load_model,
+)
 from utils import process_group
 
 WRAPPERS = [{}, {"use_fsdp": True}, {"use_fsdp": True, "fsdp_offload": True}]
@@ -35,7 +43,9 @@ WRAPPERS = [{}, {"use_fsdp": True}, {"use_fsdp": True, "fsdp_offload": True}]
 
 def state_of(model):
     """Everything a model computes with, whole: weights, buffers, and tensors that are neither."""
-    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    named = chain(
+        model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
+    )
     found = {name: full_tensor(tensor).cpu() for name, tensor in named}
     for name, module in model.named_modules():
         loose = {n: value for n, value in vars(module).items() if isinstance(value, Tensor)}
@@ -79,7 +89,9 @@ def test_every_rank_has_rank_0s_model(saved_models, tmp_path, part):
         has_vision = "vision_config" in json.loads((path / "config.json").read_text())
         kind = AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
         expected = state_of(kind.from_pretrained(path, dtype=torch.float32))
-        for state in (of_rank[3 * number + wrapper] for of_rank in of_ranks for wrapper in range(3)):
+        for state in (
+            of_rank[3 * number + wrapper] for of_rank in of_ranks for wrapper in range(3)
+        ):
             assert state.keys() == expected.keys(), path.name
             for name, tensor in expected.items():
                 assert torch.equal(state[name], tensor), (path.name, name)
@@ -92,14 +104,19 @@ def adapters_on_ranks(output, model, checkpoint):
         for fields in WRAPPERS:
             torch.manual_seed(7 + dist.get_rank())  # each rank would draw another adapter
             config = make_config(model, use_peft=True, lora_rank=4, **fields)
-            found += [state_of(build_policy(config, device)), state_of(build_policy(config, device, None, checkpoint))]
+            found += [
+                state_of(build_policy(config, device)),
+                state_of(build_policy(config, device, None, checkpoint)),
+            ]
             config = make_config(model, beta=0.1, **fields)
             policy = build_policy(config, device)
             reference = build_reference(policy, config, device)
             with torch.no_grad():
                 for weight in policy.parameters():
                     weight.mul_(1.5)
-            (row,) = [micro.packed for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])]
+            (row,) = [
+                micro.packed for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])
+            ]
             assert reference
             found.append({"reference": reference(row, {})})
         torch.save(found, f"{output}.{dist.get_rank()}")
@@ -121,11 +138,20 @@ def test_adapters_and_reference(models, tmp_path):
         (row,) = [micro.packed for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])]
         assert reference
         expected = reference(row, {})
-    on_ranks(2, tmp_path, "test_loading.adapters_on_ranks", tmp_path / "out", models["tied"], tmp_path / "adapter")
+    on_ranks(
+        2,
+        tmp_path,
+        "test_loading.adapters_on_ranks",
+        tmp_path / "out",
+        models["tied"],
+        tmp_path / "adapter",
+    )
     for rank in (0, 1):
         found = torch.load(tmp_path / f"out.{rank}")
         for number in range(0, 9, 3):
-            for got, wanted in zip(found[number : number + 2], (fresh, state_of(trained)), strict=True):
+            for got, wanted in zip(
+                found[number : number + 2], (fresh, state_of(trained)), strict=True
+            ):
                 got = {name.removeprefix("module."): tensor for name, tensor in got.items()}
                 assert got.keys() == wanted.keys()
                 assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
@@ -138,14 +164,23 @@ SHARDS = [
     {"use_fsdp": True, "fsdp_shard_size": 1},
     {"use_fsdp": True, "fsdp_shard_size": 4, "fsdp_offload": True},
     {"use_fsdp": True, "fsdp_shard_size": 2, "use_peft": True, "lora_rank": 4},
-    {"use_fsdp": True, "fsdp_offload": True, "use_peft": True, "lora_rank": 4, "gradient_checkpoint": True},
+    {
+        "use_fsdp": True,
+        "fsdp_offload": True,
+        "use_peft": True,
+        "lora_rank": 4,
+        "gradient_checkpoint": True,
+    },
 ]
 
 
 def shards_on_ranks(output, model):
     """Runs on four ranks."""
     with process_group(60) as device:
-        got = [trained_difference(make_config(model, max_tokens_per_gpu=30, **fields), device) for fields in SHARDS]
+        got = [
+            trained_difference(make_config(model, max_tokens_per_gpu=30, **fields), device)
+            for fields in SHARDS
+        ]
         if dist.get_rank() == 0:
             torch.save(got, output)
         with pytest.raises(UserError, match="fsdp_shard_size=3: 4 ranks are no multiple of it"):
@@ -173,7 +208,9 @@ def test_the_mesh_of_replicas(models, tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError):
         model_module._shard(nn.Linear(1, 1), config, torch.device("cpu"))
     with pytest.raises(ZeroDivisionError):
-        model_module._shard(nn.Linear(1, 1), dataclasses.replace(config, fsdp_shard_size=None), torch.device("cpu"))
+        model_module._shard(
+            nn.Linear(1, 1), dataclasses.replace(config, fsdp_shard_size=None), torch.device("cpu")
+        )
     assert [args[1] for args, _ in shapes] == [(2, 4), (8,)]
 
 
@@ -181,13 +218,19 @@ def test_offload_and_time_outs_reach_the_shards(models, monkeypatch):
     """On a CPU nothing moves: what FSDP2 is asked for, and how long groups of HSDP wait."""
     asked, limits = [], []
     monkeypatch.setattr(model_module, "fully_shard", lambda module, **given: asked.append(given))
-    monkeypatch.setattr(model_module, "_set_pg_timeout", lambda limit, group: limits.append(limit.total_seconds()))
+    monkeypatch.setattr(
+        model_module, "_set_pg_timeout", lambda limit, group: limits.append(limit.total_seconds())
+    )
     for name in ("set_gradient_divide_factor", "set_force_sum_reduction_for_comms"):
         monkeypatch.setattr(torch.nn.Module, name, lambda *_: None, raising=False)
     with process_group(60) as device:
         for offload in (False, True):
             config = make_config(
-                models["tied"], use_fsdp=True, fsdp_offload=offload, fsdp_shard_size=1, collective_timeout=77
+                models["tied"],
+                use_fsdp=True,
+                fsdp_offload=offload,
+                fsdp_shard_size=1,
+                collective_timeout=77,
             )
             _shard(load_model(config), config, device)
     kinds = [type(given["offload_policy"]).__name__ for given in asked]

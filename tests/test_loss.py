@@ -31,7 +31,9 @@ NAN = math.nan
 
 
 def make_config(**fields):
-    return TrainConfig(**{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields})
+    return TrainConfig(
+        **{"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], **fields}
+    )
 
 
 def rows(*values):
@@ -51,7 +53,9 @@ def test_group_scale():
 def test_batch_scale():
     # all eight rewards: mean .5, squares 8 * .25 = 2, unbiased variance 2/7
     got = compute_advantages(rows([1, 0, 0, 0], [1, 1, 1, 0]), "batch")
-    expected = rows([0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]) / (math.sqrt(2 / 7) + 1e-4)
+    expected = rows([0.75, -0.25, -0.25, -0.25], [0.25, 0.25, 0.25, -0.75]) / (
+        math.sqrt(2 / 7) + 1e-4
+    )
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
 
 
@@ -70,9 +74,13 @@ def test_missing_rewards():
 
 def test_advantages_of_groups_and_of_a_batch():
     """The same numbers as above, filled in; with `batch` all groups at once."""
-    for scale, wanted in (("group", (0.75 / 0.5001, 0.0)), ("batch", (0.75 / (math.sqrt(2 / 7) + 1e-4),) * 2)):
+    for scale, wanted in (
+        ("group", (0.75 / 0.5001, 0.0)),
+        ("batch", (0.75 / (math.sqrt(2 / 7) + 1e-4),) * 2),
+    ):
         groups = [
-            Group(Prompt(0, [5], "", {}), reward=reward) for reward in ([1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0])
+            Group(Prompt(0, [5], "", {}), reward=reward)
+            for reward in ([1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 1.0, 1.0])
         ]
         set_advantages(groups, make_config(scale_rewards=scale))
         assert groups[0].advantages[0] == pytest.approx(wanted[0])
@@ -116,7 +124,9 @@ def test_token_sum_losses(loss_type):
 
 def test_grpo_is_a_sum_of_completion_means():
     loss, gradient, _ = loss_and_gradient(make_config(loss_type="grpo"))
-    assert loss == pytest.approx((-1.2 - 0.5) / 2 + 0.8 + 2.2)  # the third completion has one unmasked token
+    assert loss == pytest.approx(
+        (-1.2 - 0.5) / 2 + 0.8 + 2.2
+    )  # the third completion has one unmasked token
     assert gradient == pytest.approx([0, -0.25, 0, 2.2, 0])
 
 
@@ -131,13 +141,19 @@ def test_cispo():
     loss, gradient, _ = loss_and_gradient(make_config(loss_type="cispo", epsilon=0.2))
     logprobs = [old + math.log(ratio) for old, ratio in zip(OLD, RATIO, strict=True)]
     assert gradient == pytest.approx([-1.2, -0.8, 0.8, 2.2, 0])
-    assert loss == pytest.approx(sum(g * x for g, x in zip([-1.2, -0.8, 0.8, 2.2], logprobs, strict=False)))
+    assert loss == pytest.approx(
+        sum(g * x for g, x in zip([-1.2, -0.8, 0.8, 2.2], logprobs, strict=False))
+    )
 
 
-@pytest.mark.parametrize(("fields", "high"), [({}, 1.2), ({"epsilon": 1.5}, 1.5), ({"epsilon_high": 0.3}, 1.3)])
+@pytest.mark.parametrize(
+    ("fields", "high"), [({}, 1.2), ({"epsilon": 1.5}, 1.5), ({"epsilon_high": 0.3}, 1.3)]
+)
 def test_cispo_has_no_lower_bound_of_its_own(fields, high):
     _, gradient, sums = loss_and_gradient(make_config(loss_type="cispo", **fields))
-    assert gradient == pytest.approx([-high, -0.5, 0.5, 2.2, 0])  # .5 is not raised; 1 + 1.5 leaves 1.5 as it is
+    assert gradient == pytest.approx(
+        [-high, -0.5, 0.5, 2.2, 0]
+    )  # .5 is not raised; 1 + 1.5 leaves 1.5 as it is
     assert sums["clip_ratio/low"] == 0
 
 
@@ -162,7 +178,9 @@ def test_sequence_ratio_is_the_geometric_mean():
     # completion 4: sqrt(1.5 * .5) = .8660, unclipped below 1.2: -s·A per token; both tokens share the gradient of s
     s = math.sqrt(0.75)
     loss, gradient, _ = loss_and_gradient(make_config(importance_level="sequence"))
-    assert loss == pytest.approx(-2 * s + 0.8 + 2.2)  # the third completion's ratio is its unmasked token's 1.1
+    assert loss == pytest.approx(
+        -2 * s + 0.8 + 2.2
+    )  # the third completion's ratio is its unmasked token's 1.1
     assert gradient == pytest.approx([-s, -s, 0, 2.2, 0])
 
 
@@ -171,7 +189,9 @@ def test_a_token_that_a_correction_masks_gets_no_gradient_of_its_completion():
     config, old = make_config(importance_level="sequence"), rows(*OLD)
     logprobs = (old + rows(*RATIO).log()).requires_grad_()
     weighted = rows(*ADVANTAGE) * rows(0, 1, 1, 1, 1)
-    grpo_loss(logprobs, old, None, weighted, rows(*MASK), torch.tensor(COMPLETION), config)[0].backward()
+    grpo_loss(logprobs, old, None, weighted, rows(*MASK), torch.tensor(COMPLETION), config)[
+        0
+    ].backward()
     assert logprobs.grad is not None
     assert logprobs.grad.tolist() == pytest.approx([0, -math.sqrt(0.75), 0, 2.2, 0])
 
@@ -181,7 +201,9 @@ def test_a_token_that_a_correction_masks_gets_no_gradient_of_its_completion():
 @pytest.mark.parametrize("gap", [2000.0, -2000.0])
 def test_no_finite_loss_has_a_gradient_that_is_not(level, loss_type, gap):
     """exp of either gap is infinity or 0, and infinity times a clipped term's 0 would be NaN."""
-    config = make_config(importance_level=level, loss_type=loss_type, beta=0.5, kl_gradient="reverse")
+    config = make_config(
+        importance_level=level, loss_type=loss_type, beta=0.5, kl_gradient="reverse"
+    )
     old = rows(-1.0, -1.0, -1.0)
     for advantages in (rows(1, 1, 1), rows(-1, -1, -1)):
         logprobs = (old + rows(gap, 0, 0)).requires_grad_()
@@ -200,7 +222,11 @@ def test_which_kl_the_gradient_is_of(direction):
     scores, ref = (torch.randn(7, generator=generator, dtype=torch.float64) for _ in range(2))
     scores.requires_grad_()
     logprobs, ref = scores.log_softmax(-1), ref.log_softmax(-1)
-    divergence = (ref.exp() * (ref - logprobs)) if direction == "forward" else (logprobs.exp() * (logprobs - ref))
+    divergence = (
+        (ref.exp() * (ref - logprobs))
+        if direction == "forward"
+        else (logprobs.exp() * (logprobs - ref))
+    )
     (wanted,) = torch.autograd.grad(divergence.sum(), scores, retain_graph=True)
     config = make_config(beta=0.3, kl_gradient=direction)
     # One completion of each token, which counts as often as the policy draws it; advantages of 0 leave the penalty.
@@ -222,7 +248,9 @@ def test_the_penalty_has_the_ratio_of_the_token_at_both_levels():
         args = (rows(0, 0, 0, 0, 0), rows(*MASK), torch.tensor(COMPLETION), config)
         losses.append(grpo_loss(logprobs, rows(*OLD), rows(*OLD), *args)[0].item())
     k3 = [1 / ratio + math.log(ratio) - 1 for ratio in RATIO[:4]]
-    assert losses == pytest.approx([0.3 * sum(ratio * value for ratio, value in zip(RATIO, k3, strict=False))] * 2)
+    assert losses == pytest.approx(
+        [0.3 * sum(ratio * value for ratio, value in zip(RATIO, k3, strict=False))] * 2
+    )
 
 
 def test_sequence_weights_give_the_exact_policy_gradient():
@@ -232,10 +260,14 @@ def test_sequence_weights_give_the_exact_policy_gradient():
     ratio, which leaves out what comes before, does not.
     """
     generator = torch.Generator().manual_seed(1)
-    first, second = (torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((3,), (3, 3)))
+    first, second = (
+        torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((3,), (3, 3))
+    )
     first.requires_grad_()
     second.requires_grad_()
-    server = [torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((3,), (3, 3))]
+    server = [
+        torch.randn(*size, generator=generator, dtype=torch.float64) for size in ((3,), (3, 3))
+    ]
     reward = torch.randn(3, 3, generator=generator, dtype=torch.float64)
 
     def chances(begin, follow):
@@ -250,13 +282,23 @@ def test_sequence_weights_give_the_exact_policy_gradient():
         for a in range(3):
             for b in range(3):
                 logprobs = torch.stack([first.log_softmax(-1)[a], second.log_softmax(-1)[a, b]])
-                sampler = torch.stack([server[0].log_softmax(-1)[a], server[1].log_softmax(-1)[a, b]])
-                old, mask, completion = logprobs.detach(), rows(1, 1), torch.zeros(2, dtype=torch.long)
+                sampler = torch.stack(
+                    [server[0].log_softmax(-1)[a], server[1].log_softmax(-1)[a, b]]
+                )
+                old, mask, completion = (
+                    logprobs.detach(),
+                    rows(1, 1),
+                    torch.zeros(2, dtype=torch.long),
+                )
                 weights = off_policy_weights(old, sampler, mask, completion, config)
-                loss, _ = grpo_loss(logprobs, old, None, reward[a, b] * weights, mask, completion, config)
+                loss, _ = grpo_loss(
+                    logprobs, old, None, reward[a, b] * weights, mask, completion, config
+                )
                 total = total - drawn[a, b] * loss
         got = torch.autograd.grad(total, (first, second))
-        errors[correction] = max((g - w).abs().max().item() for g, w in zip(got, wanted, strict=True))
+        errors[correction] = max(
+            (g - w).abs().max().item() for g, w in zip(got, wanted, strict=True)
+        )
     assert errors.pop("sequence") < 1e-12
     assert min(errors.values()) > 1e-3
 
@@ -272,7 +314,9 @@ def test_kl_is_k3():
     assert sums["kl"] == pytest.approx(sum(k3))
     assert loss == pytest.approx(1.3 + 0.5 * sum(k3))
     plain = [0, -0.5, 0, 2.2]
-    assert gradient[:4] == pytest.approx([g + 0.5 * (1 - math.exp(x)) for g, x in zip(plain, gaps, strict=False)])
+    assert gradient[:4] == pytest.approx(
+        [g + 0.5 * (1 - math.exp(x)) for g, x in zip(plain, gaps, strict=False)]
+    )
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
@@ -310,7 +354,9 @@ SAMPLER = [old - math.log(w) for old, w in zip(OLD, W, strict=False)] + [-math.i
 )
 def test_off_policy_weights(fields, expected):
     config = make_config(**fields)
-    weights = off_policy_weights(rows(*OLD), rows(*SAMPLER), rows(*MASK), torch.tensor(COMPLETION), config)
+    weights = off_policy_weights(
+        rows(*OLD), rows(*SAMPLER), rows(*MASK), torch.tensor(COMPLETION), config
+    )
     assert weights[:4].tolist() == pytest.approx(expected)
     assert math.isfinite(weights[4])
 
@@ -353,7 +399,9 @@ def test_on_policy_all_corrections_are_the_same(loss_type, fields):
     grpo_loss(logprobs, old, None, *args)[0].backward()
     assert logprobs.grad is not None
     share = [0.5, 0.5, 1, 1, 0] if loss_type == "grpo" else MASK
-    assert logprobs.grad.tolist() == pytest.approx([-a * w for a, w in zip(ADVANTAGE, share, strict=True)])
+    assert logprobs.grad.tolist() == pytest.approx(
+        [-a * w for a, w in zip(ADVANTAGE, share, strict=True)]
+    )
 
 
 def test_mismatch_of_trainer_and_server(monkeypatch):
@@ -364,7 +412,12 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
         for part in (slice(0, 3), slice(3, 5)):
             entropy = torch.full_like(rows(*OLD[part]), 0.5)
             of_loss = {"kl": rows(*MASK[part]).sum()}
-            args = (rows(*OLD[part]), rows(*SAMPLER[part]), rows(*MASK[part]), torch.tensor([0, 1, 8, 8, 8])[part])
+            args = (
+                rows(*OLD[part]),
+                rows(*SAMPLER[part]),
+                rows(*MASK[part]),
+                torch.tensor([0, 1, 8, 8, 8])[part],
+            )
             sums.add(of_loss, entropy, *args)
         monkeypatch.setattr(logs, "MIN_COMPARED", 2)
         metrics, by_server = sums.metrics()
@@ -375,9 +428,15 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
     assert metrics["sampling/stale_logp_difference"] == abs(gaps[0])
     assert metrics["sampling/current_share"] == 0.75
     assert metrics["sampling/sampling_logp_difference/max"] == pytest.approx(math.log(4))
-    assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(sum(map(abs, gaps)) / 4)
-    assert metrics["sampling/kl"] == pytest.approx(sum(w - g - 1 for w, g in zip(W, gaps, strict=True)) / 4)
-    assert metrics["sampling/effective_sample_size"] == pytest.approx(sum(W) ** 2 / (4 * sum(w * w for w in W)))
+    assert metrics["sampling/sampling_logp_difference/mean"] == pytest.approx(
+        sum(map(abs, gaps)) / 4
+    )
+    assert metrics["sampling/kl"] == pytest.approx(
+        sum(w - g - 1 for w, g in zip(W, gaps, strict=True)) / 4
+    )
+    assert metrics["sampling/effective_sample_size"] == pytest.approx(
+        sum(W) ** 2 / (4 * sum(w * w for w in W))
+    )
     assert (metrics["entropy"], metrics["kl"]) == pytest.approx((0.5, 1.0))
 
 
@@ -415,7 +474,9 @@ def test_a_loss_of_ones_own(models, recipe, tmp_path):
             (written[name],) = read(tmp_path, "metrics")
     for metric in ("loss", "grad_norm", "kl", "entropy"):
         assert written["same"].get(metric) == written["none"].get(metric)
-    assert written["doubled"]["grad_norm"] == pytest.approx(2 * written["none"]["grad_norm"], rel=1e-5)
+    assert written["doubled"]["grad_norm"] == pytest.approx(
+        2 * written["none"]["grad_norm"], rel=1e-5
+    )
     assert written["doubled"]["loss"] == pytest.approx(2 * written["none"]["loss"], rel=1e-5)
     assert written["doubled"]["loss/tokens_seen"] == 1  # of each token, divided by their number
 
@@ -425,17 +486,29 @@ def test_a_loss_of_ones_own(models, recipe, tmp_path):
     [
         (lambda *_: 1.0, "TypeError: "),
         (lambda logprobs, *_: logprobs.sum(), "TypeError: "),
-        (lambda logprobs, *_: (logprobs, {}), "RuntimeError: grad can be implicitly created only for scalar"),
-        (lambda logprobs, *_: (logprobs.detach().sum(), {}), "RuntimeError: .* does not require grad"),
+        (
+            lambda logprobs, *_: (logprobs, {}),
+            "RuntimeError: grad can be implicitly created only for scalar",
+        ),
+        (
+            lambda logprobs, *_: (logprobs.detach().sum(), {}),
+            "RuntimeError: .* does not require grad",
+        ),
         (lambda logprobs, *_: (logprobs.sum(), {"kl": 0.5}), "AttributeError: "),
         (lambda logprobs, *_: (logprobs.sum(), {"kl": logprobs}), "it returned -2.0 and {'kl': "),
         (lambda logprobs, *_: (logprobs.sum(), {"reward": logprobs.sum()}), "it returned .*reward"),
         (lambda logprobs, old, ref, *_: ((logprobs - ref).sum(), {}), "TypeError: "),
         (lambda logprobs: logprobs.sum(), "TypeError: "),
         (lambda logprobs, *_: ((logprobs + 1).log().sum(), {}), "it returned -inf"),
-        (lambda logprobs, *_: (logprobs.sum(), {}), "tokens whose mask is 0 get the gradient tensor"),
+        (
+            lambda logprobs, *_: (logprobs.sum(), {}),
+            "tokens whose mask is 0 get the gradient tensor",
+        ),
         (lambda *a: ((a[0] * a[4]).sum() / a[4].sum(), {}), "it returned nan"),
-        (lambda *a: ((1 + a[0]).sqrt().where(a[4] > 0, 0.0).sum(), {}), "tokens whose mask is 0 get the gradient"),
+        (
+            lambda *a: ((1 + a[0]).sqrt().where(a[4] > 0, 0.0).sum(), {}),
+            "tokens whose mask is 0 get the gradient",
+        ),
     ],
 )
 def test_a_loss_that_is_none(loss_fn, reason):
@@ -465,7 +538,9 @@ def test_advantages_of_ones_own():
     check_advantages([group.prompt for group in groups], config)
     check_advantages([groups[0].prompt], make_config())
     reads_info: Any = lambda rewards, groups: rewards * groups[0].completions[0].info["won"]  # noqa: E731
-    played = make_config(advantage_fn=reads_info, rollout_fn=print)  # whose completions alone have it
+    played = make_config(
+        advantage_fn=reads_info, rollout_fn=print
+    )  # whose completions alone have it
     check_advantages([groups[0].prompt], played)
 
 
@@ -475,14 +550,21 @@ def test_advantages_of_ones_own():
         (lambda rewards: rewards, "TypeError: "),
         (lambda rewards, groups: rewards.tolist(), "AttributeError: "),
         (lambda rewards, groups: rewards.mean(1), "it returned "),
-        (lambda rewards, groups: rewards[0], "it returned "),  # which would fit every group by broadcasting
+        (
+            lambda rewards, groups: rewards[0],
+            "it returned ",
+        ),  # which would fit every group by broadcasting
         (lambda rewards, groups: rewards / 0, "it returned tensor"),
         (lambda rewards, groups: rewards.std(5), "IndexError: "),
     ],
 )
 def test_advantages_that_are_none(advantage_fn, reason):
-    with pytest.raises(ValueError, match=rf"advantage_fn must return finite numbers \[2, 8\]: ({reason})"):
-        check_advantages([Prompt(0, [5], "", {}), Prompt(1, [5], "", {})], make_config(advantage_fn=advantage_fn))
+    with pytest.raises(
+        ValueError, match=rf"advantage_fn must return finite numbers \[2, 8\]: ({reason})"
+    ):
+        check_advantages(
+            [Prompt(0, [5], "", {}), Prompt(1, [5], "", {})], make_config(advantage_fn=advantage_fn)
+        )
 
 
 def test_a_recipe_can_change_what_train_defines(models, recipe, tmp_path):
@@ -490,7 +572,8 @@ def test_a_recipe_can_change_what_train_defines(models, recipe, tmp_path):
     with fake_server(models["untied"], lambda ids, number: (said(ids, number), 0.0)) as one:
         path = recipe(one)
         Path(path).write_text(
-            Path(path).read_text() + "\nimport train\ntrain.compute_advantages = lambda r, scale: 0 * r\n"
+            Path(path).read_text()
+            + "\nimport train\ntrain.compute_advantages = lambda r, scale: 0 * r\n"
         )
         done = on_forked_ranks(0, ROOT / "train.py", path, "--max_steps", "1")
     assert done.returncode == 0, done.stdout + done.stderr

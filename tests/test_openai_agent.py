@@ -63,7 +63,11 @@ def client_of(base_url, **options):
 
 def ask(client, messages, **options):
     """The message that answers."""
-    return client.chat.completions.create(model="policy", messages=messages, **options).choices[0].message
+    return (
+        client.chat.completions.create(model="policy", messages=messages, **options)
+        .choices[0]
+        .message
+    )
 
 
 def user(text):
@@ -95,20 +99,31 @@ def calculator_loop(client, question, **options):
             return message.content
         for call in message.tool_calls:
             numbers = json.loads(call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": str(numbers["a"] + numbers["b"])})
+            messages.append(
+                {
+                    "role": "tool",
+                    "tool_call_id": call.id,
+                    "content": str(numbers["a"] + numbers["b"]),
+                }
+            )
 
 
 def test_a_loop_of_tools_is_one_segment(scripted, tokenizer):
     thought = "<think>\nI add\n</think>\n\n"
     scripted.replies = {"tool_response>\n5": "It is 5", "2+3": thought + CALL}
-    agent = lambda url, prompt: {"right": calculator_loop(client_of(url), prompt.content) == "It is 5"}  # noqa: E731
+    agent = lambda url, prompt: {
+        "right": calculator_loop(client_of(url), prompt.content) == "It is 5"
+    }  # noqa: E731
     (segment,) = run(scripted, agent)
     check(scripted, tokenizer, [segment], [thought + CALL, "It is 5"])
     assert segment.finish_reason == "stop"
     assert segment.info["right"] is True
     messages = segment.info["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant", "tool", "assistant"]
-    assert messages[1]["tool_calls"][0]["function"] == {"name": "add", "arguments": {"a": 2, "b": 3}}
+    assert messages[1]["tool_calls"][0]["function"] == {
+        "name": "add",
+        "arguments": {"a": 2, "b": 3},
+    }
     # what the policy saw is what the template makes of the conversation
     raw = [messages[0], {"role": "assistant", "content": thought + CALL}, messages[2]]
     assert scripted.asked[1] == ids_of(tokenizer, raw, tools=TOOLS)
@@ -152,7 +167,10 @@ def test_two_agents_in_parallel(scripted, tokenizer):
 
     def agent(url, prompt):
         for questions in (("plan", "criticize"), ("plan", "plan")):
-            threads = [threading.Thread(target=talk, args=(client_of(url), question)) for question in questions]
+            threads = [
+                threading.Thread(target=talk, args=(client_of(url), question))
+                for question in questions
+            ]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -160,7 +178,9 @@ def test_two_agents_in_parallel(scripted, tokenizer):
 
     segments = run(scripted, agent)
     check(scripted, tokenizer, segments, ["do it", "bad", "do it", "do it", *["yes"] * 4])
-    assert len(segments) == 4  # of replies that are alike, a conversation goes on from one that no other has taken
+    assert (
+        len(segments) == 4
+    )  # of replies that are alike, a conversation goes on from one that no other has taken
 
 
 def test_a_lost_reply_trains_once(scripted, tokenizer):
@@ -187,7 +207,12 @@ def test_a_lost_reply_trains_once(scripted, tokenizer):
 
 def test_what_is_not_the_same_conversation(scripted, tokenizer):
     """Other tools, another call, another question: segments of their own; an answer that was stripped goes on."""
-    scripted.replies = {"again": "three", "tool_response>": "done", "2+3": " " + CALL, "q 1 2": " five "}
+    scripted.replies = {
+        "again": "three",
+        "tool_response>": "done",
+        "2+3": " " + CALL,
+        "q 1 2": " five ",
+    }
 
     def count(change, tools=TOOLS):
         def agent(url, prompt):
@@ -223,7 +248,13 @@ def test_what_sampling_is_asked_for(scripted):
         return generate(ids, params)
 
     def agent(url, prompt):
-        for options in ({}, {"max_tokens": 7}, {"max_completion_tokens": 9}, {"max_tokens": 1000}, {"temperature": 0}):
+        for options in (
+            {},
+            {"max_tokens": 7},
+            {"max_completion_tokens": 9},
+            {"max_tokens": 1000},
+            {"temperature": 0},
+        ):
             ask(client_of(url), [user("2+3")], **options)
 
     scripted.server.generate = noted
@@ -232,7 +263,8 @@ def test_what_sampling_is_asked_for(scripted):
     assert len(segments) == 5
     assert [stop for stop, _, _ in asked] == [["!"]] * 5
     assert [params for _, params, _ in asked] == [
-        {"n": 1, "max_tokens": most, "temperature": 1.0, "top_k": 4} for most in (200, 7, 9, 200, 200)
+        {"n": 1, "max_tokens": most, "temperature": 1.0, "top_k": 4}
+        for most in (200, 7, 9, 200, 200)
     ]
     asked.clear()
     trained(lambda url, prompt: ask(client_of(url), [user("2+3")]) and None, max_len=50)(
@@ -300,7 +332,11 @@ def test_a_turn_that_was_too_long_comes_again(scripted, tokenizer):
 def test_the_last_answer_gives_the_messages(scripted, tokenizer):
     """Of two agents the one that asked first is answered last: its conversation is what rewards see."""
     scripted.replies = {"slow": "late", "quick": "early"}
-    generate, first_is_in, second_is_out = scripted.server.generate, threading.Event(), threading.Event()
+    generate, first_is_in, second_is_out = (
+        scripted.server.generate,
+        threading.Event(),
+        threading.Event(),
+    )
 
     def in_turn(ids, params):
         if "slow" in tokenizer.decode(ids):
@@ -334,7 +370,11 @@ def test_streams(scripted, tokenizer):
         assert final.finish_reason == plain.finish_reason == "tool_calls"
         (one,), (other,) = final.message.tool_calls, plain.message.tool_calls
         assert one.function.arguments == other.function.arguments
-        chunks = list(client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True}))
+        chunks = list(
+            client.chat.completions.create(
+                **options, stream=True, stream_options={"include_usage": True}
+            )
+        )
         assert chunks[-1].usage.completion_tokens == len(tokenizer(CALL)["input_ids"]) + 1
         assert client.models.list().data[0].id == "policy"
 
@@ -356,12 +396,19 @@ def test_what_an_agent_does_wrong(scripted):
 
     told("n=2 is not supported", n=2)
     told("context_length_exceeded: 1.. tokens, of max_len=100", messages=[user("2+3" * 50)])
-    told("a message has a part that is no text", messages=[{"role": "user", "content": [{"type": "image_url"}]}])
+    told(
+        "a message has a part that is no text",
+        messages=[{"role": "user", "content": [{"type": "image_url"}]}],
+    )
     with pytest.raises(ValueError, match="the agent got no reply"):
         run(scripted, lambda url, prompt: None)
     broken: Any = trained(lambda url, prompt: {"": 1 / 0}, max_len=100)
-    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], rollout_fn=broken)
-    with pytest.raises(UserError, match="rollout_fn on dataset row 0: ZeroDivisionError: division by zero"):
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], rollout_fn=broken
+    )
+    with pytest.raises(
+        UserError, match="rollout_fn on dataset row 0: ZeroDivisionError: division by zero"
+    ):
         _ask(scripted.server, Prompt(0, [5], "", {}), SAMPLING, config)
 
 
@@ -407,7 +454,12 @@ def test_the_documents_agents(scripted, tokenizer):
     ran: dict[str, Any] = {}
     exec(loop + check_it + again, ran)
     call = CALL.replace("add", "length").replace('{"a": 2, "b": 3}', '{"of": "abc"}')
-    scripted.replies = {"sure": "yes", "Is this right": "no", "tool_response>\n3": "It is 3", "abc": call}
+    scripted.replies = {
+        "sure": "yes",
+        "Is this right": "no",
+        "tool_response>\n3": "It is 3",
+        "abc": call,
+    }
     prompt = Prompt(0, ids_of(tokenizer, [user("abc")]), "abc", {"question": "abc", "answer": "3"})
     (segments,) = ran["config"].rollout_fn(scripted.server, prompt, SAMPLING)
     check(scripted, tokenizer, segments, [call, "It is 3"])
@@ -425,7 +477,9 @@ def test_the_documents_agents(scripted, tokenizer):
 def test_calls_of_tools():
     words, calls = hermes_calls(f"I add. {CALL}\n{CALL}")
     assert words == "I add."
-    assert [(name, json.loads(arguments)) for name, arguments in calls] == [("add", {"a": 2, "b": 3})] * 2
+    assert [(name, json.loads(arguments)) for name, arguments in calls] == [
+        ("add", {"a": 2, "b": 3})
+    ] * 2
     broken = (
         "{broken}",
         '{"arguments": {}}',

@@ -12,11 +12,19 @@ pytestmark = pytest.mark.server
 
 
 def test_the_loss_is_trls(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "parity.py"), "--quick", "--json", str(tmp_path / "out.json")]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "parity.py"),
+        "--quick",
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
     subprocess.run(command, check=True, timeout=600, env=ENV, capture_output=True)
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["versions"]["trl"]
-    losses, runs = ([row for row in result["rows"] if row["part"] == part] for part in ("loss", "run"))
+    losses, runs = (
+        [row for row in result["rows"] if row["part"] == part] for part in ("loss", "run")
+    )
     equal = [row for row in losses if "why" not in row]
     assert {row["loss_type"] for row in equal} == {"grpo", "bnpo", "dr_grpo", "dapo", "cispo"}
     assert len(equal) == 23

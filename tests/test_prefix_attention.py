@@ -63,7 +63,10 @@ def test_values_and_gradients(models, max_tokens, temperature):
     model = AutoModelForCausalLM.from_pretrained(models["untied"], dtype=torch.float64)
     weights = torch.linspace(-1, 1, len(FLAT), dtype=torch.float64)
     results = []
-    for logprobs in (plain_logprobs(model, temperature), packed_logprobs(model, temperature, max_tokens)):
+    for logprobs in (
+        plain_logprobs(model, temperature),
+        packed_logprobs(model, temperature, max_tokens),
+    ):
         model.zero_grad(set_to_none=True)
         (logprobs * weights).sum().backward()
         results.append((logprobs.detach(), [p.grad for p in model.parameters()]))
@@ -106,7 +109,9 @@ def paths(row):
     tokens = row.input_ids[0].tolist()
     found = []
     for position in row.position.tolist():
-        number = next(n for n, (start, length, *_) in enumerate(plan) if start <= position < start + length)
+        number = next(
+            n for n, (start, length, *_) in enumerate(plan) if start <= position < start + length
+        )
         context = tokens[plan[number][0] : position + 1]
         while (number := (above := plan[number])[2]) >= 0:
             start = plan[number][0]
@@ -116,7 +121,16 @@ def paths(row):
     return found
 
 
-BRANCHING = [[7, 8, 9], [7, 8, 9, 10], [7, 8, 11], [7], [12, 7], [7, 8, 9], [20, 3, 4, 5], [20, 3, 9, 9]]
+BRANCHING = [
+    [7, 8, 9],
+    [7, 8, 9, 10],
+    [7, 8, 11],
+    [7],
+    [12, 7],
+    [7, 8, 9],
+    [20, 3, 4, 5],
+    [20, 3, 9, 9],
+]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 40, 31])
@@ -124,13 +138,17 @@ def test_every_token_stands_below_its_own_context(max_tokens):
     groups = [*GROUPS, ([5, 6], BRANCHING), *make_agents()]
     rows = pack(groups, max_tokens)
     expected = [prompt + ids[:t] for prompt, ids in pairs(groups) for t in range(len(ids))]
-    flat = [(g, token) for g, group in enumerate(groups) for _, ids in pairs([group]) for token in ids]
+    flat = [
+        (g, token) for g, group in enumerate(groups) for _, ids in pairs([group]) for token in ids
+    ]
     assert sorted(i for row in rows for i in row.index.tolist()) == list(range(len(flat)))
     for row in rows:
         assert max_tokens is None or row.num_tokens <= max_tokens
         assert row.index.tolist() == sorted(row.index.tolist())
         assert paths(row) == [expected[i] for i in row.index]
-        assert list(zip(row.group.tolist(), row.targets.tolist(), strict=True)) == [flat[i] for i in row.index]
+        assert list(zip(row.group.tolist(), row.targets.tolist(), strict=True)) == [
+            flat[i] for i in row.index
+        ]
 
 
 def test_nothing_is_forwarded_twice(monkeypatch):
@@ -143,17 +161,25 @@ def test_nothing_is_forwarded_twice(monkeypatch):
         assert [row.num_tokens for row in pack(few)] == [len(nodes)]
         assert num_packed_tokens(few) == len(nodes)
     apart = pack(groups[3:], apart=range(4))
-    assert [row.num_tokens for row in apart] == [sum(num_packed_tokens([group]) for group in groups[3:])]
+    assert [row.num_tokens for row in apart] == [
+        sum(num_packed_tokens([group]) for group in groups[3:])
+    ]
     alike = [([1, 2, 3], [[5, 6, 7, 8], [5, 6, 7, 9]])]
     assert [row.num_tokens for row in pack(alike, 8)] == [3 + 3]
     assert [row.num_tokens for row in pack(GROUPS[::-1], 16)] == [11 + 5, 14]
-    assert [row.num_tokens for row in pack(GROUPS[::-1], 14)] == [11, 14, 5]  # the first group split
+    assert [row.num_tokens for row in pack(GROUPS[::-1], 14)] == [
+        11,
+        14,
+        5,
+    ]  # the first group split
 
 
 def test_sharing_among_groups_never_costs():
     """A prompt is not forwarded again because of a beginning that it shares with others; nor ever with its images."""
     system = [1] * 100
-    groups = [([*system, *[10 + n] * 10], [[20 + 16 * n + c] * 300 for c in range(16)]) for n in range(4)]
+    groups = [
+        ([*system, *[10 + n] * 10], [[20 + 16 * n + c] * 300 for c in range(16)]) for n in range(4)
+    ]
     alone = [num_packed_tokens([group]) for group in groups]
     assert alone == [110 + 16 * 299] * 4
     assert num_packed_tokens(groups) == sum(alone) - 3 * 100
@@ -166,7 +192,10 @@ def test_sharing_among_groups_never_costs():
 def test_what_saves_little_is_not_shared():
     """Two answers of 100 tokens that begin with the same two: a piece more for 2 % of the tokens; with ten it is 10."""
     answers = [[8, 9, *[10 + n] * 99] for n in range(2)]
-    (few,), (more,) = pack([([1], answers)]), pack([([1], [[*[7] * 10, *answer] for answer in answers])])
+    (few,), (more,) = (
+        pack([([1], answers)]),
+        pack([([1], [[*[7] * 10, *answer] for answer in answers])]),
+    )
     assert few.segments is not None
     assert more.segments is not None
     assert few.segments.tolist() == [[0, 101, -1, 0, 0], [101, 101, -1, 0, 0]]
@@ -196,9 +225,18 @@ def test_the_longest_history_is_one_segment():
     groups = [([1, 2], [[([1, 2, *range(20, 20 + 4 * n)], [10 + n] * 3) for n in range(5)]])]
     (row,) = pack(groups)
     assert row.segments is not None
-    assert row.segments.tolist() == [[0, 20, -1, 0, 0], *([20 + 2 * n, 2, 0, 2 + 4 * n, 0] for n in range(4))]
-    blocks = prefix_attention._blocks(row.segments.numpy().tobytes(), torch.device("cpu"), is_cuda=True)
-    assert [block.level for block in blocks] == [0, 1, 1]  # of 28 tokens, the histories together have 32
+    assert row.segments.tolist() == [
+        [0, 20, -1, 0, 0],
+        *([20 + 2 * n, 2, 0, 2 + 4 * n, 0] for n in range(4)),
+    ]
+    blocks = prefix_attention._blocks(
+        row.segments.numpy().tobytes(), torch.device("cpu"), is_cuda=True
+    )
+    assert [block.level for block in blocks] == [
+        0,
+        1,
+        1,
+    ]  # of 28 tokens, the histories together have 32
     assert [block.num_pieces for block in blocks] == [5, 3, 1]
 
 
@@ -213,12 +251,21 @@ def test_empty_completions_only():
 
 def test_rows_are_laid_out_by_depth():
     """Each prompt with its longest completion, then the others, which see the prompt, in the given order."""
-    groups = [([1, 2, 3], [[11, 12, 13], [14, 15]]), ([4, 5], [[16, 17, 18]]), ([6], [[19], [20, 21, 22]])]
+    groups = [
+        ([1, 2, 3], [[11, 12, 13], [14, 15]]),
+        ([4, 5], [[16, 17, 18]]),
+        ([6], [[19], [20, 21, 22]]),
+    ]
     (row,) = pack(groups)
     assert row.segments is not None
     assert row.input_ids[0].tolist() == [1, 2, 3, 11, 12, 4, 5, 16, 17, 6, 20, 21, 14]
     assert row.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3]
-    assert row.segments.tolist() == [[0, 5, -1, 0, 0], [5, 4, -1, 0, 0], [9, 3, -1, 0, 0], [12, 1, 0, 3, 0]]
+    assert row.segments.tolist() == [
+        [0, 5, -1, 0, 0],
+        [5, 4, -1, 0, 0],
+        [9, 3, -1, 0, 0],
+        [12, 1, 0, 3, 0],
+    ]
     assert row.targets.tolist() == [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]
     assert row.position.tolist() == [2, 3, 4, 2, 12, 6, 7, 8, 9, 9, 10, 11]
     assert row.prompts == [0, 1, 2]
@@ -227,11 +274,21 @@ def test_rows_are_laid_out_by_depth():
 @pytest.mark.parametrize("max_tokens", [None, 40])
 def test_rows_of_single_segments(max_tokens):
     """Nothing shared and nothing padded: the same values and gradients as plain rows."""
-    alone = [(prompt, [completion]) for prompt, completions in make_groups() for completion in completions]
+    alone = [
+        (prompt, [completion])
+        for prompt, completions in make_groups()
+        for completion in completions
+    ]
     rows: list[Any] = pack(alone, max_tokens, apart=range(len(alone)))
-    assert all((row.segments[:, 2] == -1).all() and row.num_tokens <= (max_tokens or 1000) for row in rows)
-    lengths = [len(prompt) + len(c) - 1 for prompt, completions in make_groups() for c in completions if c]
-    assert sorted(length for row in rows for length in row.segments[:, 1].tolist()) == sorted(lengths)
+    assert all(
+        (row.segments[:, 2] == -1).all() and row.num_tokens <= (max_tokens or 1000) for row in rows
+    )
+    lengths = [
+        len(prompt) + len(c) - 1 for prompt, completions in make_groups() for c in completions if c
+    ]
+    assert sorted(length for row in rows for length in row.segments[:, 1].tolist()) == sorted(
+        lengths
+    )
     plain, ours = make_model("Qwen3", stock("Qwen3")), attach(make_model("Qwen3"))
     expected = plain_rows(plain, make_groups())
     got = torch.zeros_like(expected)
@@ -250,12 +307,24 @@ def test_a_tree_of_any_depth():
     leaf_paths = ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 8], [0, 1, 2, 9, 10, 11, 12])
     row = torch.zeros(13, dtype=torch.long)
     everything = PackedBatch(
-        ids[None], positions, None, segments, row, torch.arange(13), ids.roll(-1), row, row, torch.arange(13), [0]
+        ids[None],
+        positions,
+        None,
+        segments,
+        row,
+        torch.arange(13),
+        ids.roll(-1),
+        row,
+        row,
+        torch.arange(13),
+        [0],
     )
     got = completion_logprobs(model, everything)
     for path in leaf_paths:
         expected = make_model("Llama")(input_ids=ids[path][None]).logits[0].log_softmax(-1)
-        torch.testing.assert_close(got[path], expected[range(len(path)), ids.roll(-1)[path]], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            got[path], expected[range(len(path)), ids.roll(-1)[path]], rtol=1e-5, atol=1e-5
+        )
 
 
 # -- the head --------------------------------------------------------------------------------------------------------
@@ -268,7 +337,9 @@ def test_chunks_equal_the_whole_head(chunk, softcap, monkeypatch):
     monkeypatch.setitem(prefix_attention.HEAD_CHUNK, "cpu", chunk)
     generator = torch.Generator().manual_seed(0)
     shapes = ((23, 8), (97, 8), (23, 3), (97, 3), (97,))
-    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes]
+    tensors = [
+        torch.randn(s, generator=generator, dtype=torch.float64).requires_grad_() for s in shapes
+    ]
     x, w, low, up, bias = tensors
     targets = torch.randint(97, (23,), generator=generator)
     rule = prefix_attention._Logits(0.5 / 0.7, None if softcap is None else softcap / 0.7)
@@ -282,7 +353,9 @@ def test_chunks_equal_the_whole_head(chunk, softcap, monkeypatch):
     torch.testing.assert_close(entropies, entropy, rtol=1e-12, atol=1e-12)
     weights = torch.randn(23, generator=generator, dtype=torch.float64)
     got = torch.autograd.grad((logprobs * weights).sum(), tensors)
-    for ours, theirs in zip(got, torch.autograd.grad((expected * weights).sum(), tensors), strict=True):
+    for ours, theirs in zip(
+        got, torch.autograd.grad((expected * weights).sum(), tensors), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
 
 
@@ -342,7 +415,9 @@ def tiny(name, **fields):
 
 def tiny_bart():
     sizes = {
-        f"{part}_{what}": 2 for part in ("encoder", "decoder") for what in ("layers", "attention_heads", "ffn_dim")
+        f"{part}_{what}": 2
+        for part in ("encoder", "decoder")
+        for what in ("layers", "attention_heads", "ffn_dim")
     }
     config: Any = transformers.BartConfig
     return transformers.BartForConditionalGeneration(config(d_model=8, vocab_size=9, **sizes))
@@ -354,17 +429,33 @@ def tiny_bart():
         (lambda: tiny("Mamba", state_size=4), "carries a state from token to token"),
         (lambda: tiny("Bloom"), "takes no position_ids|cannot be replaced"),
         (lambda: tiny("Llama", attention_dropout=0.1), "dropout in attention"),
-        (lambda: tiny("GPT2", attn_pdrop=0.1), "dropout in attention .transformer.h.0.attn.attn_dropout"),
-        (lambda: tiny("Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "dynamic"),
-        (lambda: tiny("Qwen2Moe", use_sliding_window=True, sliding_window=8, num_experts=4), "window is in the mask"),
+        (
+            lambda: tiny("GPT2", attn_pdrop=0.1),
+            "dropout in attention .transformer.h.0.attn.attn_dropout",
+        ),
+        (
+            lambda: tiny(
+                "Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "dynamic",
+        ),
+        (
+            lambda: tiny("Qwen2Moe", use_sliding_window=True, sliding_window=8, num_experts=4),
+            "window is in the mask",
+        ),
         (lambda: tiny("Qwen3Moe", output_router_logits=True, num_experts=4), "auxiliary loss"),
         (lambda: tiny_bart(), "encoder-decoder"),
-        (lambda: tiny("Llama4Text", num_local_experts=2, interleave_moe_layer_step=1), "chunked_attention"),
+        (
+            lambda: tiny("Llama4Text", num_local_experts=2, interleave_moe_layer_step=1),
+            "chunked_attention",
+        ),
     ],
 )
 @torch.no_grad()
 def test_attach_refuses(build, reason):
-    with pytest.raises(ValueError, match=f"cannot share prefixes: .*({reason}).*go without .share_prefix=False."):
+    with pytest.raises(
+        ValueError, match=f"cannot share prefixes: .*({reason}).*go without .share_prefix=False."
+    ):
         attach(build())
 
 
@@ -391,13 +482,17 @@ def test_another_model_of_the_same_config_is_not_attached():
     completion_logprobs(policy, row)
     with pytest.raises(ValueError, match="attach.model. first"):
         completion_logprobs(reference, row)
-    assert torch.equal(completion_logprobs(copy.deepcopy(policy), row), completion_logprobs(policy, row))
+    assert torch.equal(
+        completion_logprobs(copy.deepcopy(policy), row), completion_logprobs(policy, row)
+    )
 
 
 def test_prompt_learning_is_refused():
     from peft import PromptTuningConfig, get_peft_model
 
-    model = get_peft_model(make_model("Qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    model = get_peft_model(
+        make_model("Qwen3"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    )
     with pytest.raises(ValueError, match="prompt learning"):
         attach(model)
     with pytest.raises(ValueError, match="prompt learning"):
@@ -425,14 +520,18 @@ def test_softcap_of_a_config_that_refuses_none():
     )  # fmt: skip
     model = transformers.Gemma3nForCausalLM(config)
     (row,) = pack(make_groups(), share_prefix=False)
-    torch.testing.assert_close(completion_logprobs(model, row), plain_rows(model, make_groups()), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        completion_logprobs(model, row), plain_rows(model, make_groups()), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_verification_notices_a_model_that_looks_sideways():
     """A layer that mixes neighbouring tokens of the row, in a way that no rule knows of."""
     model = make_model("Llama")
     inner = model.model.layers[0].mlp.forward
-    model.model.layers[0].mlp.forward = lambda x: inner(x) + 0.5 * x.roll(1, dims=1).index_fill(1, torch.tensor([0]), 0)
+    model.model.layers[0].mlp.forward = lambda x: (
+        inner(x) + 0.5 * x.roll(1, dims=1).index_fill(1, torch.tensor([0]), 0)
+    )
     with pytest.raises(ValueError, match="differ from plain rows"):
         attach(model, verify=True)
 
@@ -441,7 +540,9 @@ def test_verification_restores_everything():
     """Gradients, mode and attention, also where it fails; and it looks past dropout of the adapter's own."""
     from peft import LoraConfig, get_peft_model
 
-    model = get_peft_model(make_model("Llama"), LoraConfig(target_modules="all-linear", lora_dropout=0.5)).train()
+    model = get_peft_model(
+        make_model("Llama"), LoraConfig(target_modules="all-linear", lora_dropout=0.5)
+    ).train()
     weight = next(parameter for name, parameter in model.named_parameters() if "lora_B" in name)
     weight.grad = torch.ones_like(weight)
     attach(model, verify=True)
@@ -449,13 +550,17 @@ def test_verification_restores_everything():
     assert torch.equal(weight.grad, torch.ones_like(weight))
     broken = make_model("Qwen3")
     broken.model.rotary_emb.forward = lambda x, position_ids: 1 / 0
-    with pytest.raises(ValueError, match="Qwen3ForCausalLM cannot share prefixes: division by zero"):
+    with pytest.raises(
+        ValueError, match="Qwen3ForCausalLM cannot share prefixes: division by zero"
+    ):
         attach(broken, verify=True)
     assert broken.config._attn_implementation == "sdpa"
 
 
 def test_verification_notices_wrong_gradients(monkeypatch):
-    monkeypatch.setattr(prefix_attention, "_cascade_backward", lambda grad, q, k, v, *_: (q * 0, k * 0, v * 0))
+    monkeypatch.setattr(
+        prefix_attention, "_cascade_backward", lambda grad, q, k, v, *_: (q * 0, k * 0, v * 0)
+    )
     with pytest.raises(ValueError, match="gradients differ from plain rows"):
         attach(make_model("Llama"), verify=True)
 
@@ -483,22 +588,37 @@ def test_odd_heads_are_refused():
         completion_logprobs(model, row)
     with pytest.raises(ValueError, match="an adapter other than plain LoRA"):
         completion_logprobs(
-            get_peft_model(make_model("Qwen3"), LoraConfig(target_modules=["lm_head"], use_dora=True)), row
+            get_peft_model(
+                make_model("Qwen3"), LoraConfig(target_modules=["lm_head"], use_dora=True)
+            ),
+            row,
         )
 
 
 @pytest.mark.parametrize(
-    "kind", ["two adapters", "adapter elsewhere", "merged", "merged and off", "trained copy", "rslora"]
+    "kind",
+    ["two adapters", "adapter elsewhere", "merged", "merged and off", "trained copy", "rslora"],
 )
 def test_adapters_of_the_head(kind):
     """Whatever peft does to a head, the log-probs are those of its own forward."""
     from peft import LoraConfig, get_peft_model
 
     def lora(**fields):
-        return LoraConfig(**{"r": 2, "target_modules": ["lm_head", "q_proj"], "init_lora_weights": False, **fields})
+        return LoraConfig(
+            **{
+                "r": 2,
+                "target_modules": ["lm_head", "q_proj"],
+                "init_lora_weights": False,
+                **fields,
+            }
+        )
 
     torch.manual_seed(0)
-    copied = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]} if kind == "trained copy" else {}
+    copied = (
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+        if kind == "trained copy"
+        else {}
+    )
     model = get_peft_model(attach(make_model("Qwen3")), lora(use_rslora=kind == "rslora", **copied))
     if kind == "two adapters":
         model.add_adapter("other", lora(lora_alpha=3))
@@ -511,7 +631,10 @@ def test_adapters_of_the_head(kind):
             model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
     if kind.startswith("merged"):
         model.merge_adapter()
-    with model.disable_adapter() if kind == "merged and off" else contextlib.nullcontext(), torch.no_grad():
+    with (
+        model.disable_adapter() if kind == "merged and off" else contextlib.nullcontext(),
+        torch.no_grad(),
+    ):
         got, expected = shared_rows(model, make_groups()), plain_rows(model, make_groups())
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
@@ -522,10 +645,18 @@ def test_blocks_of_queries(block, monkeypatch):
     monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", block)
     for family in ("Mistral", "Gemma2", "GptOss"):
         plain, shared = make_model(family, stock(family)), attach(make_model(family))
-        for length in (5, 6, 7):  # with two prompt tokens, all but the last forwarded: below, at and over the window
+        for length in (
+            5,
+            6,
+            7,
+        ):  # with two prompt tokens, all but the last forwarded: below, at and over the window
             groups = [([5, 6], [list(range(10, 10 + length)), [7, 8]])]
             torch.testing.assert_close(
-                shared_rows(shared, groups), plain_rows(plain, groups), rtol=1e-5, atol=1e-5, msg=f"{family} {length}"
+                shared_rows(shared, groups),
+                plain_rows(plain, groups),
+                rtol=1e-5,
+                atol=1e-5,
+                msg=f"{family} {length}",
             )
 
 
@@ -610,7 +741,9 @@ def test_checkpoints_do_not_know_of_it(tmp_path):
 
 
 def test_the_readmes_snippet(monkeypatch):
-    snippets = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "prefix-attention.md").read_text(), re.DOTALL)
+    snippets = re.findall(
+        r"```python\n(.*?)```", (ROOT / "docs" / "prefix-attention.md").read_text(), re.DOTALL
+    )
     (snippet,) = (code for code in snippets if "attach(" in code)
     model = tiny("Qwen3", vocab_size=10000)
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda name: model)
@@ -624,7 +757,9 @@ def test_the_readmes_snippet(monkeypatch):
 def test_gradients_that_are_nan_are_refused(monkeypatch):
     """A comparison of largest differences would let them through."""
     nan = float("nan")
-    monkeypatch.setattr(prefix_attention, "_cascade_backward", lambda _, q, k, v, *__: (q * nan, k * nan, v * nan))
+    monkeypatch.setattr(
+        prefix_attention, "_cascade_backward", lambda _, q, k, v, *__: (q * nan, k * nan, v * nan)
+    )
     with pytest.raises(ValueError, match="gradients differ from plain rows"):
         attach(make_model("Llama", stock("Llama")), verify=True)
 
@@ -663,18 +798,27 @@ MUTATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("what", "family", "right", "wrong"), MUTATIONS, ids=[m[0] for m in MUTATIONS])
+@pytest.mark.parametrize(
+    ("what", "family", "right", "wrong"), MUTATIONS, ids=[m[0] for m in MUTATIONS]
+)
 def test_the_comparison_notices(what, family, right, wrong):
     """The module with one line broken fails the comparison of `test_prefix_models.py`."""
     source = Path(prefix_attention.__file__).read_text()
     assert source.count(right) == 1, f"{what}: its line has changed"
     broken = types.ModuleType("broken")
     sys.modules["broken"] = broken
-    source = source.replace(right, wrong).replace('"prefix_attention::', f'"broken_{abs(hash(what))}::')
+    source = source.replace(right, wrong).replace(
+        '"prefix_attention::', f'"broken_{abs(hash(what))}::'
+    )
     exec(compile(source.replace('NAME = "', 'NAME = "broken_'), "broken.py", "exec"), vars(broken))
     plain, shared = make_model(family, stock(family)), broken.attach(make_model(family))
     groups = [*make_groups(), *make_agents()]
-    expected, got = plain_rows(plain, groups), broken.completion_logprobs(shared, *broken.pack(groups))
+    expected, got = (
+        plain_rows(plain, groups),
+        broken.completion_logprobs(shared, *broken.pack(groups)),
+    )
     right_gradients, wrong_gradients = gradients(plain, expected), gradients(shared, got)
-    errors = [((wrong_gradients[n] - g).norm() / g.norm()).item() for n, g in right_gradients.items()]
+    errors = [
+        ((wrong_gradients[n] - g).norm() / g.norm()).item() for n, g in right_gradients.items()
+    ]
     assert max((got - expected).abs().max().item(), *errors) > 1e-3

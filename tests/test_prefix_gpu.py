@@ -5,7 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_prefix_models import FAMILIES, gradients, make_agents, make_groups, make_model, plain_rows, shared_rows, stock
+from test_prefix_models import (
+    FAMILIES,
+    gradients,
+    make_agents,
+    make_groups,
+    make_model,
+    plain_rows,
+    shared_rows,
+    stock,
+)
 
 from prefix_attention import _attention, _has_kernel, _Logits, _TokenLogprobs, attach
 from recipes import flash4
@@ -48,7 +57,9 @@ def test_cascade(dtype, version, head_dim, with_sinks, monkeypatch):
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("recipes/flash4.py is for Hopper GPUs")
         pytest.importorskip("cutlass", reason="comes with vLLM for GPUs")
-        monkeypatch.setattr("prefix_attention._flash", flash4.forward)  # heads: four of queries, two of keys
+        monkeypatch.setattr(
+            "prefix_attention._flash", flash4.forward
+        )  # heads: four of queries, two of keys
         monkeypatch.setattr("prefix_attention._flash_backward", flash4.backward)
     torch.manual_seed(0)
     shapes = [(4, head_dim), (2, head_dim), (2, head_dim)]
@@ -81,7 +92,9 @@ def test_fp32(family, make):
     torch.testing.assert_close(got.cpu(), expected, rtol=1e-4, atol=1e-4)
     reference = gradients(plain, expected)
     for name, gradient in gradients(shared, got).items():
-        assert (gradient.cpu() - reference[name]).norm() <= 1e-4 * reference[name].norm().clamp(min=1e-30), name
+        assert (gradient.cpu() - reference[name]).norm() <= 1e-4 * reference[name].norm().clamp(
+            min=1e-30
+        ), name
 
 
 @pytest.mark.parametrize("make", [make_groups, make_agents])
@@ -113,8 +126,12 @@ def test_head(dtype, cap):
     logprobs, entropies = _TokenLogprobs.apply(targets.cuda(), _Logits(0.7, cap), True, *ours)
     (logprobs * grad.cuda()).sum().backward()
     few = 1e-2 if dtype == torch.bfloat16 else 1e-4
-    torch.testing.assert_close(logprobs.cpu().double(), chosen, rtol=1e-4, atol=1e-4)  # sums are in fp32 for both
-    torch.testing.assert_close(entropies.cpu().double(), -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        logprobs.cpu().double(), chosen, rtol=1e-4, atol=1e-4
+    )  # sums are in fp32 for both
+    torch.testing.assert_close(
+        entropies.cpu().double(), -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-4
+    )
     for got, reference in zip(ours, exact, strict=True):
         error = (got.grad.cpu().double() - reference.grad).norm() / reference.grad.norm()
         assert error < few, error

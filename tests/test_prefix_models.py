@@ -54,7 +54,9 @@ CONFIGS = {"Gemma3": "Gemma3TextConfig", "Qwen3_5": "Qwen3_5TextConfig"}
 
 def make_model(family, attention=None, dtype=torch.float32):
     """A random model of two layers whose distributions are far from uniform."""
-    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(**{**SIZES, **FAMILIES[family]})
+    config = getattr(transformers, CONFIGS.get(family, f"{family}Config"))(
+        **{**SIZES, **FAMILIES[family]}
+    )
     config._attn_implementation = attention
     if dtype == torch.float64:
         config._experts_implementation = "eager"  # the grouped product of experts has no fp64
@@ -98,7 +100,11 @@ def make_agents():
         (system + first + answer + tool, a),  # without the thought
         (system + first + answer + tool + a[2:] + tool, b),  # without the second's, too
     ]
-    goes_on = [(system + second, a), (system + second + a + tool, b), (system + second + a + tool + b + tool, a)]
+    goes_on = [
+        (system + second, a),
+        (system + second + a + tool, b),
+        (system + second + a + tool + b + tool, a),
+    ]
     return [
         (system + first, [rewritten, thought + answer, thought[:2] + b, answer]),
         (system + second, [a, a[:2] + b, a[:4] + b, b, [], a[:3], a, goes_on]),
@@ -134,7 +140,9 @@ def shared_rows(model, groups, max_tokens=None, temperature=1.0, **options):
 def gradients(model, values):
     """Of a weighted sum of the log-probs, by parameter; interior tokens with weight 0."""
     model.zero_grad(set_to_none=True)
-    weights = torch.linspace(-1, 1, len(values), dtype=values.dtype).masked_fill(torch.arange(len(values)) % 5 == 2, 0)
+    weights = torch.linspace(-1, 1, len(values), dtype=values.dtype).masked_fill(
+        torch.arange(len(values)) % 5 == 2, 0
+    )
     (values * weights.to(values.device)).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -178,8 +186,13 @@ def exact(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "to", kept(torch.Tensor.to))
     monkeypatch.setattr(torch.Tensor, "type", kept(torch.Tensor.type))
     monkeypatch.setattr(F, "softmax", kept(F.softmax))
-    to_float, lifted = torch.Tensor.float, (torch.float64, torch.int64)  # positions meet fp64 frequencies
-    monkeypatch.setattr(torch.Tensor, "float", lambda t: t.double() if t.dtype in lifted else to_float(t))
+    to_float, lifted = (
+        torch.Tensor.float,
+        (torch.float64, torch.int64),
+    )  # positions meet fp64 frequencies
+    monkeypatch.setattr(
+        torch.Tensor, "float", lambda t: t.double() if t.dtype in lifted else to_float(t)
+    )
 
 
 @pytest.mark.parametrize("max_tokens", [None, 48])
@@ -187,9 +200,15 @@ def exact(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_to_the_last_digit(family, make, max_tokens, exact):
     """fp64, casts lifted: what is left is the order of summation."""
-    plain, shared = make_model(family, stock(family), torch.float64), attach(make_model(family, dtype=torch.float64))
+    plain, shared = (
+        make_model(family, stock(family), torch.float64),
+        attach(make_model(family, dtype=torch.float64)),
+    )
     groups = make()
-    expected, got = plain_rows(plain, groups, 0.7), shared_rows(shared, groups, max_tokens, temperature=0.7)
+    expected, got = (
+        plain_rows(plain, groups, 0.7),
+        shared_rows(shared, groups, max_tokens, temperature=0.7),
+    )
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     assert_equal_gradients(gradients(shared, got), gradients(plain, expected), 1e-10)
 
@@ -199,9 +218,13 @@ def test_paths_about_as_long_as_a_window():
     plain, shared = make_model("Mistral", stock("Mistral")), attach(make_model("Mistral"))
     window = plain.config.sliding_window
     for length in range(window - 1, window + 6):
-        groups = [([3, 4, 5], [[*range(10, 8 + length)], [7, 8]])]  # the last token is not forwarded
+        groups = [
+            ([3, 4, 5], [[*range(10, 8 + length)], [7, 8]])
+        ]  # the last token is not forwarded
         assert max(len(prompt + ids) - 1 for prompt, ids in pairs(groups)) == length
-        torch.testing.assert_close(shared_rows(shared, groups), plain_rows(plain, groups), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            shared_rows(shared, groups), plain_rows(plain, groups), rtol=1e-5, atol=1e-5
+        )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +240,9 @@ def test_features_in_place_of_ids(family, options, exact):
     model = model if options == {"share_prefix": False} else attach(model)
     groups = [*make_groups(), *make_agents()]
     table = torch.randn(VOCAB, 32, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
-    leaves: list[tuple[list[int], Any]] = []  # token ids, and the features that a forward gets in their place
+    leaves: list[
+        tuple[list[int], Any]
+    ] = []  # token ids, and the features that a forward gets in their place
 
     def features(ids):
         leaves.append((ids.flatten().tolist(), table[ids].requires_grad_()))
@@ -233,7 +258,9 @@ def test_features_in_place_of_ids(family, options, exact):
 
     parts = []
     for prompt, ids in pairs(groups):
-        logits = plain(inputs_embeds=features(torch.tensor([prompt + ids]))).logits[0, len(prompt) - 1 : -1]
+        logits = plain(inputs_embeds=features(torch.tensor([prompt + ids]))).logits[
+            0, len(prompt) - 1 : -1
+        ]
         parts.append((logits / 0.7).log_softmax(-1)[range(len(ids)), ids])
     expected = torch.cat(parts)
     of_plain = gradients(plain, expected) | {"features": of_features()}
@@ -259,8 +286,12 @@ def test_checkpointing_and_lora(family):
     from peft import LoraConfig, get_peft_model
 
     def adapted(model):
-        heads = [] if family == "Llama" else ["lm_head"]  # tied there: one matrix cannot take the adapter of one use
-        names = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)} - {"lm_head"}
+        heads = (
+            [] if family == "Llama" else ["lm_head"]
+        )  # tied there: one matrix cannot take the adapter of one use
+        names = {
+            n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)
+        } - {"lm_head"}
         lora = LoraConfig(r=2, target_modules=sorted(names) + heads, init_lora_weights=False)
         torch.manual_seed(3)
         return get_peft_model(model, lora)
@@ -289,7 +320,9 @@ def test_completions_do_not_see_each_other(family):
     groups = make_groups()
     with torch.no_grad():
         before = shared_rows(model, groups)
-        groups[0][1][2][4] = groups[0][1][2][4] % 90 + 4  # the fifth of the third completion, tokens 6 to 13 in order
+        groups[0][1][2][4] = (
+            groups[0][1][2][4] % 90 + 4
+        )  # the fifth of the third completion, tokens 6 to 13 in order
         after = shared_rows(model, groups)
     rounding = 1e-5 if family in WITH_EXPERTS else 0
     same = torch.isclose(before, after, rtol=rounding, atol=rounding)
@@ -305,8 +338,16 @@ def test_ordinary_batches_go_on_as_before():
         (row,) = pack(make_groups(), share_prefix=False)
         with torch.no_grad():
             torch.testing.assert_close(
-                completion_logprobs(shared, row), completion_logprobs(plain, row), rtol=1e-5, atol=1e-5, msg=family
+                completion_logprobs(shared, row),
+                completion_logprobs(plain, row),
+                rtol=1e-5,
+                atol=1e-5,
+                msg=family,
             )
             torch.testing.assert_close(
-                completion_logprobs(plain, row), plain_rows(plain, make_groups()), rtol=1e-5, atol=1e-5, msg=family
+                completion_logprobs(plain, row),
+                plain_rows(plain, make_groups()),
+                rtol=1e-5,
+                atol=1e-5,
+                msg=family,
             )

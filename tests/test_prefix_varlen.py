@@ -47,41 +47,71 @@ def pieces(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, scale):
         keys = k[columns].repeat_interleave(q.shape[1] // k.shape[1], 1)
         scores = torch.einsum("lhd,khd->hlk", q[rows], keys) * scale
         if is_causal:
-            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
+            hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(
+                1 + scores.shape[2] - scores.shape[1]
+            )
             scores = scores.masked_fill(hidden, -torch.inf)
         yield rows, columns, scores
 
 
 def forward(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, return_debug_mask, *, scale):
     out, lse = torch.empty_like(q), q.new_empty(q.shape[1], len(q))
-    for rows, columns, scores in pieces(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, scale):
+    for rows, columns, scores in pieces(
+        q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, scale
+    ):
         lse[:, rows] = scores.logsumexp(-1)
         values = v[columns].repeat_interleave(q.shape[1] // k.shape[1], 1)
         out[rows] = torch.einsum("hlk,khd->lhd", scores.softmax(-1), values)
     return out, lse, *torch.zeros(2, 2, dtype=torch.uint64), q.new_empty(0)
 
 
-def backward(grad, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, is_causal, rng_state, unused, *, scale):
+def backward(
+    grad,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    cu_q,
+    cu_k,
+    max_q,
+    max_k,
+    dropout,
+    is_causal,
+    rng_state,
+    unused,
+    *,
+    scale,
+):
     """p is made again from the given log-sum-exp, rowsum(grad·out) from the given out."""
     assert grad.shape == out.shape == q.shape
     assert lse.shape == (q.shape[1], len(q))
     assert lse.is_contiguous()  # the kernel reads from its first address on
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
-    for rows, columns, scores in pieces(q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, scale):
+    for rows, columns, scores in pieces(
+        q, k, v, cu_q, cu_k, max_q, max_k, dropout, is_causal, scale
+    ):
         keys, values = (t[columns].repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
         p = (scores - lse[:, rows, None]).exp()
         delta = (grad[rows] * out[rows]).sum(-1).T[..., None]
         ds = p * (torch.einsum("lhd,khd->hlk", grad[rows], values) - delta) * scale
         dq[rows] = torch.einsum("hlk,khd->lhd", ds, keys)
-        dk[columns] = torch.einsum("hlk,lhd->khd", ds, q[rows]).unflatten(1, (k.shape[1], -1)).sum(2)
-        dv[columns] = torch.einsum("hlk,lhd->khd", p, grad[rows]).unflatten(1, (k.shape[1], -1)).sum(2)
+        dk[columns] = (
+            torch.einsum("hlk,lhd->khd", ds, q[rows]).unflatten(1, (k.shape[1], -1)).sum(2)
+        )
+        dv[columns] = (
+            torch.einsum("hlk,lhd->khd", p, grad[rows]).unflatten(1, (k.shape[1], -1)).sum(2)
+        )
     return dq, dk, dv
 
 
 @contextlib.contextmanager
 def written_out(forward=forward):
     """Tensors on the CPU take the CUDA branch, with the kernels above."""
-    with pytest.MonkeyPatch.context() as patched, torch.library._scoped_library("aten", "IMPL") as library:
+    with (
+        pytest.MonkeyPatch.context() as patched,
+        torch.library._scoped_library("aten", "IMPL") as library,
+    ):
         patched.setattr(torch.Tensor, "is_cuda", True)
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
@@ -93,7 +123,17 @@ def flash_attention_4():
     """The same by recipes/flash4.py: of vLLM 0.32's copy, names and order of what it takes, and what it gives."""
 
     def forward_4(
-        q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, return_lse
+        q,
+        k,
+        v,
+        *,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        softmax_scale,
+        causal,
+        return_lse,
     ):
         assert len(cu_seqlens_q) <= 257
         limits = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False
@@ -101,19 +141,36 @@ def flash_attention_4():
         return out, lse if return_lse else None, None, None
 
     def backward_4(
-        q, k, v, out, dout, lse, softmax_scale, causal, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        softmax_scale,
+        causal,
+        *,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
     ):
         limits = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, None, None
         return backward(dout, q, k, v, out, lse, *limits, scale=softmax_scale)
 
     with pytest.MonkeyPatch.context() as patched:
-        for name in ("_flash", "_flash_backward"):  # put back at the end, as use_flash_attention_4 does not
+        for name in (
+            "_flash",
+            "_flash_backward",
+        ):  # put back at the end, as use_flash_attention_4 does not
             patched.setattr(prefix_attention, name, getattr(prefix_attention, name))
         patched.setattr(torch.Tensor, "is_cuda", True)
         patched.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
         kernels = SimpleNamespace(_flash_attn_fwd=forward_4, _flash_attn_bwd=backward_4)
         patched.setitem(sys.modules, "vllm.vllm_flash_attn", SimpleNamespace())
-        patched.setitem(sys.modules, "vllm.vllm_flash_attn.cute", SimpleNamespace(interface=kernels))
+        patched.setitem(
+            sys.modules, "vllm.vllm_flash_attn.cute", SimpleNamespace(interface=kernels)
+        )
         flash4.use_flash_attention_4()
         yield
 
@@ -126,8 +183,12 @@ def test_flash_attention_4_ends_a_run_for_which_it_was_not_tried(monkeypatch):
 
 
 def test_flash_attention_4_leaves_calls_of_many_pieces():
-    plan = torch.tensor([[2 * n, 2, -1, 0, 0] for n in range(300)] + [[600 + n, 1, n, 2, 0] for n in range(300)])
-    tensors = [torch.randn(900, heads, 64, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    plan = torch.tensor(
+        [[2 * n, 2, -1, 0, 0] for n in range(300)] + [[600 + n, 1, n, 2, 0] for n in range(300)]
+    )
+    tensors = [
+        torch.randn(900, heads, 64, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    ]
 
     def results():
         out, _ = _cascade(*tensors, None, plan, 0.1)
@@ -155,7 +216,9 @@ def test_segments_that_see_all_of_themselves(kernels):
             mask[start : start + length, above[0] : above[0] + seen] = True
             _, _, parent, seen, _ = above
     generator = torch.Generator().manual_seed(0)
-    tensors = [torch.randn(25, heads, 64, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)]
+    tensors = [
+        torch.randn(25, heads, 64, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
+    ]
     q, k, v = (tensor.requires_grad_() for tensor in tensors)
     keys, values = (tensor.repeat_interleave(2, 1) for tensor in (k, v))
     scores = torch.einsum("lhd,khd->hlk", q, keys).masked_fill(~mask, -torch.inf) * 0.1
@@ -165,7 +228,9 @@ def test_segments_that_see_all_of_themselves(kernels):
         got, _ = _cascade(q, k, v, None, torch.tensor(plan), 0.1)
         of_cascade = torch.autograd.grad((got * weights).sum(), (q, k, v))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
-    for ours, theirs in zip(of_cascade, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True):
+    for ours, theirs in zip(
+        of_cascade, torch.autograd.grad((expected * weights).sum(), (q, k, v)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
@@ -174,7 +239,10 @@ def test_segments_that_see_all_of_themselves(kernels):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_to_the_last_digit(family, make, max_tokens, exact):
     """fp64 against plain rows; among the groups: of one, an empty completion, prompts above a single token."""
-    plain, shared = make_model(family, stock(family), torch.float64), attach(make_model(family, dtype=torch.float64))
+    plain, shared = (
+        make_model(family, stock(family), torch.float64),
+        attach(make_model(family, dtype=torch.float64)),
+    )
     groups = [*make(), ([5], [[6, 7]]), ([8, 9, 10], [[11, 12]])]
     calls = []
 
@@ -185,7 +253,9 @@ def test_to_the_last_digit(family, make, max_tokens, exact):
     with written_out(counted):
         got = shared_rows(shared, groups, max_tokens, temperature=0.7)
         of_shared = gradients(shared, got)
-    assert bool(calls) == (family not in ("Mistral", "Gemma2"))  # windows that bind in every layer, softcap
+    assert bool(calls) == (
+        family not in ("Mistral", "Gemma2")
+    )  # windows that bind in every layer, softcap
     expected = plain_rows(plain, groups, 0.7)
     torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
     assert_equal_gradients(of_shared, gradients(plain, expected), 1e-10)
@@ -196,7 +266,10 @@ def test_one_call_per_level():
     random = torch.Generator().manual_seed(0)
     length = lambda most: int(torch.randint(1, most, (), generator=random))  # noqa: E731
     tokens = lambda number: torch.randint(3, 97, (number,), generator=random).tolist()  # noqa: E731
-    groups = [([g, *tokens(length(40))], [[c, *tokens(length(20))] for c in range(1 + length(4))]) for g in range(40)]
+    groups = [
+        ([g, *tokens(length(40))], [[c, *tokens(length(20))] for c in range(1 + length(4))])
+        for g in range(40)
+    ]
     (row,) = pack(groups)
     assert row.segments is not None
     shapes = []
@@ -211,6 +284,9 @@ def test_one_call_per_level():
         completion_logprobs(model, row).sum().backward()
     num_roots = sum(segment[1] for segment in row.segments.tolist() if segment[2] < 0)
     seen = {(parent, seen) for _, _, parent, seen, _ in row.segments.tolist() if parent >= 0}
-    levels = [(row.num_tokens, row.num_tokens), (row.num_tokens - num_roots, sum(length for _, length in seen))]
+    levels = [
+        (row.num_tokens, row.num_tokens),
+        (row.num_tokens - num_roots, sum(length for _, length in seen)),
+    ]
     assert [shape[:2] for shape in shapes] == levels * len(model.model.layers)
     assert prefix_attention._blocks.cache_info().misses == 1

@@ -47,7 +47,9 @@ def started(line, folder, env, url=""):
     else:
         with log.open("w") as out:
             command = ["bash", "-c", f"source .venv/bin/activate; {line}"]
-            process = subprocess.Popen(command, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True)
+            process = subprocess.Popen(
+                command, cwd=folder, env=env, stdout=out, stderr=out, start_new_session=True
+            )
     try:
         yield LocalServer(url, process, log)
     finally:
@@ -63,9 +65,17 @@ def with_stand_ins(block, model):
     """The block with a tiny model, free ports, and ranks that fit this machine."""
     text = "\n".join(block)
     stand_ins = dict.fromkeys(re.findall(r"Qwen/[\w.-]+", text), model)
-    stand_ins |= {f":{port}": f":{free_port()}" for port in set(re.findall(r":(8\d{3}|29500)\b", text))}
-    stand_ins |= {f"--port {old[1:]}": f"--port {new[1:]}" for old, new in stand_ins.items() if old[0] == ":"}
-    stand_ins |= {"=10.0.0.9": "=127.0.0.1", "=10.0.0.1": "=127.0.0.1", "--nproc_per_node=8": "--nproc_per_node=1"}
+    stand_ins |= {
+        f":{port}": f":{free_port()}" for port in set(re.findall(r":(8\d{3}|29500)\b", text))
+    }
+    stand_ins |= {
+        f"--port {old[1:]}": f"--port {new[1:]}" for old, new in stand_ins.items() if old[0] == ":"
+    }
+    stand_ins |= {
+        "=10.0.0.9": "=127.0.0.1",
+        "=10.0.0.1": "=127.0.0.1",
+        "--nproc_per_node=8": "--nproc_per_node=1",
+    }
     stand_ins |= {
         "--tensor-parallel-size 2": "",
         "vllm_server.py": "vllm_server.py --dtype float32 --enforce-eager --max-model-len 640",
@@ -81,7 +91,9 @@ def with_stand_ins(block, model):
     return text
 
 
-@pytest.mark.parametrize("block", TRAINING, ids=lambda block: block[-1].rpartition("train.py ")[2].split(" ")[0])
+@pytest.mark.parametrize(
+    "block", TRAINING, ids=lambda block: block[-1].rpartition("train.py ")[2].split(" ")[0]
+)
 def test_servers_and_trainers(block, tmp_path):
     """Each block's own lines train one step, whose metrics are those that docs/metrics.md explains."""
     folder = make_clone(tmp_path)
@@ -103,7 +115,9 @@ def test_servers_and_trainers(block, tmp_path):
                 nodes = int(next(iter(re.findall(r"--nnodes=(\d+)", line)), 1))
                 more = f" {SMALL} --output_dir {output} --model_id {model}"
                 more += f" {OF_MATH}" if "fsdp_multi_node" in line else ""
-                ranks = [stack.enter_context(started(line + more, folder, env)) for _ in range(nodes)]
+                ranks = [
+                    stack.enter_context(started(line + more, folder, env)) for _ in range(nodes)
+                ]
                 for rank in ranks:
                     assert rank.process.wait(300) == 0, rank.log.read_text()[-4000:]
                 assert any("step 1/1 " in rank.log.read_text() for rank in ranks)

@@ -22,7 +22,10 @@ from train import main
 
 NO_RECIPES = {"flash4", "rewards", "openai_agent", "turns", "advantages", "losses", "dpo", "score"}
 SORT = [{"prompt": f"{10000000 + 7 * i}=", "answer": "00000001"} for i in range(16)]
-GSM8K = [{"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n#### {1000 + i:,}"} for i in range(16)]
+GSM8K = [
+    {"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n#### {1000 + i:,}"}
+    for i in range(16)
+]
 MATH = [{"problem": f"What is ${i}+{i}$?", "answer": str(2 * i)} for i in range(16)]
 SUMS = [{"prompt": f"{500 + i}+{500 + i}=", "answer": str(1000 + 2 * i)} for i in range(16)]
 DATA: dict[str, Any] = {
@@ -58,14 +61,18 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     assert len(text.splitlines()) <= 60
     assert f"recipes/{name}.py" in text.split('"""')[1] or name == "tiny"  # how to start it
     sees = name in ("tiny_vlm", "geometry3k")
-    model, url = (request.getfixturevalue("vlm"), request.getfixturevalue("vlm_server")) if sees else chat
+    model, url = (
+        (request.getfixturevalue("vlm"), request.getfixturevalue("vlm_server")) if sees else chat
+    )
     config = parse_args([str(path)])
     data = DATA[name]
     if isinstance(data, list):
         (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
         data = str(tmp_path / "data.jsonl")
     data = geometry(tmp_path) if data is geometry else data
-    teacher = config.reference_id and make_model(tmp_path / "teacher", layers=3, chat_template=CHAT_TEMPLATE)
+    teacher = config.reference_id and make_model(
+        tmp_path / "teacher", layers=3, chat_template=CHAT_TEMPLATE
+    )
     config = replace(
         config, model_id=model, reference_id=teacher, vllm_urls=[url],
         dataset_id=data, dataset_config=None, output_dir=str(tmp_path / "run"),
@@ -75,14 +82,20 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     )  # fmt: skip
     assert config.eval_dataset_id
     main(config)
-    start, *metrics = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    start, *metrics = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert math.isfinite(start["eval/reward"])
     assert math.isfinite(metrics[-1]["eval/reward"])
     for name in [getattr(function, "__name__", "") for function in config.reward_funcs]:
         assert all(math.isfinite(row[f"rewards/{name}"]) for row in metrics)
     # A small random model often talks on: a batch that is cut off whole has no gradient where such are masked.
-    learns = [row for row in metrics if not config.mask_truncated_completions or row["completions/clipped_ratio"] < 1]
+    learns = [
+        row
+        for row in metrics
+        if not config.mask_truncated_completions or row["completions/clipped_ratio"] < 1
+    ]
     assert all(row["grad_norm"] > 0 for row in learns)
     rounded = config.bf16 or config.fsdp_bf16 or config.dtype == "bfloat16"
     assert metrics[0]["sampling/sampling_logp_difference/mean"] < (0.1 if rounded else 1e-4)
@@ -93,14 +106,18 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
 def test_what_is_ones_own_takes_ten_lines(name):
     """Against `recipes/tiny.py`, of which it is a copy: lines written or changed, blank ones aside."""
     base, own = ((ROOT / "recipes" / f"{n}.py").read_text().splitlines() for n in ("tiny", name))
-    written = [line for line in difflib.ndiff(base, own) if line.startswith("+ ") and line[2:].strip()]
+    written = [
+        line for line in difflib.ndiff(base, own) if line.startswith("+ ") and line[2:].strip()
+    ]
     assert 0 < len(written) <= 10
 
 
 def test_dpo(tmp_path):
     """The loss and its gradient against whole rows, one per answer; then the script, which lowers it."""
     folder = make_model(tmp_path / "model")
-    policy, reference = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for _ in range(2))
+    policy, reference = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for _ in range(2)
+    )
     with torch.no_grad():
         for weight in reference.parameters():
             weight.add_(0.02 * torch.randn_like(weight))
@@ -112,7 +129,9 @@ def test_dpo(tmp_path):
 
     margins = []
     for prompt, both in pairs:
-        changes = [answer(policy, prompt, ids) - answer(reference, prompt, ids).detach() for ids in both]
+        changes = [
+            answer(policy, prompt, ids) - answer(reference, prompt, ids).detach() for ids in both
+        ]
         margins.append(changes[0] - changes[1])
     wanted = -logsigmoid(dpo.BETA * torch.stack(margins)).mean()
     wanted.backward()
@@ -145,7 +164,10 @@ def test_scores_of_many_answers(tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(folder)
     wanted = []
     for text in answers:
-        prompt, ids = tokenizer(context).input_ids, [*tokenizer(text).input_ids, tokenizer.eos_token_id]
+        prompt, ids = (
+            tokenizer(context).input_ids,
+            [*tokenizer(text).input_ids, tokenizer.eos_token_id],
+        )
         with torch.no_grad():
             logits = plain(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
         wanted.append(logits.log_softmax(-1)[range(len(ids)), ids].sum().item())

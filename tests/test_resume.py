@@ -25,7 +25,14 @@ from config import parse_args
 from prefix_attention import _bare_logits
 from rollouts import stream
 from train import main
-from training.checkpoints import Checkpoints, _detached, _remove, find_checkpoint, read_state, saved_in
+from training.checkpoints import (
+    Checkpoints,
+    _detached,
+    _remove,
+    find_checkpoint,
+    read_state,
+    saved_in,
+)
 from training.logs import _cut_lines
 from training.model import with_bf16
 
@@ -35,12 +42,18 @@ def start(models, tmp_path):
     """A server, and the command line of a run of it into `run` or another folder."""
     with fake_server(models["untied"], answer_in(0.02)) as server:
         path = tmp_path / f"recipe_{tmp_path.name}.py"
-        path.write_text(RECIPE.format(model=models["untied"], urls=[server.url], output=str(tmp_path / "run")))
+        path.write_text(
+            RECIPE.format(model=models["untied"], urls=[server.url], output=str(tmp_path / "run"))
+        )
         yield lambda *options: [str(path), "--max_steps", "4", *map(str, options)]
 
 
 def weights(folder, step=4):
-    name = "adapter_model" if (folder / f"checkpoint-{step}" / "adapter_model.safetensors").exists() else "model"
+    name = (
+        "adapter_model"
+        if (folder / f"checkpoint-{step}" / "adapter_model.safetensors").exists()
+        else "model"
+    )
     return load_file(folder / f"checkpoint-{step}" / f"{name}.safetensors")
 
 
@@ -76,14 +89,26 @@ def test_a_resumed_run_is_the_same_bit_for_bit(start, tmp_path, kind):
     whole = {name: read(tmp_path, name) for name in ("metrics", "completions")}
     expected = weights(tmp_path / "run")
     middle = tmp_path / "run" / "checkpoint-2"
-    done = on_forked_ranks(ranks, ROOT / "train.py", *start(*options, "--resume_from_checkpoint", middle))
+    done = on_forked_ranks(
+        ranks, ROOT / "train.py", *start(*options, "--resume_from_checkpoint", middle)
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert_identical(weights(tmp_path / "run"), expected)
     again = {name: read(tmp_path, name) for name in ("metrics", "completions")}
     assert again["completions"] == whole["completions"]
-    assert not [*(tmp_path / "run").glob("checkpoint-*/README.md")]  # peft's empty card, which the hub may refuse
+    assert not [
+        *(tmp_path / "run").glob("checkpoint-*/README.md")
+    ]  # peft's empty card, which the hub may refuse
     for one, two in zip(again["metrics"], whole["metrics"], strict=True):
-        for name in ("step", "reward", "loss", "grad_norm", "learning_rate", "num_tokens", "policy_version"):
+        for name in (
+            "step",
+            "reward",
+            "loss",
+            "grad_norm",
+            "learning_rate",
+            "num_tokens",
+            "policy_version",
+        ):
             assert one[name] == two[name]
 
 
@@ -92,21 +117,41 @@ def test_another_number_of_ranks_goes_on(start, tmp_path):
     run(1, start())
     expected = weights(tmp_path / "run")
     run(2, start("--use_fsdp", "true", "--save_steps", 2))
-    run(1, start("--use_fsdp", "false", "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2"))
+    run(
+        1,
+        start("--use_fsdp", "false", "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2"),
+    )
     for name, weight in weights(tmp_path / "run").items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
 
 
 def test_auto_and_keep_last(start, tmp_path):
     """`auto` starts anew where there is nothing, and goes on from the newest whole checkpoint."""
-    main(parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 2)))
+    main(
+        parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 2))
+    )
     folder = tmp_path / "run"
-    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-3", "checkpoint-4"]
-    assert find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto")))) == folder / "checkpoint-4"
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == [
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
+    assert (
+        find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto"))))
+        == folder / "checkpoint-4"
+    )
     (folder / "checkpoint-9.part").mkdir()
     (folder / "checkpoint-8").mkdir()  # of something else
     (folder / "checkpoint-of-9").mkdir()
-    options = ["--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 2, "--max_steps", 5]
+    options = [
+        "--resume_from_checkpoint",
+        "auto",
+        "--save_steps",
+        1,
+        "--keep_last_n",
+        2,
+        "--max_steps",
+        5,
+    ]
     main(parse_args(start(*options)))
     assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5]
     assert len(read(tmp_path, "completions")) == 5 * 6 * 4
@@ -118,7 +163,9 @@ def test_an_earlier_runs_checkpoints_are_not_counted(start, tmp_path):
     """`keep_last_n` is of one run, also of one that was resumed."""
     main(parse_args(start("--save_steps", 1, "--max_steps", 2)))
     main(parse_args(start("--max_steps", 3)))
-    main(parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 1)))
+    main(
+        parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 1))
+    )
     names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
 
@@ -149,7 +196,9 @@ def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path):
     main(parse_args(start("--save_steps", 2)))
     earlier = tmp_path / "run" / "checkpoint-2"
     main(parse_args(start("--resume_from_checkpoint", earlier, "--max_steps", 2)))
-    assert find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto")))) == earlier
+    assert (
+        find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto")))) == earlier
+    )
     assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2]
     later = read_state(tmp_path / "run" / "checkpoint-4")["saved_s"]
     main(parse_args(start("--resume_from_checkpoint", "auto")))
@@ -172,7 +221,14 @@ def test_auto_leaves_an_earlier_run_alone(start, tmp_path, capsys):
 
 def test_two_runs_in_one_folder(start, tmp_path):
     """The second is refused, and no torchrun that is killed leaves the first behind."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(free_port())]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--master_port",
+        str(free_port()),
+    ]
     command += [str(ROOT / "train.py"), *start("--max_steps", 500)]
     run = subprocess.Popen(command, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
     assert run.stdout
@@ -216,10 +272,19 @@ def test_a_cut_off_line_is_dropped(start, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--resume_from_checkpoint", "/nowhere"], "resume_from_checkpoint=/nowhere: no such folder"),
-        (["--resume_from_checkpoint", ""], "resume_from_checkpoint=.: no such folder"),  # a shell's unset variable
+        (
+            ["--resume_from_checkpoint", "/nowhere"],
+            "resume_from_checkpoint=/nowhere: no such folder",
+        ),
+        (
+            ["--resume_from_checkpoint", ""],
+            "resume_from_checkpoint=.: no such folder",
+        ),  # a shell's unset variable
         (["--resume_from_checkpoint", "auto", "--seed", 7], "was trained with seed=42, not 7"),
-        (["--resume_from_checkpoint", "auto", "--learning_rate", 1], "was trained with learning_rate=0.01, not 1"),
+        (
+            ["--resume_from_checkpoint", "auto", "--learning_rate", 1],
+            "was trained with learning_rate=0.01, not 1",
+        ),
     ],
 )
 def test_another_run_is_refused(start, options, message):
@@ -263,7 +328,11 @@ def test_seeds_are_distinct_and_return(start, tmp_path, monkeypatch):
 
     def noted(self, method, path, *arguments, **more):
         body = more.get("json") or {}
-        asked.extend(body["sampling_params"][name] for name in ("seed",) if name in body.get("sampling_params", {}))
+        asked.extend(
+            body["sampling_params"][name]
+            for name in ("seed",)
+            if name in body.get("sampling_params", {})
+        )
         return request(self, method, path, *arguments, **more)
 
     monkeypatch.setattr(vllm_client.Server, "request", noted)
@@ -271,7 +340,9 @@ def test_seeds_are_distinct_and_return(start, tmp_path, monkeypatch):
     main(parse_args(start(*options, "--save_steps", 2)))
     assert len(set(asked)) == 24
     assert all(0 <= seed < 2**63 for seed in asked)
-    assert min(abs(a - b) for a, b in itertools.combinations(asked, 2)) >= 4  # a group's completions count on from it
+    assert (
+        min(abs(a - b) for a, b in itertools.combinations(asked, 2)) >= 4
+    )  # a group's completions count on from it
     whole, asked[:] = sorted(asked), []
     main(parse_args(start(*options, "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2")))
     assert len(asked) == 12
@@ -364,7 +435,9 @@ def test_a_weight_that_no_gradient_reached_goes_on(start, tmp_path, monkeypatch)
         return policy
 
     monkeypatch.setattr(train, "build_policy", with_one_more)
-    monkeypatch.setattr(stream, "published_weights", lambda p: (item for item in publish(p) if item[0] != "unused"))
+    monkeypatch.setattr(
+        stream, "published_weights", lambda p: (item for item in publish(p) if item[0] != "unused")
+    )
     main(parse_args(start("--max_steps", 2)))
     main(parse_args(start("--resume_from_checkpoint", "auto")))
     assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4]
@@ -406,13 +479,17 @@ def test_a_disk_that_is_full(start, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(ValueError, match=r"checkpoint-4 cannot be written.*No space left on device"):
+    with pytest.raises(
+        ValueError, match=r"checkpoint-4 cannot be written.*No space left on device"
+    ):
         main(parse_args(start("--resume_from_checkpoint", "auto")))
     assert_identical(weights(tmp_path / "run", 2), expected)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
 
 
-@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(
+    ("ranks", "number"), [(1, signal.SIGTERM), (1, signal.SIGINT), (2, signal.SIGTERM)]
+)
 def test_a_signal_saves_and_ends(start, tmp_path, ranks, number):
     """Status 0 and a checkpoint of the last whole step, from which the run goes on as if nothing had happened."""
     main(parse_args(start("--max_steps", 20)))
@@ -432,7 +509,9 @@ def test_a_signal_saves_and_ends(start, tmp_path, ranks, number):
     output = process.stdout.read()
     assert process.wait(30) == 0 or ranks > 1, output  # torchrun calls every signal a failure
     assert f"{number.name}: saving the last whole step" in output
-    assert "Traceback" not in output.replace('Traceback (most recent call last):\n  File "<frozen runpy>', "")
+    assert "Traceback" not in output.replace(
+        'Traceback (most recent call last):\n  File "<frozen runpy>', ""
+    )
     (saved,) = {path.name for path in (tmp_path / "run").glob("checkpoint-*")} - {"checkpoint-20"}
     assert 2 <= int(saved.removeprefix("checkpoint-")) <= 19
     run(ranks, start("--max_steps", 20, "--resume_from_checkpoint", "auto"))
@@ -449,7 +528,9 @@ def test_a_second_signal_ends_at_once():
         "    print('ready', flush=True)\n    stop.wait()\n    time.sleep(1)\n    print('still here', flush=True)\n"
         "    time.sleep(60)\n"
     )
-    run = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE)
+    run = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, env=ENV, text=True, stdout=subprocess.PIPE
+    )
     assert run.stdout
     for line in run.stdout:
         if line.startswith("ready"):
@@ -478,7 +559,9 @@ def test_dropped_groups_do_not_come_again(start, tmp_path, monkeypatch):
     command = start("--drop_zero_advantage", "true", "--save_steps", 2, "--max_steps", 4)
     path = Path(command[0])
     path.write_text(
-        path.read_text().replace("sum(ids) / len(ids) / 50", "float(len(completion_ids[0]) % 3 > 0)*ids[0]")
+        path.read_text().replace(
+            "sum(ids) / len(ids) / 50", "float(len(completion_ids[0]) % 3 > 0)*ids[0]"
+        )
     )
     main(parse_args(command))
     main(parse_args([*command, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-2")]))

@@ -30,8 +30,12 @@ BOMBS = [
 ]
 
 
-@pytest.mark.parametrize(("verifier", "truth"), [(math_answer, "4"), (math_answer, "x+4"), (sympy_equal, "x+4")])
-def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(tmp_path, verifier, truth):
+@pytest.mark.parametrize(
+    ("verifier", "truth"), [(math_answer, "4"), (math_answer, "x+4"), (sympy_equal, "x+4")]
+)
+def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(
+    tmp_path, verifier, truth
+):
     """In a worker, as the trainer calls it; the last one would touch a file if it were code."""
     code = rf"\boxed{{__import__('pathlib').Path('{tmp_path}/run').touch()}}"
     texts = [*BOMBS, code, rf"so \boxed{{{truth}}}", rf"\boxed{{ {truth} }}", r"\boxed{5}"]
@@ -89,10 +93,15 @@ def test_countdown(text, value):
 
 def test_countdown_is_exact():
     """6 / (1 - 3/4) is 24 in fractions; in floats 1/3 * 3 and the like need not be whole. One number may come twice."""
-    assert countdown(["6/(1-3/4)", "(5-1/5)*5"], nums=[[1, 3, 4, 6], [5, 5, 1, 5]], target=[24, 24]) == [1.0, 1.0]
+    assert countdown(
+        ["6/(1-3/4)", "(5-1/5)*5"], nums=[[1, 3, 4, 6], [5, 5, 1, 5]], target=[24, 24]
+    ) == [1.0, 1.0]
     assert countdown(["(5-1/5)*5"], nums=[[5, 5, 5, 5]], target=[24]) == [0.0]
     assert countdown(["1/2+3"], nums=[[1, 2, 3]], target=[3]) == [0.0]
-    others: Any = {"nums": [["1", "2"], [1, 2.0]], "target": ["3", 0.5]}  # as a JSONL file may have them
+    others: Any = {
+        "nums": [["1", "2"], [1, 2.0]],
+        "target": ["3", 0.5],
+    }  # as a JSONL file may have them
     assert countdown(["1+2=3", "1/2"], **others) == [1.0, 1.0]
 
 
@@ -139,7 +148,9 @@ OTHER = [
 ]
 
 
-@pytest.mark.parametrize(("given", "wanted", "value"), [(*p, 1) for p in SAME] + [(*p, 0) for p in OTHER])
+@pytest.mark.parametrize(
+    ("given", "wanted", "value"), [(*p, 1) for p in SAME] + [(*p, 0) for p in OTHER]
+)
 def test_boxed_exact(given, wanted, value):
     assert boxed_exact([rf"thus \boxed{{{given}}}"], [wanted]) == [value]
 
@@ -222,19 +233,33 @@ def test_math_answer(text, truth, value):
 
 
 def test_numbers_as_answers():
-    assert exact_match(["4"], [4]) == boxed_exact([r"\boxed{4}"], [4]) == sympy_equal([r"\boxed{4}"], [4]) == [1.0]
+    assert (
+        exact_match(["4"], [4])
+        == boxed_exact([r"\boxed{4}"], [4])
+        == sympy_equal([r"\boxed{4}"], [4])
+        == [1.0]
+    )
 
 
-LONG = (r"\boxed{" + "9" * 100_000 + "}", r"\boxed{0." + "9" * 10_000 + "}", r"\boxed{" + r"\frac{" * 20_000 + "}")
+LONG = (
+    r"\boxed{" + "9" * 100_000 + "}",
+    r"\boxed{0." + "9" * 10_000 + "}",
+    r"\boxed{" + r"\frac{" * 20_000 + "}",
+)
 
 
 @pytest.mark.parametrize(
-    "text", [*LONG, r"\boxed{5" + r"\text{ a}" * 10_000 + "}", "<answer>" * 20_000, r"\boxed{" * 20_000]
+    "text",
+    [*LONG, r"\boxed{5" + r"\text{ a}" * 10_000 + "}", "<answer>" * 20_000, r"\boxed{" * 20_000],
 )
 def test_long_texts_take_no_time(text):
     """Linear in the text: a regular expression that is not takes minutes here."""
     pool = CallPool(1)
-    for verifier, more in ((boxed_exact, {}), (sympy_equal, {}), (countdown, {"nums": [[4]], "target": [4]})):
+    for verifier, more in (
+        (boxed_exact, {}),
+        (sympy_equal, {}),
+        (countdown, {"nums": [[4]], "target": [4]}),
+    ):
         assert pool.call(verifier, {"completions": [text], "answer": ["4"], **more}, 20) == [0.0]
     pool.close()
 
@@ -271,7 +296,15 @@ def test_length_penalties():
     arguments = {"completion_ids": lengths, "completions": texts, "answer": answers}
     assert pool.call(scaled, arguments, 20) == values
     assert pool.call(length_penalty(300, 100), {"completion_ids": ids}, 20) == [0, 0, -0.5, -1, -1]
-    assert pool.call(best_of(exact_match, sometimes), arguments, 20) == [1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5]
+    assert pool.call(best_of(exact_match, sometimes), arguments, 20) == [
+        1.0,
+        1.0,
+        1.0,
+        0.5,
+        0.5,
+        0.5,
+        0.5,
+    ]
     pool.close()
     own = Cosine(100, sometimes, right=(2.0, 1.0), wrong=(-3.0, -1.0), exceeded=-9.0)
     half = {"completions": ["a", "b"], "answer": ["a", "a"]}
@@ -308,5 +341,7 @@ PATH: Any = "recipes.rewards.exact_match"
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_made(make):
-    with pytest.raises(ValueError, match=r"length_penalty|cushion|max_tokens|best_of|async def|use def"):
+    with pytest.raises(
+        ValueError, match=r"length_penalty|cushion|max_tokens|best_of|async def|use def"
+    ):
         make()

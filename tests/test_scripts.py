@@ -25,7 +25,9 @@ def demo(*options):
         text=True,
         start_new_session=True,
         env=env,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job would ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(
+            signal.SIGINT, signal.SIG_DFL
+        ),  # a background job would ignore Ctrl-C
     )
 
 
@@ -46,13 +48,17 @@ def test_a_short_demo_leaves_a_curve_and_no_process():
     process = demo(str(ROOT / "recipes" / "own_loss.py"), "--max_steps", "2")
     output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output
-    assert re.search(r"held-out accuracy before: \d+\.\d%\nheld-out accuracy after:  \d+\.\d%", output), output
+    assert re.search(
+        r"held-out accuracy before: \d+\.\d%\nheld-out accuracy after:  \d+\.\d%", output
+    ), output
     (curve,) = map(Path, re.findall(r"reward curve: (.*)", output))
     assert (ROOT / curve).read_bytes().startswith(b"\x89PNG")
     assert left_behind(process.pid) == []
 
 
-@pytest.mark.parametrize("moment", ["starting the rollout server", pytest.param("step 0/", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "moment", ["starting the rollout server", pytest.param("step 0/", marks=pytest.mark.slow)]
+)
 def test_ctrl_c_leaves_no_process(moment):
     """SIGINT to the foreground process group, as a terminal sends it."""
     process = demo()
@@ -105,7 +111,9 @@ def test_the_demo_learns():
     process = demo()
     output, _ = process.communicate(timeout=2400)
     assert process.returncode == 0, output
-    before, after = (float(value) for value in re.findall(r"held-out accuracy \w+: +(\d+\.\d)%", output))
+    before, after = (
+        float(value) for value in re.findall(r"held-out accuracy \w+: +(\d+\.\d)%", output)
+    )
     assert 20 <= before <= 60
     assert after >= 90
 
@@ -125,7 +133,9 @@ def test_training_and_held_out_problems_do_not_overlap():
     assert len({row["prompt"] for row in train}) == NUM_TRAIN
     assert not {row["prompt"] for row in train} & {row["prompt"] for row in held_out}
     assert not {row["answer"] for row in train} & {row["answer"] for row in held_out}
-    assert all(row["answer"] == "".join(sorted(row["prompt"].rstrip("="))) for row in train + held_out)
+    assert all(
+        row["answer"] == "".join(sorted(row["prompt"].rstrip("="))) for row in train + held_out
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,7 +151,11 @@ def test_training_and_held_out_problems_do_not_overlap():
 def test_benchmarks_run_quickly(script, figure, tmp_path):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick"]
     subprocess.run(
-        [*command, "--json", str(tmp_path / "out.json")], check=True, timeout=1200, env=ENV, capture_output=True
+        [*command, "--json", str(tmp_path / "out.json")],
+        check=True,
+        timeout=1200,
+        env=ENV,
+        capture_output=True,
     )
     result = json.loads((tmp_path / "out.json").read_text())
     assert {"machine", "versions", "rows"} == set(result)
@@ -150,11 +164,22 @@ def test_benchmarks_run_quickly(script, figure, tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_of_scale_runs_quickly(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--quick", "--picture", str(tmp_path / "out.svg")]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "scale.py"),
+        "--quick",
+        "--picture",
+        str(tmp_path / "out.svg"),
+    ]
     command += ["--json", str(tmp_path / "out.json")]
     subprocess.run(command, check=True, timeout=1200, env=ENV, capture_output=True)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
-    figures = {"tokens": "rank_0_us", "ranks": "deal_us", "servers": "sync_cpu_ms_each", "rank0": "step_s"}
+    figures = {
+        "tokens": "rank_0_us",
+        "ranks": "deal_us",
+        "servers": "sync_cpu_ms_each",
+        "rank0": "step_s",
+    }
     figures["loading"] = "peak_of_checkpoint"
     assert {row["part"] for row in rows} == set(figures)
     assert all(row[figures[row["part"]]] > 0 for row in rows)
@@ -164,11 +189,18 @@ def test_the_benchmark_of_scale_runs_quickly(tmp_path):
 @pytest.mark.slow
 def test_a_run_survives_its_server_and_its_trainer(tmp_path):
     """About seven minutes: five kills of the real server and three of the trainer, in forty steps."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "chaos.py"), "--json", str(tmp_path / "out.json")]
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "chaos.py"),
+        "--json",
+        str(tmp_path / "out.json"),
+    ]
     subprocess.run(command, check=True, timeout=3600, env=ENV, capture_output=True)
     quiet, chaos = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert (chaos["servers_killed"], chaos["trainers_killed"]) == (5, 3)
     assert chaos["groups_trained"] == 40 * 64
     assert chaos["groups_lost"] == chaos["groups_twice"] == 0
-    assert abs(chaos["accuracy"] - quiet["accuracy"]) <= 0.08  # three standard deviations, of two times 512 problems
+    assert (
+        abs(chaos["accuracy"] - quiet["accuracy"]) <= 0.08
+    )  # three standard deviations, of two times 512 problems
     assert quiet["bad_inputs_refused"] == quiet["bad_inputs_tried"] > 30

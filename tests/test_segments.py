@@ -31,7 +31,11 @@ def device():
 def turns(g, c):
     """The sampled turns of a rollout, and what its environment said between them: all tokens are different ones."""
     start = 10 + 40 * g + 13 * c
-    return [[start, start + 1, start + 2], [start + 5, start + 6, start + 7, start + 8], [start + 11]], [[3, 4], [3]]
+    return [
+        [start, start + 1, start + 2],
+        [start + 5, start + 6, start + 7, start + 8],
+        [start + 11],
+    ], [[3, 4], [3]]
 
 
 def completion(ids, reason="stop", version=0, **fields):
@@ -49,7 +53,9 @@ def make_groups(kind):
             reason = "length" if (g, c) == (0, 1) else "stop"
             if kind == "joined":
                 rollouts.append(
-                    completion(first).then(one, completion(second)).then(two, completion(third, reason)),
+                    completion(first)
+                    .then(one, completion(second))
+                    .then(two, completion(third, reason)),
                 )
                 continue
             kept = first[-1:] if kind == "rewritten" else first
@@ -70,7 +76,9 @@ def trained_difference(config, device, groups):
     before = trainable(policy)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    train_batch(policy, None, optimizer, schedule, Dealer(1, config).deal(groups, True)[0], config, device)
+    train_batch(
+        policy, None, optimizer, schedule, Dealer(1, config).deal(groups, True)[0], config, device
+    )
     return {name: before[name] - weight for name, weight in trainable(policy).items()}
 
 
@@ -91,7 +99,9 @@ def test_turns_may_be_segments(models, device, fields):
 @pytest.mark.parametrize("max_tokens", [10_000, 30])
 def test_rewritten_histories(models, device, loss_type, max_tokens):
     """Against one plain row per segment, the loss written out: each sampled token once, the means over rollouts."""
-    config = make_config(models["tied"], batch_size=2, loss_type=loss_type, max_tokens_per_gpu=max_tokens)
+    config = make_config(
+        models["tied"], batch_size=2, loss_type=loss_type, max_tokens_per_gpu=max_tokens
+    )
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
     total = torch.zeros(())
@@ -101,12 +111,20 @@ def test_rewritten_histories(models, device, loss_type, max_tokens):
         history = [*prompt, first[-1], *one]
         of_rollout = []
         for before, ids in ((prompt, first), (history, second), ([*history, *second, *two], third)):
-            logits = model(input_ids=torch.tensor([[*before, *ids]])).logits[0, len(before) - 1 : -1]
+            logits = model(input_ids=torch.tensor([[*before, *ids]])).logits[
+                0, len(before) - 1 : -1
+            ]
             of_rollout.append(logits.log_softmax(-1)[range(len(ids)), ids])
         loss = -ADVANTAGES[g][c] * torch.cat(of_rollout)
         total = total + (loss.mean() if loss_type == "grpo" else loss.sum())
-    (total / {"grpo": 6, "dr_grpo": 6 * config.max_completion_len, "dapo": 6 * 8}[loss_type]).backward()
-    found = {id(w): (name, w) for name, w in reversed(model.state_dict(keep_vars=True).items()) if w.requires_grad}
+    (
+        total / {"grpo": 6, "dr_grpo": 6 * config.max_completion_len, "dapo": 6 * 8}[loss_type]
+    ).backward()
+    found = {
+        id(w): (name, w)
+        for name, w in reversed(model.state_dict(keep_vars=True).items())
+        if w.requires_grad
+    }
     expected = {name: w.grad for name, w in found.values()}
     assert_same(trained_difference(config, device, make_groups("rewritten")), expected)
 
@@ -125,7 +143,11 @@ def test_versions_are_of_segments():
     (group, _) = make_groups("rewritten")
     group.completions = [
         dataclasses.replace(
-            c, earlier=[*c.earlier[:1], dataclasses.replace(c.earlier[1], weight_versions=[Span(2, 0, 4)])]
+            c,
+            earlier=[
+                *c.earlier[:1],
+                dataclasses.replace(c.earlier[1], weight_versions=[Span(2, 0, 4)]),
+            ],
         )
         for c in group.completions
     ]
@@ -157,15 +179,23 @@ def test_losses_that_look_at_a_whole_rollout(fields, looks_at_others):
     for share_prefix, size in ((True, 2 + 19 + 20 + 19 + 1), (False, 2 * 39 + 1)):
         config = make_config("m", max_tokens_per_gpu=size - 1, share_prefix=share_prefix, **fields)
         assert config.weighs_whole_completions == looks_at_others
-        with pytest.raises(ValueError, match=f"has {size} tokens") if looks_at_others else nullcontext():
+        with (
+            pytest.raises(ValueError, match=f"has {size} tokens")
+            if looks_at_others
+            else nullcontext()
+        ):
             check_segments(Group(own, [rollout]), [], config)
-        check_segments(Group(own, [rollout]), [], dataclasses.replace(config, max_tokens_per_gpu=size))
+        check_segments(
+            Group(own, [rollout]), [], dataclasses.replace(config, max_tokens_per_gpu=size)
+        )
 
 
 def test_segments_of_segments():
     """Whatever the lists, each segment once, and the last word of an environment."""
     own = Prompt(0, [5, 6], "", {})
-    one, two, three = (completion([n], prompt_ids=[n, n], info={"a": n, str(n): n}) for n in (7, 8, 9))
+    one, two, three = (
+        completion([n], prompt_ids=[n, n], info={"a": n, str(n): n}) for n in (7, 8, 9)
+    )
     nested = as_completion([as_completion([one, two], own), three], own)
     assert [segment.token_ids.tolist() for segment in nested.segments] == [[7], [8], [9]]
     assert nested.info == {"a": 9, "7": 7, "8": 8, "9": 9}
@@ -184,7 +214,9 @@ def test_equal_prompts_with_images_stay_apart():
     for number in range(2):
         images = Images([5], 3, [], {"pixel_values": torch.full((1, 2), float(number))})
         prompt = Prompt(number, [5, 5, 6], "", {}, images=images)
-        groups.append(Group(prompt, [completion([7, 8]), completion([9, 7])], advantages=[1.0, -1.0]))
+        groups.append(
+            Group(prompt, [completion([7, 8]), completion([9, 7])], advantages=[1.0, -1.0])
+        )
     assert row_tokens(groups, config) == 2 * (3 + 1 + 1)
     (micro,) = micro_batches(groups, 100, config)
     assert micro.packed.prompts == [0, 1]
@@ -195,14 +227,25 @@ def test_what_no_row_takes_is_refused():
     own = Prompt(0, [5, 6], "", {})
     rollout = as_completion([completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)], own)
     check_segments(Group(own, [rollout]), [], make_config("m", max_tokens_per_gpu=40))
-    for fields, size in (({"max_tokens_per_gpu": 39}, 40), ({"max_tokens_per_gpu": 60, "loss_type": "grpo"}, 61)):
-        with pytest.raises(ValueError, match=f"a completion has {size} tokens with its prompt: raise max_tokens"):
+    for fields, size in (
+        ({"max_tokens_per_gpu": 39}, 40),
+        ({"max_tokens_per_gpu": 60, "loss_type": "grpo"}, 61),
+    ):
+        with pytest.raises(
+            ValueError, match=f"a completion has {size} tokens with its prompt: raise max_tokens"
+        ):
             check_segments(Group(own, [rollout]), [], make_config("m", **fields))
-    check_segments(Group(own, [rollout]), [], make_config("m", max_tokens_per_gpu=61, loss_type="grpo"))
+    check_segments(
+        Group(own, [rollout]), [], make_config("m", max_tokens_per_gpu=61, loss_type="grpo")
+    )
     with pytest.raises(ValueError, match="a placeholder of an image"):
         check_segments(Group(own, [rollout]), [9], make_config("m"))
     sees = dataclasses.replace(own, images=Images([5], 1, [], {}))
-    check_segments(Group(sees, [as_completion([completion([7], prompt_ids=[5, 6, 8])], sees)]), [5], make_config("m"))
+    check_segments(
+        Group(sees, [as_completion([completion([7], prompt_ids=[5, 6, 8])], sees)]),
+        [5],
+        make_config("m"),
+    )
     with pytest.raises(ValueError, match="a rollout without a completion"):
         as_completion([], own)
     with pytest.raises(ValueError, match="does not begin with the group's, which has images"):
@@ -227,12 +270,16 @@ def test_a_run_and_its_replay(models, recipe, tmp_path):
         main(parse_args([*words, "--save_rollouts", "true"]))
     metrics = read(tmp_path, "metrics")
     assert [row["step"] for row in metrics] == [1, 2, 3]
-    assert max(row["sampling/current_logp_difference"] or 0.0 for row in metrics) < 1e-3  # each below its own history
+    assert (
+        max(row["sampling/current_logp_difference"] or 0.0 for row in metrics) < 1e-3
+    )  # each below its own history
     assert all("kept" in row["info"] for row in read(tmp_path, "completions"))
     again = tmp_path / "again" / "run"
     main(parse_args([*words, "--replay", str(tmp_path / "run"), "--output_dir", str(again)]))
     assert_identical(weights(tmp_path / "run"), weights(again))
-    with pytest.raises(UserError, match="replay: dataset row .*: a completion has .* raise max_tokens_per_gpu"):
+    with pytest.raises(
+        UserError, match="replay: dataset row .*: a completion has .* raise max_tokens_per_gpu"
+    ):
         main(parse_args([
             *words, "--replay", str(tmp_path / "run"), "--output_dir", str(tmp_path / "short" / "run"),
             "--max_tokens_per_gpu", "15", "--max_completion_len", "5",

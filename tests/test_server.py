@@ -57,7 +57,12 @@ def no_reward(completions, **_):
 
 
 def make_config(model, url, **fields):
-    defaults = {"dataset_id": prompts, "reward_funcs": [no_reward], "max_completion_len": 16, "server_timeout": 60.0}
+    defaults = {
+        "dataset_id": prompts,
+        "reward_funcs": [no_reward],
+        "max_completion_len": 16,
+        "server_timeout": 60.0,
+    }
     return TrainConfig(model_id=model, vllm_urls=[url], **{**defaults, **fields})
 
 
@@ -70,14 +75,18 @@ def client(servers):
 # -- weight sync -----------------------------------------------------------------------------------------------------
 
 KINDS = [
-    {**wrapper, **peft} for wrapper in ({}, {"use_fsdp": True}) for peft in ({}, {"use_peft": True, "lora_rank": 4})
+    {**wrapper, **peft}
+    for wrapper in ({}, {"use_fsdp": True})
+    for peft in ({}, {"use_peft": True, "lora_rank": 4})
 ]
 
 
 def make_policy(config, device):
     torch.manual_seed(0)
     model = load_model(config)
-    return attach(parallelize(add_lora(model, config) if config.use_peft else model, config, device))
+    return attach(
+        parallelize(add_lora(model, config) if config.use_peft else model, config, device)
+    )
 
 
 @torch.no_grad()
@@ -92,7 +101,10 @@ def disturb(policy, seed):
 
 def bits(policy):
     tensors = unwrap(policy).state_dict(keep_vars=True).items()
-    return {name: (t.to_local() if hasattr(t, "to_local") else t).detach().clone() for name, t in tensors}
+    return {
+        name: (t.to_local() if hasattr(t, "to_local") else t).detach().clone()
+        for name, t in tensors
+    }
 
 
 def mismatch(policy, rollouts, config, device):
@@ -106,7 +118,9 @@ def mismatch(policy, rollouts, config, device):
         (row,) = pack(pairs, share_prefix=False)
         logprobs = completion_logprobs(policy, row.to(device), config.temperature)
     sampled = torch.cat([c.sampler_logprobs for c in replies])
-    return (logprobs - sampled).abs().mean().item(), sorted({span[0] for c in replies for span in c.weight_versions})
+    return (logprobs - sampled).abs().mean().item(), sorted(
+        {span[0] for c in replies for span in c.weight_versions}
+    )
 
 
 def sync_main(model, url, folder):
@@ -138,8 +152,17 @@ def sync_main(model, url, folder):
 @pytest.mark.parametrize(("embeddings", "num_ranks"), [("tied", 1), ("tied", 2), ("untied", 2)])
 def test_sync_from_every_kind_of_policy(models, servers, tmp_path, embeddings, num_ranks):
     """After two updates the server's log-probs are the trainer's, to rounding (1e-6 nats in the mean)."""
-    on_ranks(num_ranks, tmp_path, "test_server.sync_main", models[embeddings], servers[embeddings], tmp_path)
-    for number, (kind, seen) in enumerate(zip(KINDS, json.loads((tmp_path / "seen.json").read_text()), strict=True)):
+    on_ranks(
+        num_ranks,
+        tmp_path,
+        "test_server.sync_main",
+        models[embeddings],
+        servers[embeddings],
+        tmp_path,
+    )
+    for number, (kind, seen) in enumerate(
+        zip(KINDS, json.loads((tmp_path / "seen.json").read_text()), strict=True)
+    ):
         assert seen["mismatch"] <= 2e-5, kind
         assert seen["versions"] == [2], kind
         assert seen["bit_identical"], kind
@@ -148,10 +171,15 @@ def test_sync_from_every_kind_of_policy(models, servers, tmp_path, embeddings, n
         if kind.get("use_peft"):
             from peft import AutoPeftModelForCausalLM
 
-            merged = AutoPeftModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).merge_and_unload()
+            merged = AutoPeftModelForCausalLM.from_pretrained(
+                checkpoint, dtype=torch.float32
+            ).merge_and_unload()
             saved = merged.state_dict()
             assert set(published) <= set(saved)
-            for name, tensor in published.items():  # peft adds in place: the same sum, rounded once more
+            for (
+                name,
+                tensor,
+            ) in published.items():  # peft adds in place: the same sum, rounded once more
                 torch.testing.assert_close(tensor, saved[name], rtol=1e-6, atol=1e-6)
         else:
             saved = load_file(checkpoint / "model.safetensors")
@@ -176,7 +204,9 @@ def assert_agreement(config):
 def test_tensor_parallel_server(models, tmp_path):
     """Two workers, each with its shard of every tensor."""
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if len(os.sched_getaffinity(0)) > 1 else {}
-    with server(models["untied"], tmp_path / "log", "--tensor-parallel-size", "2", env=env) as started:
+    with server(
+        models["untied"], tmp_path / "log", "--tensor-parallel-size", "2", env=env
+    ) as started:
         assert_agreement(make_config(models["untied"], started.wait()))
 
 
@@ -184,7 +214,9 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
     """Law 6: one layer's norm left out of the first sync is enough to stop the run."""
     complete = published_weights
     monkeypatch.setattr(
-        stream, "published_weights", lambda p: ((n, t) for n, t in complete(p) if n != "model.norm.weight")
+        stream,
+        "published_weights",
+        lambda p: ((n, t) for n, t in complete(p) if n != "model.norm.weight"),
     )
     config = make_config(models["untied"], servers["untied"])
     with process_group(120) as device:
@@ -208,7 +240,9 @@ def test_a_trainer_that_dies_before_its_first_bucket_leaves_a_usable_server(mode
 def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monkeypatch):
     """A trainer that dies between two layers: the server resumes, and the next trainer's sync is whole."""
     monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 10_000)
-    monkeypatch.setattr("vllm_client.PROBE_S", 3600.0)  # a trainer that is dead takes no server back
+    monkeypatch.setattr(
+        "vllm_client.PROBE_S", 3600.0
+    )  # a trainer that is dead takes no server back
     complete = published_weights
 
     def half(policy):
@@ -271,7 +305,9 @@ def test_merged_weights_are_temporaries(models):
     with process_group(60) as device:
         policy = make_policy(config, device)
         storages = {p.data_ptr() for p in policy.parameters()}
-        merged = {name for name, tensor in full_weights(policy) if tensor.data_ptr() not in storages}
+        merged = {
+            name for name, tensor in full_weights(policy) if tensor.data_ptr() not in storages
+        }
     assert {name for name in merged if "proj" not in name} == set()
     assert len(merged) == 14
 
@@ -279,7 +315,12 @@ def test_merged_weights_are_temporaries(models):
 # -- a start without options -----------------------------------------------------------------------------------------
 
 GIB = 1 << 30
-ENVIRONMENT = ("OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_LOGGING_LEVEL")
+ENVIRONMENT = (
+    "OMP_NUM_THREADS",
+    "TORCHDYNAMO_DISABLE",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_LOGGING_LEVEL",
+)
 ON_CPU = {  # of 8 cores and 16 GiB that are free
     "dtype": "float32", "max_model_len": -1, "max_num_seqs": 256, "block_size": 32, "enforce_eager": True,
     "enable_chunked_prefill": False, "mm_processor_cache_gb": 0,
@@ -294,7 +335,9 @@ ON_GPU = {  # vLLM's own, but for the cache of images
 COMPILED = {"enforce_eager": False, "TORCHDYNAMO_DISABLE": "0"}
 WORKERS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 Choice = tuple[int, int, str, dict[str, str], dict[str, Any]]
-CHOICES: list[Choice] = [  # cores, GiB that are free, options, environment, what is not as in ON_CPU
+CHOICES: list[
+    Choice
+] = [  # cores, GiB that are free, options, environment, what is not as in ON_CPU
     (8, 16, "", {}, {}),
     (1, 4, "", {}, {"OMP_NUM_THREADS": "1", "kv_cache_memory_bytes": GIB // 2}),
     (8, 99, "", {}, {"kv_cache_memory_bytes": 4 * GIB}),
@@ -307,13 +350,25 @@ CHOICES: list[Choice] = [  # cores, GiB that are free, options, environment, wha
     (8, 16, "-O3", {}, COMPILED),
     (8, 16, "-cc.mode=3", {}, COMPILED),
     (8, 16, "--enforce_eager -O3", {}, {}),
-    (8, 16, "--gpu-memory-utilization 0.92", {}, {"gpu_memory_utilization": 0.92, "kv_cache_memory_bytes": None}),
+    (
+        8,
+        16,
+        "--gpu-memory-utilization 0.92",
+        {},
+        {"gpu_memory_utilization": 0.92, "kv_cache_memory_bytes": None},
+    ),
     (8, 16, "--kv_cache_memory_bytes=3G", {}, {"kv_cache_memory_bytes": 3 * GIB}),
     (8, 16, "", {"VLLM_CPU_KVCACHE_SPACE": "3"}, {"kv_cache_memory_bytes": None}),
     (8, 16, "-tp 2", {}, WORKERS),
     (8, 16, "--data-parallel-size=2", {}, WORKERS),
     (8, 16, "", {"VLLM_CPU_OMP_THREADS_BIND": "0-3"}, WORKERS),
-    (8, 16, "--config FILE", {}, {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": None}),
+    (
+        8,
+        16,
+        "--config FILE",
+        {},
+        {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": None},
+    ),
     *((8, 16, "", {name: "7"}, {name: "7"}) for name in ENVIRONMENT),
 ]
 
@@ -339,11 +394,15 @@ def choose(argv, log, environment):
         for cores, free, options, variables, _ in CHOICES:
             memory = vllm_server.cpu_resource_utils.MemoryNodeInfo(100 * GIB, free * GIB)
             patch.setattr(vllm_server.torch_utils, "available_cpu_count", lambda n=cores: n)
-            patch.setattr(vllm_server.cpu_resource_utils, "get_memory_node_info", lambda m=memory: m)
+            patch.setattr(
+                vllm_server.cpu_resource_utils, "get_memory_node_info", lambda m=memory: m
+            )
             os.environ.clear()
             os.environ.update({"PATH": environment["PATH"], **variables})
             vllm_server.main(["--model", "nowhere", *options.replace("FILE", argv[0]).split()])
-        parser.set_defaults(**{name: value for name, value in ON_GPU.items() if name not in ENVIRONMENT})
+        parser.set_defaults(
+            **{name: value for name, value in ON_GPU.items() if name not in ENVIRONMENT}
+        )
         patch.setattr(vllm_server.current_platform, "is_cpu", lambda: False)
         os.environ.clear()
         vllm_server.main(["--model", "nowhere"])
@@ -357,7 +416,9 @@ class Choosing(Forked):
 def test_what_the_user_gave_nothing_for(tmp_path):
     """On the CPU it gets our choice, in the engine's processes, too; on a GPU it stays vLLM's."""
     (tmp_path / "config.yaml").write_text("dtype: bfloat16\ngpu-memory-utilization: 0.3\n")
-    choosing = Choosing(["python", "vllm_server.py", str(tmp_path / "config.yaml")], tmp_path / "log", ENV)
+    choosing = Choosing(
+        ["python", "vllm_server.py", str(tmp_path / "config.yaml")], tmp_path / "log", ENV
+    )
     choosing.wait(240)
     assert choosing.poll() == 0
     *seen, on_gpu = json.loads((tmp_path / "log").read_text())
@@ -369,7 +430,9 @@ def test_what_the_user_gave_nothing_for(tmp_path):
 def test_a_start_without_options(models, tmp_path, monkeypatch):
     """It says what it does, and at a sync vLLM warns of layers whose weights did not come, not of those without."""
     log, port = tmp_path / "log", free_port()
-    env = {name: value for name, value in ENV.items() if name not in ENVIRONMENT} | {"VLLM_LOGGING_LEVEL": "WARNING"}
+    env = {name: value for name, value in ENV.items() if name not in ENVIRONMENT} | {
+        "VLLM_LOGGING_LEVEL": "WARNING"
+    }
     command = ["python", "vllm_server.py", "--model", models["tied"], "--port", str(port)]
     started = LocalServer(f"http://127.0.0.1:{port}", Forked(command, log, env), log)
     try:
@@ -381,7 +444,9 @@ def test_a_start_without_options(models, tmp_path, monkeypatch):
             rollouts = Rollouts(config, device)
             policy = make_policy(config, device)
             rollouts.publish(policy, 0)
-            missing = lambda p: ((name, t) for name, t in complete(p) if name != "model.norm.weight")  # noqa: E731
+            missing = lambda p: (
+                (name, t) for name, t in complete(p) if name != "model.norm.weight"
+            )  # noqa: E731
             monkeypatch.setattr(stream, "published_weights", missing)
             rollouts.publish(policy, 1)
             rollouts.close()
@@ -390,7 +455,10 @@ def test_a_start_without_options(models, tmp_path, monkeypatch):
         started.process.wait(20)
     printed = log.read_text()
     assert re.findall(r"(\w+): Failed to load weights", printed) == ["RMSNorm"]
-    assert f"loading {models['tied']} on the CPU: --dtype float32 --enforce-eager --kv-cache-memory-bytes" in printed
+    assert (
+        f"loading {models['tied']} on the CPU: --dtype float32 --enforce-eager --kv-cache-memory-bytes"
+        in printed
+    )
     assert f"serving at http://127.0.0.1:{port}, up to 256 tokens" in printed
 
 
@@ -398,7 +466,9 @@ def test_a_start_without_options(models, tmp_path, monkeypatch):
 
 
 def test_sampling_parameters_take_effect(client):
-    ask = lambda **fields: client.generate(PROMPT, {"n": 2, "max_tokens": 12, "temperature": 1.0, **fields})  # noqa: E731
+    ask = lambda **fields: client.generate(
+        PROMPT, {"n": 2, "max_tokens": 12, "temperature": 1.0, **fields}
+    )  # noqa: E731
     greedy = ask(temperature=0.0, n=1)
     for same in (ask(top_k=1)[0], ask(top_p=1e-6)[1], ask(min_p=1.0)[0]):
         assert torch.equal(same.token_ids, greedy[0].token_ids)
@@ -406,15 +476,21 @@ def test_sampling_parameters_take_effect(client):
     assert cut.finish_reason == "length"
     assert len(cut.token_ids) == len(cut.sampler_logprobs) == 12
     digits = ask(structured_outputs={"regex": "[0-9]{3}"}, max_tokens=8)
-    texts = ["".join(chr(token + 28) for token in c.token_ids.tolist() if token > 3) for c in digits]
+    texts = [
+        "".join(chr(token + 28) for token in c.token_ids.tolist() if token > 3) for c in digits
+    ]
     assert all(re.fullmatch("[0-9]{3}", text) for text in texts), texts
     (reply, _) = ask(structured_outputs={"json": {"enum": [173, 426]}}, max_tokens=8)
     assert "".join(chr(t + 28) for t in reply.token_ids.tolist() if t > 3) in ("173", "426")
 
 
 def test_stop_strings(client):
-    token = client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True})[0].token_ids[2]
-    stopped = client.generate(PROMPT, {"n": 1, "max_tokens": 20, "temperature": 0.0, "stop": [chr(int(token) + 28)]})[0]
+    token = client.generate(
+        PROMPT, {"n": 1, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}
+    )[0].token_ids[2]
+    stopped = client.generate(
+        PROMPT, {"n": 1, "max_tokens": 20, "temperature": 0.0, "stop": [chr(int(token) + 28)]}
+    )[0]
     assert stopped.finish_reason == "stop"
     assert stopped.token_ids[-1] == token
 
@@ -430,11 +506,15 @@ def test_the_first_to_finish_of_a_stream(client, models):
         assert len(c.token_ids) == len(c.sampler_logprobs)
         assert c.weight_versions == [(version, 0, len(c.token_ids))]
         if version == -1:  # the weights that the server started with
-            logits = model(input_ids=torch.tensor([[*PROMPT, *c.token_ids]])).logits[0, len(PROMPT) - 1 : -1]
+            logits = model(input_ids=torch.tensor([[*PROMPT, *c.token_ids]])).logits[
+                0, len(PROMPT) - 1 : -1
+            ]
             logprobs = logits.log_softmax(-1)[range(len(c.token_ids)), c.token_ids]
             assert (logprobs - c.sampler_logprobs).abs().max() < 1e-4
     with pytest.raises(ServerError, match="answered 400"):
-        client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0}, read=first_to_finish, extra=1)
+        client.generate(
+            PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0}, read=first_to_finish, extra=1
+        )
 
 
 def test_a_refused_request_is_not_repeated(client):
@@ -456,7 +536,10 @@ def test_only_the_trainers_routes_are_open(servers):
         "/nothing",
     ):
         for method in ("GET", "POST"):
-            assert requests.request(method, servers["tied"] + path, json={}, timeout=10).status_code == 404, path
+            assert (
+                requests.request(method, servers["tied"] + path, json={}, timeout=10).status_code
+                == 404
+            ), path
 
 
 def test_one_trainer_at_a_time(models, servers):
@@ -468,7 +551,11 @@ def test_one_trainer_at_a_time(models, servers):
         "client.connect(torch.device('cpu'))\nprint('connected', flush=True)\ninput()\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=ENV
+        [sys.executable, "-c", script],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=ENV,
     ) as other:
         assert other.stdout
         assert other.stdout.readline() == f"{servers['tied']} gets its weights over gloo\n"
@@ -531,7 +618,9 @@ def survivors(processes, seconds=20):
 def test_strangers_are_refused(models, tmp_path, monkeypatch):
     """No token, a wrong one, tricks with the path, bodies too large or of no length, bad JSON: 4xx, and it goes on."""
     short = ("--max-model-len", "128")
-    with local_server(models["tied"], tmp_path / "log", *short, env={"VLLM_API_KEY": "secret"}) as started:
+    with local_server(
+        models["tied"], tmp_path / "log", *short, env={"VLLM_API_KEY": "secret"}
+    ) as started:
         url = started.wait()
         token = {"Authorization": "Bearer secret"}
         wrong = [
@@ -549,7 +638,9 @@ def test_strangers_are_refused(models, tmp_path, monkeypatch):
             for word in ("", "Authorization: Bearer secret\r\n"):
                 head = f"POST {trick} HTTP/1.1\r\nHost: HOST\r\n{word}Content-Length: 2\r\n\r\n"
                 tried.append(raw_status(url, head, b"{}") in (400, 404))
-        generate = "POST /inference/v1/generate HTTP/1.1\r\nHost: HOST\r\nAuthorization: Bearer secret\r\n"
+        generate = (
+            "POST /inference/v1/generate HTTP/1.1\r\nHost: HOST\r\nAuthorization: Bearer secret\r\n"
+        )
         for rest in (
             f"Content-Length: {1 << 40}\r\n\r\n",
             "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
@@ -558,9 +649,17 @@ def test_strangers_are_refused(models, tmp_path, monkeypatch):
             "Content-Length: 9\r\nContent-Type: application/json\r\n\r\n{not json",
         ):
             tried.append(400 <= raw_status(url, generate + rest) < 500)
-        bodies: list = [{}, [], {"token_ids": "x"}, {"token_ids": []}, {"token_ids": [10**9], "sampling_params": {}}]
+        bodies: list = [
+            {},
+            [],
+            {"token_ids": "x"},
+            {"token_ids": []},
+            {"token_ids": [10**9], "sampling_params": {}},
+        ]
         for body in bodies:
-            reply = requests.post(url + "/inference/v1/generate", headers=token, json=body, timeout=20)
+            reply = requests.post(
+                url + "/inference/v1/generate", headers=token, json=body, timeout=20
+            )
             tried.append(400 <= reply.status_code < 500)
         assert all(tried), [number for number, refused in enumerate(tried) if not refused]
         assert len(tried) > 40
@@ -588,7 +687,8 @@ def test_a_reachable_host_needs_a_token(models, token, tmp_path):
 def test_server_not_reachable(models):
     client = VLLMClient(make_config(models["tied"], "http://127.0.0.1:9", server_timeout=0.0))
     with pytest.raises(
-        ServerError, match=r"no rollout server at .*start one with `python vllm_server.py --model .* --port 9`"
+        ServerError,
+        match=r"no rollout server at .*start one with `python vllm_server.py --model .* --port 9`",
     ):
         client.wait_until_ready()
     client.close()
@@ -596,7 +696,9 @@ def test_server_not_reachable(models):
 
 def test_another_model(models, servers, tmp_path):
     client = VLLMClient(make_config(models["untied"], servers["tied"]))
-    with pytest.raises(ServerError, match=f"serves {re.escape(models['tied'])}, not {re.escape(models['untied'])}"):
+    with pytest.raises(
+        ServerError, match=f"serves {re.escape(models['tied'])}, not {re.escape(models['untied'])}"
+    ):
         client.wait_until_ready()
     client.close()
 
@@ -609,14 +711,20 @@ def test_unknown_model_is_refused_before_anything(tmp_path):
 
 
 def test_lora_target_that_matches_nothing(models):
-    config = make_config(models["tied"], "http://x", use_peft=True, lora_target_modules=["q_proj", "qkv"])
-    with pytest.raises(UserError, match="qkv is no module, or a tied embedding; the model has .*q_proj"):
+    config = make_config(
+        models["tied"], "http://x", use_peft=True, lora_target_modules=["q_proj", "qkv"]
+    )
+    with pytest.raises(
+        UserError, match="qkv is no module, or a tied embedding; the model has .*q_proj"
+    ):
         add_lora(load_model(config), config)
 
 
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 def test_lora_on_tied_embeddings_is_refused(models, target):
-    config = make_config(models["tied"], "http://x", use_peft=True, lora_target_modules=["q_proj", target])
+    config = make_config(
+        models["tied"], "http://x", use_peft=True, lora_target_modules=["q_proj", target]
+    )
     with pytest.raises(UserError, match=f"{target} is no module, or a tied embedding"):
         add_lora(load_model(config), config)
     untied = dataclasses.replace(config, model_id=models["untied"])
@@ -626,9 +734,18 @@ def test_lora_on_tied_embeddings_is_refused(models, target):
 def test_buckets_and_pieces(monkeypatch):
     """Weights reach the other side bit for bit, whatever has to be joined or split, and keep their types."""
     monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 1024)
-    dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    dtypes = [
+        torch.float32,
+        torch.float32,
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
     shapes = [(3, 5), (7,), (100,), (9, 9), (50, 60), ()]
-    weights = [(f"w{i}", torch.randn(s).to(d)) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))]
+    weights = [
+        (f"w{i}", torch.randn(s).to(d)) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))
+    ]
     joined = list(utils.buckets(weights))
     assert [list(bucket) for bucket in joined] == [["w0", "w1", "w2", "w3"], ["w4"], ["w5"]]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -682,5 +799,8 @@ def test_seeded_prompts_beyond_a_steps_budget(servers):
     client = Server(servers["untied"], 60.0)
     sampling = {"n": 4, "max_tokens": 8, "temperature": 1.0}
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
-        asked = [pool.submit(client.generate, [n % 9 + 1] * 40, {**sampling, "seed": n}) for n in range(32)]
+        asked = [
+            pool.submit(client.generate, [n % 9 + 1] * 40, {**sampling, "seed": n})
+            for n in range(32)
+        ]
         assert [len(reply.result()) for reply in asked] == [4] * 32

@@ -27,7 +27,12 @@ BATCH, STEPS = 4, 8
 
 
 def make_config(**fields):
-    defaults = {"model_id": "m", "dataset_id": "d", "reward_funcs": ["os.path.exists"], "batch_size": BATCH}
+    defaults = {
+        "model_id": "m",
+        "dataset_id": "d",
+        "reward_funcs": ["os.path.exists"],
+        "batch_size": BATCH,
+    }
     return TrainConfig(**{**defaults, "num_generations": 2, **fields})
 
 
@@ -50,7 +55,9 @@ class Trainer:
 
     def sample(self, group):
         start = group.started_version = self.stream.version
-        self.most_outstanding = max(self.most_outstanding, len(self.stream._running) + len(self.stream._ready))
+        self.most_outstanding = max(
+            self.most_outstanding, len(self.stream._running) + len(self.stream._ready)
+        )
         time.sleep(self.random.choice([0, 0.001, 0.002, 0.03]))
         end = self.stream.version
         spans = [Span(start, 0, 1), Span(end, 1, 2)] if end > start else [Span(start, 0, 2)]
@@ -66,7 +73,9 @@ class Trainer:
         batch = self.stream.end_batch()
         assert batch.groups == taken
         self.trained += [(version, group) for group in taken]
-        self.dropped += [(group.id, reason) for reason, groups in batch.dropped.items() for group in groups]
+        self.dropped += [
+            (group.id, reason) for reason, groups in batch.dropped.items() for group in groups
+        ]
         return [group.id for group in taken]
 
     def run(self):
@@ -85,7 +94,11 @@ def test_the_bound_holds_and_every_group_ends_once(staleness, policy):
     fields = {"stale_policy": policy} if staleness else {}
     for seed in range(6):
         done = Trainer(
-            seed, lambda group: group.id % 4, drop_zero_advantage=True, max_staleness=staleness, **fields
+            seed,
+            lambda group: group.id % 4,
+            drop_zero_advantage=True,
+            max_staleness=staleness,
+            **fields,
         ).run()
         assert len(done.trained) == STEPS * BATCH
         for version, group in done.trained:
@@ -168,7 +181,9 @@ def test_between_ready_groups_there_is_time_for_other_things():
     trainer.stream.advance_to(0)
     while len(trainer.stream._ready) < BATCH:
         time.sleep(0.01)
-    rollouts: Any = SimpleNamespace(stop=threading.Event(), failure=None, client=SimpleNamespace(returned=[]))
+    rollouts: Any = SimpleNamespace(
+        stop=threading.Event(), failure=None, client=SimpleNamespace(returned=[])
+    )
     rollouts.client.returned = ["a server"]
     assert Rollouts._next_word(rollouts, lambda: pytest.fail("a group was asked for")) == "resync"
     rollouts.client.returned = []
@@ -184,7 +199,9 @@ def test_between_ready_groups_there_is_time_for_other_things():
 
 def test_draining_waits_and_holds():
     """The block begins when what is sampled has ended, and nothing begins before its end."""
-    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_concurrent_requests=2)
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_concurrent_requests=2
+    )
     client, stop, release = VLLMClient(config), threading.Event(), threading.Event()
     client.admit(client.servers[0])
     begun, under_way = [], threading.Event()
@@ -236,7 +253,8 @@ def plain_loop(model_id, tokenizer_ids):
         prompts = [tokenizer_ids(f"{i}+{i}=") for i in itertools.islice(order, 6)]
         groups = [(prompt, [said(prompt, number) for number in range(4)]) for prompt in prompts]
         rewards = torch.tensor(
-            [[sum(ids) / len(ids) / 50 for ids in ids_of] for _, ids_of in groups], dtype=torch.float64
+            [[sum(ids) / len(ids) / 50 for ids in ids_of] for _, ids_of in groups],
+            dtype=torch.float64,
         )
         advantages = compute_advantages(rewards).float().flatten()
         (row,) = pack(groups)
@@ -261,7 +279,9 @@ def test_staleness_zero_is_the_synchronous_loop(models, recipe, tmp_path):
     for latency, options in itertools.product((0.0, 0.1), ([], ["--max_tokens_per_gpu", "60"])):
         with fake_server(models["untied"], answer_in(latency)) as server:
             main(parse_args([recipe(server), "--off_policy_correction", "none", *options]))
-        weights[latency, bool(options)] = load_file(tmp_path / "run" / "checkpoint-3" / "model.safetensors")
+        weights[latency, bool(options)] = load_file(
+            tmp_path / "run" / "checkpoint-3" / "model.safetensors"
+        )
     expected = plain_loop(models["untied"], lambda text: make_tokenizer()(text)["input_ids"])
     for name, weight in weights[0.0, False].items():
         assert torch.equal(weight, expected[name]), name
@@ -269,7 +289,9 @@ def test_staleness_zero_is_the_synchronous_loop(models, recipe, tmp_path):
         assert torch.equal(weights[0.0, True][name], weights[0.1, True][name]), name
 
 
-@pytest.mark.parametrize("options", [[], ["--stale_policy", "drop"], ["--inflight_updates", "false"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [[], ["--stale_policy", "drop"], ["--inflight_updates", "false"]], ids=str
+)
 def test_staleness_one(models, recipe, tmp_path, options):
     """Updates come in mid-generation; every token knows its version, and none is older than one step."""
     prompts = set()
@@ -290,12 +312,18 @@ def test_staleness_one(models, recipe, tmp_path, options):
         return ids, wait
 
     # Without updates in flight an update waits for the completions.
-    answer = answer_in(0.15) if options == ["--inflight_updates", "false"] else half_before_an_update
+    answer = (
+        answer_in(0.15) if options == ["--inflight_updates", "false"] else half_before_an_update
+    )
     with fake_server(models["untied"], answer) as server:
         main(parse_args([recipe(server), "--max_staleness", "1", "--max_steps", "8", *options]))
-    metrics, samples, dropped = (read(tmp_path, name) for name in ("metrics", "completions", "dropped"))
+    metrics, samples, dropped = (
+        read(tmp_path, name) for name in ("metrics", "completions", "dropped")
+    )
     assert [row["step"] for row in metrics] == list(range(1, 9))
-    spans = [(row["step"] - 1, [version for version, _, _ in row["weight_versions"]]) for row in samples]
+    spans = [
+        (row["step"] - 1, [version for version, _, _ in row["weight_versions"]]) for row in samples
+    ]
     assert all(version - min(seen) in (0, 1) for version, seen in spans)
     assert any(version > min(seen) for version, seen in spans)
     assert max(row["staleness/max"] for row in metrics) == 1
@@ -309,9 +337,14 @@ def test_staleness_one(models, recipe, tmp_path, options):
 
 
 def test_two_servers_share_the_work_and_groups_stay_together(models, recipe, tmp_path):
-    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.05)) as one,
+        fake_server(models["untied"], answer_in(0.05)) as two,
+    ):
         main(parse_args([recipe(one, two), "--max_staleness", "1"]))
-    counts = [sum(path == "/inference/v1/generate" for path, _ in server.log) for server in (one, two)]
+    counts = [
+        sum(path == "/inference/v1/generate" for path, _ in server.log) for server in (one, two)
+    ]
     assert sum(counts) == 3 * 6 + 2  # one request a group, and the probes
     assert min(counts) >= 6
     for name, weight in one.versions["3"].items():
@@ -340,14 +373,19 @@ def hold(server, until):
 
 def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
     """It answers only errors for a while: its groups go to the other one, and the next sync after that has it back."""
-    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.05)) as one,
+        fake_server(models["untied"], answer_in(0.05)) as two,
+    ):
 
         def ill(path):
             if asked(two) > 4 and "2" not in one.versions:
                 raise ConnectionError("out of order")
 
         two.fault = ill
-        hold(one, lambda: "2" not in one.versions or asked(two, "/init_weight_transfer_engine") == 2)
+        hold(
+            one, lambda: "2" not in one.versions or asked(two, "/init_weight_transfer_engine") == 2
+        )
         main(parse_args([recipe(one, two), "--max_staleness", "1", "--max_steps", "10"]))
     output = capsys.readouterr().out
     assert output.count(f"{two.url} is left out until it answers again") == 1
@@ -356,16 +394,23 @@ def test_a_server_leaves_and_comes_back(models, recipe, tmp_path, capsys):
     assert sorted({row["group"] for row in samples}) == list(range(60))
     assert len(samples) == 60 * 4
     served = [number for number, (path, _) in enumerate(two.log) if path == GENERATE]
-    back = max(number for number, (path, _) in enumerate(two.log) if path == "/init_weight_transfer_engine")
+    back = max(
+        number for number, (path, _) in enumerate(two.log) if path == "/init_weight_transfer_engine"
+    )
     assert min(served) < back < max(served)
     for name, weight in one.versions["10"].items():
         assert torch.equal(weight, two.versions["10"][name])
-    assert "1" not in two.versions  # it was ill then, and may be back as soon as the other one has version 2
+    assert (
+        "1" not in two.versions
+    )  # it was ill then, and may be back as soon as the other one has version 2
 
 
 def test_a_server_that_comes_back_shorter_stays_out(models, recipe, capsys):
     """Restarted with a smaller --max-model-len it would cut completions without a word."""
-    with fake_server(models["untied"], answer_in(0.05)) as one, fake_server(models["untied"], answer_in(0.05)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.05)) as one,
+        fake_server(models["untied"], answer_in(0.05)) as two,
+    ):
 
         def ill(path):
             if asked(two) > 4 and "2" not in one.versions:
@@ -382,7 +427,10 @@ def test_a_server_that_comes_back_shorter_stays_out(models, recipe, capsys):
 
 def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(models, recipe):
     """Longer than a broadcast may take: the healthy one has not begun to receive."""
-    with fake_server(models["untied"], answer_in(0.01)) as one, fake_server(models["untied"], answer_in(0.01)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.01)) as one,
+        fake_server(models["untied"], answer_in(0.01)) as two,
+    ):
 
         def ill(asked):
             if asked == "/pause" and "1" in two.versions:
@@ -398,7 +446,10 @@ def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(models, recipe):
 
 @pytest.mark.parametrize("path", ["/pause", "/update_weights", "/finish_weight_update"])
 def test_a_server_lost_in_a_sync_does_not_cost_the_step(models, recipe, tmp_path, path):
-    with fake_server(models["untied"], answer_in(0.01)) as one, fake_server(models["untied"], answer_in(0.01)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.01)) as one,
+        fake_server(models["untied"], answer_in(0.01)) as two,
+    ):
 
         def ill(asked):
             if asked == path and "1" in two.versions:
@@ -413,7 +464,10 @@ def test_a_server_lost_in_a_sync_does_not_cost_the_step(models, recipe, tmp_path
 
 def test_requests_in_flight_on_a_server_lost_in_a_sync_go_to_another(models, recipe, tmp_path):
     """It stands paused in mid-update, with completions under way; they are aborted there, and sampled anew."""
-    with fake_server(models["untied"], answer_in(0.3)) as one, fake_server(models["untied"], answer_in(0.3)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.3)) as one,
+        fake_server(models["untied"], answer_in(0.3)) as two,
+    ):
 
         def ill(asked):
             if asked == "/finish_weight_update" and "1" in two.versions:
@@ -430,7 +484,10 @@ def test_a_restarted_server_gets_the_weights_again(models, recipe, tmp_path, cap
     """It answers, with the weights it started with: what it says is not trained, and it is sent the current ones."""
     monkeypatch.setattr(vllm_client, "RETRY_S", 0.0)
     monkeypatch.setattr(vllm_client, "PROBE_S", 0.05)
-    with fake_server(models["untied"], answer_in(0.02)) as one, fake_server(models["untied"], answer_in(0.01)) as two:
+    with (
+        fake_server(models["untied"], answer_in(0.02)) as one,
+        fake_server(models["untied"], answer_in(0.01)) as two,
+    ):
 
         def restart(path):
             if path == "/resume" and int(two.version) >= 2 and len(restarts) < 2:
@@ -457,16 +514,24 @@ def test_a_group_that_no_server_can_take_is_named(models, recipe):
                 raise ValueError("a prompt like that")
 
         server.fault = ill
-        with pytest.raises(ServerError, match=r"dataset row \d+: .*a prompt like that.*though the server is healthy"):
+        with pytest.raises(
+            ServerError,
+            match=r"dataset row \d+: .*a prompt like that.*though the server is healthy",
+        ):
             main(parse_args([recipe(server)]))
 
 
 def test_the_fewest_in_flight_is_asked(models, recipe):
     """A server ten times as slow gets few of the groups, as it is the busier one."""
-    with fake_server(models["untied"], answer_in(0.4)) as slow, fake_server(models["untied"], answer_in(0.04)) as fast:
+    with (
+        fake_server(models["untied"], answer_in(0.4)) as slow,
+        fake_server(models["untied"], answer_in(0.04)) as fast,
+    ):
         limit = ["--max_concurrent_requests", "1", "--max_steps", "4", "--max_staleness", "1"]
         main(parse_args([recipe(slow, fast), *limit]))
-    counts = [sum(path == "/inference/v1/generate" for path, _ in server.log) for server in (slow, fast)]
+    counts = [
+        sum(path == "/inference/v1/generate" for path, _ in server.log) for server in (slow, fast)
+    ]
     assert counts[1] > 2 * counts[0]
 
 
@@ -475,7 +540,17 @@ def test_the_first_to_finish_are_kept(models, recipe, tmp_path):
     slow = lambda ids, number: (said(ids, number), 5.0 if number >= 4 else 0.01)  # noqa: E731
     started = time.monotonic()
     with fake_server(models["untied"], slow) as server:
-        main(parse_args([recipe(server), "--rollout_fn", "recipes.first_to_finish.sample", "--max_steps", "1"]))
+        main(
+            parse_args(
+                [
+                    recipe(server),
+                    "--rollout_fn",
+                    "recipes.first_to_finish.sample",
+                    "--max_steps",
+                    "1",
+                ]
+            )
+        )
     assert time.monotonic() - started < 5 * 3
     kept: dict[int, list[str]] = {}
     for row in read(tmp_path, "completions"):
@@ -510,7 +585,11 @@ def test_all_groups_filtered_ends_the_run(models, recipe, tmp_path):
         fake_server(models["untied"], same) as server,
         pytest.raises(ValueError, match="nothing to learn: 12 groups of this step"),
     ):
-        main(parse_args([recipe(server), "--drop_zero_advantage", "true", "--max_dropped_batches", "2"]))
+        main(
+            parse_args(
+                [recipe(server), "--drop_zero_advantage", "true", "--max_dropped_batches", "2"]
+            )
+        )
 
 
 @pytest.mark.parametrize(("share_prefix", "size"), [(True, 3 + 1 + 3), (False, 2 * (3 + 3))])

@@ -57,13 +57,19 @@ def test_the_live_line(tmp_path):
         except OSError:  # the other end is closed
             break
     assert process.wait(60) == 0
-    assert re.search(rf"\r *step 2/4 · reward 0\.5 · eval 0\.25 · {re.escape(LINE)}", shown.decode()), shown
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV)
+    assert re.search(
+        rf"\r *step 2/4 · reward 0\.5 · eval 0\.25 · {re.escape(LINE)}", shown.decode()
+    ), shown
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENV
+    )
     told, *lines = done.stdout.splitlines()
     assert told.endswith("has an earlier run: its logs get the ending .old")
     assert lines[0] == "step 0/4 · eval/reward 0.25"
     # At the first step servers may have sampled all that they may, before its clocks started.
-    assert lines[1] == "step 1/4 · reward 0.5 · loss -0.125 · time/step_s 2 · 00:06 left · 12.3k tok/s"
+    assert (
+        lines[1] == "step 1/4 · reward 0.5 · loss -0.125 · time/step_s 2 · 00:06 left · 12.3k tok/s"
+    )
     assert lines[2] == f"step 2/4 · reward 0.5 · loss -0.125 · time/step_s 2 · {LINE}"
     of_both = [(tmp_path / name).read_text() for name in ("metrics.jsonl", "metrics.jsonl.old")]
     assert of_both[0] == of_both[1]  # what the run before wrote is kept
@@ -71,7 +77,9 @@ def test_the_live_line(tmp_path):
 
 def test_how_long_yet(tmp_path, capsys):
     """By hand, from steps and their evaluations: the last 50, and nothing of what comes before the first step."""
-    config = TrainConfig(model_id="m", dataset_id="d.jsonl", reward_funcs=[len], output_dir=str(tmp_path))
+    config = TrainConfig(
+        model_id="m", dataset_id="d.jsonl", reward_funcs=[len], output_dir=str(tmp_path)
+    )
     pace = {"tokens_per_s/trained": 1.0, "idle/trainer": 0.0, "idle/servers": 0.0}
     with process_group(60):
         log = RunLog(config, 100, {"step": 2, "run_id": "a", "wandb_id": None})
@@ -91,7 +99,9 @@ def scored(rewards, cut=0):
     """A group whose completions have these rewards, and of which the first `cut` were cut off."""
     ends = ["length"] * cut + ["stop"] * (len(rewards) - cut)
     completions = [Completion([6], [-1.0], end, [Span(0, 0, 1)]) for end in ends]
-    return Group(Prompt(0, [5], "a", {}), completions, ["b"] * len(ends), [[r] for r in rewards], rewards)
+    return Group(
+        Prompt(0, [5], "a", {}), completions, ["b"] * len(ends), [[r] for r in rewards], rewards
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,13 +111,19 @@ def scored(rewards, cut=0):
         ([[0.25, 0.25], [0.75, 0.75]], {}, ["0.5"]),
         ([[0.25, 0.25], [0.5, 0.75]], {}, []),
         ([[0.25, 0.25], [0.75, 0.75]], {"advantage_fn": "os.path.exists"}, []),
-        ([[0.0, 0.0], [0.0, 0.0]], {"loss_fn": "os.path.exists"}, []),  # as in distillation, which asks no reward
+        (
+            [[0.0, 0.0], [0.0, 0.0]],
+            {"loss_fn": "os.path.exists"},
+            [],
+        ),  # as in distillation, which asks no reward
         ([[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]], {}, []),
     ],
 )
 def test_a_first_batch_without_advantages(tmp_path, capsys, groups, fields, warned):
     """It is told of once, before its step's line; a later one is not."""
-    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), **fields)
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), **fields
+    )
     times = {"time/step_s": 1.0, "time/train_s": 1.0, "time/wait_s": 0.0}
     times |= {"tokens_per_s/trained": 1.0, "idle/trainer": 0.0, "idle/servers": 0.0}
     with process_group(60):
@@ -118,7 +134,9 @@ def test_a_first_batch_without_advantages(tmp_path, capsys, groups, fields, warn
     start = "warning: no advantages, as every prompt's completions have the same reward"
     read = f"read them with `python scripts/show.py {tmp_path}`"
     expected = [f"{start} (mean {value}): {read}" for value in warned]
-    assert [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")] == expected
+    assert [
+        line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")
+    ] == expected
 
 
 @pytest.mark.parametrize(("num_cut", "warned"), [(20, ["100%"]), (19, ["95%"]), (18, [])])
@@ -126,10 +144,14 @@ def test_a_first_batch_that_is_cut(tmp_path, capsys, num_cut, warned):
     config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path))
     with process_group(60):
         log = RunLog(config, 4)
-        log.step(1, {"time/train_s": 1.0, "time/wait_s": 0.0}, Batch([scored([0.0, 1.0] * 10, num_cut)]))
+        log.step(
+            1, {"time/train_s": 1.0, "time/wait_s": 0.0}, Batch([scored([0.0, 1.0] * 10, num_cut)])
+        )
         log.close()
     cure = "raise it, or see why the model does not end its answers (EOS, chat template)"
-    expected = [f"warning: max_completion_len=512 cuts {share} of completions: {cure}" for share in warned]
+    expected = [
+        f"warning: max_completion_len=512 cuts {share} of completions: {cure}" for share in warned
+    ]
     assert capsys.readouterr().out.splitlines()[:-1] == expected
 
 
@@ -151,7 +173,13 @@ def test_held_out_sets_in_a_line(tmp_path, capsys, accuracy, kind):
         log.step(0, metrics)
         log.close()
     of_sets = [f"eval/{name}/{kind} {metrics[f'eval/{name}/{kind}']:.4g}" for name in sets]
-    expected = ["step 0/4", f"eval/accuracy {accuracy:.4g}", "eval/reward 0.5", "eval/pass@8 1", *of_sets]
+    expected = [
+        "step 0/4",
+        f"eval/accuracy {accuracy:.4g}",
+        "eval/reward 0.5",
+        "eval/pass@8 1",
+        *of_sets,
+    ]
     assert capsys.readouterr().out == " · ".join(expected) + "\n"
 
 
@@ -160,17 +188,32 @@ def run(folder, name, shift=0.0):
     (folder / name).mkdir()
     rows: list[dict[str, Any]] = [{"step": 0, "eval/reward": 0.1, "eval/accuracy": 0.1}]
     for step in range(1, 11):
-        rows.append({"step": step, "reward": step / 10 + shift, "num_tokens": 100 * step, "entropy": None})
+        rows.append(
+            {"step": step, "reward": step / 10 + shift, "num_tokens": 100 * step, "entropy": None}
+        )
         rows[-1] |= {"eval/reward": step / 10, "eval/accuracy": step / 10} if step % 5 == 0 else {}
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (folder / name / "metrics.jsonl").write_text(text + '{"step": 11, "rew')
     return folder / name
 
 
-@pytest.mark.parametrize(("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+@pytest.mark.parametrize(
+    ("suffix", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")]
+)
 def test_plot_of_two_runs(tmp_path, suffix, start):
     out = tmp_path / f"curve.{suffix}"
-    options = ["-v", "reward", "-v", "eval/reward", "-x", "num_tokens", "--smooth", "3", "-o", str(out)]
+    options = [
+        "-v",
+        "reward",
+        "-v",
+        "eval/reward",
+        "-x",
+        "num_tokens",
+        "--smooth",
+        "3",
+        "-o",
+        str(out),
+    ]
     plot.main([str(run(tmp_path, "a")), str(run(tmp_path, "b", 1.0)), *options])
     assert out.read_bytes().startswith(start)
 
@@ -179,13 +222,24 @@ def test_what_is_kept_draws_the_same(tmp_path):
     """Text and the numbers of an axis stay as they are."""
     svgs = [str(tmp_path / name) for name in ("a.svg", "b.svg")]
     options = ["-v", "reward", "-v", "eval/reward"]
-    plot.main([str(run(tmp_path, "a", 0.0012)), *options, "--keep", str(tmp_path / "small"), "-o", svgs[0]])
+    plot.main(
+        [
+            str(run(tmp_path, "a", 0.0012)),
+            *options,
+            "--keep",
+            str(tmp_path / "small"),
+            "-o",
+            svgs[0],
+        ]
+    )
     plot.main([str(tmp_path / "small"), *options, "-o", svgs[1]])
     drawn, again = (Path(svg).read_text() for svg in svgs)
     assert drawn == again
     assert ">eval/reward</text>" in drawn
     assert ">0.2</text>" in drawn
-    rows = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert rows[0] == {"step": 0, "eval/reward": 0.1, "eval/accuracy": 0.1}
     assert rows[1] == {"step": 1, "reward": 0.1012}
     with pytest.raises(SystemExit):
@@ -201,13 +255,21 @@ def test_what_is_drawn(tmp_path, monkeypatch, capsys):
     figures = []
     monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     a, b = run(tmp_path, "a"), run(tmp_path, "b", 1.0)
-    plot.main([str(a), str(b), "-v", "reward", "-v", "eval/reward", "-x", "num_tokens", "--smooth", "2"])
+    plot.main(
+        [str(a), str(b), "-v", "reward", "-v", "eval/reward", "-x", "num_tokens", "--smooth", "2"]
+    )
     rewards, evals, *_ = figures[0].axes
     curves = {line.get_label(): line.get_xydata().tolist() for line in rewards.lines}
     assert [x for x, _ in curves[f"{a} reward"]] == [100.0 * step for step in range(1, 11)]
-    assert [y for _, y in curves[f"{a} reward"]] == pytest.approx([0.1, *(step / 10 - 0.05 for step in range(2, 11))])
+    assert [y for _, y in curves[f"{a} reward"]] == pytest.approx(
+        [0.1, *(step / 10 - 0.05 for step in range(2, 11))]
+    )
     assert curves[f"{b} reward"][3][1] == pytest.approx(1.35)
-    assert [tuple(point) for point in evals.lines[0].get_xydata()] == [(0.0, 0.1), (500.0, 0.5), (1000.0, 1.0)]
+    assert [tuple(point) for point in evals.lines[0].get_xydata()] == [
+        (0.0, 0.1),
+        (500.0, 0.5),
+        (1000.0, 1.0),
+    ]
     plot.main([str(a)])
     assert f"reward of {a}: 0.1 ▁▂▃▃▄▅▆▆▇█ 1\n" in capsys.readouterr().out
     assert [axes.get_ylabel() for axes in figures[1].axes] == [panel[0] for panel in plot.SUMMARY]
@@ -223,10 +285,14 @@ def test_info_remote_and_refusals(tmp_path, monkeypatch, capsys):
     """`--remote` asks ssh for the file: here one that says what it was asked and runs it."""
     folder = run(tmp_path, "a b")
     plot.main(["info", str(folder)])
-    assert "  eval/accuracy\n  eval/reward\n  num_tokens\n  reward\n  step" in capsys.readouterr().out
+    assert (
+        "  eval/accuracy\n  eval/reward\n  num_tokens\n  reward\n  step" in capsys.readouterr().out
+    )
     (tmp_path / "bin").mkdir()
     ssh = tmp_path / "bin" / "ssh"
-    ssh.write_text('#!/bin/sh\n[ "$1" = me@host ] || { echo "ssh: no such host" >&2; exit 255; }\nexec sh -c "$2"\n')
+    ssh.write_text(
+        '#!/bin/sh\n[ "$1" = me@host ] || { echo "ssh: no such host" >&2; exit 255; }\nexec sh -c "$2"\n'
+    )
     ssh.chmod(0o755)
     monkeypatch.setenv("PATH", f"{ssh.parent}:{os.environ['PATH']}")
     plot.main([str(folder), "--remote", "me@host", "-o", str(tmp_path / "far.png")])
@@ -264,7 +330,9 @@ def test_accuracy_is_that_of_every_evaluation(tmp_path, capsys):
     rows += [{"step": 5, "reward": 0.5, "eval/reward": 0.6, "eval/accuracy": 0.5}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     plot.main([str(tmp_path), "-o", str(tmp_path / "new" / "curve.svg")])
-    told = "held-out reward before: 0\nheld-out reward after:  0.6\nheld-out accuracy before: 0.0%\n"
+    told = (
+        "held-out reward before: 0\nheld-out reward after:  0.6\nheld-out accuracy before: 0.0%\n"
+    )
     assert told + "held-out accuracy after:  50.0%\n" in capsys.readouterr().out
     assert (tmp_path / "new" / "curve.svg").is_file()
 
@@ -309,8 +377,13 @@ def test_show(tmp_path, capsys, options, wanted):
 def test_show_of_held_out_completions(tmp_path, capsys):
     row = json.loads(Path(completions(tmp_path), "completions.jsonl").read_text().split("\n")[1])
     del row["advantage"]
-    held_out = [{**row, "set": name, "completion": name, "info": {"turns": 3}} for name in ("aime", "math500")]
-    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps(sample) + "\n" for sample in held_out))
+    held_out = [
+        {**row, "set": name, "completion": name, "info": {"turns": 3}}
+        for name in ("aime", "math500")
+    ]
+    (tmp_path / "held_out.jsonl").write_text(
+        "".join(json.dumps(sample) + "\n" for sample in held_out)
+    )
     show.main([str(tmp_path), "--held-out"])
     out = capsys.readouterr().out
     assert re.findall(r"── (\w+) · step 1", out) == ["aime", "math500"]
@@ -344,10 +417,19 @@ ODD = """
 
 def test_numbers_that_json_has_not(tmp_path):
     """A step without a finite gradient or a reward, and a data set with a gap."""
-    code = LOGGED.format(root=str(ROOT), folder=str(tmp_path)).replace("\n    log.close()", f"{ODD}    log.close()")
+    code = LOGGED.format(root=str(ROOT), folder=str(tmp_path)).replace(
+        "\n    log.close()", f"{ODD}    log.close()"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, env=ENV)
-    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail)
-    assert [row[name] for name in ("step", "grad_norm", "reward", "rewards/len")] == [2, None, None, None]
+    row = json.loads(
+        (tmp_path / "metrics.jsonl").read_text().splitlines()[-1], parse_constant=pytest.fail
+    )
+    assert [row[name] for name in ("step", "grad_norm", "reward", "rewards/len")] == [
+        2,
+        None,
+        None,
+        None,
+    ]
     assert row["time/train_s"] == 2.0  # without the wait
     assert json.loads((tmp_path / "completions.jsonl").read_text(), parse_constant=pytest.fail) == {
         "step": 2, "group": 0, "row": 0, "prompt": "a", "columns": {"x": [None]}, "completion": "b", "reward": None,
@@ -358,10 +440,13 @@ def test_numbers_that_json_has_not(tmp_path):
 
 def test_the_first_groups_that_were_begun_are_logged_before_a_checkpoint_is(tmp_path, monkeypatch):
     """Whatever order they were trained in; and what `state` promises is on the disk, however slow that is."""
-    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), logged_groups=1)
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), logged_groups=1
+    )
     completion = Completion([6], [-1.0], "stop", [Span(1, 0, 1)])
     groups = [
-        Group(Prompt(0, [5], "a", {}), [completion], ["b"], [[1.0]], [1.0], [0.0], id=number) for number in (3, 1, 2)
+        Group(Prompt(0, [5], "a", {}), [completion], ["b"], [[1.0]], [1.0], [0.0], id=number)
+        for number in (3, 1, 2)
     ]
     write = RunLog._write
 

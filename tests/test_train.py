@@ -45,7 +45,9 @@ NAMES = {
 @pytest.fixture
 def recipe(models, servers, tmp_path):
     path = tmp_path / f"recipe_{tmp_path.name}.py"
-    path.write_text(RECIPE.format(model=models["untied"], url=servers["untied"], output=str(tmp_path / "run")))
+    path.write_text(
+        RECIPE.format(model=models["untied"], url=servers["untied"], output=str(tmp_path / "run"))
+    )
     return path
 
 
@@ -70,7 +72,17 @@ def check_run(folder, steps=3):
 
 def test_ddp(recipe, tmp_path):
     """Two ranks; more rows than fit one micro-batch, four updates a batch."""
-    done = torchrun(2, ROOT / "train.py", recipe, "--beta", "0.01", "--num_iterations", "2", "--num_minibatches", "2")
+    done = torchrun(
+        2,
+        ROOT / "train.py",
+        recipe,
+        "--beta",
+        "0.01",
+        "--num_iterations",
+        "2",
+        "--num_minibatches",
+        "2",
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "share_prefix is off" not in done.stdout
     metrics = check_run(tmp_path)
@@ -102,7 +114,9 @@ def test_fsdp_and_lora(recipe, tmp_path):
 
 def test_fsdp_mixed_precision(recipe, tmp_path):
     """bfloat16 compute: the weights stay fp32, and the log-probs stay within bfloat16's reach of the server's."""
-    done = on_forked_ranks(2, ROOT / "train.py", recipe, "--use_fsdp", "true", "--fsdp_bf16", "true")
+    done = on_forked_ranks(
+        2, ROOT / "train.py", recipe, "--use_fsdp", "true", "--fsdp_bf16", "true"
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert read(tmp_path, "metrics.jsonl")[3]["sampling/sampling_logp_difference/mean"] < 0.1
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-3", dtype="auto")
@@ -125,7 +139,9 @@ def test_checkpoint_has_the_servers_log_probs(recipe, tmp_path, servers, models,
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(checkpoint).eos_token == "<eos>"
     client = VLLMClient(config)
-    completions = client.servers[0].generate([5, 6, 7], {"n": 4, "max_tokens": 12, "temperature": 1.0})
+    completions = client.servers[0].generate(
+        [5, 6, 7], {"n": 4, "max_tokens": 12, "temperature": 1.0}
+    )
     client.close()
     (row,) = pack([([5, 6, 7], [c.token_ids for c in completions])], share_prefix=False)
     sampled = torch.tensor([x for c in completions for x in c.sampler_logprobs])
@@ -147,12 +163,23 @@ def test_no_learning_rate_no_gain(recipe, tmp_path, models):
 def test_autocast(recipe, tmp_path):
     main(parse_args([str(recipe), "--bf16", "true", "--max_steps", "1"]))
     (row,) = read(tmp_path, "metrics.jsonl")[1:]
-    assert 1e-6 < row["sampling/sampling_logp_difference/mean"] < 0.1  # bfloat16 was used, and is close
+    assert (
+        1e-6 < row["sampling/sampling_logp_difference/mean"] < 0.1
+    )  # bfloat16 was used, and is close
 
 
 def test_schedule(recipe, tmp_path):
     """Four steps, half of them warm-up, then linear: 1/2, 1, 1, 1/2 of the peak."""
-    options = ["--max_steps", "4", "--warmup_ratio", "0.5", "--lr_scheduler", "linear", "--learning_rate", "1e-4"]
+    options = [
+        "--max_steps",
+        "4",
+        "--warmup_ratio",
+        "0.5",
+        "--lr_scheduler",
+        "linear",
+        "--learning_rate",
+        "1e-4",
+    ]
     main(parse_args([str(recipe), *options]))
     rates = [row["learning_rate"] for row in read(tmp_path, "metrics.jsonl")[1:]]
     assert rates == pytest.approx([0.5e-4, 1e-4, 1e-4, 0.5e-4])
@@ -160,9 +187,21 @@ def test_schedule(recipe, tmp_path):
 
 def test_epochs_and_checkpoints(recipe, tmp_path):
     """40 prompts in batches of 20 make two steps an epoch; a checkpoint and an evaluation each."""
-    options = ["--max_steps", "none", "--batch_size", "20", "--save_steps", "1", "--eval_steps", "1"]
+    options = [
+        "--max_steps",
+        "none",
+        "--batch_size",
+        "20",
+        "--save_steps",
+        "1",
+        "--eval_steps",
+        "1",
+    ]
     main(parse_args([str(recipe), *options]))
-    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == [
+        "checkpoint-1",
+        "checkpoint-2",
+    ]
     assert all("eval/reward" in row for row in read(tmp_path, "metrics.jsonl"))
     prompts = [row["prompt"] for row in read(tmp_path, "completions.jsonl")][::4]
     assert sorted(prompts) == sorted(f"{i}+{i}=" for i in range(40))
@@ -170,10 +209,21 @@ def test_epochs_and_checkpoints(recipe, tmp_path):
 
 def test_asynchronous(recipe, tmp_path):
     """Two ranks, the next batch sampled while one trains: bounded, exactly once, and log-probs of the right weights."""
-    options = ["--max_staleness", "1", "--max_steps", "6", "--drop_zero_advantage", "true", "--learning_rate", "1e-4"]
+    options = [
+        "--max_staleness",
+        "1",
+        "--max_steps",
+        "6",
+        "--drop_zero_advantage",
+        "true",
+        "--learning_rate",
+        "1e-4",
+    ]
     done = on_forked_ranks(2, ROOT / "train.py", recipe, *options)
     assert done.returncode == 0, done.stderr[-3000:]
-    metrics, samples, dropped = (read(tmp_path, f"{name}.jsonl") for name in ("metrics", "completions", "dropped"))
+    metrics, samples, dropped = (
+        read(tmp_path, f"{name}.jsonl") for name in ("metrics", "completions", "dropped")
+    )
     assert [row["step"] for row in metrics] == list(range(7))
     assert all(set(row) >= NAMES for row in metrics[1:])
     assert max(row["staleness/max"] for row in metrics[1:]) <= 1
@@ -192,10 +242,23 @@ def test_two_turns_with_a_tool(tmp_path):
     """The recipe with the real server: what the calculator says is no part of the loss, and its position is right."""
     build(tmp_path, seed=0, task="calculator")
     with server(str(tmp_path / "model"), tmp_path / "log") as started:
-        words = {"model_id": tmp_path / "model", "dataset_id": tmp_path / "train.jsonl", "max_staleness": 0}
-        words |= {"eval_dataset_id": tmp_path / "heldout.jsonl", "output_dir": tmp_path / "run", "max_steps": 2}
+        words = {
+            "model_id": tmp_path / "model",
+            "dataset_id": tmp_path / "train.jsonl",
+            "max_staleness": 0,
+        }
+        words |= {
+            "eval_dataset_id": tmp_path / "heldout.jsonl",
+            "output_dir": tmp_path / "run",
+            "max_steps": 2,
+        }
         words |= {"vllm_urls": started.wait(), "batch_size": 8, "learning_rate": 0}
-        config = parse_args([str(ROOT / "recipes" / "tool_calculator.py"), *(f"--{k}={v}" for k, v in words.items())])
+        config = parse_args(
+            [
+                str(ROOT / "recipes" / "tool_calculator.py"),
+                *(f"--{k}={v}" for k, v in words.items()),
+            ]
+        )
         main(config)
     metrics, samples = read(tmp_path, "metrics.jsonl"), read(tmp_path, "completions.jsonl")
     assert metrics[0]["eval/accuracy"] > 0
@@ -205,7 +268,9 @@ def test_two_turns_with_a_tool(tmp_path):
     for row in samples:
         call, asked, said = row["completion"].partition("?")
         spans, word = row["weight_versions"], calculate(call + "?")
-        if not asked or spans[0][2] != len(call + "?"):  # no call, or one with a special token, which the text hides
+        if not asked or spans[0][2] != len(
+            call + "?"
+        ):  # no call, or one with a special token, which the text hides
             continue
         if len(call + "?" + word) >= config.max_completion_len:
             assert len(spans) == 1  # no room for a reply
@@ -232,7 +297,12 @@ def test_wandb_offline(recipe, tmp_path):
     written = run.read_bytes()
     assert all(
         name in written
-        for name in (b"train/grad_norm", b"completions/mean_length", b"completions/table", b"eval/reward")
+        for name in (
+            b"train/grad_norm",
+            b"completions/mean_length",
+            b"completions/table",
+            b"eval/reward",
+        )
     )
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
     wandb_id = run.name.removeprefix("run-").removesuffix(".wandb")
@@ -240,10 +310,18 @@ def test_wandb_offline(recipe, tmp_path):
     steps = str(1 + read_state(saved)["step"])
     options = ["--use_wandb", "true", "--log_completions_steps", "1", "--max_steps", steps]
     done = on_forked_ranks(
-        1, ROOT / "train.py", recipe, *options, "--resume_from_checkpoint", "auto", env={"WANDB_MODE": "offline"}
+        1,
+        ROOT / "train.py",
+        recipe,
+        *options,
+        "--resume_from_checkpoint",
+        "auto",
+        env={"WANDB_MODE": "offline"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{wandb_id}.wandb"))) == 2  # goes on as one
+    assert (
+        len(list((tmp_path / "run" / "wandb").glob(f"offline-run-*/run-{wandb_id}.wandb"))) == 2
+    )  # goes on as one
 
 
 def test_push_to_hub(recipe, tmp_path, monkeypatch):
@@ -257,7 +335,11 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
             calls.append(("upload", repo_id, sorted(os.listdir(folder_path))))
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    main(parse_args([str(recipe), "--push_to_hub", "true", "--hub_repo_id", "me/it", "--max_steps", "1"]))
+    main(
+        parse_args(
+            [str(recipe), "--push_to_hub", "true", "--hub_repo_id", "me/it", "--max_steps", "1"]
+        )
+    )
     assert calls[0] == ("create", "me/it", {"private": True, "exist_ok": True})
     assert calls[1][:2] == ("upload", "me/it")
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(calls[1][2])
@@ -266,22 +348,38 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--reward_funcs", "broken"], r"error: reward broken on dataset row \d+ raised ZeroDivisionError"),
+        (
+            ["--reward_funcs", "broken"],
+            r"error: reward broken on dataset row \d+ raised ZeroDivisionError",
+        ),
         (["--model_id", "/nowhere"], "error: model_id=/nowhere: no such path"),
         (
             ["--vllm_urls", "http://127.0.0.1:9", "--server_timeout", "0"],
             "error: no rollout server at http://127.0.0.1:9",
         ),
         (  # data are read before the servers are waited for
-            ["--dataset_id", "nowhere.jsonl", "--vllm_urls", "http://127.0.0.1:9", "--server_timeout", "500"],
+            [
+                "--dataset_id",
+                "nowhere.jsonl",
+                "--vllm_urls",
+                "http://127.0.0.1:9",
+                "--server_timeout",
+                "500",
+            ],
             "error: dataset nowhere.jsonl: FileNotFoundError",
         ),
         (
             ["--max_completion_len", "127", "--max_tokens_per_gpu", "128"],
             "error: dataset_id: no prompt has at most 1 tokens: raise max_tokens_per_gpu",
         ),
-        (["--max_completion_len", "127"], "error: max_tokens_per_gpu must exceed max_completion_len"),
-        (["--use_peft", "true", "--lora_target_modules", "qkv"], "error: lora_target_modules: qkv is no module"),
+        (
+            ["--max_completion_len", "127"],
+            "error: max_tokens_per_gpu must exceed max_completion_len",
+        ),
+        (
+            ["--use_peft", "true", "--lora_target_modules", "qkv"],
+            "error: lora_target_modules: qkv is no module",
+        ),
         (["--lerning_rate", "1"], "error: unknown field lerning_rate: did you mean learning_rate?"),
     ],
 )

@@ -97,13 +97,17 @@ def nccl(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", StandIn, raising=False)
     monkeypatch.setattr(StandIn, "board", {})
     monkeypatch.setattr(StandIn, "made", [])
-    monkeypatch.setattr(utils, "gpu_of", lambda device: None if device.index is None else f"gpu {device.index}")
+    monkeypatch.setattr(
+        utils, "gpu_of", lambda device: None if device.index is None else f"gpu {device.index}"
+    )
     return lambda fault: monkeypatch.setattr(StandIn, "fault", staticmethod(fault))
 
 
 def join(gpus, ranks_gpus=(), dtype=None, timeout_s=TIMEOUT_S):
     """The members of a group, by the numbers of their GPUs (-1: a CPU), or the errors they got."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20))
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
+    )
     stores = [store, *(dist.TCPStore("127.0.0.1", store.port, is_master=False) for _ in gpus[1:])]
 
     def member(rank):
@@ -119,7 +123,11 @@ def join(gpus, ranks_gpus=(), dtype=None, timeout_s=TIMEOUT_S):
 
 
 def make_client(*urls):
-    return VLLMClient(TrainConfig(model_id="m", dataset_id="d", reward_funcs=[lambda **_: []], vllm_urls=list(urls)))
+    return VLLMClient(
+        TrainConfig(
+            model_id="m", dataset_id="d", reward_funcs=[lambda **_: []], vllm_urls=list(urls)
+        )
+    )
 
 
 def transfer(trainer, worker, *buckets):
@@ -192,7 +200,9 @@ def test_one_gpu(nccl, monkeypatch, forbidden):
     monkeypatch.setattr(utils, "_opened", opened)
     trainer, worker = join([0, 0], ["gpu 0"])
     assert trainer.backend == worker.backend == ("ipc" if forbidden == "nothing" else "gloo")
-    first, second, end = transfer(trainer, worker, {"a": FULL, "b": FULL[0, :3].half()}, {"c": FULL.T}, {})
+    first, second, end = transfer(
+        trainer, worker, {"a": FULL, "b": FULL[0, :3].half()}, {"c": FULL.T}, {}
+    )
     assert torch.equal(first["a"], FULL)
     assert torch.equal(first["b"], FULL[0, :3].half())
     assert torch.equal(second["c"], FULL.T)
@@ -210,7 +220,9 @@ def test_a_handle_travels_as_json(monkeypatch):
     """CUDA's own fields reach the other process as they are, and the tensor is found in its storage."""
     buffer = torch.arange(64, dtype=torch.uint8)[8:40]
     fields = (b"\x00handle\xff", 64, 0, b"counter", 3, b"event", True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)
+    )
     monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: (0, *fields))
 
     def shared(index, *given):
@@ -246,7 +258,9 @@ def test_nccl_fails(nccl, fault, side):
     work = trainer.send({"a": FULL})
     call = worker.receive if side else lambda: trainer.finish(work)
     message, seconds = error_of(call)
-    assert ("remote process exited" if fault == "raises" else "nothing moved over nccl for 2 s") in message
+    assert (
+        "remote process exited" if fault == "raises" else "nothing moved over nccl for 2 s"
+    ) in message
     assert seconds < TIMEOUT_S + 1
     for member in (trainer, worker):
         member.close()
@@ -334,7 +348,8 @@ class Receiver:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "num_left"), [([0, 0, 100], 2), ([0, 0, 0.4], 2), ([0.4, 0.4, 0], 3), ([0.4, 0.4], 2), ([0.4], 1)]
+    ("seconds", "num_left"),
+    [([0, 0, 100], 2), ([0, 0, 0.4], 2), ([0.4, 0.4, 0], 3), ([0.4, 0.4], 2), ([0.4], 1)],
 )
 def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
     """Once it was later than half of them by `sync_timeout` in all; where most are as slow, they are waited for."""
@@ -348,8 +363,12 @@ def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
     groups = [server.transfer for server in client.servers]
     started = time.monotonic()
     client.update_weights(((f"w{n}", FULL) for n in range(5)), 1)
-    assert [server.has_weights for server in client.servers] == [True] * num_left + [False] * (len(seconds) - num_left)
-    assert [group.is_closed for group in groups] == [not server.has_weights for server in client.servers]
+    assert [server.has_weights for server in client.servers] == [True] * num_left + [False] * (
+        len(seconds) - num_left
+    )
+    assert [group.is_closed for group in groups] == [
+        not server.has_weights for server in client.servers
+    ]
     assert [names for _, names in groups[0].taken] == [[f"w{n}"] for n in range(5)] + [[]]
     assert time.monotonic() - started < (1.5 if num_left < len(seconds) else 5 * max(seconds) + 1)
 
@@ -436,7 +455,12 @@ def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
         StandIn.board[1].set_result(torch.zeros(20).view(torch.uint8))
         trainer._group.works[1].result.set_result(None)
         update.result(10)
-        assert [bucket[f"w{n}"][0].item() for n, bucket in enumerate(received.result(10))] == [0, 1, 2, 3]
+        assert [bucket[f"w{n}"][0].item() for n, bucket in enumerate(received.result(10))] == [
+            0,
+            1,
+            2,
+            3,
+        ]
 
 
 # -- what travels ----------------------------------------------------------------------------------------------------
@@ -454,7 +478,11 @@ def test_matrices_are_rounded_to_the_servers_dtype(nccl):
     }
     bucket |= {"empty": torch.empty(0, 4), "strided": FULL.T, "bools": FULL > 0}
     (got,) = transfer(trainer, worker, bucket)
-    expected = bucket | {"matrix": FULL.bfloat16(), "strided": FULL.T.bfloat16(), "empty": torch.empty(0, 4).bfloat16()}
+    expected = bucket | {
+        "matrix": FULL.bfloat16(),
+        "strided": FULL.T.bfloat16(),
+        "empty": torch.empty(0, 4).bfloat16(),
+    }
     assert list(got) == list(bucket)
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype, name

@@ -32,7 +32,14 @@ FAMILIES = {  # template, end of a turn
     "Gemma 3": (TEMPLATES / "gemma3.jinja", "<end_of_turn>"), "Mistral": (MISTRAL, "</s>"),
     "SmolLM": (SMOLLM, "<|im_end|>"),
 }  # fmt: skip
-MARKS = ["<|im_start|>", "<|start_header_id|>", "<|end_header_id|>", "<start_of_turn>", "[INST]", "[/INST]"]
+MARKS = [
+    "<|im_start|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<start_of_turn>",
+    "[INST]",
+    "[/INST]",
+]
 HELLO = [{"role": "user", "content": "Hello there"}]
 AGAIN = [{"role": "user", "content": "And again?"}]
 
@@ -47,27 +54,35 @@ def tokenizer_of(family, kind="bytes"):
         after: Any = decoders.ByteLevel()
         alphabet = sorted({*letters, *pre_tokenizers.ByteLevel.alphabet()})
     else:
-        before, after = pre_tokenizers.Metaspace(prepend_scheme=kind), decoders.Metaspace(prepend_scheme=kind)
+        before, after = (
+            pre_tokenizers.Metaspace(prepend_scheme=kind),
+            decoders.Metaspace(prepend_scheme=kind),
+        )
         alphabet = [*letters, "\n", "▁"]
     vocab = {token: number for number, token in enumerate([*alphabet, *(a + b for a, b in merges)])}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer, backend.decoder = before, after
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=end)
     tokenizer.add_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    tokenizer.add_tokens([AddedToken(mark) for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>")])
+    tokenizer.add_tokens(
+        [AddedToken(mark) for mark in ("<think>", "</think>", "<tool_call>", "</tool_call>")]
+    )
     tokenizer.chat_template = template.read_text() if isinstance(template, Path) else template
     return tokenizer
 
 
 def ids_of(tokenizer, messages, **template):
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+    text = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, **template
+    )
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def in_context(tokenizer, messages, reply, then):
     """Ids of a prompt, of its reply as the template's text has it, and of what follows: a text in one piece, cut."""
     prompt, whole = (
-        ids_of(tokenizer, of) for of in (messages, [*messages, {"role": "assistant", "content": reply}, *then])
+        ids_of(tokenizer, of)
+        for of in (messages, [*messages, {"role": "assistant", "content": reply}, *then])
     )
     assert whole[: len(prompt)] == prompt
     stop = whole.index(tokenizer.eos_token_id, len(prompt)) + 1
@@ -89,10 +104,17 @@ def test_no_sampled_token_is_tokenized_again(family):
     """Letters one by one, where the tokenizer would merge them, and white space that the template trims."""
     tokenizer = tokenizer_of(family)
     _, reply, expected = in_context(tokenizer, HELLO, "hello and all", AGAIN)
-    letters = [*(tokenizer.convert_tokens_to_ids(letter) for letter in "helloĠandĠall"), tokenizer.eos_token_id]
+    letters = [
+        *(tokenizer.convert_tokens_to_ids(letter) for letter in "helloĠandĠall"),
+        tokenizer.eos_token_id,
+    ]
     assert letters != reply
     assert turn_ids(tokenizer, HELLO, letters, AGAIN) == expected
-    spaced = [*tokenizer.convert_tokens_to_ids(["Ġ", "Ċ"]), *letters[:-1], *tokenizer.convert_tokens_to_ids(["Ċ", "Ċ"])]
+    spaced = [
+        *tokenizer.convert_tokens_to_ids(["Ġ", "Ċ"]),
+        *letters[:-1],
+        *tokenizer.convert_tokens_to_ids(["Ċ", "Ċ"]),
+    ]
     assert turn_ids(tokenizer, HELLO, [*spaced, tokenizer.eos_token_id], AGAIN) == expected
 
 
@@ -104,7 +126,10 @@ def test_a_reply_that_was_cut_off_is_closed(family):
     assert turn_ids(tokenizer, HELLO, reply[:-1], AGAIN) == [tokenizer.eos_token_id, *expected]
     assert turn_ids(tokenizer, HELLO, [*reply[:-2], reply[-1]], AGAIN) == expected
     spaces = tokenizer.convert_tokens_to_ids(["Ċ", "Ċ"])  # which no template writes again
-    assert turn_ids(tokenizer, HELLO, [*reply[:-1], *spaces], AGAIN) == [tokenizer.eos_token_id, *expected]
+    assert turn_ids(tokenizer, HELLO, [*reply[:-1], *spaces], AGAIN) == [
+        tokenizer.eos_token_id,
+        *expected,
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -114,13 +139,21 @@ def test_turns_add_up(family):
     prompt, first, _ = in_context(tokenizer, HELLO, "one and all", AGAIN)
     talk = [*HELLO, {"role": "assistant", "content": "one and all"}, *AGAIN]
     _, second, _ = in_context(tokenizer, talk, "two", HELLO)
-    between, last = turn_ids(tokenizer, HELLO, first, AGAIN) or [], turn_ids(tokenizer, talk, second, HELLO) or []
+    between, last = (
+        turn_ids(tokenizer, HELLO, first, AGAIN) or [],
+        turn_ids(tokenizer, talk, second, HELLO) or [],
+    )
     whole = ids_of(tokenizer, [*talk, {"role": "assistant", "content": "two"}, *HELLO])
     assert [*prompt, *first, *between, *second, *last] == whole
 
 
 THOUGHT = "<think>\nlet me see\n</think>\n\nall"
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "add", "parameters": {"type": "object", "properties": {}}},
+    }
+]
 
 
 def test_stripped_thinking_is_a_new_segment():

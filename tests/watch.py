@@ -9,5 +9,8 @@ from pathlib import Path
 sys.stdin.read()
 for process in Path("/proc").glob("[0-9]*"):
     with suppress(OSError):
-        if process.name != str(os.getpid()) and sys.argv[1].encode() in (process / "environ").read_bytes():
+        if (
+            process.name != str(os.getpid())
+            and sys.argv[1].encode() in (process / "environ").read_bytes()
+        ):
             os.kill(int(process.name), signal.SIGKILL)

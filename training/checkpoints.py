@@ -18,7 +18,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from filelock import FileLock, Timeout
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from tqdm import tqdm
 
 from config import TrainConfig, UserError, to_json
@@ -41,17 +44,30 @@ TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's sha
 def find_checkpoint(config: TrainConfig) -> Path | None:
     """The checkpoint that the run goes on from; None where it starts anew, as `auto` does where there is none."""
     wanted = config.resume_from_checkpoint
-    path = _newest(Path(config.output_dir)) if wanted == "auto" else None if wanted is None else Path(wanted)
+    path = (
+        _newest(Path(config.output_dir))
+        if wanted == "auto"
+        else None
+        if wanted is None
+        else Path(wanted)
+    )
     if path is None:
         return None
     if not (path / TRAINER / "state.pt").is_file():
-        raise UserError(f"resume_from_checkpoint={path}: no such folder, or one without {TRAINER}/state.pt")
+        raise UserError(
+            f"resume_from_checkpoint={path}: no such folder, or one without {TRAINER}/state.pt"
+        )
     before, now = json.loads((path / TRAINER / "config.json").read_text()), to_json(config)
-    for settings in (before, now):  # `use_fsdp` may change, and by default decides which of the two is on
+    for settings in (
+        before,
+        now,
+    ):  # `use_fsdp` may change, and by default decides which of the two is on
         settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings.get("bf16"))
     for name, value in now.items():
         if name not in MAY_CHANGE and (old := before.get(name, value)) != value:
-            raise UserError(f"{path} was trained with {name}={old}, not {value}: use that, or another output_dir")
+            raise UserError(
+                f"{path} was trained with {name}={old}, not {value}: use that, or another output_dir"
+            )
     return path
 
 
@@ -61,14 +77,21 @@ def _newest(folder: Path) -> Path | None:
     last = (folder / "run_id").read_text() if (folder / "run_id").is_file() else None
     own = [path for path, state in states.items() if last in (None, state["run_id"])]
     if states and not own:
-        print(f"the checkpoints in {folder} are of an earlier run than its last: name one to go on from it", flush=True)
+        print(
+            f"the checkpoints in {folder} are of an earlier run than its last: name one to go on from it",
+            flush=True,
+        )
     return max(own, key=lambda path: states[path]["saved_s"], default=None)
 
 
 def saved_in(folder: Path) -> dict[int, Path]:
     """The folders `checkpoint-<step>` here that a run can go on from, by step."""
     named = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
-    return {int(n): path for n, path in named.items() if n.isdecimal() and (path / TRAINER / "state.pt").is_file()}
+    return {
+        int(n): path
+        for n, path in named.items()
+        if n.isdecimal() and (path / TRAINER / "state.pt").is_file()
+    }
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
@@ -83,23 +106,40 @@ class Checkpoints:
     disk and renamed, so that a crash at any byte leaves the one before. Each rank makes one; methods are collective.
     """
 
-    def __init__(self, config: TrainConfig, policy: nn.Module, optimizer: Any, scheduler: Any, processor: Any):
+    def __init__(
+        self, config: TrainConfig, policy: nn.Module, optimizer: Any, scheduler: Any, processor: Any
+    ):
         self.config, self.folder = config, Path(config.output_dir)
-        self.policy, self.optimizer, self.scheduler, self.processor = policy, optimizer, scheduler, processor
+        self.policy, self.optimizer, self.scheduler, self.processor = (
+            policy,
+            optimizer,
+            scheduler,
+            processor,
+        )
         self.steps: list[int] = []  # that this run has saved, and the run that it goes on with
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._last_failed = False
         # The writers' collectives must not meet the trainer's.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=config.collective_timeout))
-        get_optimizer_state_dict(policy, optimizer)  # It fills AdamW's state by a step, which must not count.
+        self._group = dist.new_group(
+            backend="gloo", timeout=timedelta(seconds=config.collective_timeout)
+        )
+        get_optimizer_state_dict(
+            policy, optimizer
+        )  # It fills AdamW's state by a step, which must not count.
         for values in optimizer.state.values():
             values["step"].zero_()
         for left in self.folder.glob("checkpoint-*.part") if is_main() else ():
             shutil.rmtree(left, ignore_errors=True)  # a crash left it
-        with TemporaryDirectory(".part", "checkpoint-", self.folder) if is_main() else nullcontext() as made:
+        with (
+            TemporaryDirectory(".part", "checkpoint-", self.folder)
+            if is_main()
+            else nullcontext() as made
+        ):
             if not all(gather_objects(Path(broadcast_object(made)).is_dir())):
-                raise UserError(f"output_dir={self.folder} is not one folder for all ranks: use a disk that they share")
+                raise UserError(
+                    f"output_dir={self.folder} is not one folder for all ranks: use a disk that they share"
+                )
 
     def resume(self, checkpoint: Path | None) -> int:
         """Load the optimizer, whose shards any number of ranks may have written; returns the step, 0 without one."""
@@ -112,9 +152,17 @@ class Checkpoints:
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
         state = read_state(checkpoint)
         self.scheduler.load_state_dict(state["scheduler"])
-        for group, factor in zip(self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True):
-            group["lr"] = self.config.learning_rate * factor(self.scheduler.last_epoch)  # This run may be longer.
-        own = (step for step, path in saved_in(self.folder).items() if read_state(path)["run_id"] == state["run_id"])
+        for group, factor in zip(
+            self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = self.config.learning_rate * factor(
+                self.scheduler.last_epoch
+            )  # This run may be longer.
+        own = (
+            step
+            for step, path in saved_in(self.folder).items()
+            if read_state(path)["run_id"] == state["run_id"]
+        )
         self.steps = sorted(step for step in own if step <= state["step"])
         if is_main() and checkpoint.resolve().parent == self.folder.resolve():
             # It is the newest from now on: `auto` must not leap to later ones, which were left.
@@ -133,7 +181,9 @@ class Checkpoints:
         written = dcp.async_save(shards, checkpoint_id=part / TRAINER, process_group=self._group)
         state = {**state, "step": step, "scheduler": self.scheduler.state_dict()}
         self.steps.append(step)
-        self._writing = self._pool.submit(self._write, part, written, _detached(self.policy), weights, state)
+        self._writing = self._pool.submit(
+            self._write, part, written, _detached(self.policy), weights, state
+        )
 
     def finish(self, step: int, state: dict[str, Any], is_last: bool) -> None:
         """Save this step if it was not, again if that fails; push the run's last one to the hub. Raises as `save`."""
@@ -161,7 +211,9 @@ class Checkpoints:
                 tqdm.write(failure)
         self._last_failed = cause is not None
 
-    def _write(self, part: Path, shards: Any, model: Any, weights: dict[str, Tensor], state: Any) -> None:
+    def _write(
+        self, part: Path, shards: Any, model: Any, weights: dict[str, Tensor], state: Any
+    ) -> None:
         """Write a checkpoint and remove old ones; raises what safetensors, torch or the disk raise."""
         path = part.with_suffix("")
         with ExitStack() as end:
@@ -171,7 +223,9 @@ class Checkpoints:
             if not is_main():
                 return
             model.save_pretrained(part, state_dict=weights)
-            (part / "README.md").unlink(missing_ok=True)  # peft's is empty, and the hub refuses a local base_model
+            (part / "README.md").unlink(
+                missing_ok=True
+            )  # peft's is empty, and the hub refuses a local base_model
             self.processor.save_pretrained(part)
             (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
             torch.save({**state, "saved_s": time.time()}, part / TRAINER / "state.pt")
@@ -202,7 +256,9 @@ def _sync(path: Path) -> None:
 def _remove(path: Path) -> None:
     """Remove a checkpoint so that its name never stands for half of one."""
     if path.exists():
-        shutil.rmtree(path.rename(path.with_name(f"{path.name}-{time.time_ns()}.part")), ignore_errors=True)
+        shutil.rmtree(
+            path.rename(path.with_name(f"{path.name}-{time.time_ns()}.part")), ignore_errors=True
+        )
 
 
 def locked(folder: Path) -> AbstractContextManager[Any]:

@@ -24,9 +24,20 @@ from utils import is_main, naming, over_ranks
 from vllm_client import MAX_SERVERS
 
 MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
-MIN_COMPARED = 32  # tokens of a server, from which its difference from the trainer is judged: those of a probe
-ENCODER = msgspec.json.Encoder(enc_hook=repr)  # NaN and infinity, which JSON does not have, become null
-PRINTED = ["loss", "grad_norm", "kl", "frac_reward_zero_std", "completions/mean_length", "time/step_s"]
+MIN_COMPARED = (
+    32  # tokens of a server, from which its difference from the trainer is judged: those of a probe
+)
+ENCODER = msgspec.json.Encoder(
+    enc_hook=repr
+)  # NaN and infinity, which JSON does not have, become null
+PRINTED = [
+    "loss",
+    "grad_norm",
+    "kl",
+    "frac_reward_zero_std",
+    "completions/mean_length",
+    "time/step_s",
+]
 Sets = dict[str, list[Group]] | None  # held-out groups, by the name of their data set
 
 
@@ -35,8 +46,13 @@ class TokenSums:
 
     def __init__(self, device: torch.device):
         self.per_token: dict[str, Tensor] = {}  # become means over tokens
-        self.by_server = torch.zeros(2, 1 + MAX_SERVERS, device=device)  # sums of |Δ|, and tokens; indexed by `servers`
-        self.totals = {name: torch.zeros((), device=device) for name in ("loss", "tokens", "weight", "weight_square")}
+        self.by_server = torch.zeros(
+            2, 1 + MAX_SERVERS, device=device
+        )  # sums of |Δ|, and tokens; indexed by `servers`
+        self.totals = {
+            name: torch.zeros((), device=device)
+            for name in ("loss", "tokens", "weight", "weight_square")
+        }
         self.max_gap = torch.zeros((), device=device)
 
     def add(
@@ -50,14 +66,23 @@ class TokenSums:
         """
         gap = (trainer_logprobs - sampler_logprobs).where(mask > 0, 0.0)
         weight = gap.exp() * mask
-        of_gap = {"sampling/sampling_logp_difference/mean": gap.abs().sum(), "sampling/kl": (gap.expm1() - gap).sum()}
+        of_gap = {
+            "sampling/sampling_logp_difference/mean": gap.abs().sum(),
+            "sampling/kl": (gap.expm1() - gap).sum(),
+        }
         for name, value in (sums | {"entropy": entropy @ mask.to(entropy.dtype)} | of_gap).items():
             self.per_token[name] = self.per_token.get(name, 0.0) + value.detach()
-        for name, value in (("tokens", mask), ("weight", weight), ("weight_square", weight.square())):
+        for name, value in (
+            ("tokens", mask),
+            ("weight", weight),
+            ("weight_square", weight.square()),
+        ):
             self.totals[name] += value.sum()
         self.max_gap = torch.maximum(self.max_gap, gap.abs().max())
         if servers is not None:
-            self.by_server.index_add_(1, servers.long(), torch.stack([gap.abs(), mask]).to(self.by_server.dtype))
+            self.by_server.index_add_(
+                1, servers.long(), torch.stack([gap.abs(), mask]).to(self.by_server.dtype)
+            )
 
     def metrics(self) -> tuple[dict[str, float], dict[int, float]]:
         """Means over all ranks' tokens; and mean |Δ| by server, over tokens of the current policy. Collective."""
@@ -71,8 +96,11 @@ class TokenSums:
             "sampling/current_logp_difference": sum(gaps[1:]) / current if current else math.nan,
             "sampling/stale_logp_difference": gaps[0] / numbers[0] if numbers[0] else math.nan,
             "sampling/current_share": current / max(sum(numbers), 1),
-            "sampling/sampling_logp_difference/max": over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)["gap"],
-            "sampling/effective_sample_size": total["weight"] ** 2 / max(tokens * total["weight_square"], 1e-30),
+            "sampling/sampling_logp_difference/max": over_ranks(
+                {"gap": self.max_gap}, dist.ReduceOp.MAX
+            )["gap"],
+            "sampling/effective_sample_size": total["weight"] ** 2
+            / max(tokens * total["weight_square"], 1e-30),
         }, {n - 1: gaps[n] / numbers[n] for n in range(1, len(gaps)) if numbers[n] >= MIN_COMPARED}
 
 
@@ -80,8 +108,17 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
     """What is known of a batch that trained policy `version`: rewards, lengths, staleness, times."""
     completions = [c for group in groups for c in group.completions]
     rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
-    spread = (rewards - rewards.nanmean(dim=1, keepdim=True)).square().nanmean(dim=1).sqrt().nan_to_num(0.0)
-    versions = [{span.version for segment in c.segments for span in segment.weight_versions} for c in completions]
+    spread = (
+        (rewards - rewards.nanmean(dim=1, keepdim=True))
+        .square()
+        .nanmean(dim=1)
+        .sqrt()
+        .nan_to_num(0.0)
+    )
+    versions = [
+        {span.version for segment in c.segments for span in segment.weight_versions}
+        for c in completions
+    ]
     staleness = [version - min(seen, default=version) for seen in versions]
     num_groups, num_completions = len(groups), len(completions)
     return {
@@ -91,10 +128,13 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
         **reward_means(groups, config),
         "staleness/mean": sum(staleness) / num_completions,
         "staleness/max": float(max(staleness)),
-        "staleness/in_flight": sum(g.finished_version - g.started_version for g in groups) / num_groups,
+        "staleness/in_flight": sum(g.finished_version - g.started_version for g in groups)
+        / num_groups,
         "staleness/in_queue": sum(version - g.finished_version for g in groups) / num_groups,
-        "completions/mean_length": sum(len(s.token_ids) for c in completions for s in c.segments) / num_completions,
-        "completions/clipped_ratio": sum(c.finish_reason == "length" for c in completions) / num_completions,
+        "completions/mean_length": sum(len(s.token_ids) for c in completions for s in c.segments)
+        / num_completions,
+        "completions/clipped_ratio": sum(c.finish_reason == "length" for c in completions)
+        / num_completions,
         "completions/weight_versions": sum(map(len, versions)) / num_completions,
         "time/generate_s": max(g.sampled_s for g in groups) - min(g.started_s for g in groups),
         "time/reward_s": sum(g.scored_s - g.sampled_s for g in groups),
@@ -103,12 +143,18 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
 
 def warn_of(first: dict[str, float], config: TrainConfig) -> None:
     """Warn, one line each, of a first batch without signal, or whose completions are mostly cut off."""
-    if first["frac_reward_zero_std"] == 1 and not (config.advantage_fn or config.loss_fn or config.beta):
+    if first["frac_reward_zero_std"] == 1 and not (
+        config.advantage_fn or config.loss_fn or config.beta
+    ):
         cause = f"every prompt's completions have the same reward (mean {first['reward']:.4g})"
-        tqdm.write(f"warning: no advantages, as {cause}: read them with `python scripts/show.py {config.output_dir}`")
+        tqdm.write(
+            f"warning: no advantages, as {cause}: read them with `python scripts/show.py {config.output_dir}`"
+        )
     if (share := first["completions/clipped_ratio"]) > 0.9:
         cure = "raise it, or see why the model does not end its answers (EOS, chat template)"
-        tqdm.write(f"warning: max_completion_len={config.max_completion_len} cuts {share:.0%} of completions: {cure}")
+        tqdm.write(
+            f"warning: max_completion_len={config.max_completion_len} cuts {share:.0%} of completions: {cure}"
+        )
 
 
 def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
@@ -119,16 +165,31 @@ def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, An
         of_group = {"group": group.id, "row": group.prompt.index, "prompt": group.prompt.content}
         of_group["columns"] = _shortened(group.prompt.columns)
         for i, c in enumerate(group.completions):
-            rewards = {f.__name__: reward for f, reward in zip(functions, group.rewards[i], strict=True)}
+            rewards = {
+                f.__name__: reward for f, reward in zip(functions, group.rewards[i], strict=True)
+            }
             scores = {"reward": group.reward[i], "rewards": rewards}
-            scores |= {"advantage": group.advantages[i]} if group.advantages else {}  # held-out completions have none
+            scores |= (
+                {"advantage": group.advantages[i]} if group.advantages else {}
+            )  # held-out completions have none
             sampling = {"finish_reason": c.finish_reason, "weight_versions": c.weight_versions}
-            samples.append({**of_group, "completion": group.texts[i], **scores, **sampling, "info": _shortened(c.info)})
+            samples.append(
+                {
+                    **of_group,
+                    "completion": group.texts[i],
+                    **scores,
+                    **sampling,
+                    "info": _shortened(c.info),
+                }
+            )
     return samples
 
 
 def _shortened(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN] for name, value in values.items()}
+    return {
+        name: value if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN]
+        for name, value in values.items()
+    }
 
 
 class RunLog:
@@ -144,7 +205,10 @@ class RunLog:
         folder = Path(config.output_dir)
         (folder / "run_id").write_text(self.run_id)
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
-        paths = {n: folder / f"{n}.jsonl" for n in ("metrics", "completions", "held_out", "dropped", "rollouts")}
+        paths = {
+            n: folder / f"{n}.jsonl"
+            for n in ("metrics", "completions", "held_out", "dropped", "rollouts")
+        }
         if paths["metrics"].exists() and not resumed:
             print(f"{folder} has an earlier run: its logs get the ending .old", flush=True)
         for path in filter(Path.exists, [*paths.values(), folder / "failed_rewards.jsonl"]):
@@ -154,26 +218,47 @@ class RunLog:
                 _cut_lines(path, resumed["step"])  # the run goes on from there
         if not config.save_rollouts:
             del paths["rollouts"]
-        self._files = {name: files.enter_context(path.open("ab", 0)) for name, path in paths.items()}
+        self._files = {
+            name: files.enter_context(path.open("ab", 0)) for name, path in paths.items()
+        }
         self._writer = files.enter_context(ThreadPoolExecutor(1))
         self._written: Future[None] = self._writer.submit(lambda: None)
         files.callback(lambda: self._written.result())
         self._bar = files.enter_context(tqdm(disable=None, bar_format="{desc}"))
-        self._num_steps, self._steps_s = num_steps, deque[float](maxlen=50)  # seconds of recent steps and evaluations
+        self._num_steps, self._steps_s = (
+            num_steps,
+            deque[float](maxlen=50),
+        )  # seconds of recent steps and evaluations
         self._held_out: list[str] = []  # the last evaluation's reward, for the live line
         self._wandb: Any = None
         if config.use_wandb:
             import wandb
 
-            run = {"project": config.wandb_project, "dir": folder, "config": to_json(config), "id": self.wandb_id}
+            run = {
+                "project": config.wandb_project,
+                "dir": folder,
+                "config": to_json(config),
+                "id": self.wandb_id,
+            }
             self._wandb, self.wandb_id = wandb, wandb.init(**run, resume="allow").id
             files.callback(wandb.finish)
 
-    def step(self, step: int, metrics: dict[str, float], batch: Batch | None = None, held_out: Sets = None) -> None:
+    def step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        batch: Batch | None = None,
+        held_out: Sets = None,
+    ) -> None:
         """Write one step: metrics everywhere, its batch, and the groups of held-out sets, to their `.jsonl` files."""
         if not is_main() or not (metrics or batch):
             return
-        rows: dict[str, list[dict[str, Any]]] = {"completions": [], "dropped": [], "rollouts": [], "held_out": []}
+        rows: dict[str, list[dict[str, Any]]] = {
+            "completions": [],
+            "dropped": [],
+            "rollouts": [],
+            "held_out": [],
+        }
         if batch:
             metrics = batch_metrics(batch.groups, step - 1, self.config) | batch.metrics | metrics
             metrics["time/train_s"] -= metrics["time/wait_s"]
@@ -181,20 +266,33 @@ class RunLog:
                 warn_of(metrics, self.config)
             logged = sorted(batch.groups, key=lambda group: group.id)[: self.config.logged_groups]
             rows["completions"] = batch_samples(logged, self.config)
-            pairs = ((group, reason) for reason, groups in batch.dropped.items() for group in groups)
-            rows["dropped"] = [{"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in pairs]
-            rows["rollouts"] = [saved_group(g) for g in batch.groups] if self.config.save_rollouts else []
+            pairs = (
+                (group, reason) for reason, groups in batch.dropped.items() for group in groups
+            )
+            rows["dropped"] = [
+                {"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in pairs
+            ]
+            rows["rollouts"] = (
+                [saved_group(g) for g in batch.groups] if self.config.save_rollouts else []
+            )
         for name, groups in (held_out or {}).items():
-            rows["held_out"] += [{"set": name, **sample} for sample in batch_samples(groups, self.config)]
+            rows["held_out"] += [
+                {"set": name, **sample} for sample in batch_samples(groups, self.config)
+            ]
         self._written.result()  # of the step before: raises what it failed with
         self._written = self._writer.submit(self._write, step, rows | {"metrics": [metrics]})
         self._print(step, metrics)
         if self._wandb:
             # wandb makes a section of panels for each word before a slash.
-            sent: dict[str, Any] = {n if "/" in n else f"train/{n}": value for n, value in metrics.items()}
+            sent: dict[str, Any] = {
+                n if "/" in n else f"train/{n}": value for n, value in metrics.items()
+            }
             every, shown = self.config.log_completions_steps, rows["completions"][:256]
             if shown and every and step % every == 0:
-                cells = [[v if isinstance(v, float | int) else str(v)[:10_000] for v in s.values()] for s in shown]
+                cells = [
+                    [v if isinstance(v, float | int) else str(v)[:10_000] for v in s.values()]
+                    for s in shown
+                ]
                 sent["completions/table"] = self._wandb.Table(columns=list(shown[0]), data=cells)
             self._wandb.log(sent, step=step)
 
@@ -213,8 +311,12 @@ class RunLog:
             left_s = sum(self._steps_s) / len(self._steps_s) * (self._num_steps - step)
             speed = tqdm.format_sizeof(metrics["tokens_per_s/trained"])
             pace += [f"{tqdm.format_interval(left_s)} left", f"{speed} tok/s"]
-            if len(self._steps_s) > 1:  # the first step's groups were sampled, in part or all, before it began
-                pace += [f"idle: trainer {metrics['idle/trainer']:.0%}, servers {metrics['idle/servers']:.0%}"]
+            if (
+                len(self._steps_s) > 1
+            ):  # the first step's groups were sampled, in part or all, before it began
+                pace += [
+                    f"idle: trainer {metrics['idle/trainer']:.0%}, servers {metrics['idle/servers']:.0%}"
+                ]
         if "eval/reward" in metrics:
             self._held_out = [f"eval {metrics['eval/reward']:.4g}"]
         live = [f"reward {metrics['reward']:.4g}"] if "reward" in metrics else []
@@ -222,10 +324,22 @@ class RunLog:
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
             parts = [name for name in metrics if name.startswith("rewards/")]
             kind = "accuracy" if metrics.get("eval/accuracy") else "reward"
-            evals = ["eval/accuracy", "eval/reward", *[name for name in metrics if name.startswith("eval/pass@")][-1:]]
+            evals = [
+                "eval/accuracy",
+                "eval/reward",
+                *[name for name in metrics if name.startswith("eval/pass@")][-1:],
+            ]
             evals += [f"eval/{name}/{kind}" for name in self.config.eval_sets]
             names = ["reward", *(parts if len(parts) > 1 else ()), *evals, *PRINTED]
-            tqdm.write(" · ".join([head, *(f"{name} {metrics[name]:.4g}" for name in names if name in metrics), *pace]))
+            tqdm.write(
+                " · ".join(
+                    [
+                        head,
+                        *(f"{name} {metrics[name]:.4g}" for name in names if name in metrics),
+                        *pace,
+                    ]
+                )
+            )
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on with what is written: all steps until now."""
@@ -237,5 +351,7 @@ class RunLog:
 def _cut_lines(path: Path, step: int) -> None:
     """Cut off the lines after `step`, which come again, and one that a crash left without its end."""
     with path.open("rb+") as lines:  # in bytes, a line ends with \n alone
-        kept = takewhile(lambda line: line.endswith(b"\n") and json.loads(line)["step"] <= step, lines)
+        kept = takewhile(
+            lambda line: line.endswith(b"\n") and json.loads(line)["step"] <= step, lines
+        )
         lines.truncate(sum(map(len, kept)))
