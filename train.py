@@ -2,25 +2,24 @@
 
     torchrun --nproc_per_node=N train.py [recipes/x.py] [--field value ...]
 
-In reading order: advantages, the loss and its corrections, the rows of a batch, one step, the loop (`main`).
+In reading order: advantages, the loss and its corrections, one step, the loop (`main`).
 """
 
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
-from prefix_attention import PackedBatch, num_packed_tokens, pack
-from rollouts.data import Prompt, joined_images
-from rollouts.stream import Group, Rollouts
+from rollouts.group import Completion, Group, Prompt
+from rollouts.stream import Rollouts
+from training.batching import Dealer, MicroBatch, Share
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
 from training.logs import RunLog, TokenSums
 from training.model import (
@@ -42,7 +41,7 @@ from utils import (
     stop_signals,
     timed,
 )
-from vllm_client import Completion, ServerError, Span
+from vllm_client import ServerError
 
 LOSS_SUMS = (
     "kl",
@@ -79,26 +78,30 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     """Fill in the advantages of groups that have rewards: of a whole batch where `config.weighs_whole_batch`."""
-    # Otherwise group by group: in one tensor, rounding would depend on which groups arrived together.
-    parts = [groups] if config.weighs_whole_batch else [[group] for group in groups]
-    advantage_fn: Any = config.advantage_fn or (
-        lambda rewards, _: compute_advantages(rewards, config.scale_rewards)
-    )
-    for part in parts:
-        rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
-        with naming(
-            f"advantage_fn must return finite numbers [{len(part)}, {config.num_generations}]"
-        ):
-            advantages = advantage_fn(rewards.clone(), part)
-            if (
-                advantages.shape != rewards.shape
-                or not (advantages.isfinite() | rewards.isnan()).all()
-            ):
-                raise ValueError(f"it returned {advantages}")
-        for group, of_group in zip(
-            part, advantages.where(~rewards.isnan(), 0.0).tolist(), strict=True
-        ):
-            group.advantages = of_group
+    if config.weighs_whole_batch:
+        set_advantages_together(groups, config)
+    else:  # in one tensor, rounding would depend on which groups arrived together
+        for group in groups:
+            set_advantages_together([group], config)
+
+
+def set_advantages_together(groups: list[Group], config: TrainConfig) -> None:
+    """Fill in the advantages of groups by one call; a UserError where it gives no finite numbers."""
+    advantage_fn: Any = config.advantage_fn
+    rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
+    with naming(
+        f"advantage_fn must return finite numbers [{len(groups)}, {config.num_generations}]"
+    ):
+        if advantage_fn is None:
+            advantages = compute_advantages(rewards, config.scale_rewards)
+        else:
+            advantages = advantage_fn(rewards.clone(), groups)
+        if advantages.shape != rewards.shape or not (advantages.isfinite() | rewards.isnan()).all():
+            raise ValueError(f"it returned {advantages}")
+
+    advantages = advantages.where(~rewards.isnan(), 0.0)
+    for group, of_group in zip(groups, advantages.tolist(), strict=True):
+        group.advantages = of_group
 
 
 # -- The loss and its corrections --------------------------------------------------------------------------------------
@@ -178,18 +181,6 @@ def grpo_loss(
     return per_token.sum(), sums
 
 
-def loss_normalizer(lengths: list[int], config: TrainConfig) -> float:
-    """What the summed gradient is divided by, at least 1; `lengths` are the trained tokens of each completion.
-
-    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo, dapo, cispo: the tokens.
-    """
-    if config.loss_type == "grpo":
-        return max(len(lengths), 1)
-    if config.loss_type == "dr_grpo":
-        return max(len(lengths), 1) * config.max_completion_len
-    return max(sum(lengths), 1)
-
-
 def off_policy_weights(
     old_logprobs: Tensor,
     sampler_logprobs: Tensor,
@@ -222,206 +213,6 @@ def off_policy_weights(
     )
 
 
-# -- The rows of a batch -----------------------------------------------------------------------------------------------
-
-
-@dataclass
-class MicroBatch:
-    """One forward and what the loss needs for each of its N completion tokens; tensors are [N] float32."""
-
-    packed: PackedBatch
-    advantages: Tensor
-    mask: Tensor  # 1 on tokens that train, 0 elsewhere
-    sampler_logprobs: Tensor  # nats, the server's
-    servers: Tensor  # int16: 1 + the server's number where the current policy sampled the token, 0 where an older did
-    images: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # those of the row's prompts, from `joined_images`
-    ref_logprobs: Tensor | None = None  # nats, of `reference_urls`
-    old_logprobs: Tensor | None = (
-        None  # nats, the policy's before the first of several updates, on its device
-    )
-
-    def to(self, device: torch.device) -> Self:
-        """The same micro-batch on `device`."""
-        moved: Any = {
-            n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor | PackedBatch)
-        }
-        return replace(
-            self, **moved, images={name: value.to(device) for name, value in self.images.items()}
-        )
-
-
-def row_tokens(groups: list[Group], config: TrainConfig) -> int:
-    """Positions of the smallest row that holds all groups."""
-    with_images = {number for number, group in enumerate(groups) if group.prompt.images}
-    return num_packed_tokens(
-        [group.sequences for group in groups], config.share_prefix, apart=with_images
-    )
-
-
-def trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
-    """How many tokens of each completion train: none without a reward, or where truncation masks them."""
-    masks_cut = config.mask_truncated_completions
-    return [
-        0 if math.isnan(reward) or (masks_cut and c.finish_reason == "length") else c.num_sampled
-        for group in groups  # which need not have been scored
-        for c, reward in zip(
-            group.completions, group.reward or [0.0] * len(group.completions), strict=True
-        )
-    ]
-
-
-def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> list[MicroBatch]:
-    """Groups packed into rows of at most `max_tokens`, with what their tokens need for the loss."""
-    segments = [segment for group in groups for segment in group.segments]
-    of_segments = torch.tensor([len(segment.token_ids) for segment in segments])
-    sizes = torch.tensor(
-        [sum(len(s.token_ids) for s in c.segments) for group in groups for c in group.completions]
-    )
-    trains = torch.tensor(trained_lengths(groups, config)) > 0
-    num_old = torch.tensor(
-        [segment.start_of(group.trained_version) for group in groups for segment in group.segments]
-    )
-    marks = [mark for group in groups for _ in group.segments for mark in (0, 1 + group.server)]
-    sizes_by_age = torch.stack(
-        [num_old, of_segments - num_old], 1
-    ).flatten()  # older policies' tokens come first
-    tokens = {
-        "advantages": torch.tensor([a for group in groups for a in group.advantages])
-        .float()
-        .repeat_interleave(sizes),
-        "mask": (
-            trains.repeat_interleave(sizes) & torch.cat([segment.loss_mask for segment in segments])
-        ).float(),
-        "sampler_logprobs": torch.cat([segment.sampler_logprobs for segment in segments]),
-        "servers": torch.tensor(marks, dtype=torch.int16).repeat_interleave(sizes_by_age),
-    }
-    if groups[0].ref_logprobs:
-        tokens["ref_logprobs"] = torch.cat(
-            [values for group in groups for values in group.ref_logprobs]
-        )
-    batches = []
-    with_images = {number for number, group in enumerate(groups) if group.prompt.images}
-    for row in pack(
-        [group.sequences for group in groups], max_tokens, config.share_prefix, apart=with_images
-    ):
-        of_row: Any = {name: values[row.index] for name, values in tokens.items()}
-        prompts = [groups[number].prompt for number in row.prompts if number is not None]
-        batches.append(MicroBatch(row, images=joined_images(prompts), **of_row))
-    return batches
-
-
-class Share(NamedTuple):
-    """Rows that one rank trains next. With a `normalizer` an update follows, which divides the gradients by it."""
-
-    micro_batches: list[MicroBatch]
-    normalizer: float | None = None
-
-
-class Dealer:
-    """Packs the groups of a batch into rows, and deals the rows to the ranks. Only rank 0's is filled.
-
-    A round deals one row to each rank, as FSDP2 and DDP need equally many backward passes on all. The largest row goes
-    to the rank that has had the fewest tokens, and masked copies of the smallest row fill up the last round.
-    """
-
-    def __init__(self, num_ranks: int, config: TrainConfig):
-        self.config = config
-        self.loads = [0] * num_ranks  # tokens that each rank has had
-        self.waiting: list[Group] = []  # groups of a row that still has room
-        self.waiting_tokens = (
-            0  # of these, each alone: where prefixes are shared, at least those of their row
-        )
-        self.rows: list[MicroBatch] = []  # not dealt yet
-        self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
-
-    def missing_tokens(self) -> float:
-        """How many more tokens fill a row on every rank; infinitely many where training needs the whole batch."""
-        if self.config.updates_per_batch > 1 or self.config.weighs_whole_batch:
-            return math.inf
-        num_rows = len(self.loads) - len(self.rows)
-        return num_rows * self.config.max_tokens_per_gpu - row_tokens(self.waiting, self.config)
-
-    def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
-        """Each rank's shares of the groups that came, one per mini-batch; `is_complete`: they are the batch's last."""
-        config = self.config
-        size = config.batch_size // config.num_minibatches
-        # With several mini-batches these groups are the whole batch, for which `missing_tokens` makes `take` wait.
-        parts = [
-            self._shares(groups[start : start + size], is_complete)
-            for start in range(0, len(groups), size)
-        ]
-        if config.num_minibatches > 1 and config.loss_type in (
-            "dapo",
-            "cispo",
-        ):  # a token weighs the same in each
-            mean = loss_normalizer(trained_lengths(groups, config), config) / config.num_minibatches
-            parts = [[share._replace(normalizer=mean) for share in part] for part in parts]
-        return [list(of_rank) for of_rank in zip(*parts, strict=True)]
-
-    def _shares(self, groups: list[Group], ends_update: bool) -> list[Share]:
-        """Each rank's share of a mini-batch, or of the part of it that fills whole rounds."""
-        config, num_ranks = self.config, len(self.loads)
-        self.lengths += trained_lengths(groups, config)
-        for group in groups:
-            own_tokens = row_tokens([group], config)
-            may_be_over = (
-                not config.share_prefix
-                or self.waiting_tokens + own_tokens > config.max_tokens_per_gpu
-            )
-            if (
-                self.waiting
-                and may_be_over
-                and row_tokens([*self.waiting, group], config) > config.max_tokens_per_gpu
-            ):
-                self.rows += micro_batches(self.waiting, config.max_tokens_per_gpu, config)
-                self.waiting, self.waiting_tokens = [], 0
-            self.waiting.append(group)
-            self.waiting_tokens += own_tokens
-        normalizer = None
-        if ends_update:  # Spread the waiting groups evenly over the rows that the round lacks.
-            num_missing = num_ranks - len(self.rows) % num_ranks
-            tokens_each = math.ceil(row_tokens(self.waiting, config) / num_missing)
-            alone = [
-                (prompt, [one])
-                for prompt, every in (g.sequences for g in self.waiting)
-                for one in every
-            ]
-            longest = max(
-                num_packed_tokens([completion], config.share_prefix) for completion in alone
-            )
-            budget = min(max(tokens_each, longest), config.max_tokens_per_gpu)
-            self.rows += micro_batches(self.waiting, budget, config)
-            smallest = min(self.rows, key=lambda micro: micro.packed.num_tokens)
-            filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
-            self.rows += [filler] * (-len(self.rows) % num_ranks)
-            normalizer = loss_normalizer(self.lengths, config)
-            self.waiting, self.waiting_tokens, self.lengths = [], 0, []
-        dealt: list[list[MicroBatch]] = [[] for _ in self.loads]
-        while len(self.rows) >= num_ranks:
-            by_size = sorted(self.rows[:num_ranks], key=lambda micro: -micro.packed.num_tokens)
-            by_load = sorted(range(num_ranks), key=lambda rank: self.loads[rank])
-            for rank, micro in zip(by_load, by_size, strict=True):
-                dealt[rank].append(micro)
-                self.loads[rank] += micro.packed.num_tokens
-            self.rows = self.rows[num_ranks:]
-        return [Share(of_rank, normalizer) for of_rank in dealt]
-
-
-def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
-    """This rank's shares of the next batch, each as soon as its groups have come. Collective: every rank iterates."""
-    dealer = Dealer(dist.get_world_size(), config)
-    is_complete = False
-    while not is_complete:
-        groups, is_complete = rollouts.take(dealer.missing_tokens())
-        dealt = None
-        if is_main():
-            set_advantages(groups, config)
-            dealt = dealer.deal(groups, is_complete)
-        yield from scatter_objects(dealt)
-
-
 # -- The step ----------------------------------------------------------------------------------------------------------
 
 
@@ -429,80 +220,92 @@ def train_batch(
     policy: Any, reference: Callable[..., Tensor] | None, optimizer: Any, scheduler: Any,
     shares: Iterable[Share], config: TrainConfig, device: torch.device,
 ) -> tuple[dict[str, float], dict[int, float]]:  # fmt: skip
-    """Train one batch; returns metrics, and mean |trainer - server| by server. Collective: each rank has its shares.
+    """Train one batch; returns metrics, and mean |trainer - server| by server.
 
-    With one update it trains while it arrives; for several it is collected, to take the log-probs before the first.
+    Collective: each rank has its own shares. With one update it trains while they arrive; for several they are
+    collected, to take the trainer's log-probs before the first.
     """
-    loss_fn: Any = config.loss_fn or grpo_loss
     learning_rate = optimizer.param_groups[0]["lr"]
     token_sums = TokenSums(device)
     norms: list[float] = []
     if config.updates_per_batch > 1:
         shares = list(shares)
-        kept = (
-            [micro for share in shares for micro in share.micro_batches]
-            if config.old_logprobs == "trainer"
-            else []
-        )
-        for stored in kept:  # what the ratios of all updates are taken against
-            micro = stored.to(device)
-            with torch.no_grad():
-                stored.old_logprobs = token_logprobs(policy, micro.packed, micro.images, config)
+        if config.old_logprobs == "trainer":
+            keep_trainer_logprobs(policy, shares, config, device)
+
     for iteration in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for share in shares:
-            for stored in share.micro_batches:
-                micro = stored.to(device)
+            for micro_batch in share.micro_batches:
                 # DDP reduces gradients only in an update's last backward; FSDP2 and a single rank ignore this.
-                policy.require_backward_grad_sync = (
-                    share.normalizer is not None and stored is share.micro_batches[-1]
-                )
-                logprobs, entropy = token_logprobs(
-                    policy, micro.packed, micro.images, config, return_entropy=True
-                )
-                trainer_logprobs = (
-                    logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-                )
-                old = (
-                    micro.sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
-                )
-                weights = off_policy_weights(
-                    old, micro.sampler_logprobs, micro.mask, micro.packed.completion, config
-                )
-                ref = reference(micro.packed, micro.images) if reference else micro.ref_logprobs
-                loss, loss_sums = loss_fn(
-                    logprobs,
-                    old,
-                    ref,
-                    micro.advantages * weights,
-                    micro.mask,
-                    micro.packed.completion,
-                    config,
-                )
-                loss.backward()
-                loss_sum += loss.detach()
+                is_last = micro_batch is share.micro_batches[-1]
+                policy.require_backward_grad_sync = is_last and share.normalizer is not None
                 # Servers are compared with the policy before the first update only, each token once.
-                is_compared = iteration == 0 and (micro.old_logprobs is not None or not norms)
-                servers = micro.servers if is_compared else None
-                token_sums.add(
-                    loss_sums,
-                    entropy,
-                    trainer_logprobs,
-                    micro.sampler_logprobs,
-                    micro.mask,
-                    servers,
+                is_first_update = micro_batch.trainer_logprobs is not None or not norms
+                compares_servers = iteration == 0 and is_first_update
+                on_device = micro_batch.to(device)
+                loss_sum += add_gradient(
+                    policy, reference, on_device, token_sums, compares_servers, config
                 )
+
             if share.normalizer is not None:
                 norms.append(optimizer_step(policy, optimizer, scheduler, share.normalizer, config))
                 token_sums.totals["loss"] += loss_sum / share.normalizer / config.updates_per_batch
                 loss_sum = torch.zeros((), device=device)
+
     metrics, gaps = token_sums.metrics()
-    return {
-        "grad_norm": sum(norms) / len(norms),
-        "skipped_steps": float(sum(not math.isfinite(norm) for norm in norms)),
-        "learning_rate": learning_rate,
-        **metrics,
-    }, gaps
+    metrics["grad_norm"] = sum(norms) / len(norms)
+    metrics["skipped_steps"] = float(sum(not math.isfinite(norm) for norm in norms))
+    metrics["learning_rate"] = learning_rate
+    return metrics, gaps
+
+
+def keep_trainer_logprobs(
+    policy: Any, shares: list[Share], config: TrainConfig, device: torch.device
+) -> None:
+    """Fill in the policy's log-probs before the first update: what the ratios of all updates are taken against."""
+    for share in shares:
+        for micro_batch in share.micro_batches:
+            row = micro_batch.to(device)
+            with torch.no_grad():
+                micro_batch.trainer_logprobs = token_logprobs(
+                    policy, row.packed, row.images, config
+                )
+
+
+def add_gradient(
+    policy: Any, reference: Callable[..., Tensor] | None, micro_batch: MicroBatch, token_sums: TokenSums,
+    compares_servers: bool, config: TrainConfig,
+) -> Tensor:  # fmt: skip
+    """Forward and backward of one micro-batch; returns its loss sum, 0-d. Counts its tokens into `token_sums`."""
+    packed = micro_batch.packed
+    mask = micro_batch.mask
+    sampler_logprobs = micro_batch.sampler_logprobs
+    policy_logprobs, entropy = token_logprobs(
+        policy, packed, micro_batch.images, config, return_entropy=True
+    )
+
+    trainer_logprobs = micro_batch.trainer_logprobs
+    if (
+        trainer_logprobs is None
+    ):  # none are kept: this is the only update, or no ratio is taken against them
+        trainer_logprobs = policy_logprobs.detach()
+    ref_logprobs = micro_batch.ref_logprobs
+    if reference is not None:
+        ref_logprobs = reference(packed, micro_batch.images)
+    old_logprobs = sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
+
+    weights = off_policy_weights(old_logprobs, sampler_logprobs, mask, packed.completion, config)
+    advantages = micro_batch.advantages * weights
+    loss_fn: Any = config.loss_fn or grpo_loss
+    loss, loss_sums = loss_fn(
+        policy_logprobs, old_logprobs, ref_logprobs, advantages, mask, packed.completion, config
+    )
+    loss.backward()
+
+    servers = micro_batch.servers if compares_servers else None
+    token_sums.add(loss_sums, entropy, trainer_logprobs, sampler_logprobs, mask, servers)
+    return loss.detach()
 
 
 def optimizer_step(
@@ -524,49 +327,63 @@ def optimizer_step(
 # -- The loop ----------------------------------------------------------------------------------------------------------
 
 
+def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
+    """This rank's shares of the next batch, each as soon as its groups have come. Collective: every rank iterates."""
+    dealer = Dealer(dist.get_world_size(), config)
+    is_complete = False
+    while not is_complete:
+        groups, is_complete = rollouts.take(dealer.missing_tokens())
+        dealt = None
+        if is_main():
+            set_advantages(groups, config)
+            dealt = dealer.deal(groups, is_complete)
+        yield from scatter_objects(dealt)
+
+
 def check_loss(config: TrainConfig) -> None:
     """Try the config's `loss_fn` on two tokens of log-probability -1 and advantage 1, or raise a UserError."""
+    if config.loss_fn is None:
+        return
+    names = ", ".join(LOSS_SUMS)
+    for mask in (
+        torch.ones(2),
+        torch.zeros(2),
+    ):  # a row that fills up a round has masked tokens alone
+        with naming(
+            f"loss_fn must return (a finite scalar of logprobs, sums named {names}, loss/...)"
+        ):
+            check_loss_of_tokens(mask, config)
+
+
+def check_loss_of_tokens(mask: Tensor, config: TrainConfig) -> None:
+    """ValueError where the config's `loss_fn` does not give a usable loss of two tokens with this mask."""
     loss_fn: Any = config.loss_fn
     ones = torch.ones(2)
-    for mask in (
-        (ones, 0 * ones) if loss_fn else ()
-    ):  # a row that fills up a round has masked tokens alone
-        logprobs = (-ones).requires_grad_()
-        ref = logprobs.detach() if config.has_reference else None
-        with naming(
-            f"loss_fn must return (a finite scalar of logprobs, sums named {', '.join(LOSS_SUMS)}, loss/...)"
-        ):
-            loss, sums = loss_fn(
-                logprobs,
-                logprobs.detach(),
-                ref,
-                ones,
-                mask,
-                torch.zeros(2, dtype=torch.long),
-                config,
-            )
-            loss.backward()
-            is_known = [
-                v.ndim == 0 and (name in LOSS_SUMS or name.startswith("loss/"))
-                for name, v in sums.items()
-            ]
-            if not loss.isfinite() or not all(is_known):
-                raise ValueError(f"it returned {loss.item()} and {sums}")
-            if not mask.any() and (logprobs.grad is None or logprobs.grad.any()):
-                raise ValueError(f"tokens whose mask is 0 get the gradient {logprobs.grad}")
+    logprobs = (-ones).requires_grad_()
+    old_logprobs = logprobs.detach()
+    ref_logprobs = old_logprobs if config.has_reference else None
+    completion = torch.zeros(2, dtype=torch.long)
+    loss, sums = loss_fn(logprobs, old_logprobs, ref_logprobs, ones, mask, completion, config)
+    loss.backward()
+
+    are_known = all(name in LOSS_SUMS or name.startswith("loss/") for name in sums)
+    are_scalars = all(value.ndim == 0 for value in sums.values())
+    if not loss.isfinite() or not are_known or not are_scalars:
+        raise ValueError(f"it returned {loss.item()} and {sums}")
+    if not mask.any() and (logprobs.grad is None or logprobs.grad.any()):
+        raise ValueError(f"tokens whose mask is 0 get the gradient {logprobs.grad}")
 
 
 def check_advantages(prompts: list[Prompt], config: TrainConfig) -> None:
     """Try the config's `advantage_fn`, if any, on two prompts with one-token completions, or raise a UserError."""
+    if config.advantage_fn is None or config.rollout_fn:  # these completions lack its `info`
+        return
     num = config.num_generations
-    completions = [Completion([0], [-1.0], "stop", [Span(0, 0, 1)]) for _ in range(num)]
+    completions = [Completion([0], [-1.0], "stop", 0) for _ in range(num)]
     reward = [float(number) for number in range(num)]
     rewards: Any = [[value] * len(config.reward_funcs) for value in reward]
-    if config.advantage_fn and not config.rollout_fn:  # these completions lack its `info`
-        set_advantages(
-            [Group(prompt, completions, [""] * num, rewards, reward) for prompt in prompts[:2]],
-            config,
-        )
+    groups = [Group(prompt, completions, [""] * num, rewards, reward) for prompt in prompts[:2]]
+    set_advantages(groups, config)
 
 
 def main(config: TrainConfig) -> None:
@@ -591,7 +408,8 @@ def main(config: TrainConfig) -> None:
             policy, rollouts.num_steps * config.updates_per_batch, config
         )
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
-        step, num_skipped = checkpoints.resume(checkpoint), 0
+        step = checkpoints.resume(checkpoint)
+        num_skipped = 0
         with closing(RunLog(config, rollouts.num_steps, resumed)) as log, suppress(Stopped):
             rollouts.publish(policy, step)
             if step == 0:
@@ -613,13 +431,16 @@ def main(config: TrainConfig) -> None:
                     step += 1
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, step)
-                num_skipped = (
-                    num_skipped + 1 if trained["skipped_steps"] == config.updates_per_batch else 0
-                )
+
+                if trained["skipped_steps"] == config.updates_per_batch:
+                    num_skipped += 1
+                else:
+                    num_skipped = 0
                 evaluated, held_out = rollouts.evaluate(step)
                 log.step(step, metrics | trained | evaluated, batch, held_out)
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())
+
         checkpoints.finish(step, rollouts.state() | log.state(), is_last=step == rollouts.num_steps)
         if is_main() and rollouts.failure:
             raise rollouts.failure

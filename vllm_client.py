@@ -10,12 +10,12 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import cache, partial
 from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypedDict
+from typing import Annotated, Any, TypedDict
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import ADDRESS, TrainConfig, UserError
+from rollouts.group import ENVIRONMENT, FOREIGN, Completion, Group, spans_to_versions
 from utils import (
     RIGHT_VLLM,
     VLLM_VERSION,
@@ -37,6 +38,8 @@ from utils import (
 
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
+POLL_S = 2e-4  # between looks at what servers do
+POLL_S_PER_SERVER = 2e-5
 PROBE_S = 1.0  # between questions to a lost server
 MAX_SERVERS = 1024  # that are told apart by their numbers
 RETRY_S = 30.0  # before a server that answered, and could not be used, is tried again
@@ -52,93 +55,6 @@ class ServerError(RuntimeError):
 
 class ServerLost(ServerError):
     """A server does not answer any more, or answers with errors of its own: another server may do its work."""
-
-
-class Span(NamedTuple):
-    """Tokens `start` to `end` of a completion, sampled under one policy version; -1 for weights no trainer sent."""
-
-    version: int
-    start: int
-    end: int
-
-
-@dataclass(eq=False)
-class Completion:
-    """What was sampled for a prompt; lists are taken as tensors. ValueError where the parts do not fit together."""
-
-    token_ids: Any  # [n] int64, with the end-of-sequence token, where one was sampled
-    sampler_logprobs: (
-        Any  # [n] float32, nats, of each token, by the server: after temperature (and top-k/p)
-    )
-    finish_reason: str  # `stop` (the completion ended by itself) or `length` (it was cut off)
-    weight_versions: list[Span]  # the tokens that were sampled, by policy version
-    loss_mask: Any = (
-        None  # [n] bool, False on tokens that an environment wrote; all True where it is not given
-    )
-    info: dict[str, Any] = field(
-        default_factory=dict
-    )  # what an environment knows: columns for the rewards, by name
-    prompt_ids: Any = (
-        None  # [m] int64, what it was sampled for, where that is not the prompt of its group
-    )
-    earlier: list["Completion"] = field(default_factory=list)  # the rollout's other segments
-
-    def __post_init__(self) -> None:
-        n = len(self.token_ids)
-        self.prompt_ids = (
-            None if self.prompt_ids is None else torch.as_tensor(self.prompt_ids, dtype=torch.int64)
-        )
-        self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
-        self.sampler_logprobs = torch.as_tensor(self.sampler_logprobs, dtype=torch.float32)
-        self.loss_mask = torch.as_tensor(
-            torch.ones(n) if self.loss_mask is None else self.loss_mask, dtype=torch.bool
-        )
-        edges = [0, *(edge for _, start, end in self.weight_versions for edge in (start, end)), n]
-        sampled = torch.zeros(n, dtype=torch.bool)
-        for _, start, end in self.weight_versions:
-            sampled[start:end] = True
-        are_right = edges == sorted(edges) and torch.equal(sampled, self.loss_mask)
-        if not len(self.sampler_logprobs) == n > 0 or not are_right:
-            raise ValueError(
-                "a completion needs tokens, with a log-prob each, and a version of each that was sampled"
-            )
-
-    @property
-    def segments(self) -> list["Completion"]:
-        """All segments of the rollout, itself the last; each token was sampled in one of them."""
-        return [*self.earlier, self]
-
-    @property
-    def num_sampled(self) -> int:
-        """How many tokens of its segments were sampled."""
-        return sum(
-            end - start for segment in self.segments for _, start, end in segment.weight_versions
-        )
-
-    def start_of(self, version: int) -> int:
-        """Index of the first token that `version`, its last, sampled; the length where it sampled none."""
-        return next(
-            (span.start for span in self.weight_versions if span.version == version),
-            len(self.token_ids),
-        )
-
-    def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
-        """Join this turn, the environment's answer and the policy's next turn; nothing is tokenized again."""
-        said = torch.as_tensor(environment_ids, dtype=torch.int64)
-        before, zeros = torch.cat([self.token_ids, said]), torch.zeros(len(said))
-        are_known = self.prompt_ids is not None and reply.prompt_ids is not None
-        if are_known and not torch.equal(torch.cat([self.prompt_ids, before]), reply.prompt_ids):
-            raise ValueError("a reply is joined to a turn that it was not sampled for")
-        moved = [
-            Span(version, len(before) + start, len(before) + end)
-            for version, start, end in reply.weight_versions
-        ]
-        return replace(
-            self, token_ids=torch.cat([before, reply.token_ids]), finish_reason=reply.finish_reason,
-            sampler_logprobs=torch.cat([self.sampler_logprobs, zeros, reply.sampler_logprobs]),
-            loss_mask=torch.cat([self.loss_mask, zeros.bool(), reply.loss_mask]), earlier=self.earlier + reply.earlier,
-            weight_versions=[*self.weight_versions, *moved], info=self.info | reply.info,
-        )  # fmt: skip
 
 
 class _Token(msgspec.Struct, gc=False):
@@ -180,17 +96,17 @@ def completion_of(choice: _Choice) -> Completion:
     values = array("f", [token.logprob for token in content])
     if len(values) != len(ids) or not math.isfinite(sum(values)) or min(values) <= NO_LOGPROB:
         raise ValueError(f"of {len(ids)} tokens some log-probs are missing, or no finite numbers")
-    parts = choice.weight_versions or ()
-    spans = [
-        Span(int(v) if (v := of["version"]).isdecimal() else -1, of["start"], of["end"])
-        for of in parts
-    ]
-    token_ids = torch.frombuffer(
-        array("q", ids), dtype=torch.int64
-    )  # torch.tensor would take eight times as long
-    return Completion(
-        token_ids, torch.frombuffer(values, dtype=torch.float32), choice.finish_reason, spans
-    )
+    spans = []
+    for span in choice.weight_versions or ():
+        version = int(span["version"]) if span["version"].isdecimal() else FOREIGN
+        spans.append((version, span["start"], span["end"]))
+    versions = spans_to_versions(spans, len(ids))
+    if (versions == ENVIRONMENT).any():
+        raise ValueError(f"of {len(ids)} tokens some have no weight version")
+    # torch.tensor would take eight times as long
+    token_ids = torch.frombuffer(array("q", ids), dtype=torch.int64)
+    logprobs = torch.frombuffer(values, dtype=torch.float32)
+    return Completion(token_ids, logprobs, choice.finish_reason, versions)
 
 
 def all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
@@ -421,14 +337,13 @@ class ReferenceServer(Server):
         self.post("/init_weight_transfer_engine", {"init_info": {"temperature": self.temperature}})
         self.is_connected = self.has_weights = True
 
-    def logprobs(self, completions: list[list[tuple[Tensor, Tensor]]]) -> list[Tensor]:
-        """The log-probs [n] float32, nats, of each completion's tokens, given as (prompt, tokens) of its segments."""
+    def logprobs(self, group: Group) -> Tensor:
+        """The log-probs [n] float32, nats, of a group's tokens, a column as those of `Group.tokens`."""
         if self.temperature != 1:  # it may have been restarted meanwhile
             self.connect()
-        return [
-            torch.cat([self._of_segment(*segment) for segment in segments])
-            for segments in completions
-        ]
+        _, completions = group.sequences
+        of_segments = [self._of_segment(*segment) for segment in chain.from_iterable(completions)]
+        return torch.cat(of_segments)
 
     def _of_segment(self, prompt_ids: Tensor, token_ids: Tensor) -> Tensor:
         ids = token_ids.tolist()
@@ -702,30 +617,51 @@ class VLLMClient:
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
         """Do a step on every server, side by side; returns those that did it. The others are left out."""
         replies = {server: self._control.submit(step, server) for server in servers}
-        return self._until(
-            servers, lambda server: replies[server].done() and [replies[server].result()]
-        )
 
-    def _until(self, servers: list[Server], is_done: Callable[[Server], Any]) -> list[Server]:
-        """Ask each until it is done; returns those. One that fails, or is `sync_timeout` behind half, is left out."""
-        waiting, lost, asked_s = servers, [], time.monotonic()
+        def has_replied(server: Server) -> bool:
+            if not replies[server].done():
+                return False
+            replies[server].result()  # raises what the step failed with
+            return True
+
+        return self._until(servers, has_replied)
+
+    def _until(self, servers: list[Server], is_done: Callable[[Server], bool]) -> list[Server]:
+        """Poll servers until all are done; returns those that are, in their order.
+
+        One that fails is left out. So is one that keeps the others waiting: its time counts once half of them are done.
+        """
+        done: set[Server] = set()
+        waiting = servers
+        last_poll_s = time.monotonic()
         while waiting:
-            now_s, late = time.monotonic(), []
+            now_s = time.monotonic()
+            half_are_done = len(waiting) <= len(servers) / 2
+            still_waiting = []
             for server in waiting:
-                server.lag_s += (now_s - asked_s) * (2 * len(waiting) <= len(servers))
+                if half_are_done:
+                    server.lag_s += now_s - last_poll_s
                 try:
                     if is_done(server):
-                        continue
-                    if server.lag_s > self.config.sync_timeout:
+                        done.add(server)
+                    elif server.lag_s > self.config.sync_timeout:
                         raise ServerLost("it kept the other servers waiting for sync_timeout")
-                    late.append(server)
+                    else:
+                        still_waiting.append(server)
                 except RuntimeError as error:  # ServerError is one, and so is a lost group's error
-                    lost.append(server)
-                    (self.lose if server.has_weights else self.keep_out)(server, error)
-                    server.disconnect()  # a worker that waits for the rest gets an error
-            waiting, asked_s = late, now_s
-            time.sleep(2e-5 * (10 + len(late)) * bool(late))
-        return [server for server in servers if server not in lost]
+                    self._leave_out(server, error)
+            waiting, last_poll_s = still_waiting, now_s
+            if waiting:
+                time.sleep(POLL_S + POLL_S_PER_SERVER * len(waiting))
+        return [server for server in servers if server in done]
+
+    def _leave_out(self, server: Server, error: BaseException) -> None:
+        """Go on without a server, whose workers get an error instead of waiting for the rest of the weights."""
+        if server.has_weights:
+            self.lose(server, error)
+        else:
+            self.keep_out(server, error)
+        server.disconnect()
 
     def close(self) -> None:
         """Leave the transfer groups and drop what is still waiting."""

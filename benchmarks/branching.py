@@ -182,7 +182,7 @@ def compare(job: str, is_quick: bool) -> dict[str, Any]:
     ]
     dense, tree = (count(pairs, shares) for shares in (False, True))
     row: dict[str, Any] = {"job": job, "unique_tokens": tree[0]}
-    middle = lambda method, name: median([one[name] for one in found[method]])  # noqa: E731
+    middle = lambda method, name: median([one[name] for one in found[method]])
     for name in ("tokens", "s", "mb"):
         row |= {f"{method}_{name}": middle(method, name) for method in METHODS}
     row["bound"] = flops(size, *dense) / flops(size, *tree)

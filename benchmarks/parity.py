@@ -48,11 +48,11 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.common import report
 from benchmarks.end_to_end import JOBS, build
 from config import TrainConfig, to_json
-from rollouts.data import Group, Prompt
+from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from rollouts.replay import saved_group
-from train import Dealer, compute_advantages, grpo_loss, off_policy_weights
+from train import compute_advantages, grpo_loss, off_policy_weights
 from train import main as train
-from vllm_client import Completion, Span
+from training.batching import Dealer
 
 LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo")
 NUM_PROMPTS, NUM_GENERATIONS, MAX_LEN = 8, 4, 12
@@ -165,7 +165,7 @@ def make_case() -> Case:
     is_token = torch.arange(MAX_LEN) < lengths[:, None]
     around: Any = lambda scale: (
         scale * torch.randn(is_token.shape, generator=noise, dtype=torch.float64)
-    )  # noqa: E731
+    )
     logprobs = -2.5 + around(0.5)
     old = logprobs + around(0.3)
     is_sampled = is_token & (
@@ -284,9 +284,9 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
         completions = []
         for c in range(start, start + NUM_GENERATIONS):
             ids, sampled = case.token_ids[c], case.is_sampled[c, : lengths[c]]
-            spans = [Span(0, place, place + 1) for place in sampled.nonzero().flatten().tolist()]
             reason = "stop" if ids[-1] == 2 else "length"
-            completions.append(Completion(ids, numbers[c], reason, spans, sampled))
+            versions = torch.where(torch.as_tensor(sampled), 0, ENVIRONMENT)
+            completions.append(Completion(ids, numbers[c], reason, versions))
         prompt = Prompt(g, [3 + int(letter) for letter in case.prompts[start]], "", {})
         groups.append(
             Group(
@@ -418,7 +418,7 @@ def make_groups(model: Path, num: int) -> list[Group]:
                 logits = policy(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
             logprobs = logits.log_softmax(-1)[torch.arange(len(ids)), torch.tensor(ids)]
             noisy = [logprob + rng.gauss(0, 0.4) for logprob in logprobs.tolist()]
-            completions.append(Completion(ids, noisy, "stop", [Span(0, 0, len(ids))]))
+            completions.append(Completion(ids, noisy, "stop", 0))
         group = Group(
             Prompt(g, prompt, text, {}), completions, started_version=0, trained_version=g // BATCH
         )

@@ -47,6 +47,7 @@ from benchmarks.steps import MODELS
 from config import TrainConfig
 from prefix_attention import attach, completion_logprobs, pack
 from recipes.rewards import exact_match
+from rollouts.group import version_spans
 from rollouts.stream import Rollouts
 from training.model import build_policy, published_weights
 from utils import die_with, process_group
@@ -137,7 +138,7 @@ def syncs(rollouts: Rollouts, policy: Any, device: torch.device, repeats: int) -
         times.append(time.perf_counter() - started)
     replies = rollouts.client.servers[0].generate(PROMPT, SAMPLING)
     probe = torch.cat([differences(policy, reply, device) for reply in replies]).mean().item()
-    versions = sorted({span.version for reply in replies for span in reply.weight_versions})
+    versions = torch.cat([reply.weight_versions for reply in replies]).unique().tolist()
     found = {"sent_mb": num_bytes / 1e6, "sync_s": median(times), "copies": median(times) / copy_s}
     transfer = rollouts.client.servers[0].transfer
     return found | {
@@ -156,15 +157,19 @@ def in_flight(rollouts: Rollouts, policy: Any, device: torch.device, first: int)
             replies = pool.submit(rollouts.client.servers[0].generate, PROMPT, SAMPLING)
             time.sleep(0.04 * (version - first))  # each time a little later
             rollouts.publish(new, version)
-            found = [reply for reply in replies.result() if len(reply.weight_versions) == 2]
+            found = [
+                reply
+                for reply in replies.result()
+                if len(version_spans(reply.weight_versions)) == 2
+            ]
         if found:
-            before, after = found[0].weight_versions
+            before, after = version_spans(found[0].weight_versions)
             return {
                 "attempts": version - first,
                 "weight_versions": [list(before), list(after)],
-                "before_update": differences(old, found[0], device)[: before.end].mean().item(),
-                "after_update": differences(new, found[0], device)[after.start :].mean().item(),
-                "old_weights_after_update": differences(old, found[0], device)[after.start :]
+                "before_update": differences(old, found[0], device)[: before[2]].mean().item(),
+                "after_update": differences(new, found[0], device)[after[1] :].mean().item(),
+                "old_weights_after_update": differences(old, found[0], device)[after[1] :]
                 .mean()
                 .item(),
             }

@@ -84,7 +84,7 @@ def make_config(**fields: Any) -> Any:
 
 def make_groups(num: int, prompt: int, completion: int, generations: int) -> tuple[Any, list[Any]]:
     """`num` scored groups, made of the bytes of a few replies again and again; and what reads the next of these."""
-    from rollouts.data import Group, Prompt
+    from rollouts.group import Group, Prompt
     from vllm_client import all_choices
 
     rng = random.Random(0)
@@ -109,7 +109,8 @@ def make_groups(num: int, prompt: int, completion: int, generations: int) -> tup
 
 def deal(groups: list[Any], num_ranks: int, config: Any) -> list[Any]:
     """What each rank gets of groups that come one after the other, a row of each at a time, as `Rollouts.take` does."""
-    from train import Dealer, set_advantages
+    from train import set_advantages
+    from training.batching import Dealer
 
     dealer, dealt, taken = Dealer(num_ranks, config), [], []
     room = dealer.missing_tokens()
@@ -135,14 +136,14 @@ def tokens(quick: bool) -> list[dict[str, Any]]:
         config = make_config(max_tokens_per_gpu=65_536, batch_size=num, num_generations=generations)
         read, groups = make_groups(num, prompt, completion, generations)
         repeats = 2 if quick else 5
-        reply, _ = best_us(lambda: [read(n) for n in range(num)], num * of_group, repeats)  # noqa: B023
-        dealing, dealt = best_us(lambda: deal(groups, 2, config), num * of_group, repeats)  # noqa: B023
+        reply, _ = best_us(lambda: [read(n) for n in range(num)], num * of_group, repeats)
+        dealing, dealt = best_us(lambda: deal(groups, 2, config), num * of_group, repeats)
         dumping, sent = best_us(
             lambda: [[pickle.dumps(s) for s in d] for d in dealt], num * of_group, repeats
-        )  # noqa: B023
+        )
         loading, _ = best_us(
             lambda: [pickle.loads(d[1]) for d in sent], num * of_group / 2, repeats
-        )  # noqa: B023
+        )
         stages = {
             "reply": reply,
             "deal": dealing,
@@ -167,10 +168,10 @@ def ranks(quick: bool) -> list[dict[str, Any]]:
         config = make_config(max_tokens_per_gpu=4096, batch_size=2 * num_ranks, num_generations=4)
         _, groups = make_groups(2 * num_ranks, 256, 400, 4)
         num_tokens = 2 * num_ranks * 4 * 400
-        dealing, dealt = best_us(lambda: deal(groups, num_ranks, config), num_tokens, 3)  # noqa: B023
+        dealing, dealt = best_us(lambda: deal(groups, num_ranks, config), num_tokens, 3)
         dumping, sent = best_us(
             lambda: [[pickle.dumps(s) for s in d] for d in dealt], num_tokens, 3
-        )  # noqa: B023
+        )
         mb = sum(len(data) for of_rank in sent for data in of_rank) / 1e6
         us = {"deal_us": dealing, "scatter_us": dumping, "bytes_per_token": mb / num_tokens * 1e6}
         rows.append({"ranks": num_ranks, **us})
@@ -318,7 +319,7 @@ def servers(quick: bool) -> list[dict[str, Any]]:
                     client.admit(server)
                 sync_s, wall_s = min(
                     cpu_s(lambda: client.update_weights(iter(weights.items()), 1)) for _ in range(3)
-                )  # noqa: B023
+                )
 
                 def lease_all(times: int) -> None:
                     with ThreadPoolExecutor(
@@ -484,7 +485,7 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
     """The rollouts of a run without data, rewards and policy; real clients and streams."""
     import inspect
 
-    from rollouts.data import Group, Prompt
+    from rollouts.group import Group, Prompt
     from rollouts.stream import GroupStream, Rollouts
     from utils import is_main
     from vllm_client import VLLMClient
@@ -506,11 +507,10 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
 
     def fill(group: Any) -> None:
         with rollouts.client.lease() as server:
-            group.completions = server.generate(ids, sampling)
-        for number, completion in enumerate(
-            group.completions
-        ):  # else they were one, and shared all
-            completion.token_ids[0] = group.id * len(group.completions) + number
+            completions = server.generate(ids, sampling)
+        for number, completion in enumerate(completions):  # else they were one, and shared all
+            completion.token_ids[0] = group.id * len(completions) + number
+        group.fill(completions)
         group.reward = [random.random() for _ in group.completions]
 
     groups = (Group(Prompt(number, ids, "", {}), id=number) for number in range(10**9))

@@ -33,7 +33,8 @@ from benchmarks.common import Rows, durations, median, memory_mb, peak_flops, re
 from config import TrainConfig
 from prefix_attention import PackedBatch, attach, pack
 from recipes.rewards import exact_match
-from train import MicroBatch, Share, train_batch
+from train import train_batch
+from training.batching import MicroBatch, Share
 from training.model import add_lora, build_optimizer, parallelize
 from utils import process_group
 

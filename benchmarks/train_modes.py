@@ -37,7 +37,8 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.common import Rows, Skipped, device_here
 from benchmarks.steps import MODELS, make_config, make_policy, micro_batch
 from prefix_attention import pack
-from train import Share, train_batch
+from train import train_batch
+from training.batching import Share
 from training.model import build_optimizer
 from utils import die_with, process_group
 

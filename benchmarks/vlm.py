@@ -22,11 +22,12 @@ from PIL import Image
 
 from benchmarks.common import median, memory_mb, report
 from config import TrainConfig
-from rollouts.data import Group, Prompt, with_images
-from train import Dealer, train_batch
+from rollouts.data import with_images
+from rollouts.group import Completion, Group, Prompt
+from train import train_batch
+from training.batching import Dealer
 from training.model import build_optimizer, parallelize, run_tower_always, share_prefixes
 from utils import process_group
-from vllm_client import Completion, Span
 
 EDGE = 256  # pixels: 32 x 32 patches of 8, merged by four into 256 tokens
 REPEATS = 5
@@ -45,7 +46,7 @@ def make_groups(
             Prompt(index, [], "Colour?", {}, [Image.fromarray(noise.numpy())]), processor, config
         )
         completions = [
-            Completion(ids, [-4.0] * length, "stop", [Span(0, 0, length)])
+            Completion(ids, [-4.0] * length, "stop", 0)
             for ids in torch.randint(5, 90, (num_generations, length), generator=generator).tolist()
         ]
         groups.append(

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from rollouts.data import Group
+from rollouts.group import Group
 from train import compute_advantages
 
 EPS = 1e-4  # beside a standard deviation, as in `train.compute_advantages`

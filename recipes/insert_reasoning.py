@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from recipes import tiny
 from recipes.rewards import exact_match
-from vllm_client import Completion, Span
+from rollouts.group import Completion
 
 CUE = "="  # after which the tiny model begins its answer again
 BREAK = ""  # what a token must end with, so that a completion can be cut after it
@@ -21,12 +21,9 @@ BREAK = ""  # what a token must end with, so that a completion can be cut after 
 
 def begin(turn: Completion, num: int) -> Completion:
     """The first `num` tokens of a turn that was sampled."""
-    spans = [
-        Span(version, start, min(end, num))
-        for version, start, end in turn.weight_versions
-        if start < num
-    ]
-    return Completion(turn.token_ids[:num], turn.sampler_logprobs[:num], "length", spans)
+    return Completion(
+        turn.token_ids[:num], turn.sampler_logprobs[:num], "length", turn.weight_versions[:num]
+    )
 
 
 def think_again(server, prompt, sampling):

@@ -31,7 +31,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from recipes.turns import turn_ids
-from vllm_client import Completion, ServerError
+from rollouts.group import Completion
+from vllm_client import ServerError
 
 READ = {
     "messages",

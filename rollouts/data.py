@@ -1,16 +1,14 @@
-"""From a dataset row to a `Prompt`: rows, templates, tokens, images; and what prompts become, `Group` and `Batch`."""
+"""From a dataset row to a `Prompt`: rows, templates, tokens, images."""
 
 import base64
 import inspect
 import io
 import itertools
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -19,139 +17,8 @@ import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError
-from prefix_attention import as_tokens, num_packed_tokens
+from rollouts.group import Prompt
 from utils import naming
-from vllm_client import Completion
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One problem: what the server gets, and what the rewards see."""
-
-    index: int  # row in the dataset
-    token_ids: list[
-        int
-    ]  # tokenized once; an image's placeholder is expanded to the tokens that it stands for
-    content: Any  # the dataset's `prompt` (string or chat messages), for rewards and people
-    columns: dict[str, Any]  # the other columns that the rewards want
-    sources: list[Any] = field(default_factory=list)  # its images as the dataset has them
-    images: "Images | None" = None  # its images, processed; None before it is sampled, and for text
-
-    @property
-    def inputs(self) -> dict[str, Tensor]:
-        """Its images for the policy: `Images.inputs`, or {} without images, or before they are processed."""
-        return self.images.inputs if self.images else {}
-
-
-@dataclass(eq=False)
-class Group:
-    """One prompt and its completions: the unit from the dataset to the gradient, filled in on its way."""
-
-    prompt: Prompt
-    completions: list[Completion] = field(default_factory=list)
-    texts: list[str] = field(
-        default_factory=list
-    )  # the completions, decoded for rewards and people
-    rewards: list[list[float | None]] = field(
-        default_factory=list
-    )  # [completion][function]; None: does not apply
-    reward: list[float] = field(
-        default_factory=list
-    )  # [completion], weighted sums; NaN where no function applies
-    advantages: list[float] = field(default_factory=list)  # [completion]
-    ref_logprobs: list[Tensor] = field(
-        default_factory=list
-    )  # [completion] of [n], nats, from `reference_urls`
-    id: int = 0  # its place in the order of admission
-    started_version: int = -1  # the policy version when its request was sent, -1 before
-    finished_version: int = 0  # the policy version when its rewards were known
-    trained_version: int = -1  # the policy version that it trains, -1 before
-    server: int = 0  # the number of the server that sampled it
-    started_s: float = 0.0  # when its request was sent, on the monotonic clock
-    sampled_s: float = 0.0
-    scored_s: float = 0.0
-
-    @cached_property
-    def sequences(self) -> tuple[Tensor, list[list[tuple[Tensor, Tensor]]]]:
-        """The prompt, and each completion as (prompt, tokens) of its segments: what `pack` takes as a group."""
-        own, rollouts = (
-            as_tokens(self.prompt.token_ids),
-            [completion.segments for completion in self.completions],
-        )
-        return own, [
-            [(own if s.prompt_ids is None else s.prompt_ids, s.token_ids) for s in of]
-            for of in rollouts
-        ]
-
-    @property
-    def segments(self) -> list[Completion]:
-        """Those of all completions, one after the other."""
-        return [segment for completion in self.completions for segment in completion.segments]
-
-    @property
-    def oldest_version(self) -> int:
-        """The oldest policy version that sampled one of its tokens."""
-        versions = (span.version for segment in self.segments for span in segment.weight_versions)
-        return min(versions, default=self.finished_version)
-
-    @property
-    def can_teach(self) -> bool:
-        """Whether its rewards differ, so that its advantages do."""
-        return len({r for r in self.reward if not math.isnan(r)}) > 1
-
-
-def as_completion(rollout: Completion | Sequence[Completion], prompt: Prompt) -> Completion:
-    """A rollout as its last segment, which holds the earlier ones and the `info` of all; ValueError if it has none."""
-    given = [rollout] if isinstance(rollout, Completion) else rollout
-    segments = [
-        replace(segment, earlier=[]) for completion in given for segment in completion.segments
-    ]
-    if not segments:
-        raise ValueError("a rollout without a completion")
-    for segment in segments:
-        if segment.prompt_ids is not None and segment.prompt_ids.tolist() == prompt.token_ids:
-            segment.prompt_ids = None
-    info = {name: value for segment in segments for name, value in segment.info.items()}
-    return replace(segments[-1], info=info, earlier=segments[:-1])
-
-
-def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:
-    """ValueError where no row of the policy takes a group's segments."""
-    own, completions = group.sequences
-    num_fixed = len(own) if group.prompt.images else 0
-    for segments in completions:
-        longest = max(len(ids) + len(tokens) for ids, tokens in segments)
-        if config.weighs_whole_completions:  # of the last token no row has a place
-            whole = [(own, [segments])]
-            longest = max(
-                longest, num_packed_tokens(whole, config.share_prefix, {0} if num_fixed else ()) + 1
-            )
-        if longest > config.max_tokens_per_gpu:
-            raise ValueError(
-                f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu"
-            )
-        for ids, tokens in segments:
-            if not len(ids) or not torch.equal(ids[:num_fixed], own[:num_fixed]):
-                raise ValueError(
-                    "a segment's prompt is empty, or does not begin with the group's, which has images"
-                )
-            if torch.isin(
-                torch.cat([ids[num_fixed:], tokens]), torch.tensor(forbidden, dtype=torch.int64)
-            ).any():
-                raise ValueError(
-                    "a completion has a placeholder of an image, which no policy takes"
-                )
-
-
-@dataclass
-class Batch:
-    """The groups of a step: those that it trained, and those that were dropped since the step before it."""
-
-    groups: list[Group] = field(default_factory=list)
-    dropped: dict[str, list[Group]] = field(
-        default_factory=lambda: {"stale": [], "zero_advantage": []}
-    )
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def load_processor(config: TrainConfig) -> Any:

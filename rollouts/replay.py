@@ -1,91 +1,203 @@
-"""Saved rollouts: groups as lines of `rollouts.jsonl`, from which a later run trains in place of servers."""
+"""Saved rollouts: groups as lines of `rollouts.jsonl`, which a later run trains without servers."""
 
 import base64
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
-from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from config import TrainConfig, UserError, to_json
 from rollouts import data
-from rollouts.data import Group, Prompt
-from rollouts.scoring import weighted
+from rollouts.group import (
+    Completion,
+    Group,
+    Prompt,
+    Span,
+    check_segments,
+    spans_to_versions,
+    version_spans,
+)
+from rollouts.scoring import decoded, weighted
 from utils import naming
 
 DTYPES = (torch.int32, torch.float32, torch.bool)  # of saved tensors
 MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")  # in both runs
 
 
-def _encoded(value: Any) -> Any:
-    if (
-        not isinstance(value, torch.Tensor)
-        or value.ndim != 1
-        or value.dtype not in (torch.int64, *DTYPES)
-    ):
+class SavedSegment(msgspec.Struct):
+    """A `Completion` on the disk, about 12 bytes a token, with spans in place of a version each."""
+
+    token_ids: Tensor
+    sampler_logprobs: Tensor
+    finish_reason: str
+    weight_versions: list[Span]
+    info: dict[str, Any]
+    prompt_ids: Tensor | None = None
+    earlier: list["SavedSegment"] = []
+
+
+class SavedPrompt(msgspec.Struct):
+    """The part of a `Prompt` by which a later run finds it in its own data set."""
+
+    index: int
+    token_ids: list[int]
+
+
+class SavedGroup(msgspec.Struct):
+    """A `Group` on the disk, without texts and log-probs of a reference."""
+
+    prompt: SavedPrompt
+    completions: list[SavedSegment]
+    rewards: list[list[float | None]]
+    started_version: int
+    finished_version: int
+    trained_version: int
+    server: int
+    started_s: float
+    sampled_s: float
+    scored_s: float
+
+
+def _tensor_to_bytes(value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.ndim != 1:
         return repr(value)  # something odd in `info`
-    value = (value.int() if value.dtype == torch.int64 else value).detach().cpu()
-    return msgspec.msgpack.Ext(DTYPES.index(value.dtype), value.numpy().tobytes())
+    if value.dtype == torch.int64:
+        value = value.int()
+    if value.dtype not in DTYPES:
+        return repr(value)
+    data_bytes = value.detach().cpu().numpy().tobytes()
+    return msgspec.msgpack.Ext(DTYPES.index(value.dtype), data_bytes)
 
 
-ENCODER = msgspec.msgpack.Encoder(enc_hook=_encoded)
-DECODER = msgspec.msgpack.Decoder(
-    Group, ext_hook=lambda n, raw: torch.frombuffer(bytearray(raw), dtype=DTYPES[n])
-)
+def _bytes_to_tensor(code: int, data_bytes: memoryview) -> Tensor:
+    return torch.frombuffer(bytearray(data_bytes), dtype=DTYPES[code])
+
+
+ENCODER = msgspec.msgpack.Encoder(enc_hook=_tensor_to_bytes)
+DECODER = msgspec.msgpack.Decoder(SavedGroup, ext_hook=_bytes_to_tensor)
+
+
+def _saved_segment(completion: Completion) -> SavedSegment:
+    return SavedSegment(
+        completion.token_ids,
+        completion.sampler_logprobs,
+        completion.finish_reason,
+        version_spans(completion.weight_versions),
+        completion.info,
+        completion.prompt_ids,
+        [_saved_segment(segment) for segment in completion.earlier],
+    )
+
+
+def _completion(saved: SavedSegment) -> Completion:
+    return Completion(
+        saved.token_ids,
+        saved.sampler_logprobs,
+        saved.finish_reason,
+        spans_to_versions(saved.weight_versions, len(saved.token_ids)),
+        saved.info,
+        saved.prompt_ids,
+        [_completion(segment) for segment in saved.earlier],
+    )
 
 
 def saved_group(group: Group) -> dict[str, Any]:
-    """A line of `rollouts.jsonl`, about 12 bytes a token (its encoder makes base64). The prompt's text is left out."""
-    prompt = Prompt(group.prompt.index, group.prompt.token_ids, "", {})
-    return {"group": ENCODER.encode(replace(group, prompt=prompt, texts=[], ref_logprobs=[]))}
+    """A line of `rollouts.jsonl`; the encoder of the file makes base64 of the bytes."""
+    saved = SavedGroup(
+        SavedPrompt(group.prompt.index, group.prompt.token_ids),
+        [_saved_segment(completion) for completion in group.completions],
+        group.rewards,
+        group.started_version,
+        group.finished_version,
+        group.trained_version,
+        group.server,
+        group.started_s,
+        group.sampled_s,
+        group.scored_s,
+    )
+    return {"group": ENCODER.encode(saved)}
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def restored(group_bytes: bytes, number: int) -> Group:
+    """The group that `saved_group` encoded, with its place in the file as id, still without texts."""
+    saved = DECODER.decode(group_bytes)
+    return Group(
+        Prompt(saved.prompt.index, saved.prompt.token_ids, "", {}),
+        [_completion(segment) for segment in saved.completions],
+        rewards=saved.rewards,
+        id=number,
+        started_version=saved.started_version,
+        finished_version=saved.finished_version,
+        trained_version=saved.trained_version,
+        server=saved.server,
+        started_s=saved.started_s,
+        sampled_s=saved.sampled_s,
+        scored_s=saved.scored_s,
+    )
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a file, without one that a crash left without its end."""
     with path.open(encoding="utf-8") as lines:
-        yield from (json.loads(line) for line in lines if line.endswith("\n"))
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
 
 
 def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
-    """The number of whole steps that the run saved, from step 1 on, and its groups in training order, numbered anew."""
+    """The number of whole steps that a run saved, from step 1 on, and its groups in that order.
+
+    Raises:
+        UserError: there are no rollouts, or they are of a run with other settings.
+    """
     folder = Path(str(config.replay))
+    path = folder / "rollouts.jsonl"
     with naming(f"replay={folder}: no rollouts of a run with save_rollouts"):
-        sizes = Counter(row["step"] for row in _rows(folder / "rollouts.jsonl") if "group" in row)
-        before, now = json.loads((folder / "config.json").read_text()), to_json(config)
-    for settings in (before, now):  # recipes may have the same function in files of different names
+        num_groups = Counter(line["step"] for line in _lines(path) if "group" in line)
+        theirs = json.loads((folder / "config.json").read_text())
+    ours = to_json(config)
+    for settings in (theirs, ours):  # recipes may have the same function in files of other names
         settings["reward_funcs"] = [path.rpartition(".")[2] for path in settings["reward_funcs"]]
     for name in MUST_BE_EQUAL:
-        if before[name] != now[name]:
-            raise UserError(f"replay: that run had {name}={before[name]}: set it")
-    num_steps = len([*takewhile(lambda step: sizes[step] == config.batch_size, count(1))])
+        if theirs[name] != ours[name]:
+            raise UserError(f"replay: that run had {name}={theirs[name]}: set it")
+
+    num_steps = 0
+    while num_groups[num_steps + 1] == config.batch_size:
+        num_steps += 1
     if num_steps == 0:
         raise UserError(
             f"replay={folder}: step 1 is not whole: rollouts were not saved from the start"
         )
-    rows = enumerate(_rows(folder / "rollouts.jsonl"))
-    return num_steps, (
-        replace(DECODER.decode(base64.b64decode(row["group"])), id=place) for place, row in rows
-    )
+    return num_steps, _groups(path)
+
+
+def _groups(path: Path) -> Iterator[Group]:
+    for number, line in enumerate(_lines(path)):
+        yield restored(base64.b64decode(line["group"]), number)
 
 
 def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: TrainConfig) -> None:
-    """Give a saved group its prompt, its texts and this run's reward; UserError where the prompt is another one."""
-    prompt = prompts.get(row := group.prompt.index)
-    if prompt and prompt.sources:
+    """Give a saved group its prompt, its texts and this run's reward.
+
+    Raises:
+        UserError: the row of the data set has another prompt than the group, or no row takes it.
+    """
+    row = group.prompt.index
+    prompt = prompts.get(row)
+    if prompt is not None and prompt.sources:
         prompt = data.with_images(prompt, processor, config)
-    if not prompt or prompt.token_ids != group.prompt.token_ids:
+    if prompt is None or prompt.token_ids != group.prompt.token_ids:
         raise UserError(
             f"replay: dataset row {row} is not the prompt that it was in {config.replay}"
         )
+    group.prompt = prompt
     with naming(f"replay: dataset row {row}"):
-        data.check_segments(replace(group, prompt=prompt), (), config)
-    ids = [completion.token_ids.tolist() for completion in group.completions]
-    group.texts = [
-        data.tokenizer_of(processor).decode(of_one, skip_special_tokens=True) for of_one in ids
-    ]
-    group.prompt, group.reward = prompt, weighted(group.rewards, config)
+        check_segments(group, (), config)
+    group.texts = decoded(group, data.tokenizer_of(processor))
+    group.reward = weighted(group.rewards, config)

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter
 from functools import cache, partial
-from itertools import product
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -15,33 +14,53 @@ from typing import Any
 import cloudpickle
 
 from config import TrainConfig, UserError
-from rollouts.data import Group, Prompt
+from rollouts.group import Group, Prompt
 from rollouts.workers import CallError, CallPool
 from utils import naming
 
 
 def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     """Raise a UserError where a reward function cannot be sent to a worker, or called with the columns of some row."""
-    rows = {
-        tuple(prompt.columns): prompt.index for prompt in reversed(prompts)
-    }  # the first with each set of columns
+    row_of_columns: dict[tuple[str, ...], int] = {}  # the first row with each set of columns
+    for prompt in reversed(prompts):
+        row_of_columns[tuple(prompt.columns)] = prompt.index
+
     function: Any
-    for function, (columns, row) in product(config.reward_funcs, rows.items()):
-        names = ["prompts", "completions", "completion_ids", *columns]
-        with naming(
-            f"reward {function.__name__} on dataset row {row}, which gives it {', '.join(names)}"
-        ):
-            for called in getattr(function, "functions", [function]):  # those that `best_of` calls
-                signature = inspect.signature(
-                    called
-                )  # a rollout's `info` may give it the missing ones
-                (signature.bind_partial if config.rollout_fn else signature.bind)(
-                    **dict.fromkeys(names)
-                )
+    for function in config.reward_funcs:
+        for columns, row in row_of_columns.items():
+            names = ["prompts", "completions", "completion_ids", *columns]
+            with naming(
+                f"reward {function.__name__} on dataset row {row}, which gives it {', '.join(names)}"
+            ):
+                check_signature(function, names, config)
         with naming(
             f"reward {function.__name__} cannot be sent to a worker (open clients inside it)"
         ):
             cloudpickle.dumps(function)
+
+
+def check_signature(function: Any, names: list[str], config: TrainConfig) -> None:
+    """TypeError where a function, or one that `best_of` calls, cannot be called with arguments of these names."""
+    arguments = dict.fromkeys(names)
+    for called in getattr(function, "functions", [function]):
+        signature = inspect.signature(called)
+        if config.rollout_fn:
+            signature.bind_partial(**arguments)  # a rollout's `info` may give it the missing ones
+        else:
+            signature.bind(**arguments)
+
+
+def decoded(group: Group, tokenizer: Any) -> list[str]:
+    """The texts of a group's completions, without special tokens."""
+    texts = []
+    for completion in group.completions:
+        texts.append(tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
+    return texts
+
+
+def mean(values: list[float]) -> float:
+    """Their mean, NaN where there are none."""
+    return sum(values) / len(values) if values else math.nan
 
 
 def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
@@ -49,18 +68,25 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     means = {}
     function: Any
     for number, function in enumerate(config.reward_funcs):
-        given = [
-            value for group in groups for row in group.rewards if (value := row[number]) is not None
-        ]
-        means[f"rewards/{function.__name__}"] = sum(given) / len(given) if given else math.nan
+        given = []
+        for group in groups:
+            of_function = [row[number] for row in group.rewards]
+            given += [value for value in of_function if value is not None]
+        means[f"rewards/{function.__name__}"] = mean(given)
     return means
 
 
 def weighted(rewards: list[list[float | None]], config: TrainConfig) -> list[float]:
-    """The weighted sum of what the functions gave each completion, NaN where none gave a number."""
+    """Sum what the functions gave each completion, weighted; NaN where none gave a number."""
     weights = config.reward_weights or [1.0] * len(config.reward_funcs)
-    given = [[w * r for w, r in zip(weights, row, strict=True) if r is not None] for row in rewards]
-    return [sum(row) if row else math.nan for row in given]
+    sums = []
+    for row in rewards:
+        given = []
+        for weight, reward in zip(weights, row, strict=True):
+            if reward is not None:
+                given.append(weight * reward)
+        sums.append(sum(given) if given else math.nan)
+    return sums
 
 
 def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:
@@ -69,26 +95,44 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
     Of n = `eval_generations` completions a problem, c of them right, `pass@k`, for k = 2, 4, ... and n, is the mean of
     1 - C(n-c, k) / C(n, k) (arXiv:2107.03374), unbiased. Completions without a reward count in none of them.
     """
-    valid = [[reward for reward in group.reward if not math.isnan(reward)] for group in groups]
-    numbers = [(len(rewards), sum(reward >= 1 for reward in rewards)) for rewards in valid]
-    num = sum(n for n, _ in numbers)
-    values = {
-        "reward": sum(map(sum, valid)) / num if num else math.nan,
-        **reward_means(groups, config),
-    }
-    values["accuracy"] = sum(c for _, c in numbers) / num if num else math.nan
-    most = config.eval_generations
-    for k in sorted({*(2**power for power in range(1, most.bit_length())), most} - {1}):
-        chances = [1 - math.comb(n - c, k) / math.comb(n, k) for n, c in numbers if n >= k]
-        values[f"pass@{k}"] = sum(chances) / len(chances) if chances else math.nan
+    rewards = []
+    counts = []  # of each group: its completions with a reward, and the right ones
+    for group in groups:
+        valid = [reward for reward in group.reward if not math.isnan(reward)]
+        num_right = sum(reward >= 1 for reward in valid)
+        counts.append((len(valid), num_right))
+        rewards += valid
+
+    values = {"reward": mean(rewards), **reward_means(groups, config)}
+    values["accuracy"] = mean([reward >= 1 for reward in rewards])
+    for k in tries(config.eval_generations):
+        chances = []
+        for num, num_right in counts:
+            if num >= k:
+                all_wrong = math.comb(num - num_right, k) / math.comb(num, k)
+                chances.append(1 - all_wrong)
+        values[f"pass@{k}"] = mean(chances)
     return values
+
+
+def tries(most: int) -> list[int]:
+    """2, 4, 8, ... below `most`, and `most`, where it is not 1."""
+    found = []
+    k = 2
+    while k < most:
+        found.append(k)
+        k *= 2
+    if most > 1:
+        found.append(most)
+    return found
 
 
 class Scorer:
     """Calls the reward functions, in worker processes, and keeps account of what fails in `failed_rewards.jsonl`."""
 
     def __init__(self, tokenizer: Any, config: TrainConfig):
-        self.tokenizer, self.config = tokenizer, config
+        self.tokenizer = tokenizer
+        self.config = config
         self.num_failed = 0
         self.failed_path = Path(config.output_dir) / "failed_rewards.jsonl"
         self._in_a_row: Counter[str] = Counter()  # failures of each function since its last success
@@ -99,37 +143,52 @@ class Scorer:
 
     def score(self, group: Group) -> None:
         """Fill in a group's texts and rewards. UserError where a reward is not finite, or a function keeps failing."""
+        group.texts = decoded(group, self.tokenizer)
         ids = [completion.token_ids.tolist() for completion in group.completions]
-        group.texts = [self.tokenizer.decode(of_one, skip_special_tokens=True) for of_one in ids]
-        columns = [self._call(function, group, ids) for function in self.config.reward_funcs]
-        group.rewards = [list(row) for row in zip(*columns, strict=True)]
+        by_function = []
+        function: Any
+        for function in self.config.reward_funcs:
+            arguments = self._arguments(function, group, ids)
+            by_function.append(self._call(function, arguments, group))
+        group.rewards = [list(row) for row in zip(*by_function, strict=True)]
         group.reward = weighted(group.rewards, self.config)
         group.scored_s = time.monotonic()
 
-    def _call(self, function: Any, group: Group, ids: list[list[int]]) -> list[float | None]:
+    def _arguments(self, function: Any, group: Group, ids: list[list[int]]) -> dict[str, Any]:
+        """What a function is called with: the group, its dataset columns, and those that a rollout gave as `info`."""
         num = len(group.completions)
-        where = f"reward {function.__name__} on dataset row {group.prompt.index}"
         arguments = {
             "prompts": [group.prompt.content] * num,
             "completions": group.texts,
             "completion_ids": ids,
         }
-        arguments |= {column: [value] * num for column, value in group.prompt.columns.items()}
-        names = dict.fromkeys(name for completion in group.completions for name in completion.info)
-        if taken := names.keys() & arguments.keys():
-            raise UserError(
-                f"rollout_fn on dataset row {group.prompt.index}: info has the column {taken.pop()}"
-            )
-        for p in inspect.signature(function).parameters.values() if self.config.rollout_fn else ():
-            is_wanted = p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            if is_wanted and p.name not in arguments.keys() | names.keys():
-                self._say_once(
-                    f"reward {function.__name__} gets {p.name}=None: no info of some group has {p.name}"
+        for name, value in group.prompt.columns.items():
+            arguments[name] = [value] * num
+
+        of_info: dict[str, None] = {}  # in the order of their first completion
+        for completion in group.completions:
+            of_info |= dict.fromkeys(completion.info)
+        for name in of_info:
+            if name in arguments:
+                raise UserError(
+                    f"rollout_fn on dataset row {group.prompt.index}: info has the column {name}"
                 )
-                names[p.name] = None
-        arguments |= {
-            name: [completion.info.get(name) for completion in group.completions] for name in names
-        }
+        if self.config.rollout_fn:
+            for name in required(function):
+                if name not in arguments and name not in of_info:
+                    self._say_once(
+                        f"reward {function.__name__} gets {name}=None: no info of some group has {name}"
+                    )
+                    of_info[name] = None
+
+        for name in of_info:
+            arguments[name] = [completion.info.get(name) for completion in group.completions]
+        return arguments
+
+    def _call(self, function: Any, arguments: dict[str, Any], group: Group) -> list[float | None]:
+        """Its rewards, one per completion; `failed_reward` for all of them where the call fails."""
+        num = len(group.completions)
+        where = f"reward {function.__name__} on dataset row {group.prompt.index}"
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:
@@ -139,15 +198,20 @@ class Scorer:
             return [self.config.failed_reward] * num
         with self._lock:
             self._in_a_row[function.__name__] = 0
+
         if not isinstance(values, list | tuple) or len(values) != num:
             raise UserError(
                 f"{where} must return a list of {num} numbers, one per completion, not {values!r:.100}"
             )
-        if odd := [
-            v for v in values if v is not None and not (isinstance(v, Real) and math.isfinite(v))
-        ]:
-            raise UserError(f"{where} returned {odd[0]!r}: rewards are finite numbers or None")
-        return [None if value is None else float(value) for value in values]
+        rewards: list[float | None] = []
+        for value in values:
+            if value is None:
+                rewards.append(None)
+            elif isinstance(value, Real) and math.isfinite(value):
+                rewards.append(float(value))
+            else:
+                raise UserError(f"{where} returned {value!r}: rewards are finite numbers or None")
+        return rewards
 
     def _note_failure(self, name: str, message: str, group: Group) -> None:
         """Write the failed call down; a function that fails max(batch_size, 4) times in a row ends the run."""
@@ -158,9 +222,10 @@ class Scorer:
             "completions": group.texts,
             "columns": prompt.columns,
         }
+        line = json.dumps(sample, ensure_ascii=False, default=repr)
         with self._lock:
             with self.failed_path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(sample, ensure_ascii=False, default=repr) + "\n")
+                file.write(line + "\n")
             self.num_failed += 1
             self._in_a_row[name] += 1
             if self.num_failed == 1:
@@ -172,3 +237,13 @@ class Scorer:
                 raise UserError(
                     f"{message}; so did its last {self._in_a_row[name]} calls, see failed_rewards.jsonl"
                 )
+
+
+def required(function: Any) -> list[str]:
+    """The parameters without which a function cannot be called."""
+    names = []
+    for parameter in inspect.signature(function).parameters.values():
+        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not is_open:
+            names.append(parameter.name)
+    return names

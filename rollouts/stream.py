@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +19,13 @@ import torch
 from config import TrainConfig, UserError, bending, describe
 from prefix_attention import num_packed_tokens, pack
 from rollouts import data
-from rollouts.data import Batch, Group, Prompt
+from rollouts.group import FOREIGN, Batch, Completion, Group, Prompt, as_completion, check_segments
 from rollouts.replay import restore, saved_groups
 from rollouts.scoring import Scorer, check_rewards, held_out_metrics
 from training.model import load_model_config, published_weights, token_logprobs, with_bf16
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, naming, timed
 from vllm_client import (
     CONTROL_TIMEOUT_S,
-    Completion,
     ReferenceServer,
     Server,
     ServerError,
@@ -68,26 +67,27 @@ def sample_group(
         }
 
     def sample(server: Server) -> list[Completion]:
-        group.started_version, group.started_s, group.server = (
-            client.version,
-            time.monotonic(),
-            server.number,
-        )
+        group.started_version = client.version
+        group.started_s = time.monotonic()
+        group.server = server.number
         completions = _ask(server, group.prompt, sampling, config)
-        if any(
-            span.version < 0
-            for c in completions
-            for segment in c.segments
-            for span in segment.weight_versions
-        ):
-            client.lose(
-                server, error := ServerLost("it sampled with weights of its own: was it restarted?")
-            )
+        if has_foreign_tokens(completions):
+            error = ServerLost("it sampled with weights of its own: was it restarted?")
+            client.lose(server, error)
             raise error
         return completions
 
-    group.completions = on_one_server(group, client, sample)
+    group.fill(on_one_server(group, client, sample))
     group.sampled_s = time.monotonic()
+
+
+def has_foreign_tokens(completions: list[Completion]) -> bool:
+    """Whether weights that no trainer sent sampled one of their tokens."""
+    for completion in completions:
+        for segment in completion.segments:
+            if (segment.weight_versions == FOREIGN).any():
+                return True
+    return False
 
 
 def on_one_server(group: Group, client: VLLMClient, ask: Callable[[Any], Any]) -> Any:
@@ -117,11 +117,11 @@ def _ask(
     rollout_fn: Any = config.rollout_fn
     try:
         completions = [
-            data.as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)
+            as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)
         ]
         if len(completions) != sampling["n"]:
             raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
-        data.check_segments(Group(prompt, completions), server.forbidden, config)
+        check_segments(Group(prompt, completions), server.forbidden, config)
     except ServerError:
         raise
     except Exception as error:  # whatever the recipe raises
@@ -235,7 +235,7 @@ class GroupStream:
         """Accept or drop a scored group, and admit what that makes room for. The caller holds the lock."""
         del self._running[group.id]
         group.finished_version = self.version
-        self.num_sampled_tokens += sum(c.num_sampled for c in group.completions)
+        self.num_sampled_tokens += sum(group.num_sampled)
         if self.config.drop_zero_advantage and not group.can_teach:
             self._batch.dropped["zero_advantage"].append(group)
             num = len(self._batch.dropped["zero_advantage"])
@@ -252,35 +252,61 @@ class GroupStream:
 
     def _next(self) -> Group | None:
         """The group to train next, None where none is ready; with `stale_policy` drop, it drops what is too stale."""
-        staleness = self.config.max_staleness
-        if staleness == 0:  # in the order of admission, so that a run does not depend on latencies
-            first = min([*self._running, *(group.id for group in self._ready)], default=None)
-            return next((group for group in self._ready if group.id == first), None)
+        if self.config.max_staleness == 0:
+            return self._first_admitted()
         if self.config.stale_policy == "drop":
-            for group in [g for g in self._ready if self.version - g.oldest_version > staleness]:
+            self._drop_stale()
+            return self._ready[0] if self._ready else None
+        return self._first_to_fall_due()
+
+    def _first_admitted(self) -> Group | None:
+        """In the order of admission, so that a run does not depend on latencies."""
+        if not self._ready:
+            return None
+        first = min(self._ready, key=lambda group: group.id)
+        is_waited_for = any(number < first.id for number in self._running)
+        return None if is_waited_for else first
+
+    def _drop_stale(self) -> None:
+        """Drop what is ready and too stale, and admit others in its place."""
+        for group in list(self._ready):
+            if self.version - group.oldest_version > self.config.max_staleness:
                 self._ready.remove(group)
                 self._num_accepted -= 1
                 self._batch.dropped["stale"].append(group)
-            self._admit()
-            return self._ready[0] if self._ready else None
-        by_deadline = sorted(
-            self._ready, key=lambda group: group.started_version
-        )  # equal ones as they were completed
-        chosen = next(filter(self._leaves_room, by_deadline), None)
-        assert chosen is None or self.version - chosen.oldest_version <= staleness
-        return chosen
+        self._admit()
+
+    def _first_to_fall_due(self) -> Group | None:
+        """What began first, as far as the others still find a place in time; equal ones as they were completed."""
+        for group in sorted(self._ready, key=lambda group: group.started_version):
+            if self._leaves_room(group):
+                assert self.version - group.oldest_version <= self.config.max_staleness
+                return group
+        return None
 
     def _leaves_room(self, group: Group) -> bool:
         """Whether all groups that began earlier still find a place in time, if this one is taken now."""
-        begun = [g for g in [*self._running.values(), *self._ready] if g.started_version >= 0]
-        deadlines = [
-            g.started_version + self.config.max_staleness for g in begun
-        ]  # the last versions to train them
+        deadlines = []  # the last versions to train the groups that have begun
+        for begun in [*self._running.values(), *self._ready]:
+            if begun.started_version >= 0:
+                deadlines.append(begun.started_version + self.config.max_staleness)
+
+        num_places = self.missing - 1
         for version in range(self.version, group.started_version + self.config.max_staleness):
-            num_places = self.missing - 1 + (version - self.version) * self.config.batch_size
-            if sum(deadline <= version for deadline in deadlines) > num_places:
+            num_due = sum(deadline <= version for deadline in deadlines)
+            if num_due > num_places:
                 return False
+            num_places += self.config.batch_size
         return True
+
+
+@dataclass
+class Probe:
+    """A server's answer to a fixed prompt, for comparison with the policy's own log-probs."""
+
+    url: str
+    completions: list[Completion]  # empty where it did not answer
+    failure: str = ""  # why it cannot be used, "" where its answer is still to be compared
 
 
 class Rollouts:
@@ -295,6 +321,8 @@ class Rollouts:
         self.processor: Any = None  # the model's, on rank 0
         self.policy: Any = None  # the one that was published last, as `version`
         self.version = -1
+        self.num_tokens = 0  # that were trained, prompts included
+        self.ended: set[int] = set()  # ids of groups that were trained or dropped
         self.gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         self.num_steps, self.example, self.probe_prompt = broadcast_object(
             self._open(resumed) if is_main() else None
@@ -309,25 +337,58 @@ class Rollouts:
         tokenizer = data.tokenizer_of(self.processor)
         forbidden = data.placeholder_ids(load_model_config(config)[0])
         self.client = VLLMClient(config, tokenizer, forbidden)
-        self.references: VLLMClient | None = None
-        if config.reference_urls:  # they serve what `reference_id` names, or the initial policy
-            if forbidden:
-                raise UserError(
-                    "reference_urls: with images the trainer needs its own reference, see reference_id"
-                )
-            theirs = replace(
-                config,
-                vllm_urls=config.reference_urls,
-                model_id=config.reference_id or config.model_id,
+        self.references = self._reference_client(forbidden)
+        self._load_prompts()
+        self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
+        if resumed and resumed["prompts"] != self.fingerprint:
+            cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"
+            raise UserError(f"resume_from_checkpoint: that run had other prompts: {cure}")
+
+        example = data.image_example(self.prompts, self.processor, config)
+        self.client.connect(self.device, self.gpus)
+        if self.references:
+            self.references.version = 0  # of the weights that they have, and keep
+            self.references.connect(self.device)
+        self.scorer = Scorer(tokenizer, config)
+
+        step = 0
+        if resumed:
+            step = resumed["step"]
+            self.num_tokens = resumed["num_tokens"]
+            self.ended = set(resumed["ended"])
+        self.stream = self._replayed() if config.replay else self._sampled()
+        num_steps = self.stream.num_steps
+        if config.replay and config.max_steps:
+            num_steps = config.max_steps
+        if step >= num_steps:
+            print(
+                f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
+                flush=True,
             )
-            self.references = VLLMClient(
-                theirs, kind=partial(ReferenceServer, temperature=config.temperature)
+        return num_steps, example, example or self.prompts[0]
+
+    def _reference_client(self, forbidden: list[int]) -> VLLMClient | None:
+        """Servers of what `reference_id` names, or of the initial policy."""
+        config = self.config
+        if not config.reference_urls:
+            return None
+        if forbidden:
+            raise UserError(
+                "reference_urls: with images the trainer needs its own reference, see reference_id"
             )
+        model_id = config.reference_id or config.model_id
+        theirs = replace(config, vllm_urls=config.reference_urls, model_id=model_id)
+        return VLLMClient(theirs, kind=partial(ReferenceServer, temperature=config.temperature))
+
+    def _load_prompts(self) -> None:
+        """The prompts of all data sets, without those that are too long for the trainer or a server."""
+        config = self.config
         prompts = self._load(config.dataset_id, config.dataset_split)
         held_out = {}
-        for name, of_set in config.eval_sets.items():
+        for name, source in config.eval_sets.items():
             with naming(f"eval_dataset_id {name}".strip()):
-                held_out[name] = self._load(of_set, config.eval_dataset_split)
+                held_out[name] = self._load(source, config.eval_dataset_split)
+
         longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
         if self.references:  # to give log-probs, vLLM must also sample a token
             longest = min(longest, self.references.wait_until_ready() - 1)
@@ -335,49 +396,34 @@ class Rollouts:
             data.leave_out_long, max_len=longest - config.max_completion_len, config=config
         )
         self.prompts = fitting(prompts, name="dataset_id")
-        self.held_out = {
-            n: fitting(of_set, name=f"eval_dataset_id {n}".strip())
-            for n, of_set in held_out.items()
-        }
-        self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
-        if resumed and resumed["prompts"] != self.fingerprint:
-            cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"
-            raise UserError(f"resume_from_checkpoint: that run had other prompts: {cure}")
-        example = data.image_example(self.prompts, self.processor, config)
-        self.client.connect(self.device, self.gpus)
-        if self.references:
-            self.references.version = 0  # of the weights that they have, and keep
-            self.references.connect(self.device)
-        self.scorer = Scorer(tokenizer, config)
-        before = resumed or {"step": 0, "num_tokens": 0, "ended": ()}
+        self.held_out = {}
+        for name, of_set in held_out.items():
+            self.held_out[name] = fitting(of_set, name=f"eval_dataset_id {name}".strip())
+
+    def _sampled(self) -> GroupStream:
+        """Groups of this run's prompts, epoch by epoch."""
+        config = self.config
         num_steps = config.max_steps or math.ceil(
             config.num_epochs * len(self.prompts) / config.batch_size
         )
-        self.num_tokens, self.ended = before["num_tokens"], set(before["ended"])
-        order = enumerate(data.epochs(len(self.prompts), config.seed))
-        groups: Iterator[Group] = (Group(self.prompts[index], id=number) for number, index in order)
-        source: tuple[Any, ...] = (self._fill, num_steps, config)
-        if config.replay:
-            num_saved, groups = saved_groups(config)
-            num_steps = config.max_steps or num_saved
-            fill = partial(
-                restore,
-                prompts={p.index: p for p in self.prompts},
-                processor=self.processor,
-                config=config,
-            )
-            # They come as they were trained, whatever this run's rules would have dropped or made wait.
-            rules = SimpleNamespace(
-                batch_size=config.batch_size, max_staleness=0, drop_zero_advantage=False
-            )
-            source = (fill, num_saved, rules)
-        if before["step"] >= num_steps:
-            print(
-                f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
-                flush=True,
-            )
-        self.stream = GroupStream((g for g in groups if g.id not in self.ended), *source)
-        return num_steps, example, example or self.prompts[0]
+        return GroupStream(self._new_groups(), self._fill, num_steps, config)
+
+    def _new_groups(self) -> Iterator[Group]:
+        for number, index in enumerate(data.epochs(len(self.prompts), self.config.seed)):
+            if number not in self.ended:
+                yield Group(self.prompts[index], id=number)
+
+    def _replayed(self) -> GroupStream:
+        """Groups that another run saved: as they were trained, whatever this run's rules would have dropped."""
+        config = self.config
+        num_saved, groups = saved_groups(config)
+        prompts = {prompt.index: prompt for prompt in self.prompts}
+        fill = partial(restore, prompts=prompts, processor=self.processor, config=config)
+        rules: Any = SimpleNamespace(
+            batch_size=config.batch_size, max_staleness=0, drop_zero_advantage=False
+        )
+        left = (group for group in groups if group.id not in self.ended)
+        return GroupStream(left, fill, num_saved, rules)
 
     def _load(self, source: Any, split: str) -> list[Prompt]:
         prompts = data.load_prompts(source, split, self.processor, self.config)
@@ -392,7 +438,7 @@ class Rollouts:
         self.scorer.score(group)
         if self.references and not is_held_out:
             group.ref_logprobs = on_one_server(
-                group, self.references, lambda s: s.logprobs(group.sequences[1])
+                group, self.references, lambda server: server.logprobs(group)
             )
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
@@ -443,15 +489,7 @@ class Rollouts:
             self.failure = UserError(
                 "no reward function gave any completion of this batch a number: nothing to learn"
             )
-        segments = [
-            segment
-            for group in batch.groups
-            for rollout in group.sequences[1]
-            for segment in rollout
-        ]
-        num_tokens = sum(
-            len(ids) + len(tokens) for ids, tokens in segments
-        )  # as if nothing were shared
+        num_tokens = sum(group.num_tokens for group in batch.groups)
         self.num_tokens += num_tokens
         self.ended |= {
             group.id for groups in (batch.groups, *batch.dropped.values()) for group in groups
@@ -483,37 +521,43 @@ class Rollouts:
         is_due = step in (0, self.num_steps) or (
             config.eval_steps and step % config.eval_steps == 0
         )
-        if not (config.eval_sets and is_due) or config.replay:
+        if not config.eval_sets or not is_due or config.replay:
             return {}, {}
-        held_out = self.held_out if is_main() else {}
-        sets = {
-            name: [Group(p, id=number) for number, p in enumerate(of_set)]
-            for name, of_set in held_out.items()
-        }
-        groups = [group for of_set in sets.values() for group in of_set]
+        sets: dict[str, list[Group]] = {}
+        if is_main():
+            for name, prompts in self.held_out.items():
+                sets[name] = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
+        every = [group for of_set in sets.values() for group in of_set]
         values: dict[str, float] = {}
         with timed("time/eval_s", values):
-            pool = ThreadPoolExecutor(MAX_GROUPS)
-            answers = [pool.submit(self._fill, group, is_held_out=True) for group in groups]
-
-            def look() -> str | None:
-                done, running = wait(answers, 1, FIRST_EXCEPTION)
-                for answer in done:
-                    answer.result()  # raises what it ended with
-                return None if running else "answered"
-
-            word = self._lead(look)
-            pool.shutdown(wait=False, cancel_futures=True)
+            word = self._answer_all(every)
         self._restart_clocks()
         if word == "stop" or not is_main():
             return {}, {}
-        named = {"eval": groups} | {f"eval/{name}": of_set for name, of_set in sets.items() if name}
+
+        named = {"eval": every}
+        for name, of_set in sets.items():
+            if name:
+                named[f"eval/{name}"] = of_set
         for name, of_set in named.items():
-            values |= {
-                f"{name}/{metric}": value
-                for metric, value in held_out_metrics(of_set, config).items()
-            }
+            for metric, value in held_out_metrics(of_set, config).items():
+                values[f"{name}/{metric}"] = value
         return values, sets
+
+    def _answer_all(self, groups: list[Group]) -> str:
+        """Sample and score held-out groups; `stop` where it was broken off. Collective."""
+        pool = ThreadPoolExecutor(MAX_GROUPS)
+        answers = [pool.submit(self._fill, group, is_held_out=True) for group in groups]
+
+        def look() -> str | None:
+            done, running = wait(answers, 1, FIRST_EXCEPTION)
+            for answer in done:
+                answer.result()  # raises what it ended with
+            return None if running else "answered"
+
+        word = self._lead(look)
+        pool.shutdown(wait=False, cancel_futures=True)
+        return word
 
     def check(self, gaps: dict[int, float]) -> None:
         """Leave out servers whose log-probs differ from the trainer's by too much: `gaps`, nats a token, by number."""
@@ -569,47 +613,60 @@ class Rollouts:
         return []
 
     def _prove(self, servers: list[Server], is_first: bool = False) -> None:
-        """Probe servers; those that agree serve. One that serves already and does not answer goes on. Collective."""
-        waiting = [server for server in servers if not server.has_weights]
-        with ThreadPoolExecutor(64) as pool:
-            probes = broadcast_object([*pool.map(self._probe, servers)] if is_main() else None)
-        self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
-        reasons = [failure or self._difference(completions) for _, completions, failure in probes]
-        self.policy.train()
-        if is_first and any(reasons):
-            faults = [
-                f"{url} {why}" for (url, _, _), why in zip(probes, reasons, strict=True) if why
-            ]
-            raise ServerError("; ".join(faults))
-        for server, reason, (_, completions, _) in zip(
-            servers, reasons, probes, strict=False
-        ):  # on rank 0 alone
-            if server in waiting and reason:
-                self.client.keep_out(server, reason)
-            elif server in waiting:
-                self.client.admit(server)
-            elif reason and completions:
-                self.client.lose(server, ServerLost(reason))
-            if not reason:
-                server.proved_version = self.version
+        """Compare each server's log-probs of a probe with the policy's, and act on it. Collective.
 
-    def _probe(self, server: Server) -> tuple[str, list[Completion], str]:
-        prompt, max_tokens = self.probe_prompt, min(16, self.config.max_completion_len)
-        sampling = {"n": 2, "max_tokens": max_tokens, "temperature": self.config.temperature}
+        `servers` stand on rank 0 alone. At the first sync all must agree, or it is a ServerError.
+        """
+        waiting = {server for server in servers if not server.has_weights}
+        probes = broadcast_object(self._probe_all(servers) if is_main() else None)
+
+        self.policy.eval()  # LoRA's dropout would differ from the server, and move the random state of the step
+        for probe in probes:  # every rank takes part in every forward
+            if not probe.failure:
+                probe.failure = self._difference(probe.completions)
+        self.policy.train()
+
+        if is_first:
+            faults = [f"{probe.url} {probe.failure}" for probe in probes if probe.failure]
+            if faults:
+                raise ServerError("; ".join(faults))
+        if is_main():
+            for server, probe in zip(servers, probes, strict=True):
+                self._act_on(server, probe, server in waiting)
+
+    def _act_on(self, server: Server, probe: Probe, is_waiting: bool) -> None:
+        """Let a server that agrees serve, and leave one out that does not; silence is no reason to stop serving."""
+        if not probe.failure:
+            server.proved_version = self.version
+            if is_waiting:
+                self.client.admit(server)
+        elif is_waiting:
+            self.client.keep_out(server, probe.failure)
+        elif probe.completions:
+            self.client.lose(server, ServerLost(probe.failure))
+
+    def _probe_all(self, servers: list[Server]) -> list[Probe]:
+        with ThreadPoolExecutor(64) as pool:
+            return list(pool.map(self._probe, servers))
+
+    def _probe(self, server: Server) -> Probe:
+        """Ask for two short completions under the weights that the server was sent."""
+        prompt = self.probe_prompt
+        sampling = {
+            "n": 2,
+            "max_tokens": min(16, self.config.max_completion_len),
+            "temperature": self.config.temperature,
+        }
         try:
             completions = server.generate(
                 prompt.token_ids, sampling, prompt.images, CONTROL_TIMEOUT_S
             )
         except ServerError as error:
-            return server.url, [], str(error)
-        is_current = all(
-            span.version == self.version for c in completions for span in c.weight_versions
-        )
-        return (
-            server.url,
-            completions,
-            "" if is_current else "answers with other weights than it was sent",
-        )
+            return Probe(server.url, [], str(error))
+        for completion in completions:
+            if not completion.weight_versions.eq(self.version).all():
+                return Probe(server.url, completions, "answers with other weights than it was sent")
+        return Probe(server.url, completions)
 
     def _difference(self, completions: list[Completion]) -> str:
         """In words, how far log-probs of the policy are from the server's; empty where they are close enough."""

@@ -31,9 +31,11 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.common import memory_mb, reset_peak
 from config import TrainConfig, UserError, bending, parse_args
-from rollouts.data import Group, Prompt, epochs
+from rollouts.data import epochs
+from rollouts.group import Group, Prompt
 from rollouts.stream import MAX_GROUPS, Rollouts
-from train import Dealer, check_advantages, check_loss, set_advantages, train_batch
+from train import check_advantages, check_loss, set_advantages, train_batch
+from training.batching import Dealer
 from training.logs import batch_metrics
 from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16
 from utils import broadcast_object, exits, is_main, process_group, scatter_objects
@@ -354,11 +356,8 @@ class Doctor:
         parts = self.measure(groups, num_rows, train_s, num)
         if not is_main():
             return
-        (start, slope), completions = (
-            parts.sampling,
-            [c for group in groups for c in group.completions],
-        )
-        sampled = sum(c.num_sampled for c in completions) / (
+        start, slope = parts.sampling
+        sampled = sum(sum(group.num_sampled) for group in groups) / (
             start + slope * config.batch_size / num
         )
         trained = (

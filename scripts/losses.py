@@ -28,7 +28,8 @@ from torch import Tensor
 
 from config import TrainConfig, UserError, parse_args
 from rollouts.stream import Rollouts
-from train import Share, arriving_shares, check_loss, train_batch
+from train import arriving_shares, check_loss, train_batch
+from training.batching import Share
 from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16
 from utils import Stopped, process_group
 

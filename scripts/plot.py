@@ -112,7 +112,7 @@ def save(figure: Any, path: Path) -> None:
         return
     figure.savefig(path, metadata={"Date": None})
     # What stands between > and < is text.
-    rounded: Any = lambda found: found[0] if found[0][0] == ">" else f"{float(found[0]):.2f}"  # noqa: E731
+    rounded: Any = lambda found: found[0] if found[0][0] == ">" else f"{float(found[0]):.2f}"
     picture = re.sub(r">[^<]*<|\d+\.\d{3,}", rounded, path.read_text(encoding="utf-8"))
     path.write_text(picture, encoding="utf-8")
 

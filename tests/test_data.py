@@ -18,11 +18,12 @@ from some_rewards import hangs, infinite, only_first, raises, right, scalar, sho
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
 from rollouts import workers
-from rollouts.data import Group, Prompt, epochs, leave_out_long, load_processor, load_prompts
+from rollouts.data import epochs, leave_out_long, load_processor, load_prompts
+from rollouts.group import ENVIRONMENT, Completion, Group, Prompt, spans_to_versions, version_spans
 from rollouts.scoring import Scorer, check_rewards
 from rollouts.stream import sample_group, sampling_params
 from training.logs import batch_metrics, batch_samples
-from vllm_client import Completion, Server, Span
+from vllm_client import Server
 
 ROWS = [
     {"prompt": "1+1=", "answer": "2", "level": 1},
@@ -69,7 +70,7 @@ def test_columns_and_collate():
         {"level": 1},
         {"level": 2},
     ]
-    renamed = lambda rows: [{"prompt": "Q" + row["prompt"], "truth": row["answer"]} for row in rows]  # noqa: E731
+    renamed = lambda rows: [{"prompt": "Q" + row["prompt"], "truth": row["answer"]} for row in rows]
     (first, _) = prompts_of(rows, collate_fn=renamed)
     assert (first.content, first.columns) == ("Q1+1=", {"truth": "2"})
 
@@ -162,9 +163,7 @@ def test_sampling_parameters():
 
 def make_groups():
     ids = [make_tokenizer().convert_tokens_to_ids([*text, "<eos>"]) for text in ("2", "3")]
-    completions = [
-        Completion(token_ids, [0.0] * len(token_ids), "stop", [Span(0, 0, 2)]) for token_ids in ids
-    ]
+    completions = [Completion(token_ids, [0.0] * len(token_ids), "stop", 0) for token_ids in ids]
     return [
         Group(Prompt(7, [5], row["prompt"], {"answer": row["answer"]}), completions) for row in ROWS
     ]
@@ -173,8 +172,8 @@ def make_groups():
 def test_batch_metrics():
     """Two groups of two; the second one's completions come from versions 3 and 4, one of them was cut off."""
     groups = make_groups()
-    last = Completion([1, 2, 3, 4], [0.0] * 4, "length", [Span(3, 0, 1), Span(5, 1, 4)])
-    groups[1].completions = [Completion([1, 2], [0.0] * 2, "stop", [Span(4, 0, 2)]), last]
+    last = Completion([1, 2, 3, 4], [0.0] * 4, "length", [3, 5, 5, 5])
+    groups[1].fill([Completion([1, 2], [0.0] * 2, "stop", 4), last])
     groups[0].rewards, groups[0].reward = [[1.0], [None]], [1.0, math.nan]
     groups[1].rewards, groups[1].reward = [[2.0], [0.0]], [2.0, 0.0]
     groups[0].started_version, groups[0].finished_version = 0, 1
@@ -280,14 +279,7 @@ def test_a_subset_is_of_its_own_dataset(monkeypatch):
     assert asked == [("a/b", "main"), ("c/d", None)]
 
 
-ROLLOUTS = [
-    ([Span(0, 0, 2)], None, True),
-    ([Span(0, 0, 1), Span(1, 1, 2)], None, True),
-    ([Span(0, 0, 1)], [True, False], True),
-    ([], None, False),
-    ([Span(0, 0, 1)], None, False),  # an environment without mask
-    ([Span(0, 0, 2)], [True, False], False),
-]
+ROLLOUTS = [(0, True), ([0, 1], True), ([0, ENVIRONMENT], True), ([], False), ([0], False)]
 
 
 class OneServer:
@@ -308,30 +300,56 @@ def rolled_out(rollout_fn):
     return group
 
 
-@pytest.mark.parametrize(("spans", "loss_mask", "fits"), ROLLOUTS, ids=str)
-def test_spans_of_a_rollout_are_its_sampled_tokens(spans, loss_mask, fits):
+@pytest.mark.parametrize(("versions", "fits"), ROLLOUTS, ids=str)
+def test_a_rollout_has_a_version_of_each_token(versions, fits):
     refused = pytest.raises(
-        UserError, match="rollout_fn on dataset row 0: ValueError: a completion needs tokens"
+        UserError, match="rollout_fn on dataset row 0: ValueError: a completion needs"
     )
     with contextlib.nullcontext() if fits else refused:
-        group = rolled_out(lambda *_: [Completion([5, 6], [-1.0, -1.0], "stop", spans, loss_mask)])
-        assert group.completions[0].weight_versions == spans
+        group = rolled_out(lambda *_: [Completion([5, 6], [-1.0, -1.0], "stop", versions)])
+        assert group.tokens.weight_versions.tolist() in (versions, [versions, versions])
 
 
-WHOLE = Completion([5, 6], [-1.0, -1.0], "stop", [Span(0, 0, 2)])
+SPANS = [
+    ([], [-2, -2, -2]),
+    ([(4, 0, 3)], [4, 4, 4]),
+    ([(-1, 0, 1), (7, 1, 3)], [-1, 7, 7]),
+    ([(3, 0, 1), (3, 2, 3)], [3, -2, 3]),
+]
+
+
+@pytest.mark.parametrize(("spans", "versions"), SPANS, ids=str)
+def test_spans_of_versions(spans, versions):
+    """To a version for each token and back; between spans an environment wrote."""
+    assert spans_to_versions(spans, 3).tolist() == versions
+    assert version_spans(torch.tensor(versions)) == spans
+
+
+@pytest.mark.parametrize(
+    "spans", [[(0, 0, 4)], [(0, 1, 3), (1, 0, 1)], [(0, 0, 2), (1, 1, 3)], [(0, -1, 1)]], ids=str
+)
+def test_spans_that_do_not_fit_are_refused(spans):
+    with pytest.raises(ValueError, match="3 tokens have the spans of versions"):
+        spans_to_versions(spans, 3)
+
+
+WHOLE = Completion([5, 6], [-1.0, -1.0], "stop", 0)
 NO_ROLLOUTS = [
     (lambda *_: [5, 6], "TypeError: 'int' object is not iterable"),
     (lambda *_: None, "TypeError: 'NoneType' object is not iterable"),
     (lambda *_: [WHOLE, WHOLE], "ValueError: it returned 2 completions, not 1"),
     (lambda *_: [][0], "IndexError"),
-    (lambda *_: [Completion([], [], "stop", [])], "ValueError: a completion needs"),
+    (lambda *_: [Completion([], [], "stop", 0)], "ValueError: a completion needs"),
     (
         lambda *_: [dataclasses.replace(WHOLE, sampler_logprobs=[-1.0])],
         "ValueError: a completion needs",
     ),
-    (lambda *_: [dataclasses.replace(WHOLE, loss_mask=[True])], "ValueError: a completion needs"),
     (
-        lambda *_: [Completion([5] * 20_000, [-1.0] * 20_000, "stop", [Span(0, 0, 20_000)])],
+        lambda *_: [dataclasses.replace(WHOLE, weight_versions=[0])],
+        "ValueError: a completion needs",
+    ),
+    (
+        lambda *_: [Completion([5] * 20_000, [-1.0] * 20_000, "stop", 0)],
         "ValueError: a completion has 20001 tokens with its prompt: raise max_tokens_per_gpu",
     ),
 ]
@@ -448,14 +466,14 @@ def test_best_of_several_verifiers():
 
 
 def test_numpy_and_torch_numbers_are_numbers():
-    values = lambda **_: [torch.tensor([0.5, 1.5])[i].item() for i in range(2)]  # noqa: E731
+    values = lambda **_: [torch.tensor([0.5, 1.5])[i].item() for i in range(2)]
     values.__name__ = "values"
     assert score(make_groups(), make_config(reward_funcs=[values]))[0] == [0.5, 1.5]
 
 
 def test_a_group_is_as_old_as_its_oldest_token():
-    one = Completion([5, 6], [-1.0, -1.0], "stop", [Span(4, 0, 1), Span(6, 1, 2)])
-    two = Completion([5], [-1.0], "stop", [Span(5, 0, 1)])
+    one = Completion([5, 6], [-1.0, -1.0], "stop", [4, 6])
+    two = Completion([5], [-1.0], "stop", 5)
     assert Group(Prompt(0, [5], "", {}), [two, one]).oldest_version == 4
 
 
@@ -469,7 +487,7 @@ def test_a_group_begins_when_it_has_a_server():
         def lease(self):
             self.version = 3
             yield SimpleNamespace(
-                number=0, generate=lambda *_: [Completion([5], [-1.0], "stop", [Span(3, 0, 1)])]
+                number=0, generate=lambda *_: [Completion([5], [-1.0], "stop", 3)]
             )
 
     group, client = Group(Prompt(0, [5], "", {})), Busy()

@@ -21,8 +21,9 @@ from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 import prefix_attention
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
-from rollouts.data import Group, Prompt
-from train import Dealer, micro_batches, optimizer_step, row_tokens, train_batch
+from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
+from train import optimizer_step, train_batch
+from training.batching import Dealer, micro_batches, row_tokens
 from training.model import (
     add_lora,
     build_optimizer,
@@ -37,7 +38,6 @@ from training.model import (
     unwrap,
 )
 from utils import process_group
-from vllm_client import Completion, Span
 
 ADVANTAGES = torch.tensor(
     [[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8], [1.2, 0.0, -1.2], [0.7, -0.1, -0.6]]
@@ -55,7 +55,7 @@ def make_groups():
         for c, length in enumerate(lengths):
             ids = [next(tokens) for _ in range(length)]
             reason = "length" if (g, c) == TRUNCATED else "stop"
-            completions.append(Completion(ids, [-3.0] * length, reason, [Span(0, 0, length)]))
+            completions.append(Completion(ids, [-3.0] * length, reason, 0))
         groups.append(Group(prompt, completions))
     return groups
 
@@ -186,11 +186,10 @@ def with_environment(groups):
     for group in groups:
         completions = []
         for c in group.completions:
-            ends = {0, len(c.token_ids) - 1}
-            mask = [i in ends for i in range(len(c.token_ids))]
-            spans = [Span(0, end, end + 1) for end in sorted(ends)]
-            completions.append(dataclasses.replace(c, loss_mask=mask, weight_versions=spans))
-        group.completions = completions
+            versions = c.weight_versions.clone()
+            versions[1:-1] = ENVIRONMENT
+            completions.append(dataclasses.replace(c, weight_versions=versions))
+        group.fill(completions)
     return groups
 
 
@@ -248,13 +247,13 @@ def test_a_completion_without_a_reward_is_left_out():
 
 
 def test_turns_are_joined():
-    first = Completion([5, 6], [-1.0, -2.0], "stop", [Span(3, 0, 2)])
-    last = Completion([9], [-0.5], "length", [Span(3, 0, 1), Span(4, 1, 1)])
+    first = Completion([5, 6], [-1.0, -2.0], "stop", 3)
+    last = Completion([9], [-0.5], "length", 3)
     joined = first.then([7, 8], last)
     assert joined.token_ids.tolist() == [5, 6, 7, 8, 9]
     assert joined.sampler_logprobs.tolist() == [-1.0, -2.0, 0.0, 0.0, -0.5]
     assert joined.loss_mask.tolist() == [True, True, False, False, True]
-    assert joined.weight_versions == [(3, 0, 2), (3, 4, 5), (4, 5, 5)]
+    assert joined.weight_versions[joined.loss_mask].tolist() == [3, 3, 3]
     assert joined.finish_reason == "length"
     assert joined.then([1], first).loss_mask.tolist() == [
         True,
@@ -356,7 +355,7 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
     config = make_config(models["tied"])
     (group, *_) = make_groups()
     group.advantages = [1.0, 0.0, -1.0]
-    long = [Completion([n] * 100, [-1.0] * 100, "stop", [Span(0, 0, 100)]) for n in (5, 6, 7)]
+    long = [Completion([n] * 100, [-1.0] * 100, "stop", 0) for n in (5, 6, 7)]
     group = dataclasses.replace(group, completions=long)
     assert row_tokens([group], config) == 3 * 102
     (micro,) = micro_batches([group], 400, config)
@@ -372,7 +371,7 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
 
 
 def test_sharing_is_verified_before_training(models, device, capsys, monkeypatch):
-    own = lambda *row, blocks=prefix_attention._blocks: [b for b in blocks(*row) if b.level == 0]  # noqa: E731
+    own = lambda *row, blocks=prefix_attention._blocks: [b for b in blocks(*row) if b.level == 0]
     monkeypatch.setattr(prefix_attention, "_blocks", own)
     config = make_config(models["tied"])
     policy = build_policy(config, device)

@@ -14,9 +14,8 @@ from documents import DOCUMENTS, blocks
 from config import TrainConfig
 from recipes import advantages, insert_reasoning, losses
 from recipes.majority import answer_of, majority_is_right, majority_vote
-from rollouts.data import Group, Prompt
+from rollouts.group import Completion, Group, Prompt
 from train import check_loss, grpo_loss
-from vllm_client import Completion, Span
 
 NAN, INF = math.nan, math.inf
 
@@ -425,7 +424,7 @@ class Talker:
             : sampling["max_tokens"]
         ]
         logprobs = [-0.5 - len(self.asked)] * len(said)
-        spans = [Span(3, 0, 1), Span(4, 1, len(said))] if len(said) > 1 else [Span(3, 0, 1)]
+        spans = [3, *[4] * (len(said) - 1)]
         return [
             Completion([*map(ord, said)], logprobs, "stop", spans) for _ in range(sampling["n"])
         ]
@@ -455,8 +454,8 @@ def test_half_of_a_group_thinks_again(n, monkeypatch):
         assert (prompt, sampling | {"max_tokens": 8 - len(kept + cue)}) in talker.asked[1:]
         assert completion.loss_mask.tolist() == [True] * len(kept) + [False] * 2 + [True] * 3
         assert completion.sampler_logprobs[: len(kept)].tolist() == [-1.5] * len(kept)
-        assert {span.version for span in completion.weight_versions} == {3, 4}
-        assert completion.num_sampled == len(text) - 2
+        assert set(completion.weight_versions[completion.loss_mask].tolist()) == {3, 4}
+        assert completion.loss_mask.sum() == len(text) - 2
 
 
 def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
@@ -497,7 +496,7 @@ def test_the_examples_of_the_documents():
         exec(block, ran)
     rewards = torch.tensor([[1.0, 0.0, 2.0], [0.5, 0.5, 0.0]], dtype=torch.float64)
     torch.testing.assert_close(ran["rloo"](rewards, []), advantages.rloo(rewards, []))
-    turn = Completion([5] * 9, [-1.0] * 9, "stop", [Span(0, 0, 9)])
+    turn = Completion([5] * 9, [-1.0] * 9, "stop", 0)
     asked = []
 
     def generate(ids, sampling):

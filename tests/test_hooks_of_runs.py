@@ -27,13 +27,13 @@ from config import UserError, parse_args
 from prefix_attention import attach, pack
 from recipes.own_loss import reinforce
 from rollouts import stream
-from rollouts.data import Group, Prompt
+from rollouts.group import Completion, Group, Prompt
 from rollouts.scoring import Scorer, held_out_metrics
 from rollouts.stream import Rollouts
 from train import grpo_loss, main
 from training.model import build_policy, build_reference, token_logprobs
 from utils import process_group
-from vllm_client import Completion, ReferenceServer, ServerError, Span
+from vllm_client import ReferenceServer, ServerError
 
 
 def weights(folder, step=3):
@@ -102,7 +102,7 @@ def test_an_info_that_no_completion_of_a_group_has_is_none(models, recipe, tmp_p
 
 
 def test_info_of_turns_is_joined_and_hides_no_column():
-    one = Completion([5], [-1.0], "stop", [Span(0, 0, 1)], info={"a": 1, "b": 1})
+    one = Completion([5], [-1.0], "stop", 0, info={"a": 1, "b": 1})
     assert one.then([7], replace(one, info={"b": 2})).info == {"a": 1, "b": 2}
     group = Group(Prompt(3, [5], "", {"a": "x"}), [one, one])
     scorer = Scorer(make_tokenizer(), make_config(reward_funcs=[what_it_scored]))
@@ -449,7 +449,7 @@ def test_a_server_that_answers_a_probe_with_other_weights_is_left_out(answers):
     one: Any = SimpleNamespace(url="http://a", has_weights=True, proved_version=-1)
     client = SimpleNamespace(lose=lambda server, error: lost.append(str(error)))
     policy = SimpleNamespace(eval=lambda: None, train=lambda: None)
-    stale = Completion([5], [-1.0], "stop", [Span(3, 0, 1)])
+    stale = Completion([5], [-1.0], "stop", 3)
     one.generate = lambda *_: [stale]
     if not answers:
         one.generate = lambda *_: (_ for _ in ()).throw(stream.ServerLost("it took too long"))
@@ -518,13 +518,8 @@ def test_a_teacher_of_another_vocabulary_is_refused(models, recipe, tmp_path):
 def test_a_reference_server_is_the_reference(models, tmp_path):
     """A real one at another temperature than 1, against the reference within the trainer; it keeps its temperature."""
     prompt, completions = [5, 6, 7, 8], [[9, 10], [([5, 6, 7, 8], [11, 12, 13]), ([5, 6, 9], [10])]]
-    sampled = [
-        Completion(ids, [-1.0] * len(ids), "stop", [Span(0, 0, len(ids))])
-        for ids in [[9, 10], [11, 12, 13]]
-    ]
-    last = Completion(
-        [10], [-1.0], "stop", [Span(0, 0, 1)], prompt_ids=[5, 6, 9], earlier=sampled[1:]
-    )
+    sampled = [Completion(ids, [-1.0] * len(ids), "stop", 0) for ids in [[9, 10], [11, 12, 13]]]
+    last = Completion([10], [-1.0], "stop", 0, prompt_ids=[5, 6, 9], earlier=sampled[1:])
     group = Group(Prompt(0, prompt, "", {}), [sampled[0], last])
     config = make_config(model_id=models["tied"], beta=0.1, temperature=0.7)
     row = pack([(prompt, completions)])[0]
@@ -534,7 +529,7 @@ def test_a_reference_server_is_the_reference(models, tmp_path):
         reference = ReferenceServer(started.wait(), temperature=0.7, timeout_s=60.0)
         for _ in range(2):  # a trainer that goes on tells it again
             reference.connect()
-            got = torch.cat(reference.logprobs(group.sequences[1]))
+            got = reference.logprobs(group)
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
         with pytest.raises(
             ServerError, match="it is the reference of a run at temperature 0.7: start another one"

@@ -39,9 +39,7 @@ from recipes.first_to_finish import first_to_finish
 from recipes.rewards import math_answer
 from recipes.tiny_vlm import squares
 from rollouts.data import (
-    Group,
     Images,
-    Prompt,
     image_source,
     joined_images,
     leave_out_long,
@@ -50,9 +48,11 @@ from rollouts.data import (
     open_image,
     with_images,
 )
-from rollouts.replay import DECODER, restore, saved_group
+from rollouts.group import Completion, Group, Prompt, version_spans
+from rollouts.replay import restore, restored, saved_group
 from rollouts.stream import Rollouts, sample_group, sampling_params
-from train import Dealer, micro_batches, train_batch
+from train import train_batch
+from training.batching import Dealer, micro_batches
 from training.model import (
     build_policy,
     build_reference,
@@ -65,7 +65,7 @@ from training.model import (
     unwrap,
 )
 from utils import broadcast_object, is_main, process_group
-from vllm_client import Completion, ServerError, Span
+from vllm_client import ServerError
 
 SIZES = [(32, 64), (64, 32), (48, 48)]  # pixels
 IMAGE_TOKENS = 16  # of a 64 x 64 image: 8 x 8 patches, merged by four
@@ -153,11 +153,11 @@ def test_prompts_of_mixed_rows():
 def test_a_saved_group_gets_its_images_back():
     """They are not in the file: a replay processes them anew."""
     prompts, processor, config = load(rows), build_processor(), make_config()
-    sampled = Completion([5, 6], [-1.0, -0.5], "stop", [Span(0, 0, 2)])
+    sampled = Completion([5, 6], [-1.0, -0.5], "stop", 0)
     group = Group(
         with_images(prompts[2], processor, config), [sampled], rewards=[[1.0]], advantages=[0.5]
     )
-    saved = DECODER.decode(saved_group(group)["group"])
+    saved = restored(saved_group(group)["group"], 0)
     assert saved.prompt.images is None
     restore(saved, {prompt.index: prompt for prompt in prompts}, processor, config)
     saved.advantages = group.advantages
@@ -431,9 +431,7 @@ def make_groups(model_id):
         load(rows, processor=processor), LENGTHS, ADVANTAGES, strict=True
     ):
         completions = [
-            Completion(
-                [20 + (i * 7 + n) % 60 for i in range(n)], [-3.0] * n, "stop", [Span(0, 0, n)]
-            )
+            Completion([20 + (i * 7 + n) % 60 for i in range(n)], [-3.0] * n, "stop", 0)
             for n in lengths
         ]
         prompt = with_images(prompt, processor, config) if prompt.sources else prompt
@@ -820,7 +818,7 @@ def test_an_update_in_the_middle_of_completions(vlm, url):
                 time.sleep(0.02 * version)
                 rollouts.publish(policy, version)
                 completions = reply.result()
-            hits += [c for c in completions if len(c.weight_versions) == 2]
+            hits += [c for c in completions if len(version_spans(c.weight_versions)) == 2]
             if len(hits) >= 6:
                 break
         assert len(hits) >= 6
@@ -830,7 +828,7 @@ def test_an_update_in_the_middle_of_completions(vlm, url):
         with torch.no_grad():
             under_new = token_logprobs(policy, row, joined_images([prompt]), config)
         rollouts.close()
-    change = hits[-1].weight_versions[1].start
+    _, (_, change, _) = version_spans(hits[-1].weight_versions)
     assert (under_new - hits[-1].sampler_logprobs)[change:].abs().max() <= 1e-4
 
 
@@ -928,7 +926,7 @@ def test_a_second_turn_after_an_image(vlm, url):
         image = policy.config.image_token_id
         with pytest.raises(ValueError, match="placeholders of images"):
             client.generate([*so_far, image], {"n": 1, "max_tokens": 4}, images=prompt.images)
-        odd = Completion([30, image], [0.0, 0.0], "stop", [Span(0, 0, 2)])
+        odd = Completion([30, image], [0.0, 0.0], "stop", 0)
         config = dataclasses.replace(config, rollout_fn=lambda *_: [odd])
         with pytest.raises(
             ValueError, match="rollout_fn on dataset row 0: .*placeholder of an image"

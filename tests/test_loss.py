@@ -11,19 +11,18 @@ from fake_server import fake_server
 from helpers import ROOT, on_forked_ranks, read, said
 
 from config import TrainConfig, parse_args
-from rollouts.data import Group, Prompt
+from rollouts.group import Group, Prompt
 from train import (
-    Dealer,
     check_advantages,
     check_loss,
     compute_advantages,
     grpo_loss,
-    loss_normalizer,
     main,
     off_policy_weights,
     set_advantages,
 )
 from training import logs
+from training.batching import Dealer, loss_normalizer
 from training.logs import TokenSums
 from utils import process_group
 
@@ -537,7 +536,7 @@ def test_advantages_of_ones_own():
     assert Dealer(1, config).missing_tokens() == math.inf
     check_advantages([group.prompt for group in groups], config)
     check_advantages([groups[0].prompt], make_config())
-    reads_info: Any = lambda rewards, groups: rewards * groups[0].completions[0].info["won"]  # noqa: E731
+    reads_info: Any = lambda rewards, groups: rewards * groups[0].completions[0].info["won"]
     played = make_config(
         advantage_fn=reads_info, rollout_fn=print
     )  # whose completions alone have it

@@ -19,8 +19,9 @@ from test_turns import TOOLS, ids_of, tokenizer_of
 
 from config import TrainConfig, UserError
 from recipes.openai_agent import hermes_calls, trained
-from rollouts.data import Prompt, as_completion
+from rollouts.group import Prompt, as_completion
 from rollouts.stream import _ask
+from training.logs import version_spans
 from vllm_client import Server, ServerLost
 
 SAMPLING = {"n": 1, "max_tokens": 200, "temperature": 1.0}
@@ -79,7 +80,7 @@ def check(scripted, tokenizer, segments, replies):
     found = []
     for segment in segments:
         ids = [*segment.prompt_ids.tolist(), *segment.token_ids.tolist()]
-        for _, first, last in segment.weight_versions:
+        for _, first, last in version_spans(segment):
             start = len(segment.prompt_ids) + first
             assert ids[:start] in scripted.asked
             found.append(tokenizer.decode(ids[start : start + last - first]))
@@ -113,7 +114,7 @@ def test_a_loop_of_tools_is_one_segment(scripted, tokenizer):
     scripted.replies = {"tool_response>\n5": "It is 5", "2+3": thought + CALL}
     agent = lambda url, prompt: {
         "right": calculator_loop(client_of(url), prompt.content) == "It is 5"
-    }  # noqa: E731
+    }
     (segment,) = run(scripted, agent)
     check(scripted, tokenizer, [segment], [thought + CALL, "It is 5"])
     assert segment.finish_reason == "stop"

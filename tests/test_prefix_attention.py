@@ -567,7 +567,7 @@ def test_verification_notices_wrong_gradients(monkeypatch):
 
 def test_a_type_that_nobody_tested_is_always_verified(monkeypatch):
     monkeypatch.setattr(prefix_attention, "TESTED", frozenset())
-    own = lambda *row, blocks=prefix_attention._blocks: [b for b in blocks(*row) if b.level == 0]  # noqa: E731
+    own = lambda *row, blocks=prefix_attention._blocks: [b for b in blocks(*row) if b.level == 0]
     monkeypatch.setattr(prefix_attention, "_blocks", own)
     with pytest.raises(ValueError, match="differ from plain rows"):
         attach(make_model("Llama"))

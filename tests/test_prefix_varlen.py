@@ -264,8 +264,8 @@ def test_to_the_last_digit(family, make, max_tokens, exact):
 def test_one_call_per_level():
     """40 groups of all lengths: two calls in the forward of a layer, of whole slices, whose plan is made once."""
     random = torch.Generator().manual_seed(0)
-    length = lambda most: int(torch.randint(1, most, (), generator=random))  # noqa: E731
-    tokens = lambda number: torch.randint(3, 97, (number,), generator=random).tolist()  # noqa: E731
+    length = lambda most: int(torch.randint(1, most, (), generator=random))
+    tokens = lambda number: torch.randint(3, 97, (number,), generator=random).tolist()
     groups = [
         ([g, *tokens(length(40))], [[c, *tokens(length(20))] for c in range(1 + length(4))])
         for g in range(40)

@@ -13,11 +13,12 @@ from test_hooks_of_runs import assert_identical, weights
 from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
-from rollouts.data import Group, Images, Prompt, as_completion, check_segments
-from train import Dealer, main, micro_batches, row_tokens, train_batch
+from rollouts.data import Images
+from rollouts.group import Completion, Group, Prompt, as_completion, check_segments
+from train import main, train_batch
+from training.batching import Dealer, micro_batches, row_tokens
 from training.logs import batch_metrics
 from utils import process_group
-from vllm_client import Completion, Span
 
 ADVANTAGES = [[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8]]
 
@@ -39,7 +40,7 @@ def turns(g, c):
 
 
 def completion(ids, reason="stop", version=0, **fields):
-    return Completion(ids, [-3.0] * len(ids), reason, [Span(version, 0, len(ids))], **fields)
+    return Completion(ids, [-3.0] * len(ids), reason, version, **fields)
 
 
 def make_groups(kind):
@@ -141,16 +142,11 @@ def test_a_tree_costs_what_its_tokens_cost():
 def test_versions_are_of_segments():
     """The second segment was sampled by a later policy: tokens of the trained one are compared, older ones are not."""
     (group, _) = make_groups("rewritten")
-    group.completions = [
-        dataclasses.replace(
-            c,
-            earlier=[
-                *c.earlier[:1],
-                dataclasses.replace(c.earlier[1], weight_versions=[Span(2, 0, 4)]),
-            ],
-        )
-        for c in group.completions
-    ]
+    completions = []
+    for c in group.completions:
+        second = dataclasses.replace(c.earlier[1], weight_versions=2)
+        completions.append(dataclasses.replace(c, earlier=[c.earlier[0], second]))
+    group.fill(completions)
     group.trained_version, group.reward, group.server = 2, [1.0, 0.0, 0.0], 3
     assert group.oldest_version == 0
     (micro,) = micro_batches([group], 1000, make_config("m", batch_size=2))
@@ -199,8 +195,7 @@ def test_segments_of_segments():
     nested = as_completion([as_completion([one, two], own), three], own)
     assert [segment.token_ids.tolist() for segment in nested.segments] == [[7], [8], [9]]
     assert nested.info == {"a": 9, "7": 7, "8": 8, "9": 9}
-    assert nested.num_sampled == 3
-    assert as_completion(nested, own).num_sampled == 3
+    assert Group(own, [nested, as_completion(nested, own)]).num_sampled == [3, 3]
     reply = dataclasses.replace(three, prompt_ids=[7, 7, 7, 4], earlier=[two])
     joined = one.then([4], reply)
     assert [segment.token_ids.tolist() for segment in joined.segments] == [[8], [7, 4, 9]]

@@ -32,6 +32,7 @@ from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
 from recipes.first_to_finish import first_to_finish
 from rollouts import stream
+from rollouts.group import version_spans
 from rollouts.stream import Rollouts, sampling_params
 from training.model import (
     add_lora,
@@ -119,7 +120,7 @@ def mismatch(policy, rollouts, config, device):
         logprobs = completion_logprobs(policy, row.to(device), config.temperature)
     sampled = torch.cat([c.sampler_logprobs for c in replies])
     return (logprobs - sampled).abs().mean().item(), sorted(
-        {span[0] for c in replies for span in c.weight_versions}
+        {version for c in replies for version in c.weight_versions.tolist()}
     )
 
 
@@ -285,12 +286,12 @@ def test_updates_in_flight_keep_both_versions(models, servers):
                 reply = pool.submit(rollouts.client.servers[0].generate, PROMPT, sampling)
                 rollouts.publish(new, attempt)
                 completions = reply.result()
-            if any(len(c.weight_versions) == 2 for c in completions):
+            if any(len(version_spans(c.weight_versions)) == 2 for c in completions):
                 break
             old = new
         rollouts.close()
-        completion = next(c for c in completions if len(c.weight_versions) == 2)
-        (_, _, change), (version, start, end) = completion.weight_versions
+        completion = next(c for c in completions if len(version_spans(c.weight_versions)) == 2)
+        (_, _, change), (version, start, end) = version_spans(completion.weight_versions)
         assert (version, start, end) == (attempt, change, 100)
         (row,) = pack([(PROMPT, [completion.token_ids])], share_prefix=False)
         with torch.no_grad():
@@ -446,7 +447,7 @@ def test_a_start_without_options(models, tmp_path, monkeypatch):
             rollouts.publish(policy, 0)
             missing = lambda p: (
                 (name, t) for name, t in complete(p) if name != "model.norm.weight"
-            )  # noqa: E731
+            )
             monkeypatch.setattr(stream, "published_weights", missing)
             rollouts.publish(policy, 1)
             rollouts.close()
@@ -468,7 +469,7 @@ def test_a_start_without_options(models, tmp_path, monkeypatch):
 def test_sampling_parameters_take_effect(client):
     ask = lambda **fields: client.generate(
         PROMPT, {"n": 2, "max_tokens": 12, "temperature": 1.0, **fields}
-    )  # noqa: E731
+    )
     greedy = ask(temperature=0.0, n=1)
     for same in (ask(top_k=1)[0], ask(top_p=1e-6)[1], ask(min_p=1.0)[0]):
         assert torch.equal(same.token_ids, greedy[0].token_ids)
@@ -501,10 +502,10 @@ def test_the_first_to_finish_of_a_stream(client, models):
     completions = client.generate(PROMPT, sampling, read=first_to_finish, extra=5)
     assert len(completions) == 3
     model = AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32)
-    version = client.generate(PROMPT, {"n": 1, "max_tokens": 1})[0].weight_versions[0][0]
+    version = client.generate(PROMPT, {"n": 1, "max_tokens": 1})[0].weight_versions[0].item()
     for c in completions:
         assert len(c.token_ids) == len(c.sampler_logprobs)
-        assert c.weight_versions == [(version, 0, len(c.token_ids))]
+        assert c.weight_versions.tolist() == [version] * len(c.token_ids)
         if version == -1:  # the weights that the server started with
             logits = model(input_ids=torch.tensor([[*PROMPT, *c.token_ids]])).logits[
                 0, len(PROMPT) - 1 : -1
@@ -750,7 +751,7 @@ def test_buckets_and_pieces(monkeypatch):
     assert [list(bucket) for bucket in joined] == [["w0", "w1", "w2", "w3"], ["w4"], ["w5"]]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [store, TCPStore("127.0.0.1", store.port, is_master=False)]
-    join = lambda rank: utils.TransferGroup(stores[rank], rank, 2, torch.device("cpu"), 30.0)  # noqa: E731
+    join = lambda rank: utils.TransferGroup(stores[rank], rank, 2, torch.device("cpu"), 30.0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         trainer, worker = pool.map(join, (0, 1))
         for bucket in joined:

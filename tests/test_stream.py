@@ -18,10 +18,11 @@ from transformers import AutoModelForCausalLM
 import vllm_client
 from config import TrainConfig, parse_args
 from prefix_attention import attach, completion_logprobs, pack
-from rollouts.data import Group, Prompt, epochs
+from rollouts.data import epochs
+from rollouts.group import Completion, Group, Prompt
 from rollouts.stream import GroupStream, Rollouts
 from train import compute_advantages, grpo_loss, main
-from vllm_client import Completion, ServerError, Span, VLLMClient
+from vllm_client import ServerError, VLLMClient
 
 BATCH, STEPS = 4, 8
 
@@ -60,8 +61,8 @@ class Trainer:
         )
         time.sleep(self.random.choice([0, 0.001, 0.002, 0.03]))
         end = self.stream.version
-        spans = [Span(start, 0, 1), Span(end, 1, 2)] if end > start else [Span(start, 0, 2)]
-        group.completions = [Completion([5, 6], [-1.0, -1.0], "stop", spans)] * 2
+        spans = [start, end]
+        group.fill([Completion([5, 6], [-1.0, -1.0], "stop", spans)] * 2)
 
     def step(self, version):
         """Take the batch of one step; returns the ids of its groups."""
@@ -124,7 +125,7 @@ def test_fast_new_groups_leave_room_for_slow_old_ones(staleness):
     def sample(group):
         version = group.started_version = trainer.stream.version
         time.sleep(0.05 if version == 0 and group.id >= BATCH else 0)
-        group.completions = [Completion([5], [-1.0], "stop", [Span(version, 0, 1)])] * 2
+        group.fill([Completion([5], [-1.0], "stop", version)] * 2)
 
     trainer.stream._fill = sample
     for version, group in trainer.run().trained:
@@ -142,7 +143,7 @@ def test_a_straggler_is_waited_for_or_dropped():
             if group.id == 0:
                 version = group.started_version = slow.stream.version
                 release.wait(20)
-                group.completions = [Completion([5], [-1.0], "stop", [Span(version, 0, 1)])] * 2
+                group.fill([Completion([5], [-1.0], "stop", version)] * 2)
             else:
                 sample(group)
 
@@ -537,7 +538,7 @@ def test_the_fewest_in_flight_is_asked(models, recipe):
 
 def test_the_first_to_finish_are_kept(models, recipe, tmp_path):
     """Of six completions the two slow ones are not waited for."""
-    slow = lambda ids, number: (said(ids, number), 5.0 if number >= 4 else 0.01)  # noqa: E731
+    slow = lambda ids, number: (said(ids, number), 5.0 if number >= 4 else 0.01)
     started = time.monotonic()
     with fake_server(models["untied"], slow) as server:
         main(
@@ -580,7 +581,7 @@ def test_two_ranks_stream(models, recipe, tmp_path):
 
 
 def test_all_groups_filtered_ends_the_run(models, recipe, tmp_path):
-    same = lambda ids, number: ([7, 8, 9], 0.0)  # noqa: E731
+    same = lambda ids, number: ([7, 8, 9], 0.0)
     with (
         fake_server(models["untied"], same) as server,
         pytest.raises(ValueError, match="nothing to learn: 12 groups of this step"),
@@ -595,7 +596,7 @@ def test_all_groups_filtered_ends_the_run(models, recipe, tmp_path):
 @pytest.mark.parametrize(("share_prefix", "size"), [(True, 3 + 1 + 3), (False, 2 * (3 + 3))])
 def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
     """Groups of a prompt of 3 tokens and completions of 2 and 4; without sharing each is padded to the longest."""
-    completions = [Completion([5 + n] * n, [-1.0] * n, "stop", [Span(0, 0, n)]) for n in (2, 4)]
+    completions = [Completion([5 + n] * n, [-1.0] * n, "stop", 0) for n in (2, 4)]
     group = Group(Prompt(0, [5] * 3, "", {}), completions)
     stream = SimpleNamespace(take=lambda: group, missing=1)
     config = SimpleNamespace(share_prefix=share_prefix)

@@ -20,10 +20,9 @@ import show
 from helpers import ENV, ROOT
 
 from config import TrainConfig
-from rollouts.data import Batch, Group, Prompt
+from rollouts.group import Batch, Completion, Group, Prompt
 from training.logs import RunLog
 from utils import process_group
-from vllm_client import Completion, Span
 
 LOGGED = """
 import sys
@@ -98,7 +97,7 @@ def test_how_long_yet(tmp_path, capsys):
 def scored(rewards, cut=0):
     """A group whose completions have these rewards, and of which the first `cut` were cut off."""
     ends = ["length"] * cut + ["stop"] * (len(rewards) - cut)
-    completions = [Completion([6], [-1.0], end, [Span(0, 0, 1)]) for end in ends]
+    completions = [Completion([6], [-1.0], end, 0) for end in ends]
     return Group(
         Prompt(0, [5], "a", {}), completions, ["b"] * len(ends), [[r] for r in rewards], rewards
     )
@@ -406,10 +405,9 @@ def test_show_refuses(tmp_path):
 
 
 ODD = """
-    from rollouts.data import Prompt
-    from rollouts.stream import Batch, Group
-    from vllm_client import Completion, Span
-    nan, completion = float("nan"), Completion([6], [-1.0], "stop", [Span(1, 0, 1)])
+    from rollouts.group import Batch, Group, Prompt
+    from rollouts.group import Completion
+    nan, completion = float("nan"), Completion([6], [-1.0], "stop", 1)
     group = Group(Prompt(0, [5], "a", {"x": [nan]}), [completion], ["b"], [[None]], [nan], [0.0])
     log.step(2, {"grad_norm": 1e400, "time/train_s": 3.0, "time/wait_s": 1.0}, Batch([group]))
 """
@@ -443,7 +441,7 @@ def test_the_first_groups_that_were_begun_are_logged_before_a_checkpoint_is(tmp_
     config = TrainConfig(
         model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), logged_groups=1
     )
-    completion = Completion([6], [-1.0], "stop", [Span(1, 0, 1)])
+    completion = Completion([6], [-1.0], "stop", 1)
     groups = [
         Group(Prompt(0, [5], "a", {}), [completion], ["b"], [[1.0]], [1.0], [0.0], id=number)
         for number in (3, 1, 2)

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from config import TrainConfig, to_json
-from rollouts.data import Batch, Group
+from rollouts.group import Batch, Group, version_spans
 from rollouts.replay import saved_group
 from rollouts.scoring import reward_means
 from utils import is_main, naming, over_ranks
@@ -65,62 +65,79 @@ class TokenSums:
         k3 of Δ, which estimates KL(server || trainer), and w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
         """
         gap = (trainer_logprobs - sampler_logprobs).where(mask > 0, 0.0)
+        size = gap.abs()
         weight = gap.exp() * mask
-        of_gap = {
-            "sampling/sampling_logp_difference/mean": gap.abs().sum(),
+        means = {
+            **sums,
+            "entropy": entropy @ mask.to(entropy.dtype),
+            "sampling/sampling_logp_difference/mean": size.sum(),
             "sampling/kl": (gap.expm1() - gap).sum(),
         }
-        for name, value in (sums | {"entropy": entropy @ mask.to(entropy.dtype)} | of_gap).items():
+        for name, value in means.items():
             self.per_token[name] = self.per_token.get(name, 0.0) + value.detach()
-        for name, value in (
-            ("tokens", mask),
-            ("weight", weight),
-            ("weight_square", weight.square()),
-        ):
-            self.totals[name] += value.sum()
-        self.max_gap = torch.maximum(self.max_gap, gap.abs().max())
+        self.totals["tokens"] += mask.sum()
+        self.totals["weight"] += weight.sum()
+        self.totals["weight_square"] += weight.square().sum()
+        self.max_gap = torch.maximum(self.max_gap, size.max())
         if servers is not None:
-            self.by_server.index_add_(
-                1, servers.long(), torch.stack([gap.abs(), mask]).to(self.by_server.dtype)
-            )
+            of_tokens = torch.stack([size, mask]).to(self.by_server.dtype)
+            self.by_server.index_add_(1, servers.long(), of_tokens)
 
     def metrics(self) -> tuple[dict[str, float], dict[int, float]]:
         """Means over all ranks' tokens; and mean |Δ| by server, over tokens of the current policy. Collective."""
         dist.all_reduce(self.by_server)
-        gaps, numbers = self.by_server.tolist()
-        current = sum(numbers[1:])
-        total = over_ranks(self.totals)
-        tokens = max(total["tokens"], 1)
-        return {name: value / tokens for name, value in over_ranks(self.per_token).items()} | {
-            "loss": total["loss"],
-            "sampling/current_logp_difference": sum(gaps[1:]) / current if current else math.nan,
-            "sampling/stale_logp_difference": gaps[0] / numbers[0] if numbers[0] else math.nan,
-            "sampling/current_share": current / max(sum(numbers), 1),
-            "sampling/sampling_logp_difference/max": over_ranks(
-                {"gap": self.max_gap}, dist.ReduceOp.MAX
-            )["gap"],
-            "sampling/effective_sample_size": total["weight"] ** 2
-            / max(tokens * total["weight_square"], 1e-30),
-        }, {n - 1: gaps[n] / numbers[n] for n in range(1, len(gaps)) if numbers[n] >= MIN_COMPARED}
+        gaps, counts = self.by_server.tolist()
+        num_current = sum(counts[1:])
+        num_all = sum(counts)
+        totals = over_ranks(self.totals)
+        num_tokens = max(totals["tokens"], 1)
+
+        metrics = {name: value / num_tokens for name, value in over_ranks(self.per_token).items()}
+        metrics["loss"] = totals["loss"]
+        metrics["sampling/current_logp_difference"] = ratio(sum(gaps[1:]), num_current)
+        metrics["sampling/stale_logp_difference"] = ratio(gaps[0], counts[0])
+        metrics["sampling/current_share"] = num_current / max(num_all, 1)
+        largest = over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)
+        metrics["sampling/sampling_logp_difference/max"] = largest["gap"]
+        squares = max(num_tokens * totals["weight_square"], 1e-30)
+        metrics["sampling/effective_sample_size"] = totals["weight"] ** 2 / squares
+
+        gap_of_server = {}
+        for place in range(1, len(gaps)):
+            if counts[place] >= MIN_COMPARED:
+                gap_of_server[place - 1] = gaps[place] / counts[place]
+        return metrics, gap_of_server
+
+
+def ratio(total: float, count: float) -> float:
+    """Their ratio, NaN of nothing."""
+    return total / count if count else math.nan
 
 
 def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
     """What is known of a batch that trained policy `version`: rewards, lengths, staleness, times."""
-    completions = [c for group in groups for c in group.completions]
     rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
-    spread = (
-        (rewards - rewards.nanmean(dim=1, keepdim=True))
-        .square()
-        .nanmean(dim=1)
-        .sqrt()
-        .nan_to_num(0.0)
-    )
-    versions = [
-        {span.version for segment in c.segments for span in segment.weight_versions}
-        for c in completions
-    ]
-    staleness = [version - min(seen, default=version) for seen in versions]
-    num_groups, num_completions = len(groups), len(completions)
+    deviations = rewards - rewards.nanmean(dim=1, keepdim=True)
+    spread = deviations.square().nanmean(dim=1).sqrt().nan_to_num(0.0)
+
+    lengths = []
+    staleness = []
+    num_versions = 0
+    num_clipped = 0
+    for group in groups:
+        lengths += group.lengths
+        for versions in group.versions:
+            oldest = versions[0] if versions else version
+            staleness.append(version - oldest)
+            num_versions += len(versions)
+        for completion in group.completions:
+            num_clipped += completion.finish_reason == "length"
+
+    num_groups = len(groups)
+    num_completions = len(lengths)
+    in_flight = sum(group.finished_version - group.started_version for group in groups)
+    in_queue = sum(version - group.finished_version for group in groups)
+    began_s = min(group.started_s for group in groups)
     return {
         "reward": rewards.nanmean().item(),
         "reward_std": spread.mean().item(),
@@ -128,16 +145,13 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
         **reward_means(groups, config),
         "staleness/mean": sum(staleness) / num_completions,
         "staleness/max": float(max(staleness)),
-        "staleness/in_flight": sum(g.finished_version - g.started_version for g in groups)
-        / num_groups,
-        "staleness/in_queue": sum(version - g.finished_version for g in groups) / num_groups,
-        "completions/mean_length": sum(len(s.token_ids) for c in completions for s in c.segments)
-        / num_completions,
-        "completions/clipped_ratio": sum(c.finish_reason == "length" for c in completions)
-        / num_completions,
-        "completions/weight_versions": sum(map(len, versions)) / num_completions,
-        "time/generate_s": max(g.sampled_s for g in groups) - min(g.started_s for g in groups),
-        "time/reward_s": sum(g.scored_s - g.sampled_s for g in groups),
+        "staleness/in_flight": in_flight / num_groups,
+        "staleness/in_queue": in_queue / num_groups,
+        "completions/mean_length": sum(lengths) / num_completions,
+        "completions/clipped_ratio": num_clipped / num_completions,
+        "completions/weight_versions": num_versions / num_completions,
+        "time/generate_s": max(group.sampled_s for group in groups) - began_s,
+        "time/reward_s": sum(group.scored_s - group.sampled_s for group in groups),
     }
 
 
@@ -160,36 +174,35 @@ def warn_of(first: dict[str, float], config: TrainConfig) -> None:
 def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
     """One JSON object per completion, for `completions.jsonl`; long columns are shortened."""
     functions: Any = config.reward_funcs
+    names = [function.__name__ for function in functions]
     samples = []
     for group in groups:
-        of_group = {"group": group.id, "row": group.prompt.index, "prompt": group.prompt.content}
-        of_group["columns"] = _shortened(group.prompt.columns)
-        for i, c in enumerate(group.completions):
-            rewards = {
-                f.__name__: reward for f, reward in zip(functions, group.rewards[i], strict=True)
+        columns = _shortened(group.prompt.columns)
+        for number, completion in enumerate(group.completions):
+            sample = {
+                "group": group.id,
+                "row": group.prompt.index,
+                "prompt": group.prompt.content,
+                "columns": columns,
+                "completion": group.texts[number],
+                "reward": group.reward[number],
+                "rewards": dict(zip(names, group.rewards[number], strict=True)),
             }
-            scores = {"reward": group.reward[i], "rewards": rewards}
-            scores |= (
-                {"advantage": group.advantages[i]} if group.advantages else {}
-            )  # held-out completions have none
-            sampling = {"finish_reason": c.finish_reason, "weight_versions": c.weight_versions}
-            samples.append(
-                {
-                    **of_group,
-                    "completion": group.texts[i],
-                    **scores,
-                    **sampling,
-                    "info": _shortened(c.info),
-                }
-            )
+            if group.advantages:  # held-out completions have none
+                sample["advantage"] = group.advantages[number]
+            sample["finish_reason"] = completion.finish_reason
+            sample["weight_versions"] = version_spans(completion.weight_versions)
+            sample["info"] = _shortened(completion.info)
+            samples.append(sample)
     return samples
 
 
 def _shortened(values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value if len(repr(value)) <= MAX_SHOWN else repr(value)[:MAX_SHOWN]
-        for name, value in values.items()
-    }
+    shortened = {}
+    for name, value in values.items():
+        text = repr(value)
+        shortened[name] = value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN]
+    return shortened
 
 
 class RunLog:
@@ -264,37 +277,41 @@ class RunLog:
             metrics["time/train_s"] -= metrics["time/wait_s"]
             if step == 1:
                 warn_of(metrics, self.config)
-            logged = sorted(batch.groups, key=lambda group: group.id)[: self.config.logged_groups]
-            rows["completions"] = batch_samples(logged, self.config)
-            pairs = (
-                (group, reason) for reason, groups in batch.dropped.items() for group in groups
-            )
-            rows["dropped"] = [
-                {"group": g.id, "row": g.prompt.index, "reason": reason} for g, reason in pairs
-            ]
-            rows["rollouts"] = (
-                [saved_group(g) for g in batch.groups] if self.config.save_rollouts else []
-            )
-        for name, groups in (held_out or {}).items():
-            rows["held_out"] += [
-                {"set": name, **sample} for sample in batch_samples(groups, self.config)
-            ]
+            in_order = sorted(batch.groups, key=lambda group: group.id)
+            rows["completions"] = batch_samples(in_order[: self.config.logged_groups], self.config)
+            for reason, groups in batch.dropped.items():
+                for group in groups:
+                    rows["dropped"].append(
+                        {"group": group.id, "row": group.prompt.index, "reason": reason}
+                    )
+            if self.config.save_rollouts:
+                rows["rollouts"] = [saved_group(group) for group in batch.groups]
+        if held_out:
+            for name, groups in held_out.items():
+                rows["held_out"] += [
+                    {"set": name, **sample} for sample in batch_samples(groups, self.config)
+                ]
+
         self._written.result()  # of the step before: raises what it failed with
         self._written = self._writer.submit(self._write, step, rows | {"metrics": [metrics]})
         self._print(step, metrics)
         if self._wandb:
-            # wandb makes a section of panels for each word before a slash.
-            sent: dict[str, Any] = {
-                n if "/" in n else f"train/{n}": value for n, value in metrics.items()
-            }
-            every, shown = self.config.log_completions_steps, rows["completions"][:256]
-            if shown and every and step % every == 0:
-                cells = [
-                    [v if isinstance(v, float | int) else str(v)[:10_000] for v in s.values()]
-                    for s in shown
-                ]
-                sent["completions/table"] = self._wandb.Table(columns=list(shown[0]), data=cells)
-            self._wandb.log(sent, step=step)
+            self._send(step, metrics, rows["completions"])
+
+    def _send(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
+        """Send a step to wandb, which makes a section of panels for each word before a slash."""
+        sent: dict[str, Any] = {}
+        for name, value in metrics.items():
+            sent[name if "/" in name else f"train/{name}"] = value
+        every = self.config.log_completions_steps
+        if samples and every and step % every == 0:
+            cells = []
+            for sample in samples[:256]:
+                cells.append(
+                    [v if isinstance(v, float | int) else str(v)[:10_000] for v in sample.values()]
+                )
+            sent["completions/table"] = self._wandb.Table(columns=list(samples[0]), data=cells)
+        self._wandb.log(sent, step=step)
 
     def _write(self, step: int, rows: dict[str, list[dict[str, Any]]]) -> None:
         for name, file in self._files.items():
@@ -305,41 +322,44 @@ class RunLog:
 
     def _print(self, step: int, metrics: dict[str, float]) -> None:
         """Renew the live line, and print one every `log_steps` and after an evaluation, both with the time left."""
-        head, pace = f"step {step}/{self._num_steps}", []
-        if "time/step_s" in metrics:
-            self._steps_s.append(metrics["time/step_s"] + metrics.get("time/eval_s", 0.0))
-            left_s = sum(self._steps_s) / len(self._steps_s) * (self._num_steps - step)
-            speed = tqdm.format_sizeof(metrics["tokens_per_s/trained"])
-            pace += [f"{tqdm.format_interval(left_s)} left", f"{speed} tok/s"]
-            if (
-                len(self._steps_s) > 1
-            ):  # the first step's groups were sampled, in part or all, before it began
-                pace += [
-                    f"idle: trainer {metrics['idle/trainer']:.0%}, servers {metrics['idle/servers']:.0%}"
-                ]
+        head = f"step {step}/{self._num_steps}"
+        pace = self._pace(step, metrics)
         if "eval/reward" in metrics:
             self._held_out = [f"eval {metrics['eval/reward']:.4g}"]
         live = [f"reward {metrics['reward']:.4g}"] if "reward" in metrics else []
         self._bar.set_description_str(" · ".join([head, *live, *self._held_out, *pace]))
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
-            parts = [name for name in metrics if name.startswith("rewards/")]
-            kind = "accuracy" if metrics.get("eval/accuracy") else "reward"
-            evals = [
-                "eval/accuracy",
-                "eval/reward",
-                *[name for name in metrics if name.startswith("eval/pass@")][-1:],
-            ]
-            evals += [f"eval/{name}/{kind}" for name in self.config.eval_sets]
-            names = ["reward", *(parts if len(parts) > 1 else ()), *evals, *PRINTED]
-            tqdm.write(
-                " · ".join(
-                    [
-                        head,
-                        *(f"{name} {metrics[name]:.4g}" for name in names if name in metrics),
-                        *pace,
-                    ]
-                )
-            )
+            names = self._printed(metrics)
+            values = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
+            tqdm.write(" · ".join([head, *values, *pace]))
+
+    def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """The time left, the tokens a second, and how long either side waits."""
+        if "time/step_s" not in metrics:
+            return []
+        self._steps_s.append(metrics["time/step_s"] + metrics.get("time/eval_s", 0.0))
+        mean_s = sum(self._steps_s) / len(self._steps_s)
+        left = tqdm.format_interval(mean_s * (self._num_steps - step))
+        speed = tqdm.format_sizeof(metrics["tokens_per_s/trained"])
+        pace = [f"{left} left", f"{speed} tok/s"]
+        if (
+            len(self._steps_s) > 1
+        ):  # the first step's groups were sampled, in part or all, before it began
+            trainer, servers = metrics["idle/trainer"], metrics["idle/servers"]
+            pace.append(f"idle: trainer {trainer:.0%}, servers {servers:.0%}")
+        return pace
+
+    def _printed(self, metrics: dict[str, float]) -> list[str]:
+        """The names of a line's metrics, in their order; some may be missing."""
+        names = ["reward"]
+        parts = [name for name in metrics if name.startswith("rewards/")]
+        if len(parts) > 1:
+            names += parts
+        names += ["eval/accuracy", "eval/reward"]
+        names += [name for name in metrics if name.startswith("eval/pass@")][-1:]
+        kind = "accuracy" if metrics.get("eval/accuracy") else "reward"
+        names += [f"eval/{name}/{kind}" for name in self.config.eval_sets]
+        return names + PRINTED
 
     def state(self) -> dict[str, Any]:
         """What a later run needs to go on with what is written: all steps until now."""

@@ -1,0 +1,315 @@
+"""The data that everything else passes on: a prompt, its completions, both as a group, a batch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import TrainConfig
+from prefix_attention import as_tokens, num_packed_tokens
+
+# In place of the policy version that sampled a token:
+FOREIGN = -1  # weights that no trainer sent sampled it
+ENVIRONMENT = -2  # an environment wrote it, so it does not train
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One problem: tokens for the server, content and columns for the rewards."""
+
+    index: int  # row in the dataset
+    token_ids: list[int]  # tokenized once; the placeholder of an image stands expanded
+    content: Any  # the dataset's `prompt` (string or chat messages), for rewards and people
+    columns: dict[str, Any]  # the other columns that the rewards want
+    sources: list[Any] = field(default_factory=list)  # its images as the dataset has them
+    images: Any = None  # its images, processed (`rollouts.images.Images`); None until it is sampled
+
+    @property
+    def inputs(self) -> dict[str, Tensor]:
+        """Its images for the policy: `Images.inputs`; {} for text, or before it is sampled."""
+        if self.images is None:
+            return {}
+        return self.images.inputs
+
+
+@dataclass(eq=False)
+class Completion:
+    """Tokens that continue a prompt, sampled by a policy or written by an environment.
+
+    Lists are taken as tensors; a ValueError says which column has another length than the tokens. A
+    rollout whose history was rewritten has several segments: this one, the last, and `earlier` ones.
+    """
+
+    token_ids: Any  # [n] int64, with the end-of-sequence token, where one was sampled
+    sampler_logprobs: Any  # [n] float32, nats, by the server: after temperature (and top-k/p)
+    finish_reason: str  # `stop` (the completion ended by itself) or `length` (it was cut off)
+    weight_versions: Any  # [n] int64, the policy that sampled it, or ENVIRONMENT; an int is of all
+    info: dict[str, Any] = field(default_factory=dict)  # an environment's columns for the rewards
+    prompt_ids: Any = None  # [m] int64, its own prompt; None where that is the prompt of its group
+    earlier: list["Completion"] = field(default_factory=list)  # the rollout's other segments
+
+    def __post_init__(self) -> None:
+        self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
+        self.sampler_logprobs = torch.as_tensor(self.sampler_logprobs, dtype=torch.float32)
+        if isinstance(self.weight_versions, int):
+            self.weight_versions = torch.full((len(self.token_ids),), self.weight_versions)
+        self.weight_versions = torch.as_tensor(self.weight_versions, dtype=torch.int64)
+        if self.prompt_ids is not None:
+            self.prompt_ids = torch.as_tensor(self.prompt_ids, dtype=torch.int64)
+
+        num_tokens = len(self.token_ids)
+        if num_tokens == 0:
+            raise ValueError("a completion needs tokens")
+        for name in ("sampler_logprobs", "weight_versions"):
+            num_values = len(getattr(self, name))
+            if num_values != num_tokens:
+                raise ValueError(
+                    f"a completion needs {name} for its {num_tokens} tokens, and has {num_values}"
+                )
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """True on the tokens that a policy sampled: [n] bool."""
+        return self.weight_versions != ENVIRONMENT
+
+    @property
+    def segments(self) -> list["Completion"]:
+        """All segments of the rollout, itself the last; each token was sampled in one of them."""
+        return [*self.earlier, self]
+
+    def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
+        """Join this turn, the environment's answer and the next turn, without tokenizing again."""
+        answer = torch.as_tensor(environment_ids, dtype=torch.int64)
+        before_reply = torch.cat([self.token_ids, answer])
+        if self.prompt_ids is not None and reply.prompt_ids is not None:
+            history = torch.cat([self.prompt_ids, before_reply])
+            if not torch.equal(history, reply.prompt_ids):
+                raise ValueError("a reply is joined to a turn that it was not sampled for")
+
+        no_logprobs = torch.zeros(len(answer))
+        no_versions = torch.full((len(answer),), ENVIRONMENT)
+        return replace(
+            self,
+            token_ids=torch.cat([before_reply, reply.token_ids]),
+            sampler_logprobs=torch.cat(
+                [self.sampler_logprobs, no_logprobs, reply.sampler_logprobs]
+            ),
+            weight_versions=torch.cat([self.weight_versions, no_versions, reply.weight_versions]),
+            finish_reason=reply.finish_reason,
+            info=self.info | reply.info,
+            earlier=self.earlier + reply.earlier,
+        )
+
+
+@dataclass(frozen=True)
+class TokenColumns:
+    """One value a completion token, in the order completion, segment, token: tensors [n]."""
+
+    completion: Tensor  # int64, the number of its completion within the group
+    sampler_logprobs: Tensor  # float32, nats
+    weight_versions: Tensor  # int64, the policy version that sampled it, or ENVIRONMENT
+
+    @property
+    def loss_mask(self) -> Tensor:
+        """True on the tokens that a policy sampled: [n] bool."""
+        return self.weight_versions != ENVIRONMENT
+
+
+@dataclass(eq=False)
+class Group:
+    """One prompt and its completions: the unit from the dataset to the gradient.
+
+    It is filled in on its way; `fill` joins the columns of its tokens, in the rollout's thread.
+    """
+
+    prompt: Prompt
+    completions: list[Completion] = field(default_factory=list)
+    texts: list[str] = field(
+        default_factory=list
+    )  # the completions, decoded for rewards and people
+    rewards: list[list[float | None]] = field(default_factory=list)  # [completion][function]
+    reward: list[float] = field(default_factory=list)  # [completion], weighted sums; NaN: no reward
+    advantages: list[float] = field(default_factory=list)  # [completion]
+    ref_logprobs: Tensor | None = (
+        None  # [n] float32, nats, a column of its tokens: `reference_urls`
+    )
+    id: int = 0  # its place in the order of admission
+    started_version: int = -1  # the policy version when its request was sent, -1 before
+    finished_version: int = 0  # the policy version when its rewards were known
+    trained_version: int = -1  # the policy version that it trains, -1 before
+    server: int = 0  # the number of the server that sampled it
+    started_s: float = 0.0  # when its request was sent, on the monotonic clock
+    sampled_s: float = 0.0
+    scored_s: float = 0.0
+    tokens: TokenColumns = field(init=False, repr=False)
+    # The prompt, and each completion as (prompt, tokens) of its segments: what `pack` takes.
+    sequences: tuple[Tensor, list[list[tuple[Tensor, Tensor]]]] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.completions:
+            self.fill(self.completions)
+
+    def fill(self, completions: list[Completion]) -> None:
+        """Take the completions, and join the columns of their tokens."""
+        own_prompt = as_tokens(self.prompt.token_ids)
+        all_segments = []
+        lengths = []
+        pairs_of_completions = []
+        for completion in completions:
+            pairs = []
+            for segment in completion.segments:
+                prompt_ids = own_prompt if segment.prompt_ids is None else segment.prompt_ids
+                pairs.append((prompt_ids, segment.token_ids))
+                all_segments.append(segment)
+            pairs_of_completions.append(pairs)
+            lengths.append(sum(len(token_ids) for _, token_ids in pairs))
+
+        self.completions = completions
+        self.sequences = (own_prompt, pairs_of_completions)
+        numbers = torch.arange(len(lengths))
+        self.tokens = TokenColumns(
+            completion=numbers.repeat_interleave(torch.tensor(lengths)),
+            sampler_logprobs=torch.cat([segment.sampler_logprobs for segment in all_segments]),
+            weight_versions=torch.cat([segment.weight_versions for segment in all_segments]),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all segments with their prompts, as if nothing were shared."""
+        _, completions = self.sequences
+        total = 0
+        for pairs in completions:
+            total += sum(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
+        return total
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each completion, those of an environment included."""
+        return self._per_completion(self.tokens.completion)
+
+    @property
+    def num_sampled(self) -> list[int]:
+        """Tokens of each completion that a policy sampled."""
+        return self._per_completion(self.tokens.completion[self.tokens.loss_mask])
+
+    def _per_completion(self, completion: Tensor) -> list[int]:
+        return completion.bincount(minlength=len(self.completions)).tolist()
+
+    @property
+    def versions(self) -> list[list[int]]:
+        """The policy versions that sampled each completion, in order."""
+        versions = self.tokens.weight_versions.split(self.lengths)
+        return [part[part != ENVIRONMENT].unique().tolist() for part in versions]
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled one of its tokens."""
+        sampled = self.tokens.weight_versions[self.tokens.loss_mask]
+        return int(sampled.min()) if len(sampled) else self.finished_version
+
+    @property
+    def can_teach(self) -> bool:
+        """True where its rewards differ, so that its advantages do."""
+        valid = {reward for reward in self.reward if not math.isnan(reward)}
+        return len(valid) > 1
+
+
+@dataclass
+class Batch:
+    """The groups that a step trained, and those that were dropped since the step before."""
+
+    groups: list[Group] = field(default_factory=list)
+    dropped: dict[str, list[Group]] = field(
+        default_factory=lambda: {"stale": [], "zero_advantage": []}
+    )
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+Span = tuple[int, int, int]  # a policy version, and the tokens from start to end that it sampled
+
+
+def version_spans(weight_versions: Tensor) -> list[Span]:
+    """The runs of tokens [n] that one policy sampled; tokens of an environment are in none."""
+    versions, sizes = weight_versions.unique_consecutive(return_counts=True)
+    spans = []
+    start = 0
+    for version, size in zip(versions.tolist(), sizes.tolist(), strict=True):
+        if version != ENVIRONMENT:
+            spans.append((version, start, start + size))
+        start += size
+    return spans
+
+
+def spans_to_versions(spans: Sequence[Span], num_tokens: int) -> Tensor:
+    """A policy version for each token: [num_tokens] int64, ENVIRONMENT between the spans.
+
+    Raises:
+        ValueError: the spans are out of order, overlap, or leave the tokens.
+    """
+    versions = torch.full((num_tokens,), ENVIRONMENT)
+    last_end = 0
+    for version, start, end in spans:
+        if not last_end <= start <= end <= num_tokens:
+            raise ValueError(f"{num_tokens} tokens have the spans of versions {list(spans)}")
+        versions[start:end] = version
+        last_end = end
+    return versions
+
+
+def as_completion(rollout: Completion | Sequence[Completion], prompt: Prompt) -> Completion:
+    """A rollout as its last segment, which holds the earlier ones and the `info` of all.
+
+    Raises:
+        ValueError: the rollout has no segment.
+    """
+    parts = [rollout] if isinstance(rollout, Completion) else rollout
+    segments = []
+    info: dict[str, Any] = {}
+    for part in parts:
+        for segment in part.segments:
+            prompt_ids = segment.prompt_ids
+            if prompt_ids is not None and prompt_ids.tolist() == prompt.token_ids:
+                prompt_ids = None
+            segments.append(replace(segment, prompt_ids=prompt_ids, earlier=[]))
+            info |= segment.info
+    if not segments:
+        raise ValueError("a rollout without a completion")
+    return replace(segments[-1], info=info, earlier=segments[:-1])
+
+
+def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:
+    """Refuse segments that no row of the policy takes, by a ValueError.
+
+    Args:
+        group: with its completions.
+        forbidden: tokens that stand for images, which no policy samples.
+        config: max_tokens_per_gpu, share_prefix, and the loss, which may need whole completions.
+    """
+    own_prompt, completions = group.sequences
+    num_image_tokens = len(own_prompt) if group.prompt.images else 0
+    placeholders = torch.tensor(forbidden, dtype=torch.int64)
+    for pairs in completions:
+        longest = max(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
+        if config.weighs_whole_completions:
+            apart = {0} if num_image_tokens else ()
+            num_row_tokens = num_packed_tokens([(own_prompt, [pairs])], config.share_prefix, apart)
+            longest = max(longest, num_row_tokens + 1)  # a row has no place for the last token
+        if longest > config.max_tokens_per_gpu:
+            raise ValueError(
+                f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu"
+            )
+
+        for prompt_ids, token_ids in pairs:
+            begins_alike = torch.equal(prompt_ids[:num_image_tokens], own_prompt[:num_image_tokens])
+            if len(prompt_ids) == 0 or not begins_alike:
+                raise ValueError(
+                    "a segment's prompt is empty, or does not begin with the group's, which has images"
+                )
+            text_ids = torch.cat([prompt_ids[num_image_tokens:], token_ids])
+            if torch.isin(text_ids, placeholders).any():
+                raise ValueError(
+                    "a completion has a placeholder of an image, which no policy takes"
+                )
