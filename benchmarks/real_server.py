@@ -136,11 +136,11 @@ def syncs(rollouts: Rollouts, policy: Any, device: torch.device, repeats: int) -
         started = time.perf_counter()
         rollouts.publish(policy, version)
         times.append(time.perf_counter() - started)
-    replies = rollouts.client.servers[0].generate(PROMPT, SAMPLING)
+    replies = rollouts.pool.servers[0].generate(PROMPT, SAMPLING)
     probe = torch.cat([differences(policy, reply, device) for reply in replies]).mean().item()
     versions = torch.cat([reply.weight_versions for reply in replies]).unique().tolist()
     found = {"sent_mb": num_bytes / 1e6, "sync_s": median(times), "copies": median(times) / copy_s}
-    transfer = rollouts.client.servers[0].transfer
+    transfer = rollouts.pool.servers[0].transfer
     return found | {
         "probe": probe,
         "versions": versions,
@@ -154,7 +154,7 @@ def in_flight(rollouts: Rollouts, policy: Any, device: torch.device, first: int)
     rollouts.publish(old, first)
     for version in range(first + 1, first + 20):
         with ThreadPoolExecutor(1) as pool:
-            replies = pool.submit(rollouts.client.servers[0].generate, PROMPT, SAMPLING)
+            replies = pool.submit(rollouts.pool.servers[0].generate, PROMPT, SAMPLING)
             time.sleep(0.04 * (version - first))  # each time a little later
             rollouts.publish(new, version)
             found = [

@@ -304,13 +304,13 @@ def servers(quick: bool) -> list[dict[str, Any]]:
     """CPU time of the trainer for 1 to 500 servers that answer at once and compute nothing."""
     import torch
 
-    from vllm_client import VLLMClient
+    from rollouts.servers import ServerPool
 
     rows = []
     for num in (1, 8) if quick else (1, 8, 64, 500):
         with closing(StandIns(num)) as started:
             config = make_config(vllm_urls=started.urls, request_timeout=120.0)
-            with closing(VLLMClient(config)) as client:
+            with closing(ServerPool(config)) as client:
                 client.wait_until_ready()
                 connect_s, _ = cpu_s(lambda: client.connect(torch.device("cpu")))
                 weights = {f"w{n}": torch.zeros(64, 64) for n in range(4)}
@@ -486,9 +486,9 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
     import inspect
 
     from rollouts.group import Group, Prompt
+    from rollouts.servers import ServerPool
     from rollouts.stream import GroupStream, Rollouts
     from utils import is_main
-    from vllm_client import VLLMClient
 
     rollouts: Any = Rollouts.__new__(Rollouts)
     rollouts.config, rollouts.stop, rollouts.failure, rollouts.waited_s = (
@@ -499,14 +499,14 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
     )
     if not is_main():
         return rollouts
-    rollouts.client = VLLMClient(config)
-    for server in rollouts.client.servers:
+    rollouts.pool = ServerPool(config)
+    for server in rollouts.pool.servers:
         server.is_connected = server.has_weights = True
     ids = list(range(512))
     sampling = {"n": config.num_generations, "max_tokens": config.max_completion_len}
 
     def fill(group: Any) -> None:
-        with rollouts.client.lease() as server:
+        with rollouts.pool.lease() as server:
             completions = server.generate(ids, sampling)
         for number, completion in enumerate(completions):  # else they were one, and shared all
             completion.token_ids[0] = group.id * len(completions) + number

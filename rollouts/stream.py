@@ -20,18 +20,13 @@ from config import TrainConfig, UserError, bending, describe
 from prefix_attention import num_packed_tokens, pack
 from rollouts import data
 from rollouts.group import FOREIGN, Batch, Completion, Group, Prompt, as_completion, check_segments
+from rollouts.references import ReferenceServer
 from rollouts.replay import restore, saved_groups
 from rollouts.scoring import Scorer, check_rewards, held_out_metrics
+from rollouts.servers import ServerPool
 from training.model import load_model_config, published_weights, token_logprobs, with_bf16
 from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, naming, timed
-from vllm_client import (
-    CONTROL_TIMEOUT_S,
-    ReferenceServer,
-    Server,
-    ServerError,
-    ServerLost,
-    VLLMClient,
-)
+from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost
 
 MISMATCH = (
     "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model otherwise, or takes "
@@ -53,7 +48,7 @@ def sampling_params(config: TrainConfig) -> dict[str, Any]:
 
 
 def sample_group(
-    group: Group, client: VLLMClient, processor: Any, sampling: Any, config: TrainConfig
+    group: Group, client: ServerPool, processor: Any, sampling: Any, config: TrainConfig
 ) -> None:
     """Fill in the group's `completions`, by one request or `rollout_fn` (UserError where it fails), on one server."""
     if group.prompt.sources:  # of images
@@ -90,7 +85,7 @@ def has_foreign_tokens(completions: list[Completion]) -> bool:
     return False
 
 
-def on_one_server(group: Group, client: VLLMClient, ask: Callable[[Any], Any]) -> Any:
+def on_one_server(group: Group, client: ServerPool, ask: Callable[[Any], Any]) -> Any:
     """Ask a server; if it is lost, ask another. ServerError where none is left, or healthy ones fail three times."""
     where, num_failed = f"dataset row {group.prompt.index}", 0
     while True:
@@ -336,7 +331,7 @@ class Rollouts:
         self.processor = data.load_processor(config)
         tokenizer = data.tokenizer_of(self.processor)
         forbidden = data.placeholder_ids(load_model_config(config)[0])
-        self.client = VLLMClient(config, tokenizer, forbidden)
+        self.pool = ServerPool(config, tokenizer, forbidden)
         self.references = self._reference_client(forbidden)
         self._load_prompts()
         self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
@@ -345,7 +340,7 @@ class Rollouts:
             raise UserError(f"resume_from_checkpoint: that run had other prompts: {cure}")
 
         example = data.image_example(self.prompts, self.processor, config)
-        self.client.connect(self.device, self.gpus)
+        self.pool.connect(self.device, self.gpus)
         if self.references:
             self.references.version = 0  # of the weights that they have, and keep
             self.references.connect(self.device)
@@ -367,7 +362,7 @@ class Rollouts:
             )
         return num_steps, example, example or self.prompts[0]
 
-    def _reference_client(self, forbidden: list[int]) -> VLLMClient | None:
+    def _reference_client(self, forbidden: list[int]) -> ServerPool | None:
         """Servers of what `reference_id` names, or of the initial policy."""
         config = self.config
         if not config.reference_urls:
@@ -378,7 +373,7 @@ class Rollouts:
             )
         model_id = config.reference_id or config.model_id
         theirs = replace(config, vllm_urls=config.reference_urls, model_id=model_id)
-        return VLLMClient(theirs, kind=partial(ReferenceServer, temperature=config.temperature))
+        return ServerPool(theirs, kind=partial(ReferenceServer, temperature=config.temperature))
 
     def _load_prompts(self) -> None:
         """The prompts of all data sets, without those that are too long for the trainer or a server."""
@@ -389,7 +384,7 @@ class Rollouts:
             with naming(f"eval_dataset_id {name}".strip()):
                 held_out[name] = self._load(source, config.eval_dataset_split)
 
-        longest = min(self.client.wait_until_ready(), config.max_tokens_per_gpu)
+        longest = min(self.pool.wait_until_ready(), config.max_tokens_per_gpu)
         if self.references:  # to give log-probs, vLLM must also sample a token
             longest = min(longest, self.references.wait_until_ready() - 1)
         fitting = partial(
@@ -434,7 +429,7 @@ class Rollouts:
         sampling, config = sampling_params(self.config), self.config
         if is_held_out:
             sampling |= {"n": config.eval_generations, "temperature": config.eval_temperature}
-        sample_group(group, self.client, self.processor, sampling, config)
+        sample_group(group, self.pool, self.processor, sampling, config)
         self.scorer.score(group)
         if self.references and not is_held_out:
             group.ref_logprobs = on_one_server(
@@ -472,7 +467,7 @@ class Rollouts:
     def _next_word(self, look: Callable[[], str | None]) -> str:
         try:
             while not self.stop.is_set() and not self.failure:
-                if self.client.returned:
+                if self.pool.returned:
                     return "resync"
                 if word := look():
                     return word
@@ -500,7 +495,7 @@ class Rollouts:
             "rewards_failed": float(self.scorer.num_failed),
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
-            "idle/servers": self.client.idle_seconds() / elapsed_s,
+            "idle/servers": self.pool.idle_seconds() / elapsed_s,
             "tokens_per_s/sampled": (self.stream.num_sampled_tokens - self.sampled_before)
             / elapsed_s,
             "tokens_per_s/trained": num_tokens / elapsed_s,
@@ -513,7 +508,7 @@ class Rollouts:
         self.clock_s, self.waited_s = time.monotonic(), 0.0
         if is_main():
             self.sampled_before = self.stream.num_sampled_tokens
-            self.client.idle_seconds()
+            self.pool.idle_seconds()
 
     def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
         """On rank 0, where due: `eval/...` of all held-out sets, `eval/<set>/...`; and groups by set. Collective."""
@@ -562,12 +557,12 @@ class Rollouts:
     def check(self, gaps: dict[int, float]) -> None:
         """Leave out servers whose log-probs differ from the trainer's by too much: `gaps`, nats a token, by number."""
         are_exact = not (bending(self.config) or self.config.rollout_fn or self.config.lora_dropout)
-        for server in self.client.servers if is_main() and are_exact else ():
+        for server in self.pool.servers if is_main() and are_exact else ():
             gap = gaps.get(server.number, math.nan)
             if gap <= self.config.max_logprob_mismatch:
                 server.proved_version = self.version
             elif gap > self.config.max_logprob_mismatch:
-                self.client.lose(server, ServerLost(MISMATCH.format(gap)))
+                self.pool.lose(server, ServerLost(MISMATCH.format(gap)))
 
     def publish(self, policy: torch.nn.Module, version: int) -> None:
         """Send the policy to every server as `version`, which lets sampling go on. Collective.
@@ -582,19 +577,17 @@ class Rollouts:
         with (
             nullcontext()
             if self.config.inflight_updates or not is_main()
-            else self.client.drained(self.stop)
+            else self.pool.drained(self.stop)
         ):
             returned = self._send()
             if is_first:  # a server that does not agree ends the run before anything is sampled
-                self._prove(self.client.servers if is_main() else [], is_first=True)
+                self._prove(self.pool.servers if is_main() else [], is_first=True)
                 self._restart_clocks()
             if is_main():
                 self.stream.advance_to(version)
         if not is_first:
             serving = (
-                [server for server in self.client.servers if server.has_weights]
-                if is_main()
-                else []
+                [server for server in self.pool.servers if server.has_weights] if is_main() else []
             )
             first = sorted(serving, key=lambda s: s.proved_version)[
                 : 1 + len(serving) // self.config.probe_steps
@@ -608,7 +601,7 @@ class Rollouts:
         """Stream the policy to the servers; returns, on rank 0, those that came back and now have it. Collective."""
         weights = published_weights(self.policy)
         if is_main():
-            return self.client.update_weights(weights, self.version, only_returned)
+            return self.pool.update_weights(weights, self.version, only_returned)
         deque(weights, 0)  # every rank gathers all
         return []
 
@@ -639,11 +632,11 @@ class Rollouts:
         if not probe.failure:
             server.proved_version = self.version
             if is_waiting:
-                self.client.admit(server)
+                self.pool.admit(server)
         elif is_waiting:
-            self.client.keep_out(server, probe.failure)
+            self.pool.keep_out(server, probe.failure)
         elif probe.completions:
-            self.client.lose(server, ServerLost(probe.failure))
+            self.pool.lose(server, ServerLost(probe.failure))
 
     def _probe_all(self, servers: list[Server]) -> list[Probe]:
         with ThreadPoolExecutor(64) as pool:
@@ -696,6 +689,6 @@ class Rollouts:
 
     def close(self) -> None:
         """Leave the servers."""
-        for part in (self.stream, self.scorer, self.client, self.references) if is_main() else ():
+        for part in (self.stream, self.scorer, self.pool, self.references) if is_main() else ():
             if part:
                 part.close()

@@ -194,7 +194,7 @@ class Doctor:
             self.config.max_logprob_mismatch,
         )
         servers = (
-            [(server.url, server.number) for server in self.rollouts.client.servers]
+            [(server.url, server.number) for server in self.rollouts.pool.servers]
             if is_main()
             else []
         )
@@ -351,7 +351,7 @@ class Doctor:
         config, rollouts, num = (
             self.config,
             self.rollouts,
-            len(self.rollouts.client.servers) if is_main() else 1,
+            len(self.rollouts.pool.servers) if is_main() else 1,
         )
         parts = self.measure(groups, num_rows, train_s, num)
         if not is_main():

@@ -15,13 +15,14 @@ from fake_server import fake_server
 from helpers import ENV, ROOT, answer_in
 
 from config import TrainConfig, UserError, describe, parse_args
+from rollouts.servers import ServerPool
 from rollouts.stream import Rollouts
 from train import main
 from training import model as builders
 from training.checkpoints import find_checkpoint
 from training.model import build_optimizer, build_policy, share_prefixes, with_bf16
 from utils import VLLM_VERSION, process_group
-from vllm_client import ServerError, VLLMClient
+from vllm_client import ServerError
 
 GENERATE = "/inference/v1/generate"
 
@@ -99,7 +100,7 @@ def test_a_server_that_returns_with_another_vllm_stays_out(models, recipe, capsy
 def test_what_says_no_version_is_refused(models, monkeypatch, about):
     monkeypatch.setattr(fakes.FakeServer, "control", lambda *_: about)
     with fake_server(models["untied"], answer_in(0.0)) as server:
-        client = VLLMClient(make_config(vllm_urls=[server.url]))
+        client = ServerPool(make_config(vllm_urls=[server.url]))
         message = f"{server.url} runs vLLM {about}, not {VLLM_VERSION}: {CURE}"
         with pytest.raises(ServerError, match=f"^{re.escape(message)}$"):
             client.wait_until_ready()
@@ -117,7 +118,7 @@ def test_a_server_without_our_routes_is_told_in_one_line(models, monkeypatch, pa
 
     monkeypatch.setattr(fakes._Handler, "reply", lacks)
     with fake_server(models["untied"], answer_in(0.0)) as server:
-        client = VLLMClient(
+        client = ServerPool(
             dataclasses.replace(make_config(vllm_urls=[server.url]), model_id=models["untied"])
         )
         ask = (

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 import train
 from config import UserError, parse_args
+from rollouts.servers import ServerPool
 from train import main
-from vllm_client import Server, ServerError, ServerLost, VLLMClient
+from vllm_client import Server, ServerError, ServerLost
 
 
 def asked(server, path="/inference/v1/generate"):
@@ -568,7 +569,7 @@ def test_a_listed_server_of_another_trainer_is_left_alone(models, recipe, tmp_pa
 def test_a_list_that_cannot_be_read_changes_nothing(tmp_path, text, capsys):
     names = tmp_path / "servers.txt"
     names.write_text("http://127.0.0.1:9\n")
-    client = VLLMClient(
+    client = ServerPool(
         parse_args(
             [
                 "--model_id=m",

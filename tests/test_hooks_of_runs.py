@@ -28,12 +28,13 @@ from prefix_attention import attach, pack
 from recipes.own_loss import reinforce
 from rollouts import stream
 from rollouts.group import Completion, Group, Prompt
+from rollouts.references import ReferenceServer
 from rollouts.scoring import Scorer, held_out_metrics
 from rollouts.stream import Rollouts
 from train import grpo_loss, main
 from training.model import build_policy, build_reference, token_logprobs
 from utils import process_group
-from vllm_client import ReferenceServer, ServerError
+from vllm_client import ServerError
 
 
 def weights(folder, step=3):
@@ -380,7 +381,7 @@ def test_a_busy_server_is_no_lost_one(models, recipe, capsys, monkeypatch):
 
 def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, capsys, monkeypatch):
     monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
-    monkeypatch.setattr("vllm_client.RETRY_S", 0.2)
+    monkeypatch.setattr("rollouts.servers.RETRY_S", 0.2)
     with fake_server(models["untied"], answer_in(0.02)) as server:
         dropping(server, 2)
         again = server.control

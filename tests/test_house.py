@@ -9,12 +9,14 @@ from helpers import ROOT
 
 TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "utils"}
 ROOMS = {
-    "rollouts": {"data", "stream", "scoring", "workers", "replay"},
-    "training": {"model", "checkpoints", "logs"},
-}
-FLOORS = {
-    "train": 4, "rollouts": 3, "training": 3, "vllm_client": 2, "vllm_server": 2, "prefix_attention": 2, "utils": 1,
-    "config": 0,
+    "rollouts": {
+        "group", "data", "scoring", "workers", "stream", "servers", "references", "replay",
+    },
+    "training": {"batching", "model", "checkpoints", "logs"},
+}  # fmt: skip
+FLOORS = {  # of a file, or else of its room
+    "train": 6, "rollouts": 5, "training": 5, "vllm_client": 4, "vllm_server": 4, "rollouts.group": 3,
+    "prefix_attention": 2, "utils": 1, "config": 0,
 }  # fmt: skip
 ALL_LINES, FILE_LINES, FUNCTION_LINES, COLUMNS = 5250, 530, 60, 120
 FILE_LIMITS = {"prefix_attention": 1013, "vllm_client": 570}  # where it is not FILE_LINES
@@ -53,10 +55,15 @@ def test_the_rooms():
         assert {path.stem for path in (ROOT / room).rglob("*.py")} - {"__init__"} == names
 
 
+def floor(name):
+    """A file's own, or its room's."""
+    return FLOORS[name] if name in FLOORS else FLOORS[place(name)]
+
+
 @pytest.mark.parametrize(("name", "other"), PAIRS)
 def test_imports_go_down(name, other):
     """Within a room, and between the two rooms, they may go either way, but never in a circle (see below)."""
-    above, below = FLOORS[place(name)], FLOORS[place(other)]
+    above, below = floor(name), floor(other)
     assert above > below or (above == below and place(name) in ROOMS and place(other) in ROOMS)
     assert place(other) != "train"
     assert place(name) != "prefix_attention"

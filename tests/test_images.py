@@ -678,7 +678,7 @@ def worst_mismatch(rollouts, policy, config, device):
     groups: list[Group] = []
     for prompt in rollouts.prompts if is_main() else ():
         group = Group(prompt, advantages=[0.0] * config.num_generations)
-        sample_group(group, rollouts.client, rollouts.processor, sampling_params(config), config)
+        sample_group(group, rollouts.pool, rollouts.processor, sampling_params(config), config)
         groups.append(group)
     groups = broadcast_object(groups)
     worst = 0.0
@@ -808,7 +808,7 @@ def test_an_update_in_the_middle_of_completions(vlm, url):
         assert (
             policy.config.vision_end_token_id in prompt.token_ids[:32]
         )  # a block of the server's cache
-        ask = rollouts.client.servers[0].generate
+        ask = rollouts.pool.servers[0].generate
         hits: list[Completion] = []
         for version in range(1, 20):  # until updates have hit some
             ask(prompt.token_ids, sampling | {"max_tokens": 1}, prompt.images)
@@ -860,7 +860,7 @@ def test_placeholders_are_never_sampled(vlm, url):
         rollouts.publish(policy, 0)
         prompt = rollouts.prompts[1]
         greedy = {"n": 1, "max_tokens": 1, "temperature": 0.0}
-        (first,) = rollouts.client.servers[0].generate(prompt.token_ids, greedy)
+        (first,) = rollouts.pool.servers[0].generate(prompt.token_ids, greedy)
         image = policy.config.image_token_id
         with torch.no_grad():
             head = policy.get_output_embeddings().weight
@@ -868,7 +868,7 @@ def test_placeholders_are_never_sampled(vlm, url):
             logits = policy(input_ids=torch.tensor([prompt.token_ids])).logits[0, -1]
         assert logits.argmax() == image
         rollouts.publish(policy, 1)
-        assert rollouts.client.servers[0].generate(prompt.token_ids, greedy)[0].token_ids != [image]
+        assert rollouts.pool.servers[0].generate(prompt.token_ids, greedy)[0].token_ids != [image]
         worst, groups = worst_mismatch(rollouts, policy, config, device)
         assert worst <= 1e-4
         assert not any(image in c.token_ids for group in groups for c in group.completions)
@@ -892,11 +892,11 @@ def test_what_the_server_refuses_names_the_row(vlm, url):
     )
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
-        rollouts.client.admit(rollouts.client.servers[0])
+        rollouts.pool.admit(rollouts.pool.servers[0])
         with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
             sample_group(
                 Group(rollouts.prompts[0]),
-                rollouts.client,
+                rollouts.pool,
                 rollouts.processor,
                 sampling_params(config),
                 config,
@@ -912,7 +912,7 @@ def test_a_second_turn_after_an_image(vlm, url):
         policy = build_policy(config, device, rollouts.example)
         share_prefixes(policy, config, rollouts.example)
         rollouts.publish(policy, 0)
-        (client,) = rollouts.client.servers
+        (client,) = rollouts.pool.servers
         prompt = with_images(rollouts.prompts[0], build_processor(), config)
         (turn,) = client.generate(prompt.token_ids, {"n": 1, "max_tokens": 3}, images=prompt.images)
         words = [30, 31]
@@ -931,7 +931,7 @@ def test_a_second_turn_after_an_image(vlm, url):
         with pytest.raises(
             ValueError, match="rollout_fn on dataset row 0: .*placeholder of an image"
         ):
-            sample_group(Group(prompt), rollouts.client, rollouts.processor, {"n": 1}, config)
+            sample_group(Group(prompt), rollouts.pool, rollouts.processor, {"n": 1}, config)
         rollouts.close()
 
 
@@ -939,7 +939,7 @@ def test_other_tokens_for_an_image_are_noticed(vlm, url):
     config = make_config(vlm, url)
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
-        (client,) = rollouts.client.servers
+        (client,) = rollouts.pool.servers
         prompt = with_images(rollouts.prompts[0], build_processor(), config)
         odd = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]
         with pytest.raises(ValueError, match="pass images=prompt.images"):

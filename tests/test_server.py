@@ -33,6 +33,7 @@ from prefix_attention import attach, completion_logprobs, pack
 from recipes.first_to_finish import first_to_finish
 from rollouts import stream
 from rollouts.group import version_spans
+from rollouts.servers import ServerPool
 from rollouts.stream import Rollouts, sampling_params
 from training.model import (
     add_lora,
@@ -44,7 +45,7 @@ from training.model import (
     unwrap,
 )
 from utils import process_group
-from vllm_client import Server, ServerError, VLLMClient
+from vllm_client import Server, ServerError
 
 PROMPT = [5, 20, 33, 41, 7, 8]
 
@@ -112,7 +113,7 @@ def mismatch(policy, rollouts, config, device):
     """Mean |trainer - server| over fresh completions, nats; collective. Under LoRA single tokens may be 3e-4 apart."""
     replies = None
     if dist.get_rank() == 0:
-        replies = rollouts.client.servers[0].generate(PROMPT, {**sampling_params(config), "n": 4})
+        replies = rollouts.pool.servers[0].generate(PROMPT, {**sampling_params(config), "n": 4})
     replies = utils.broadcast_object(replies)
     pairs = [(PROMPT, [c.token_ids for c in replies])]
     with torch.no_grad():
@@ -226,7 +227,7 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
             rollouts.publish(make_policy(config, device), 0)
         monkeypatch.setattr(stream, "published_weights", complete)
         rollouts.publish(make_policy(config, device), 0)
-        assert rollouts.client.servers[0].has_weights  # and the server is whole again
+        assert rollouts.pool.servers[0].has_weights  # and the server is whole again
         rollouts.close()
 
 
@@ -242,7 +243,7 @@ def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monke
     """A trainer that dies between two layers: the server resumes, and the next trainer's sync is whole."""
     monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 10_000)
     monkeypatch.setattr(
-        "vllm_client.PROBE_S", 3600.0
+        "rollouts.servers.PROBE_S", 3600.0
     )  # a trainer that is dead takes no server back
     complete = published_weights
 
@@ -283,7 +284,7 @@ def test_updates_in_flight_keep_both_versions(models, servers):
             new = make_policy(config, device)
             disturb(new, attempt)
             with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reply = pool.submit(rollouts.client.servers[0].generate, PROMPT, sampling)
+                reply = pool.submit(rollouts.pool.servers[0].generate, PROMPT, sampling)
                 rollouts.publish(new, attempt)
                 completions = reply.result()
             if any(len(version_spans(c.weight_versions)) == 2 for c in completions):
@@ -547,8 +548,8 @@ def test_one_trainer_at_a_time(models, servers):
     """A second one is refused before it changes anything; the server is free when the first has left, or died."""
     script = (
         f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
-        "import os, torch\nfrom test_server import make_config\nfrom vllm_client import VLLMClient\n"
-        f"client = VLLMClient(make_config({models['tied']!r}, {servers['tied']!r}))\n"
+        "import os, torch\nfrom test_server import make_config\nfrom vllm_client import ServerPool\n"
+        f"client = ServerPool(make_config({models['tied']!r}, {servers['tied']!r}))\n"
         "client.connect(torch.device('cpu'))\nprint('connected', flush=True)\ninput()\n"
     )
     with subprocess.Popen(
@@ -561,7 +562,7 @@ def test_one_trainer_at_a_time(models, servers):
         assert other.stdout
         assert other.stdout.readline() == f"{servers['tied']} gets its weights over gloo\n"
         assert other.stdout.readline() == "connected\n"
-        client = VLLMClient(make_config(models["tied"], servers["tied"]))
+        client = ServerPool(make_config(models["tied"], servers["tied"]))
         with pytest.raises(ServerError, match="another trainer uses this server: one at a time"):
             client.connect(torch.device("cpu"))
         other.kill()
@@ -665,7 +666,7 @@ def test_strangers_are_refused(models, tmp_path, monkeypatch):
         assert all(tried), [number for number, refused in enumerate(tried) if not refused]
         assert len(tried) > 40
         monkeypatch.setenv("VLLM_API_KEY", "secret")
-        client = VLLMClient(make_config(models["tied"], url))
+        client = ServerPool(make_config(models["tied"], url))
         assert client.wait_until_ready() == 128
         assert len(client.servers[0].generate(PROMPT, {"n": 2, "max_tokens": 3})) == 2
         client.close()
@@ -686,7 +687,7 @@ def test_a_reachable_host_needs_a_token(models, token, tmp_path):
 
 
 def test_server_not_reachable(models):
-    client = VLLMClient(make_config(models["tied"], "http://127.0.0.1:9", server_timeout=0.0))
+    client = ServerPool(make_config(models["tied"], "http://127.0.0.1:9", server_timeout=0.0))
     with pytest.raises(
         ServerError,
         match=r"no rollout server at .*start one with `python vllm_server.py --model .* --port 9`",
@@ -696,7 +697,7 @@ def test_server_not_reachable(models):
 
 
 def test_another_model(models, servers, tmp_path):
-    client = VLLMClient(make_config(models["untied"], servers["tied"]))
+    client = ServerPool(make_config(models["untied"], servers["tied"]))
     with pytest.raises(
         ServerError, match=f"serves {re.escape(models['tied'])}, not {re.escape(models['untied'])}"
     ):

@@ -15,14 +15,15 @@ from helpers import ROOT, answer_in, on_forked_ranks, read, said
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import vllm_client
 from config import TrainConfig, parse_args
 from prefix_attention import attach, completion_logprobs, pack
+from rollouts import servers
 from rollouts.data import epochs
 from rollouts.group import Completion, Group, Prompt
+from rollouts.servers import ServerPool
 from rollouts.stream import GroupStream, Rollouts
 from train import compute_advantages, grpo_loss, main
-from vllm_client import ServerError, VLLMClient
+from vllm_client import ServerError
 
 BATCH, STEPS = 4, 8
 
@@ -185,9 +186,9 @@ def test_between_ready_groups_there_is_time_for_other_things():
     rollouts: Any = SimpleNamespace(
         stop=threading.Event(), failure=None, client=SimpleNamespace(returned=[])
     )
-    rollouts.client.returned = ["a server"]
+    rollouts.pool.returned = ["a server"]
     assert Rollouts._next_word(rollouts, lambda: pytest.fail("a group was asked for")) == "resync"
-    rollouts.client.returned = []
+    rollouts.pool.returned = []
 
     def look():
         assert trainer.stream.take()
@@ -203,7 +204,7 @@ def test_draining_waits_and_holds():
     config = TrainConfig(
         model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], max_concurrent_requests=2
     )
-    client, stop, release = VLLMClient(config), threading.Event(), threading.Event()
+    client, stop, release = ServerPool(config), threading.Event(), threading.Event()
     client.admit(client.servers[0])
     begun, under_way = [], threading.Event()
 
@@ -483,8 +484,8 @@ def test_requests_in_flight_on_a_server_lost_in_a_sync_go_to_another(models, rec
 
 def test_a_restarted_server_gets_the_weights_again(models, recipe, tmp_path, capsys, monkeypatch):
     """It answers, with the weights it started with: what it says is not trained, and it is sent the current ones."""
-    monkeypatch.setattr(vllm_client, "RETRY_S", 0.0)
-    monkeypatch.setattr(vllm_client, "PROBE_S", 0.05)
+    monkeypatch.setattr(servers, "RETRY_S", 0.0)
+    monkeypatch.setattr(servers, "PROBE_S", 0.05)
     with (
         fake_server(models["untied"], answer_in(0.02)) as one,
         fake_server(models["untied"], answer_in(0.01)) as two,

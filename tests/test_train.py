@@ -130,7 +130,7 @@ def test_fsdp_mixed_precision(recipe, tmp_path):
 )
 def test_checkpoint_has_the_servers_log_probs(recipe, tmp_path, servers, models, options):
     """In this process, without torchrun; then `from_pretrained` gives the log-probs that the server samples with."""
-    from vllm_client import VLLMClient
+    from rollouts.servers import ServerPool
 
     config = parse_args([str(recipe), "--bf16", "false", *options])
     main(config)
@@ -138,7 +138,7 @@ def test_checkpoint_has_the_servers_log_probs(recipe, tmp_path, servers, models,
     checkpoint = tmp_path / "run" / "checkpoint-3"
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     assert AutoTokenizer.from_pretrained(checkpoint).eos_token == "<eos>"
-    client = VLLMClient(config)
+    client = ServerPool(config)
     completions = client.servers[0].generate(
         [5, 6, 7], {"n": 4, "max_tokens": 12, "temperature": 1.0}
     )

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 import utils
 from config import TrainConfig
+from rollouts.servers import ServerPool
 from utils import TransferGroup
-from vllm_client import Server, VLLMClient
+from vllm_client import Server
 
 TIMEOUT_S = 2.0
 FULL = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
@@ -123,7 +124,7 @@ def join(gpus, ranks_gpus=(), dtype=None, timeout_s=TIMEOUT_S):
 
 
 def make_client(*urls):
-    return VLLMClient(
+    return ServerPool(
         TrainConfig(
             model_id="m", dataset_id="d", reward_funcs=[lambda **_: []], vllm_urls=list(urls)
         )

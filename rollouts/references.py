@@ -1,0 +1,44 @@
+"""Servers of the reference, which give log-probs in the trainer's place."""
+
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollouts.group import Group
+from vllm_client import Server
+
+
+class ReferenceServer(Server):
+    """A server of the reference: it gets no weights, and gives log-probs at the run's `temperature`."""
+
+    def __init__(self, url: str, temperature: float, **others: Any):
+        super().__init__(url, **others)
+        self.temperature = temperature
+
+    def connect(self, *_: Any, **others: Any) -> None:
+        """Tell it the temperature: it serves from then on."""
+        self.post("/init_weight_transfer_engine", {"init_info": {"temperature": self.temperature}})
+        self.is_connected = self.has_weights = True
+
+    def logprobs(self, group: Group) -> Tensor:
+        """The log-probs [n] float32, nats, of a group's tokens, a column as those of `Group.tokens`."""
+        if self.temperature != 1:  # it may have been restarted meanwhile
+            self.connect()
+        _, completions = group.sequences
+        of_segments = [self._of_segment(*segment) for segment in chain.from_iterable(completions)]
+        return torch.cat(of_segments)
+
+    def _of_segment(self, prompt_ids: Tensor, token_ids: Tensor) -> Tensor:
+        ids = token_ids.tolist()
+        body = {
+            "token_ids": [*prompt_ids.tolist(), *ids],
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
+        }
+        given = self.request("POST", "/inference/v1/generate", json=body)["prompt_logprobs"][
+            len(prompt_ids) :
+        ]
+        return torch.tensor(
+            [of_place[str(token)]["logprob"] for token, of_place in zip(ids, given, strict=True)]
+        )
