@@ -468,6 +468,11 @@ class TrainConfig(metaclass=_OneLineErrors):
         return self.beta > 0 or self.reference_id is not None or self.reference_urls is not None
 
     @property
+    def weighs_tokens_alike(self) -> bool:
+        """True where a token weighs the same in every mini-batch of a batch."""
+        return self.loss_type in ("dapo", "cispo")
+
+    @property
     def updates_per_batch(self) -> int:
         """Optimizer updates on one batch of completions."""
         return self.num_iterations * self.num_minibatches

@@ -1,4 +1,4 @@
-"""GRPO (DeepSeekMath, arXiv:2402.03300) on plain torch.distributed, with rollouts from vLLM servers.
+"""GRPO (DeepSeekMath, arXiv:2402.03300) on torch.distributed, with rollouts from vLLM servers.
 
     torchrun --nproc_per_node=N train.py [recipes/x.py] [--field value ...]
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
-from rollouts.group import Completion, Group, Prompt
+from rollouts.group import Group
 from rollouts.stream import Rollouts
 from training.batching import Dealer, MicroBatch, Share
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
@@ -43,23 +43,18 @@ from utils import (
 )
 from vllm_client import ServerError
 
-LOSS_SUMS = (
-    "kl",
-    "clip_ratio/low",
-    "clip_ratio/high",
-)  # sums over tokens that a loss_fn may return, besides loss/...
 MAX_LOG_RATIO = 20.0  # nats: an exp that overflows would give a finite loss a gradient of NaN
 
-# -- Advantages --------------------------------------------------------------------------------------------------------
+# -- Advantages ------------------------------------------------------------------------------------
 
 
 def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
     """Group-relative advantages, (r - mean of the group) / (std + 1e-4).
 
     Args:
-        rewards: [num_groups, num_generations], of a floating type; NaN where a completion has no valid reward.
-        scale: `group` divides by the group's own standard deviation (unbiased), `batch` by that of all rewards,
-            `none` by nothing (Dr. GRPO, arXiv:2503.20783).
+        rewards: [num_groups, num_generations], of a floating type; NaN where a completion has none.
+        scale: `group` divides by the group's own standard deviation (unbiased), `batch` by that of
+            all rewards, `none` by nothing (Dr. GRPO, arXiv:2503.20783).
 
     Returns:
         Same shape and type; 0 where the reward is NaN and in groups with a single valid reward.
@@ -77,143 +72,193 @@ def compute_advantages(rewards: Tensor, scale: str = "group") -> Tensor:
 
 
 def set_advantages(groups: list[Group], config: TrainConfig) -> None:
-    """Fill in the advantages of groups that have rewards: of a whole batch where `config.weighs_whole_batch`."""
+    """Fill in the advantages of groups: a whole batch, if `config.weighs_whole_batch`.
+
+    Raises:
+        UserError: `advantage_fn` gives no finite numbers in the shape of the rewards.
+    """
+    # In one tensor, rounding would depend on which groups arrived together.
+    parts = [[group] for group in groups]
     if config.weighs_whole_batch:
-        set_advantages_together(groups, config)
-    else:  # in one tensor, rounding would depend on which groups arrived together
-        for group in groups:
-            set_advantages_together([group], config)
-
-
-def set_advantages_together(groups: list[Group], config: TrainConfig) -> None:
-    """Fill in the advantages of groups by one call; a UserError where it gives no finite numbers."""
+        parts = [groups]
     advantage_fn: Any = config.advantage_fn
-    rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
-    with naming(
-        f"advantage_fn must return finite numbers [{len(groups)}, {config.num_generations}]"
-    ):
-        if advantage_fn is None:
-            advantages = compute_advantages(rewards, config.scale_rewards)
-        else:
-            advantages = advantage_fn(rewards.clone(), groups)
-        if advantages.shape != rewards.shape or not (advantages.isfinite() | rewards.isnan()).all():
-            raise ValueError(f"it returned {advantages}")
+    for part in parts:
+        rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
+        has_reward = ~rewards.isnan()
+        shape = f"[{len(part)}, {config.num_generations}]"
+        with naming(f"advantage_fn must return finite numbers {shape}"):
+            if advantage_fn is None:
+                advantages = compute_advantages(rewards, config.scale_rewards)
+            else:
+                advantages = advantage_fn(rewards.clone(), part)
+            has_shape = advantages.shape == rewards.shape
+            if not has_shape or not advantages[has_reward].isfinite().all():
+                raise ValueError(f"it returned {advantages}")
 
-    advantages = advantages.where(~rewards.isnan(), 0.0)
-    for group, of_group in zip(groups, advantages.tolist(), strict=True):
-        group.advantages = of_group
+        advantages = advantages.where(has_reward, 0.0)
+        for group, group_advantages in zip(part, advantages.tolist(), strict=True):
+            group.advantages = group_advantages
 
 
-# -- The loss and its corrections --------------------------------------------------------------------------------------
+# -- The loss and its corrections ------------------------------------------------------------------
 
 
 def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
-    """For each token, the sum of `values` [N] over all tokens of its completion (`completion` [N]); differentiable."""
+    """For each token the sum of values over its completion; differentiable.
+
+    Args:
+        values: [N].
+        completion: [N] int64, the completion of each token.
+    """
     numbers, place = completion.unique(return_inverse=True)
-    return values.new_zeros(len(numbers)).index_add(0, place, values)[place]
+    sums = values.new_zeros(len(numbers)).index_add(0, place, values)
+    return sums[place]
 
 
 def bounded_log_ratio(logprobs: Tensor, others: Tensor, mask: Tensor) -> Tensor:
-    """log p / q [N] of two log-probs [N], nats, within ±`MAX_LOG_RATIO`; 0 on masked tokens, whatever they hold."""
-    return (
-        (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).where(mask > 0, 0.0)
-    )  # 0 times infinity is NaN
+    """log p / q [N] of two log-probs [N], nats, within ±`MAX_LOG_RATIO`.
+
+    It is 0 on masked tokens, whatever they hold: 0 times infinity would be NaN.
+    """
+    log_ratio = (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return log_ratio.where(mask > 0, 0.0)
 
 
 def grpo_loss(
-    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, advantages: Tensor, mask: Tensor,
-    completion: Tensor, config: TrainConfig,
+    logprobs: Tensor, old_logprobs: Tensor, ref_logprobs: Tensor | None, advantages: Tensor,
+    mask: Tensor, completion: Tensor, config: TrainConfig,
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
-    """The unnormalized policy loss of one micro-batch: a sum over its completion tokens.
+    """The unnormalized policy loss of a micro-batch: a sum over tokens.
 
-    The ratio ρ is exp(logprobs - old_logprobs); for importance_level sequence it is its geometric mean over the
-    completion, with the gradient of the token's own log-prob (GSPO-token, arXiv:2507.18071). A token's loss is
-    -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first term (two-sided clip, arXiv:2505.07291), or for cispo
-    (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. To it come β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1, or
-    β·ρ·k3 for kl_gradient reverse. For loss_type grpo it is divided by the trained tokens of its completion. The caller
-    divides the gradient of the sum over all micro-batches by `loss_normalizer`, once.
+    The ratio ρ is exp(logprobs - old_logprobs); for importance_level sequence it is its geometric
+    mean over the completion, with the gradient of the token's own log-prob (GSPO-token,
+    arXiv:2507.18071). A token's loss is -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first
+    term (two-sided clip, arXiv:2505.07291), or for cispo (arXiv:2506.13585)
+    -sg(clip(ρ))·A·logprobs. To it come β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1, or
+    β·ρ·k3 for kl_gradient reverse. For loss_type grpo it is divided by the trained tokens of its
+    completion. The caller divides the gradient of the sum over all micro-batches by
+    `loss_normalizer`, once.
 
     Args:
-        logprobs: [N], one per completion token, nats, under the policy; the gradient goes through them alone.
-        old_logprobs: [N], nats: what the ratio is taken against.
+        logprobs: [N], one a completion token, nats, under the policy; they alone have a gradient.
+        old_logprobs: [N], nats, the denominator of the ratio.
         ref_logprobs: [N], nats, under the reference; may be None where config.beta is 0.
         advantages: [N].
         mask: [N], 1 on tokens that train, 0 elsewhere; any type.
-        completion: [N] int64, which completion each token belongs to. Micro-batches split one only between
-            segments, and where no loss looks at the others (`TrainConfig.weighs_whole_completions`).
+        completion: [N] int64, which completion each token belongs to. Micro-batches split one only
+            between segments, and where no loss looks at the others
+            (`TrainConfig.weighs_whole_completions`).
         config: loss_type, importance_level, epsilon, epsilon_high, delta, beta, kl_gradient.
 
     Returns:
-        The loss sum, 0-d, and 0-d sums over tokens for the metrics: `clip_ratio/low`, `clip_ratio/high`, and `kl`
-        (nats) where config.beta is above 0.
+        The loss sum, 0-d, and 0-d sums over tokens for the metrics: `clip_ratio/low`,
+        `clip_ratio/high`, and `kl` (nats) where config.beta is above 0.
     """
     mask = mask.to(logprobs.dtype)
     num_tokens = completion_sums(mask, completion).clamp(min=1)
     log_ratio = bounded_log_ratio(logprobs, old_logprobs, mask)
-    token_ratio = ratio = log_ratio.exp()
-    if (
-        config.importance_level == "sequence"
-    ):  # a token's gradient is its own: a correction may give others weight 0
+    token_ratio = log_ratio.exp()
+    ratio = token_ratio
+    if config.importance_level == "sequence":
+        # A token's gradient is its own: a correction may give the others weight 0.
         mean = completion_sums(log_ratio.detach(), completion) / num_tokens
         ratio = (mean + log_ratio - log_ratio.detach()).exp()
+
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.loss_type == "cispo":
         per_token = -clipped.detach() * advantages * logprobs
     else:
         bounded = ratio if config.delta is None else ratio.clamp(max=config.delta)
         per_token = -torch.minimum(bounded * advantages, clipped * advantages)
+
+    is_clipped_low = (ratio < 1 - config.clip_low) & (advantages < 0)
+    is_clipped_high = (ratio > 1 + config.clip_high) & (advantages > 0)
     sums = {
-        "clip_ratio/low": ((ratio < 1 - config.clip_low) & (advantages < 0)).to(mask.dtype) @ mask,
-        "clip_ratio/high": ((ratio > 1 + config.clip_high) & (advantages > 0)).to(mask.dtype)
-        @ mask,
+        "clip_ratio/low": is_clipped_low.to(mask.dtype) @ mask,
+        "clip_ratio/high": is_clipped_high.to(mask.dtype) @ mask,
     }
+
     if config.beta > 0:
         assert ref_logprobs is not None
         log_gap = bounded_log_ratio(ref_logprobs, logprobs, mask)
         k3 = log_gap.exp() - log_gap - 1
-        per_token = per_token + config.beta * (
-            k3 if config.kl_gradient == "forward" else token_ratio * k3
-        )
+        penalty = k3 if config.kl_gradient == "forward" else token_ratio * k3
+        per_token = per_token + config.beta * penalty
         sums["kl"] = k3.detach() @ mask
+
     per_token = per_token.where(mask > 0, 0.0)
     if config.loss_type == "grpo":
         per_token = per_token / num_tokens
     return per_token.sum(), sums
 
 
-def off_policy_weights(
-    old_logprobs: Tensor,
-    sampler_logprobs: Tensor,
-    mask: Tensor,
-    completion: Tensor,
-    config: TrainConfig,
-) -> Tensor:
-    """Bounded importance weights p(trainer) / p(server) on the advantages; 1 where config.old_logprobs is `sampler`.
+def loss_normalizer(trained_lengths: list[int], config: TrainConfig) -> float:
+    """The number that divides an update's summed gradient.
 
-    w is exp(old_logprobs - sampler_logprobs) of the token; `sequence` takes the product over its completion (unbiased
-    below the cap), `geometric` the geometric mean. `truncate` (TIS), `sequence` and `geometric` give min(w, cap);
-    `mask` (IcePop, arXiv:2510.18855), `sequence_mask` and `geometric_mask` give w within [floor, cap] and 0 outside;
-    `none` gives 1. Tensors are as for `grpo_loss`, [N].
+    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo: the tokens. dapo, cispo:
+    the batch's tokens / num_minibatches, as a token weighs the same in every mini-batch.
+
+    Args:
+        trained_lengths: trained tokens of each completion: the mini-batch's, or dapo's whole batch.
+        config: loss_type, max_completion_len, num_minibatches.
+    """
+    if config.loss_type == "grpo":
+        return max(len(trained_lengths), 1)
+    if config.loss_type == "dr_grpo":
+        return max(len(trained_lengths), 1) * config.max_completion_len
+    num_tokens = max(sum(trained_lengths), 1)
+    if config.weighs_tokens_alike:
+        return num_tokens / config.num_minibatches
+    return num_tokens
+
+
+def off_policy_weights(
+    trainer_logprobs: Tensor, sampler_logprobs: Tensor, mask: Tensor, completion: Tensor,
+    config: TrainConfig,
+) -> Tensor:  # fmt: skip
+    """Bounded importance weights w = p(trainer) / p(server) on the advantages: [N].
+
+    w is exp(trainer_logprobs - sampler_logprobs) of the token; `sequence` takes the product over
+    its completion (unbiased below the cap), `geometric` the geometric mean. `truncate` (TIS),
+    `sequence` and `geometric` give min(w, cap); `mask` (IcePop, arXiv:2510.18855), `sequence_mask`
+    and `geometric_mask` give w within [floor, cap] and 0 outside; `none` gives 1, and so does
+    config.old_logprobs `sampler`, where the ratio itself corrects. Tensors are as for `grpo_loss`.
     """
     level, _, _ = config.off_policy_correction.partition("_")
     if config.old_logprobs == "sampler" or level == "none":
-        return torch.ones_like(old_logprobs)
-    log_weights = bounded_log_ratio(old_logprobs, sampler_logprobs, mask)
+        return torch.ones_like(trainer_logprobs)
+
+    log_weights = bounded_log_ratio(trainer_logprobs, sampler_logprobs, mask)
     if level in ("sequence", "geometric"):
         log_weights = completion_sums(log_weights, completion)
     if level == "geometric":
-        log_weights = log_weights / completion_sums(mask.to(log_weights.dtype), completion).clamp(
-            min=1
-        )
+        num_tokens = completion_sums(mask.to(log_weights.dtype), completion).clamp(min=1)
+        log_weights = log_weights / num_tokens
+
     weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()
     if not config.off_policy_correction.endswith("mask"):
         return weights.clamp(max=config.correction_cap)
-    return weights.where(
-        (weights >= config.correction_floor) & (weights <= config.correction_cap), 0.0
-    )
+    is_within = (weights >= config.correction_floor) & (weights <= config.correction_cap)
+    return weights.where(is_within, 0.0)
 
 
-# -- The step ----------------------------------------------------------------------------------------------------------
+# -- The step --------------------------------------------------------------------------------------
+
+
+def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
+    """This rank's shares of the next batch, each as soon as its groups have come.
+
+    Collective: every rank iterates to the end. Rank 0 weighs the groups and packs them into rows.
+    """
+    dealer = Dealer(dist.get_world_size(), config)
+    is_complete = False
+    while not is_complete:
+        groups, is_complete = rollouts.take(dealer.missing_tokens())
+        shares_of_ranks = None
+        if is_main():
+            set_advantages(groups, config)
+            shares_of_ranks = dealer.deal(groups, is_complete)
+        yield from scatter_objects(shares_of_ranks)
 
 
 def train_batch(
@@ -222,12 +267,12 @@ def train_batch(
 ) -> tuple[dict[str, float], dict[int, float]]:  # fmt: skip
     """Train one batch; returns metrics, and mean |trainer - server| by server.
 
-    Collective: each rank has its own shares. With one update it trains while they arrive; for several they are
-    collected, to take the trainer's log-probs before the first.
+    Collective: each rank has its own shares. With one update it trains while they arrive; for
+    several they are collected, to take the trainer's log-probs before the first.
     """
     learning_rate = optimizer.param_groups[0]["lr"]
     token_sums = TokenSums(device)
-    norms: list[float] = []
+    grad_norms: list[float] = []
     if config.updates_per_batch > 1:
         shares = list(shares)
         if config.old_logprobs == "trainer":
@@ -236,26 +281,27 @@ def train_batch(
     for iteration in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for share in shares:
+            ends_update = share.trained_lengths is not None
             for micro_batch in share.micro_batches:
-                # DDP reduces gradients only in an update's last backward; FSDP2 and a single rank ignore this.
+                # DDP reduces gradients in an update's last backward; FSDP2 does not look at this.
                 is_last = micro_batch is share.micro_batches[-1]
-                policy.require_backward_grad_sync = is_last and share.normalizer is not None
-                # Servers are compared with the policy before the first update only, each token once.
-                is_first_update = micro_batch.trainer_logprobs is not None or not norms
-                compares_servers = iteration == 0 and is_first_update
-                on_device = micro_batch.to(device)
+                policy.require_backward_grad_sync = is_last and ends_update
+                # Servers are compared with the policy before the first update, each token once.
+                is_before_update = micro_batch.trainer_logprobs is not None or not grad_norms
+                compares_servers = iteration == 0 and is_before_update
                 loss_sum += add_gradient(
-                    policy, reference, on_device, token_sums, compares_servers, config
+                    policy, reference, micro_batch.to(device), token_sums, compares_servers, config
                 )
 
-            if share.normalizer is not None:
-                norms.append(optimizer_step(policy, optimizer, scheduler, share.normalizer, config))
-                token_sums.totals["loss"] += loss_sum / share.normalizer / config.updates_per_batch
+            if share.trained_lengths is not None:
+                normalizer = loss_normalizer(share.trained_lengths, config)
+                grad_norms.append(optimizer_step(policy, optimizer, scheduler, normalizer, config))
+                token_sums.totals["loss"] += loss_sum / normalizer / config.updates_per_batch
                 loss_sum = torch.zeros((), device=device)
 
     metrics, gaps = token_sums.metrics()
-    metrics["grad_norm"] = sum(norms) / len(norms)
-    metrics["skipped_steps"] = float(sum(not math.isfinite(norm) for norm in norms))
+    metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
+    metrics["skipped_steps"] = float(sum(not math.isfinite(norm) for norm in grad_norms))
     metrics["learning_rate"] = learning_rate
     return metrics, gaps
 
@@ -263,7 +309,7 @@ def train_batch(
 def keep_trainer_logprobs(
     policy: Any, shares: list[Share], config: TrainConfig, device: torch.device
 ) -> None:
-    """Fill in the policy's log-probs before the first update: what the ratios of all updates are taken against."""
+    """Fill in the policy's log-probs before the first update, for the ratios of all updates."""
     for share in shares:
         for micro_batch in share.micro_batches:
             row = micro_batch.to(device)
@@ -274,32 +320,33 @@ def keep_trainer_logprobs(
 
 
 def add_gradient(
-    policy: Any, reference: Callable[..., Tensor] | None, micro_batch: MicroBatch, token_sums: TokenSums,
-    compares_servers: bool, config: TrainConfig,
+    policy: Any, reference: Callable[..., Tensor] | None, micro_batch: MicroBatch,
+    token_sums: TokenSums, compares_servers: bool, config: TrainConfig,
 ) -> Tensor:  # fmt: skip
-    """Forward and backward of one micro-batch; returns its loss sum, 0-d. Counts its tokens into `token_sums`."""
-    packed = micro_batch.packed
+    """Forward and backward of one micro-batch; returns its loss sum, 0-d.
+
+    Its tokens are counted into `token_sums`, and by server where `compares_servers`.
+    """
+    row = micro_batch.packed
     mask = micro_batch.mask
     sampler_logprobs = micro_batch.sampler_logprobs
     policy_logprobs, entropy = token_logprobs(
-        policy, packed, micro_batch.images, config, return_entropy=True
+        policy, row, micro_batch.images, config, return_entropy=True
     )
 
     trainer_logprobs = micro_batch.trainer_logprobs
-    if (
-        trainer_logprobs is None
-    ):  # none are kept: this is the only update, or no ratio is taken against them
+    if trainer_logprobs is None:  # this is the only update, or no ratio is taken against them
         trainer_logprobs = policy_logprobs.detach()
+    old_logprobs = sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
     ref_logprobs = micro_batch.ref_logprobs
     if reference is not None:
-        ref_logprobs = reference(packed, micro_batch.images)
-    old_logprobs = sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
+        ref_logprobs = reference(row, micro_batch.images)
 
-    weights = off_policy_weights(old_logprobs, sampler_logprobs, mask, packed.completion, config)
+    weights = off_policy_weights(trainer_logprobs, sampler_logprobs, mask, row.completion, config)
     advantages = micro_batch.advantages * weights
     loss_fn: Any = config.loss_fn or grpo_loss
     loss, loss_sums = loss_fn(
-        policy_logprobs, old_logprobs, ref_logprobs, advantages, mask, packed.completion, config
+        policy_logprobs, old_logprobs, ref_logprobs, advantages, mask, row.completion, config
     )
     loss.backward()
 
@@ -311,12 +358,14 @@ def add_gradient(
 def optimizer_step(
     policy: nn.Module, optimizer: Any, scheduler: Any, normalizer: float, config: TrainConfig
 ) -> float:
-    """Divide the gradients by `normalizer`, clip, step if they are finite; returns the unclipped norm. Collective."""
+    """Divide the gradients by `normalizer`, clip, and step if they are finite.
+
+    Returns the unclipped norm. Collective.
+    """
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)
-    norm = full_tensor(
-        nn.utils.clip_grad_norm_(policy.parameters(), config.grad_norm or math.inf)
-    ).item()
+    max_norm = config.grad_norm or math.inf
+    norm = full_tensor(nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
     if math.isfinite(norm):
         optimizer.step()
     scheduler.step()
@@ -324,72 +373,19 @@ def optimizer_step(
     return norm
 
 
-# -- The loop ----------------------------------------------------------------------------------------------------------
-
-
-def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
-    """This rank's shares of the next batch, each as soon as its groups have come. Collective: every rank iterates."""
-    dealer = Dealer(dist.get_world_size(), config)
-    is_complete = False
-    while not is_complete:
-        groups, is_complete = rollouts.take(dealer.missing_tokens())
-        dealt = None
-        if is_main():
-            set_advantages(groups, config)
-            dealt = dealer.deal(groups, is_complete)
-        yield from scatter_objects(dealt)
-
-
-def check_loss(config: TrainConfig) -> None:
-    """Try the config's `loss_fn` on two tokens of log-probability -1 and advantage 1, or raise a UserError."""
-    if config.loss_fn is None:
-        return
-    names = ", ".join(LOSS_SUMS)
-    for mask in (
-        torch.ones(2),
-        torch.zeros(2),
-    ):  # a row that fills up a round has masked tokens alone
-        with naming(
-            f"loss_fn must return (a finite scalar of logprobs, sums named {names}, loss/...)"
-        ):
-            check_loss_of_tokens(mask, config)
-
-
-def check_loss_of_tokens(mask: Tensor, config: TrainConfig) -> None:
-    """ValueError where the config's `loss_fn` does not give a usable loss of two tokens with this mask."""
-    loss_fn: Any = config.loss_fn
-    ones = torch.ones(2)
-    logprobs = (-ones).requires_grad_()
-    old_logprobs = logprobs.detach()
-    ref_logprobs = old_logprobs if config.has_reference else None
-    completion = torch.zeros(2, dtype=torch.long)
-    loss, sums = loss_fn(logprobs, old_logprobs, ref_logprobs, ones, mask, completion, config)
-    loss.backward()
-
-    are_known = all(name in LOSS_SUMS or name.startswith("loss/") for name in sums)
-    are_scalars = all(value.ndim == 0 for value in sums.values())
-    if not loss.isfinite() or not are_known or not are_scalars:
-        raise ValueError(f"it returned {loss.item()} and {sums}")
-    if not mask.any() and (logprobs.grad is None or logprobs.grad.any()):
-        raise ValueError(f"tokens whose mask is 0 get the gradient {logprobs.grad}")
-
-
-def check_advantages(prompts: list[Prompt], config: TrainConfig) -> None:
-    """Try the config's `advantage_fn`, if any, on two prompts with one-token completions, or raise a UserError."""
-    if config.advantage_fn is None or config.rollout_fn:  # these completions lack its `info`
-        return
-    num = config.num_generations
-    completions = [Completion([0], [-1.0], "stop", 0) for _ in range(num)]
-    reward = [float(number) for number in range(num)]
-    rewards: Any = [[value] * len(config.reward_funcs) for value in reward]
-    groups = [Group(prompt, completions, [""] * num, rewards, reward) for prompt in prompts[:2]]
-    set_advantages(groups, config)
+# -- The loop --------------------------------------------------------------------------------------
 
 
 def main(config: TrainConfig) -> None:
-    """Train; under torchrun on every rank. A UserError or ServerError in training is raised after the last save."""
+    """Train; under torchrun on every rank.
+
+    A UserError or ServerError in training is raised after the last save.
+    """
     config = with_bf16(config)
-    check_loss(config)
+    if config.loss_fn:
+        from training.hooks import check_loss
+
+        check_loss(config)
     checkpoint = find_checkpoint(config)
     resumed = read_state(checkpoint) if checkpoint else None
     with (
@@ -398,15 +394,17 @@ def main(config: TrainConfig) -> None:
         closing(Rollouts(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):
-        if is_main():
-            check_advantages(rollouts.prompts, config)
+        if is_main() and config.advantage_fn:
+            from training.hooks import trial_groups
+
+            set_advantages(trial_groups(rollouts.prompts, config), config)
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)
-        config = rollouts.config = share_prefixes(policy, config, rollouts.example)
+        config = share_prefixes(policy, config, rollouts.example)
+        rollouts.config = config
         reference = build_reference(policy, config, device, rollouts.example)
-        optimizer, scheduler = build_optimizer(
-            policy, rollouts.num_steps * config.updates_per_batch, config
-        )
+        num_updates = rollouts.num_steps * config.updates_per_batch
+        optimizer, scheduler = build_optimizer(policy, num_updates, config)
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
         step = checkpoints.resume(checkpoint)
         num_skipped = 0
@@ -415,7 +413,7 @@ def main(config: TrainConfig) -> None:
             if step == 0:
                 evaluated, held_out = rollouts.evaluate(0)
                 log.step(0, evaluated, held_out=held_out)
-            # `publish` lets groups be sampled and scored, in threads; `arriving_shares` takes, weighs and packs them.
+            # `publish` lets groups be sampled and scored, in threads, until the batch is taken.
             while step < rollouts.num_steps and num_skipped < config.max_skipped_steps:
                 # Seed dropout per step, so that a resumed run repeats it.
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))
@@ -432,16 +430,15 @@ def main(config: TrainConfig) -> None:
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, step)
 
-                if trained["skipped_steps"] == config.updates_per_batch:
-                    num_skipped += 1
-                else:
-                    num_skipped = 0
+                was_skipped = trained["skipped_steps"] == config.updates_per_batch
+                num_skipped = num_skipped + 1 if was_skipped else 0
                 evaluated, held_out = rollouts.evaluate(step)
                 log.step(step, metrics | trained | evaluated, batch, held_out)
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())
 
-        checkpoints.finish(step, rollouts.state() | log.state(), is_last=step == rollouts.num_steps)
+        is_last = step == rollouts.num_steps
+        checkpoints.finish(step, rollouts.state() | log.state(), is_last)
         if is_main() and rollouts.failure:
             raise rollouts.failure
         if is_main() and num_skipped >= config.max_skipped_steps:
@@ -450,9 +447,8 @@ def main(config: TrainConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.modules["train"] = sys.modules[
-        "__main__"
-    ]  # a recipe that imports `train`, and changes it, changes this module
+    # A recipe that imports `train`, and changes it, changes this module.
+    sys.modules["train"] = sys.modules["__main__"]
     cure = "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
     with exits({UserError: "", ServerError: "", torch.OutOfMemoryError: cure}):
         main(parse_args(sys.argv[1:]))

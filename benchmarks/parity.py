@@ -50,7 +50,7 @@ from benchmarks.end_to_end import JOBS, build
 from config import TrainConfig, to_json
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from rollouts.replay import saved_group
-from train import compute_advantages, grpo_loss, off_policy_weights
+from train import compute_advantages, grpo_loss, loss_normalizer, off_policy_weights
 from train import main as train
 from training.batching import Dealer
 
@@ -322,7 +322,7 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
                     config,
                 )[0]
             )
-        loss = loss / shares[0].normalizer
+        loss = loss / loss_normalizer(shares[0].trained_lengths, config)
         gradients += torch.autograd.grad(loss, logprobs)
         losses.append(loss.detach())
     return Figures(torch.stack(losses), torch.stack(gradients))

@@ -22,8 +22,8 @@ from PIL import Image
 
 from benchmarks.common import median, memory_mb, report
 from config import TrainConfig
-from rollouts.data import with_images
 from rollouts.group import Completion, Group, Prompt
+from rollouts.images import with_images
 from train import train_batch
 from training.batching import Dealer
 from training.model import build_optimizer, parallelize, run_tower_always, share_prefixes

@@ -1,4 +1,4 @@
-"""The data that everything else passes on: a prompt, its completions, both as a group, a batch."""
+"""The data that everything else passes on: prompts, completions, groups."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Prompt:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Its images for the policy: `Images.inputs`; {} for text, or before it is sampled."""
+        """Its images for the policy; {} for text, or before it is sampled."""
         if self.images is None:
             return {}
         return self.images.inputs
@@ -37,10 +37,10 @@ class Prompt:
 
 @dataclass(eq=False)
 class Completion:
-    """Tokens that continue a prompt, sampled by a policy or written by an environment.
+    """Tokens that continue a prompt, by a policy or an environment.
 
-    Lists are taken as tensors; a ValueError says which column has another length than the tokens. A
-    rollout whose history was rewritten has several segments: this one, the last, and `earlier` ones.
+    Lists are taken as tensors; a ValueError names a column of another length than the tokens. A
+    rollout whose history was rewritten has several segments: this one, the last, and `earlier`.
     """
 
     token_ids: Any  # [n] int64, with the end-of-sequence token, where one was sampled
@@ -77,11 +77,11 @@ class Completion:
 
     @property
     def segments(self) -> list["Completion"]:
-        """All segments of the rollout, itself the last; each token was sampled in one of them."""
+        """All segments of the rollout, this one the last."""
         return [*self.earlier, self]
 
     def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
-        """Join this turn, the environment's answer and the next turn, without tokenizing again."""
+        """Join this turn, the environment's answer and the next turn."""
         answer = torch.as_tensor(environment_ids, dtype=torch.int64)
         before_reply = torch.cat([self.token_ids, answer])
         if self.prompt_ids is not None and reply.prompt_ids is not None:
@@ -106,7 +106,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class TokenColumns:
-    """One value a completion token, in the order completion, segment, token: tensors [n]."""
+    """One value a completion token, by completion, segment, token: [n]."""
 
     completion: Tensor  # int64, the number of its completion within the group
     sampler_logprobs: Tensor  # float32, nats
@@ -120,7 +120,7 @@ class TokenColumns:
 
 @dataclass(eq=False)
 class Group:
-    """One prompt and its completions: the unit from the dataset to the gradient.
+    """One prompt and its completions, the unit from dataset to gradient.
 
     It is filled in on its way; `fill` joins the columns of its tokens, in the rollout's thread.
     """
@@ -219,7 +219,7 @@ class Group:
 
 @dataclass
 class Batch:
-    """The groups that a step trained, and those that were dropped since the step before."""
+    """The groups that a step trained, and those dropped meanwhile."""
 
     groups: list[Group] = field(default_factory=list)
     dropped: dict[str, list[Group]] = field(
@@ -232,7 +232,7 @@ Span = tuple[int, int, int]  # a policy version, and the tokens from start to en
 
 
 def version_spans(weight_versions: Tensor) -> list[Span]:
-    """The runs of tokens [n] that one policy sampled; tokens of an environment are in none."""
+    """The runs of tokens that one policy sampled, of versions [n]."""
     versions, sizes = weight_versions.unique_consecutive(return_counts=True)
     spans = []
     start = 0
@@ -260,7 +260,9 @@ def spans_to_versions(spans: Sequence[Span], num_tokens: int) -> Tensor:
 
 
 def as_completion(rollout: Completion | Sequence[Completion], prompt: Prompt) -> Completion:
-    """A rollout as its last segment, which holds the earlier ones and the `info` of all.
+    """A rollout as one completion: its last segment, with the `earlier` ones.
+
+    The `info` of all segments is joined; prompts equal to the group's become None.
 
     Raises:
         ValueError: the rollout has no segment.
@@ -306,7 +308,8 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
             begins_alike = torch.equal(prompt_ids[:num_image_tokens], own_prompt[:num_image_tokens])
             if len(prompt_ids) == 0 or not begins_alike:
                 raise ValueError(
-                    "a segment's prompt is empty, or does not begin with the group's, which has images"
+                    "a segment's prompt is empty, or does not begin with the group's, which has "
+                    "images"
                 )
             text_ids = torch.cat([prompt_ids[num_image_tokens:], token_ids])
             if torch.isin(text_ids, placeholders).any():

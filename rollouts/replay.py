@@ -1,4 +1,4 @@
-"""Saved rollouts: groups as lines of `rollouts.jsonl`, which a later run trains without servers."""
+"""Saved rollouts, which a later run trains without servers."""
 
 import base64
 import json
@@ -12,16 +12,15 @@ import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError, to_json
-from rollouts import data
 from rollouts.group import (
     Completion,
     Group,
     Prompt,
-    Span,
     check_segments,
     spans_to_versions,
     version_spans,
 )
+from rollouts.processor import tokenizer_of
 from rollouts.scoring import decoded, weighted
 from utils import naming
 
@@ -29,38 +28,12 @@ DTYPES = (torch.int32, torch.float32, torch.bool)  # of saved tensors
 MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")  # in both runs
 
 
-class SavedSegment(msgspec.Struct):
-    """A `Completion` on the disk, about 12 bytes a token, with spans in place of a version each."""
-
-    token_ids: Tensor
-    sampler_logprobs: Tensor
-    finish_reason: str
-    weight_versions: list[Span]
-    info: dict[str, Any]
-    prompt_ids: Tensor | None = None
-    earlier: list["SavedSegment"] = []
-
-
-class SavedPrompt(msgspec.Struct):
-    """The part of a `Prompt` by which a later run finds it in its own data set."""
-
-    index: int
-    token_ids: list[int]
-
-
-class SavedGroup(msgspec.Struct):
-    """A `Group` on the disk, without texts and log-probs of a reference."""
-
-    prompt: SavedPrompt
-    completions: list[SavedSegment]
-    rewards: list[list[float | None]]
-    started_version: int
-    finished_version: int
-    trained_version: int
-    server: int
-    started_s: float
-    sampled_s: float
-    scored_s: float
+# A line has these of a group and of a completion, and of a prompt what finds it in a data set.
+GROUP_FIELDS = (
+    "rewards", "started_version", "finished_version", "trained_version", "server", "started_s",
+    "sampled_s", "scored_s",
+)  # fmt: skip
+COMPLETION_FIELDS = ("token_ids", "sampler_logprobs", "finish_reason", "info", "prompt_ids")
 
 
 def _tensor_to_bytes(value: Any) -> Any:
@@ -79,70 +52,44 @@ def _bytes_to_tensor(code: int, data_bytes: memoryview) -> Tensor:
 
 
 ENCODER = msgspec.msgpack.Encoder(enc_hook=_tensor_to_bytes)
-DECODER = msgspec.msgpack.Decoder(SavedGroup, ext_hook=_bytes_to_tensor)
-
-
-def _saved_segment(completion: Completion) -> SavedSegment:
-    return SavedSegment(
-        completion.token_ids,
-        completion.sampler_logprobs,
-        completion.finish_reason,
-        version_spans(completion.weight_versions),
-        completion.info,
-        completion.prompt_ids,
-        [_saved_segment(segment) for segment in completion.earlier],
-    )
-
-
-def _completion(saved: SavedSegment) -> Completion:
-    return Completion(
-        saved.token_ids,
-        saved.sampler_logprobs,
-        saved.finish_reason,
-        spans_to_versions(saved.weight_versions, len(saved.token_ids)),
-        saved.info,
-        saved.prompt_ids,
-        [_completion(segment) for segment in saved.earlier],
-    )
+DECODER = msgspec.msgpack.Decoder(ext_hook=_bytes_to_tensor)
 
 
 def saved_group(group: Group) -> dict[str, Any]:
-    """A line of `rollouts.jsonl`; the encoder of the file makes base64 of the bytes."""
-    saved = SavedGroup(
-        SavedPrompt(group.prompt.index, group.prompt.token_ids),
-        [_saved_segment(completion) for completion in group.completions],
-        group.rewards,
-        group.started_version,
-        group.finished_version,
-        group.trained_version,
-        group.server,
-        group.started_s,
-        group.sampled_s,
-        group.scored_s,
-    )
+    """A line of `rollouts.jsonl`: about 12 bytes a token, then in base64."""
+    saved = {name: getattr(group, name) for name in GROUP_FIELDS}
+    saved["prompt"] = {"index": group.prompt.index, "token_ids": group.prompt.token_ids}
+    saved["completions"] = [_saved_completion(completion) for completion in group.completions]
     return {"group": ENCODER.encode(saved)}
 
 
 def restored(group_bytes: bytes, number: int) -> Group:
-    """The group that `saved_group` encoded, with its place in the file as id, still without texts."""
+    """A group that `saved_group` encoded, still without texts."""
     saved = DECODER.decode(group_bytes)
-    return Group(
-        Prompt(saved.prompt.index, saved.prompt.token_ids, "", {}),
-        [_completion(segment) for segment in saved.completions],
-        rewards=saved.rewards,
-        id=number,
-        started_version=saved.started_version,
-        finished_version=saved.finished_version,
-        trained_version=saved.trained_version,
-        server=saved.server,
-        started_s=saved.started_s,
-        sampled_s=saved.sampled_s,
-        scored_s=saved.scored_s,
-    )
+    prompt = Prompt(saved["prompt"]["index"], saved["prompt"]["token_ids"], "", {})
+    completions = [_restored_completion(fields) for fields in saved["completions"]]
+    kept = {name: saved[name] for name in GROUP_FIELDS}
+    return Group(prompt, completions, id=number, **kept)
+
+
+def _saved_completion(completion: Completion) -> dict[str, Any]:
+    saved = {name: getattr(completion, name) for name in COMPLETION_FIELDS}
+    saved["weight_versions"] = version_spans(
+        completion.weight_versions
+    )  # few, where tokens are many
+    saved["earlier"] = [_saved_completion(segment) for segment in completion.earlier]
+    return saved
+
+
+def _restored_completion(saved: dict[str, Any]) -> Completion:
+    kept = {name: saved[name] for name in COMPLETION_FIELDS}
+    versions = spans_to_versions(saved["weight_versions"], len(saved["token_ids"]))
+    earlier = [_restored_completion(segment) for segment in saved["earlier"]]
+    return Completion(weight_versions=versions, earlier=earlier, **kept)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a file, without one that a crash left without its end."""
+    """The whole lines of a file: a crash may leave half of one."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
@@ -150,7 +97,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
-    """The number of whole steps that a run saved, from step 1 on, and its groups in that order.
+    """The number of whole steps that a run saved, and their groups in order.
 
     Raises:
         UserError: there are no rollouts, or they are of a run with other settings.
@@ -191,7 +138,9 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
     row = group.prompt.index
     prompt = prompts.get(row)
     if prompt is not None and prompt.sources:
-        prompt = data.with_images(prompt, processor, config)
+        from rollouts.images import with_images
+
+        prompt = with_images(prompt, processor, config)
     if prompt is None or prompt.token_ids != group.prompt.token_ids:
         raise UserError(
             f"replay: dataset row {row} is not the prompt that it was in {config.replay}"
@@ -199,5 +148,5 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
     group.prompt = prompt
     with naming(f"replay: dataset row {row}"):
         check_segments(group, (), config)
-    group.texts = decoded(group, data.tokenizer_of(processor))
+    group.texts = decoded(group, tokenizer_of(processor))
     group.reward = weighted(group.rewards, config)

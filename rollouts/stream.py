@@ -18,8 +18,9 @@ import torch
 
 from config import TrainConfig, UserError, bending, describe
 from prefix_attention import num_packed_tokens, pack
-from rollouts import data
+from rollouts import data, images
 from rollouts.group import FOREIGN, Batch, Completion, Group, Prompt, as_completion, check_segments
+from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
 from rollouts.references import ReferenceServer
 from rollouts.replay import restore, saved_groups
 from rollouts.scoring import Scorer, check_rewards, held_out_metrics
@@ -52,7 +53,7 @@ def sample_group(
 ) -> None:
     """Fill in the group's `completions`, by one request or `rollout_fn` (UserError where it fails), on one server."""
     if group.prompt.sources:  # of images
-        group.prompt = data.with_images(group.prompt, processor, config)
+        group.prompt = images.with_images(group.prompt, processor, config)
     if (
         config.max_staleness == 0 and not config.rollout_fn
     ):  # completion i of a group gets seed + i from vLLM
@@ -328,9 +329,9 @@ class Rollouts:
         """Check and load everything that rank 0 needs; gives `num_steps`, an `image_example`, the prompt of probes."""
         config = self.config
         print(describe(config, usual=with_bf16(replace(config, bf16=None))))
-        self.processor = data.load_processor(config)
-        tokenizer = data.tokenizer_of(self.processor)
-        forbidden = data.placeholder_ids(load_model_config(config)[0])
+        self.processor = load_processor(config)
+        tokenizer = tokenizer_of(self.processor)
+        forbidden = placeholder_ids(load_model_config(config)[0])
         self.pool = ServerPool(config, tokenizer, forbidden)
         self.references = self._reference_client(forbidden)
         self._load_prompts()
@@ -339,7 +340,7 @@ class Rollouts:
             cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"
             raise UserError(f"resume_from_checkpoint: that run had other prompts: {cure}")
 
-        example = data.image_example(self.prompts, self.processor, config)
+        example = images.image_example(self.prompts, self.processor, config)
         self.pool.connect(self.device, self.gpus)
         if self.references:
             self.references.version = 0  # of the weights that they have, and keep
@@ -668,11 +669,12 @@ class Rollouts:
             [(prompt.token_ids, [c.token_ids for c in completions])],
             share_prefix=self.config.share_prefix,
         )
-        images = {
-            n: t.to(self.device) for n, t in data.joined_images([prompt] * len(row.prompts)).items()
+        inputs = {
+            n: t.to(self.device)
+            for n, t in images.joined_images([prompt] * len(row.prompts)).items()
         }
         with torch.no_grad():
-            logprobs = token_logprobs(self.policy, row.to(self.device), images, self.config)
+            logprobs = token_logprobs(self.policy, row.to(self.device), inputs, self.config)
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
         mismatch = (logprobs.cpu() - sampler_logprobs).abs().mean().item()
         return "" if mismatch <= self.config.max_logprob_mismatch else MISMATCH.format(mismatch)

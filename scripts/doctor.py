@@ -34,8 +34,9 @@ from config import TrainConfig, UserError, bending, parse_args
 from rollouts.data import epochs
 from rollouts.group import Group, Prompt
 from rollouts.stream import MAX_GROUPS, Rollouts
-from train import check_advantages, check_loss, set_advantages, train_batch
+from train import set_advantages, train_batch
 from training.batching import Dealer
+from training.hooks import check_loss, trial_groups
 from training.logs import batch_metrics
 from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16
 from utils import broadcast_object, exits, is_main, process_group, scatter_objects
@@ -122,7 +123,7 @@ class Doctor:
         )
         self.pool, self.prompts = ThreadPoolExecutor(MAX_GROUPS), iter(list[Prompt]())
         if is_main():
-            check_advantages(rollouts.prompts, config)
+            set_advantages(trial_groups(rollouts.prompts, config), config)
             rollouts.stream.num_steps = 0  # it admits nothing: groups are sampled here
             self.prompts = (
                 rollouts.prompts[row] for row in epochs(len(rollouts.prompts), config.seed)
@@ -424,7 +425,8 @@ def examine(config: TrainConfig) -> None:
     """Print the table, and then the advice. Collective."""
     if config.replay:
         raise UserError("replay asks no server, and its speed is the trainer's alone: unset it")
-    check_loss(config)
+    if config.loss_fn:
+        check_loss(config)
     with (
         process_group(config.collective_timeout) as device,
         closing(Rollouts(config, device)) as rollouts,

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from config import TrainConfig, UserError, parse_args
 from rollouts.stream import Rollouts
-from train import arriving_shares, check_loss, train_batch
+from train import arriving_shares, train_batch
 from training.batching import Share
+from training.hooks import check_loss
 from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16
 from utils import Stopped, process_group
 
@@ -160,7 +161,8 @@ def main(argv: list[str]) -> None:
                 flush=True,
             )
         for config in configs:
-            check_loss(config)
+            if config.loss_fn:
+                check_loss(config)
         for name in (
             "model_id",
             "use_peft",

@@ -18,8 +18,9 @@ from some_rewards import hangs, infinite, only_first, raises, right, scalar, sho
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
 from rollouts import workers
-from rollouts.data import epochs, leave_out_long, load_processor, load_prompts
+from rollouts.data import epochs, leave_out_long, load_prompts
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt, spans_to_versions, version_spans
+from rollouts.processor import load_processor
 from rollouts.scoring import Scorer, check_rewards
 from rollouts.stream import sample_group, sampling_params
 from training.logs import batch_metrics, batch_samples

@@ -22,7 +22,7 @@ import prefix_attention
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
-from train import optimizer_step, train_batch
+from train import loss_normalizer, optimizer_step, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
 from training.model import (
     add_lora,
@@ -75,8 +75,8 @@ def rows_of(shares):
     return [micro for share in shares for micro in share.micro_batches]
 
 
-def normalizers(shares):
-    return [share.normalizer for share in shares]
+def normalizers(shares, config):
+    return [loss_normalizer(share.trained_lengths, config) for share in shares]
 
 
 def make_config(model, **fields):
@@ -235,7 +235,7 @@ def test_a_completion_without_a_reward_is_left_out():
         group.reward = (
             [math.nan if number == 2 and c == 0 else 1.0 for c in range(3)] if number else []
         )
-    (((micro,), normalizer),) = dealt(groups, ADVANTAGES, 1, config)[0]
+    (((micro,), lengths),) = dealt(groups, ADVANTAGES, 1, config)[0]
     of_completion = [
         c.tolist() for c in micro.mask.split([length for lengths in LENGTHS for length in lengths])
     ]
@@ -243,7 +243,7 @@ def test_a_completion_without_a_reward_is_left_out():
     assert [mask[0] for mask in of_completion] == [
         0.0 if number == 6 else 1.0 for number in range(12)
     ]
-    assert normalizer == sum(map(sum, LENGTHS)) - 12
+    assert sum(lengths) == sum(map(sum, LENGTHS)) - 12
 
 
 def test_turns_are_joined():
@@ -391,11 +391,14 @@ def test_minibatches_of_dapo_weigh_every_token_alike(models, device):
     config = make_config(models["tied"], num_minibatches=2)
     halves = dealt(make_groups(), ADVANTAGES, 1, config)[0]
     whole = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, num_minibatches=1))[0]
-    assert normalizers(halves) == [normalizers(whole)[0] / 2] * 2
-    cispo = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, loss_type="cispo"))[0]
-    assert normalizers(cispo) == normalizers(halves)
-    bnpo = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, loss_type="bnpo"))[0]
-    assert normalizers(bnpo) == [14 + 13, 19 + 15]
+    assert normalizers(halves, config) == [sum(whole[0].trained_lengths) / 2] * 2
+    for loss_type, expected in (
+        ("cispo", [(14 + 13 + 19 + 15) / 2] * 2),
+        ("bnpo", [14 + 13, 19 + 15]),
+    ):
+        of_type = dataclasses.replace(config, loss_type=loss_type)
+        shares = dealt(make_groups(), ADVANTAGES, 1, of_type)[0]
+        assert normalizers(shares, of_type) == expected
 
 
 def test_ranks_get_equally_many_rows_and_every_token_once():
@@ -406,34 +409,34 @@ def test_ranks_get_equally_many_rows_and_every_token_once():
         assert len({len(rows_of(share)) for share in shares}) == 1
         trained = sum(micro.mask.sum().item() for share in shares for micro in rows_of(share))
         assert trained == sum(map(sum, LENGTHS))
-        assert [normalizers(share) for share in shares] == [[sum(map(sum, LENGTHS))]] * num_ranks
+        lengths = [length for lengths in LENGTHS for length in lengths]
+        assert [[share.trained_lengths for share in of_rank] for of_rank in shares] == [
+            [lengths]
+        ] * num_ranks
 
 
 def test_training_starts_before_the_batch_is_complete():
     """A row goes out as soon as the next group does not fit it, to the rank that has had the fewest tokens."""
     groups = with_advantages(make_groups())
-    dealer = Dealer(
-        1, make_config("m", max_tokens_per_gpu=40)
-    )  # groups take 17, 18, 26 and 24 tokens
+    synchronous = {"max_tokens_per_gpu": 40, "max_staleness": 0}
+    dealer = Dealer(1, make_config("m", **synchronous))  # groups take 17, 18, 26 and 24 tokens
     assert dealer.missing_tokens() == 40
-    (((first,), normalizer),) = dealer.deal(groups[:3], is_complete=False)[0]
+    (((first,), lengths),) = dealer.deal(groups[:3], is_complete=False)[0]
     assert first.packed.group.unique().tolist() == [0, 1]
-    assert normalizer is None
+    assert lengths is None
     assert dealer.missing_tokens() == 40 - row_tokens(dealer.waiting, dealer.config) < 40
-    (((second, third), normalizer),) = dealer.deal(groups[3:], is_complete=True)[0]
+    (((second, third), lengths),) = dealer.deal(groups[3:], is_complete=True)[0]
     assert [micro.packed.num_tokens for micro in (first, second, third)] == [
         17 + 18 - 6, 26 - 3, 24 - 3
     ]  # fmt: skip  # the last token of a completion needs no forward
-    assert normalizer == sum(map(sum, LENGTHS))
+    assert sum(lengths or ()) == sum(map(sum, LENGTHS))
     for fields in (
+        {"max_staleness": 1},
         {"num_minibatches": 2},
         {"num_iterations": 2},
         {"scale_rewards": "batch"},
     ):  # they need all of it
-        assert (
-            Dealer(1, make_config("m", max_tokens_per_gpu=40, **fields)).missing_tokens()
-            == math.inf
-        )
+        assert Dealer(1, make_config("m", **synchronous | fields)).missing_tokens() == math.inf
     loads = [sum(micro.packed.num_tokens for micro in rows_of(share)) for share in dealt(
         make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30)
     )]  # fmt: skip

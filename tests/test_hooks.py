@@ -15,7 +15,8 @@ from config import TrainConfig
 from recipes import advantages, insert_reasoning, losses
 from recipes.majority import answer_of, majority_is_right, majority_vote
 from rollouts.group import Completion, Group, Prompt
-from train import check_loss, grpo_loss
+from train import grpo_loss
+from training.hooks import check_loss
 
 NAN, INF = math.nan, math.inf
 

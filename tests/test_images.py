@@ -38,17 +38,10 @@ from recipes import geometry3k
 from recipes.first_to_finish import first_to_finish
 from recipes.rewards import math_answer
 from recipes.tiny_vlm import squares
-from rollouts.data import (
-    Images,
-    image_source,
-    joined_images,
-    leave_out_long,
-    load_processor,
-    load_prompts,
-    open_image,
-    with_images,
-)
+from rollouts.data import leave_out_long, load_prompts
 from rollouts.group import Completion, Group, Prompt, version_spans
+from rollouts.images import Images, image_source, joined_images, open_image, with_images
+from rollouts.processor import load_processor
 from rollouts.replay import restore, restored, saved_group
 from rollouts.stream import Rollouts, sample_group, sampling_params
 from train import train_batch

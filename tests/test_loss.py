@@ -13,16 +13,16 @@ from helpers import ROOT, on_forked_ranks, read, said
 from config import TrainConfig, parse_args
 from rollouts.group import Group, Prompt
 from train import (
-    check_advantages,
-    check_loss,
     compute_advantages,
     grpo_loss,
+    loss_normalizer,
     main,
     off_policy_weights,
     set_advantages,
 )
 from training import logs
-from training.batching import Dealer, loss_normalizer
+from training.batching import Dealer
+from training.hooks import check_loss, trial_groups
 from training.logs import TokenSums
 from utils import process_group
 
@@ -456,6 +456,9 @@ def test_normalizers():
     for loss_type in ("bnpo", "dapo", "cispo"):
         assert loss_normalizer(lengths, make_config(loss_type=loss_type)) == 8
         assert loss_normalizer([0, 0], make_config(loss_type=loss_type)) == 1
+    halves = {"num_minibatches": 2, "batch_size": 2}
+    for loss_type, expected in (("dapo", 4), ("cispo", 4), ("bnpo", 8), ("grpo", 3)):
+        assert loss_normalizer(lengths, make_config(loss_type=loss_type, **halves)) == expected
 
 
 def doubled(*arguments):
@@ -534,13 +537,13 @@ def test_advantages_of_ones_own():
     set_advantages(groups, config)
     assert [group.advantages for group in groups] == [[-2.0, -1.0], [0.0, 3.0]]
     assert Dealer(1, config).missing_tokens() == math.inf
-    check_advantages([group.prompt for group in groups], config)
-    check_advantages([groups[0].prompt], make_config())
+    set_advantages(trial_groups([group.prompt for group in groups], config), config)
+    set_advantages(trial_groups([groups[0].prompt], make_config()), make_config())
     reads_info: Any = lambda rewards, groups: rewards * groups[0].completions[0].info["won"]
     played = make_config(
         advantage_fn=reads_info, rollout_fn=print
     )  # whose completions alone have it
-    check_advantages([groups[0].prompt], played)
+    assert trial_groups([groups[0].prompt], played) == []
 
 
 @pytest.mark.parametrize(
@@ -558,12 +561,11 @@ def test_advantages_of_ones_own():
     ],
 )
 def test_advantages_that_are_none(advantage_fn, reason):
-    with pytest.raises(
-        ValueError, match=rf"advantage_fn must return finite numbers \[2, 8\]: ({reason})"
-    ):
-        check_advantages(
-            [Prompt(0, [5], "", {}), Prompt(1, [5], "", {})], make_config(advantage_fn=advantage_fn)
-        )
+    config = make_config(advantage_fn=advantage_fn)
+    groups = trial_groups([Prompt(0, [5], "", {}), Prompt(1, [5], "", {})], config)
+    shape = r"advantage_fn must return finite numbers \[2, 8\]"
+    with pytest.raises(ValueError, match=rf"{shape}: ({reason})"):
+        set_advantages(groups, config)
 
 
 def test_a_recipe_can_change_what_train_defines(models, recipe, tmp_path):

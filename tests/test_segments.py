@@ -13,8 +13,8 @@ from test_hooks_of_runs import assert_identical, weights
 from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
-from rollouts.data import Images
 from rollouts.group import Completion, Group, Prompt, as_completion, check_segments
+from rollouts.images import Images
 from train import main, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
 from training.logs import batch_metrics

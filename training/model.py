@@ -30,7 +30,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
 from prefix_attention import PackedBatch, attach, base_model, completion_logprobs, device_of
-from rollouts.data import Prompt, placeholder_ids
+from rollouts.group import Prompt
+from rollouts.processor import placeholder_ids
 from utils import broadcast_object, gather_objects, is_main, naming
 
 

@@ -1,0 +1,217 @@
+"""Images: from a row of the data set to the policy and the server."""
+
+import base64
+import io
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import requests
+from torch import Tensor
+
+from config import TrainConfig, UserError
+from rollouts.group import Prompt
+from rollouts.processor import IMAGE, as_text, tokenizer_of
+from utils import naming
+
+PADDING_MARKS = {"image_sizes", "pixel_attention_mask"}  # inputs that tell the model its padding
+TEXT_INPUTS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")
+
+
+@dataclass(frozen=True)
+class Images:
+    """A prompt's images, processed once for all its completions."""
+
+    server_ids: list[int]  # the prompt with one placeholder an image, which the server expands
+    num_tokens: int  # of the prompt, with the placeholders expanded
+    urls: list[str]  # for the server: PNG, as data URIs
+    inputs: dict[str, Tensor]  # for the policy: `pixel_values` and the like, on the CPU
+
+
+def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """A row's `prompt` without images, and its images, unopened.
+
+    Raises:
+        ValueError: a part or an image would be dropped by the template without a word.
+    """
+    in_columns: list[list[Any]] = []
+    for name in ("image", "images"):
+        value = row.get(name)
+        if value is not None:
+            in_columns.append(list(value) if isinstance(value, list | tuple) else [value])
+
+    places: list[Any] = []  # in the messages, each with its image, or None
+    content = row["prompt"]
+    if isinstance(content, list):
+        content = [_without_images(message, places) for message in content]
+    in_messages = [image for image in places if image]
+
+    if len(in_columns) + bool(in_messages) > 1:
+        raise ValueError(
+            "it has images in two places of `image`, `images` and its messages: leave one"
+        )
+    images = in_messages
+    if in_columns:
+        images = in_columns[0]
+    if len(places) not in (0, len(images)):
+        raise ValueError(
+            f"it has {len(images)} images for the {len(places)} places in its messages"
+        )
+    return content, images
+
+
+def _without_images(message: dict[str, Any], places: list[Any]) -> dict[str, Any]:
+    """A message with a mark in the place of each image.
+
+    The images are appended to `places`, None for a place whose image stands in a column.
+    """
+    parts = message.get("content")
+    if parts is None or isinstance(parts, str):
+        return message
+    kept: list[dict[str, str]] = []  # without the keys that `datasets` adds for parts of other rows
+    for part in parts:
+        kind = part.get("type")
+        if kind in ("image", "image_url"):
+            image = part.get("image") or part.get("url") or part.get("path")
+            places.append(image or part.get("image_url"))
+            kept.append(IMAGE)
+        elif kind == "text" and isinstance(part.get("text"), str):
+            kept.append({"type": "text", "text": part["text"]})
+        else:
+            raise ValueError(
+                f"it has a message with a part neither of type text nor image: {part!r:.100}"
+            )
+    return {**message, "content": kept}
+
+
+def image_source(source: Any) -> Any:
+    """An image that `open_image` can open without the network.
+
+    A URL is fetched; of the dictionaries of `datasets` the bytes, the path or the URL is taken.
+    """
+    if isinstance(source, dict):
+        source = source.get("bytes") or source.get("path") or source.get("url") or source
+    if isinstance(source, str | os.PathLike):
+        source = str(source).removeprefix("file://")
+    if not isinstance(source, str) or not source.startswith(("http://", "https://")):
+        return source
+
+    reply = requests.get(source, timeout=30)
+    reply.raise_for_status()
+    return reply.content
+
+
+def open_image(source: Any) -> Any:
+    """A PIL image, upright and in RGB.
+
+    Args:
+        source: a PIL image, bytes, a path or a data URI.
+    """
+    from PIL import Image
+    from transformers.image_utils import load_image
+
+    if isinstance(source, bytes):
+        source = Image.open(io.BytesIO(source))
+    return load_image(source)
+
+
+def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
+    """The prompt with its images processed and its tokens expanded.
+
+    Raises:
+        UserError: an image cannot be read, or has no place in the prompt; names the row.
+    """
+    with naming(f"dataset row {prompt.index}"):
+        sources = [image_source(source) for source in prompt.sources]
+        images = [open_image(source) for source in sources]
+        text, adds_special_tokens = as_text(processor, prompt.content, len(images), config)
+        num_places = _num_places(text, len(images), processor)
+        batch = processor(
+            text=[text],
+            images=[images],
+            add_special_tokens=adds_special_tokens,
+            return_tensors="pt",
+        )
+        tokenizer = tokenizer_of(processor)
+        server_ids = tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
+        token_ids = batch["input_ids"][0].tolist()
+        if num_places == 0 and token_ids == server_ids:
+            raise ValueError(
+                f"its prompt has no place for its {len(images)} images: use chat messages"
+            )
+
+    inputs = {}
+    for name, value in batch.items():
+        if isinstance(value, Tensor) and name not in TEXT_INPUTS:
+            inputs[name] = value
+    urls = [_data_uri(image) for image in images]
+    processed = Images(server_ids, len(token_ids), urls, inputs)
+    return replace(prompt, token_ids=token_ids, sources=sources, images=processed)
+
+
+def _num_places(text: str, num_images: int, processor: Any) -> int:
+    """The number of image placeholders in a text.
+
+    Raises:
+        ValueError: there are some, and not one for each image.
+    """
+    placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
+    num_places = text.count(placeholder) if placeholder else 0
+    if num_places not in (0, num_images):
+        raise ValueError(
+            f"its text has {num_places} placeholders ({placeholder}) for its {num_images} images"
+        )
+    return num_places
+
+
+def _data_uri(image: Any) -> str:
+    buffer = io.BytesIO()
+    image.save(buffer, "png", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+
+
+def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) -> Prompt | None:
+    """The shortest prompt with images, processed; None without images."""
+    with_sources = [prompt for prompt in prompts if prompt.sources]
+    if hasattr(processor, "image_processor"):
+        print(f"{len(with_sources)} of {len(prompts)} prompts have images", flush=True)
+    if config.freeze_vision_tower and not with_sources:
+        raise UserError("freeze_vision_tower has no effect: no prompt has an image")
+    if not with_sources:
+        return None
+    shortest = min(with_sources, key=lambda prompt: len(prompt.token_ids))
+    return replace(with_images(shortest, processor, config), sources=[])  # no rank needs the files
+
+
+def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
+    """Each tensor of the prompts' `inputs`, padded and joined along dimension 0.
+
+    Raises:
+        UserError: images of several sizes, of a model that could not tell padding from pixels.
+    """
+    inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
+    if not inputs:
+        return {}
+    names = inputs[0].keys()
+    joined = {}
+    for name in names:
+        tensors = [values[name] for values in inputs]
+        sizes = {tensor.shape[1:] for tensor in tensors}
+        if len(sizes) > 1 and names.isdisjoint(PADDING_MARKS):
+            raise UserError(
+                f"images with {name} of several sizes cannot be in one row: resize them to one size"
+            )
+        joined[name] = _padded(tensors)
+    return joined
+
+
+def _padded(tensors: list[Tensor]) -> Tensor:
+    """Tensors joined along dimension 0, zero-padded along the others."""
+    shapes = [tensor.shape[1:] for tensor in tensors]
+    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+    lengths = [len(tensor) for tensor in tensors]
+    padded = tensors[0].new_zeros(sum(lengths), *largest)
+    for part, tensor in zip(padded.split(lengths), tensors, strict=True):
+        corner = [slice(size) for size in tensor.shape[1:]]
+        part[:, *corner] = tensor
+    return padded

@@ -1,0 +1,66 @@
+"""A trial of the config's own functions, before a model is loaded; imported where there are any."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import TrainConfig
+from rollouts.group import Completion, Group, Prompt
+from utils import naming
+
+LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # what a loss_fn may name, besides loss/...
+
+
+def check_loss(config: TrainConfig) -> None:
+    """Try `loss_fn` on two tokens of log-probability -1 and advantage 1.
+
+    Raises:
+        UserError: the function fails, or gives no loss that can be trained.
+    """
+    names = ", ".join(LOSS_SUMS)
+    for mask in (torch.ones(2), torch.zeros(2)):  # a row that fills up a round trains no token
+        with naming(
+            f"loss_fn must return (a finite scalar of logprobs, sums named {names}, loss/...)"
+        ):
+            _check_loss_of_two_tokens(mask, config)
+
+
+def _check_loss_of_two_tokens(mask: Tensor, config: TrainConfig) -> None:
+    """ValueError where `loss_fn` gives no usable loss of two tokens with this mask."""
+    loss_fn: Any = config.loss_fn
+    logprobs = torch.full((2,), -1.0, requires_grad=True)
+    old_logprobs = logprobs.detach()
+    ref_logprobs = old_logprobs if config.has_reference else None
+    completion = torch.zeros(2, dtype=torch.long)
+    loss, sums = loss_fn(
+        logprobs, old_logprobs, ref_logprobs, torch.ones(2), mask, completion, config
+    )
+    loss.backward()
+
+    for name, value in sums.items():
+        is_known = name in LOSS_SUMS or name.startswith("loss/")
+        if value.ndim > 0 or not is_known:
+            raise ValueError(f"it returned {loss.item()} and {sums}")
+    if not loss.isfinite():
+        raise ValueError(f"it returned {loss.item()} and {sums}")
+    if not mask.any() and (logprobs.grad is None or logprobs.grad.any()):
+        raise ValueError(f"tokens whose mask is 0 get the gradient {logprobs.grad}")
+
+
+def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:
+    """Two scored groups of one-token completions, to try `advantage_fn` on.
+
+    None with a `rollout_fn`, as these completions would lack its `info`.
+    """
+    groups: list[Group] = []
+    if config.rollout_fn:
+        return groups
+    num = config.num_generations
+    for prompt in prompts[:2]:
+        completions = [Completion([0], [-1.0], "stop", 0) for _ in range(num)]
+        group = Group(prompt, completions, texts=[""] * num)
+        group.reward = [float(number) for number in range(num)]
+        group.rewards = [[reward] * len(config.reward_funcs) for reward in group.reward]
+        groups.append(group)
+    return groups
