@@ -21,7 +21,8 @@ from rollouts.group import Group
 from rollouts.stream import Rollouts
 from training.batching import Dealer, MicroBatch, Share
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
-from training.logs import RunLog, TokenSums
+from training.logs import RunLog
+from training.metrics import TokenSums
 from training.model import (
     build_optimizer,
     build_policy,
@@ -246,7 +247,7 @@ def off_policy_weights(
 
 
 def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
-    """This rank's shares of the next batch, each as soon as its groups have come.
+    """This rank's shares of the next batch, as its groups come.
 
     Collective: every rank iterates to the end. Rank 0 weighs the groups and packs them into rows.
     """
@@ -309,7 +310,7 @@ def train_batch(
 def keep_trainer_logprobs(
     policy: Any, shares: list[Share], config: TrainConfig, device: torch.device
 ) -> None:
-    """Fill in the policy's log-probs before the first update, for the ratios of all updates."""
+    """Fill in the trainer's log-probs before the first update."""
     for share in shares:
         for micro_batch in share.micro_batches:
             row = micro_batch.to(device)

@@ -32,7 +32,7 @@ from config import TrainConfig
 from recipes.rewards import exact_match
 from rollouts.stream import Rollouts
 from train import arriving_shares, train_batch
-from training.logs import batch_metrics
+from training.metrics import batch_metrics
 from training.model import build_optimizer, build_policy, published_weights, share_prefixes
 from utils import process_group, timed
 

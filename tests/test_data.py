@@ -23,7 +23,8 @@ from rollouts.group import ENVIRONMENT, Completion, Group, Prompt, spans_to_vers
 from rollouts.processor import load_processor
 from rollouts.scoring import Scorer, check_rewards
 from rollouts.stream import sample_group, sampling_params
-from training.logs import batch_metrics, batch_samples
+from training.logs import batch_samples
+from training.metrics import batch_metrics
 from vllm_client import Server
 
 ROWS = [

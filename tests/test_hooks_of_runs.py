@@ -275,7 +275,7 @@ def test_a_server_that_drops_a_tensor_is_left_out_and_heals(
     models, recipe, tmp_path, capsys, monkeypatch
 ):
     """At its fifth sync, synchronous: all tokens are of the current policy, and tell which of two servers it is."""
-    monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
+    monkeypatch.setattr("training.metrics.MIN_COMPARED", 8)
     with (
         fake_server(models["untied"], answer_in(0.05)) as one,
         fake_server(models["untied"], answer_in(0.05)) as two,
@@ -328,7 +328,7 @@ class Dropping(Forked):
 
 def test_a_real_server_that_drops_a_tensor(models, recipe, tmp_path, capsys, monkeypatch):
     """What both sides agree to is 1e-5 at most; one norm that is one update behind is three orders above it."""
-    monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
+    monkeypatch.setattr("training.metrics.MIN_COMPARED", 8)
     options = ("--max-model-len", "128", "--max-num-seqs", "64")
     with local_server(models["untied"], tmp_path / "log", *options, start=Dropping) as started:
         address = SimpleNamespace(url=started.wait())
@@ -348,7 +348,7 @@ def test_a_real_server_that_drops_a_tensor(models, recipe, tmp_path, capsys, mon
 def test_what_updates_of_the_batch_change_accuses_no_server(
     models, recipe, tmp_path, capsys, monkeypatch, old
 ):
-    monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
+    monkeypatch.setattr("training.metrics.MIN_COMPARED", 8)
     options = [
         "--num_iterations",
         "3",
@@ -380,7 +380,7 @@ def test_a_busy_server_is_no_lost_one(models, recipe, capsys, monkeypatch):
 
 
 def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, capsys, monkeypatch):
-    monkeypatch.setattr("training.logs.MIN_COMPARED", 8)
+    monkeypatch.setattr("training.metrics.MIN_COMPARED", 8)
     monkeypatch.setattr("rollouts.servers.RETRY_S", 0.2)
     with fake_server(models["untied"], answer_in(0.02)) as server:
         dropping(server, 2)

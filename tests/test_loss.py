@@ -20,10 +20,9 @@ from train import (
     off_policy_weights,
     set_advantages,
 )
-from training import logs
 from training.batching import Dealer
 from training.hooks import check_loss, trial_groups
-from training.logs import TokenSums
+from training.metrics import TokenSums
 from utils import process_group
 
 NAN = math.nan
@@ -418,7 +417,7 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
                 torch.tensor([0, 1, 8, 8, 8])[part],
             )
             sums.add(of_loss, entropy, *args)
-        monkeypatch.setattr(logs, "MIN_COMPARED", 2)
+        monkeypatch.setattr("training.metrics.MIN_COMPARED", 2)
         metrics, by_server = sums.metrics()
     # Token 0 is of an older policy, token 1 of server 0, 2 and 3 of server 7; one token is too few to judge server 0.
     lag0 = [abs(gap) for gap in gaps[1:]]

@@ -17,7 +17,7 @@ from rollouts.group import Completion, Group, Prompt, as_completion, check_segme
 from rollouts.images import Images
 from train import main, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
-from training.logs import batch_metrics
+from training.metrics import batch_metrics
 from utils import process_group
 
 ADVANTAGES = [[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8]]

@@ -1,4 +1,4 @@
-"""From the token columns of groups to rows, and from rows to the ranks."""
+"""From the token columns of groups to rows, and on to ranks."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from rollouts.group import Group, Prompt
 
 @dataclass
 class MicroBatch:
-    """One forward, and what the loss needs of each of its N completion tokens.
+    """One forward, with the loss's columns of its N completion tokens.
 
     Tensors are [N] float32, but for `servers`.
     """
@@ -73,7 +73,7 @@ def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
 
 
 def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> list[MicroBatch]:
-    """Pack groups into rows of at most `max_tokens`, with the columns that the loss needs."""
+    """Pack groups and their columns into rows of at most `max_tokens`."""
     columns = token_columns(groups, config)
     sequences = [group.sequences for group in groups]
     groups_apart = with_images(groups)
@@ -124,14 +124,14 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
 
 
 class Share(NamedTuple):
-    """Rows that one rank trains next; an update follows, unless `trained_lengths` is None."""
+    """Rows that a rank trains next; an update follows where lengths are given."""
 
     micro_batches: list[MicroBatch]
     trained_lengths: list[int] | None = None  # of each completion that the gradient is a mean over
 
 
 class Dealer:
-    """Packs the groups of a batch into rows, and deals the rows to the ranks in rounds.
+    """Packs a batch's groups into rows, and deals these in rounds.
 
     FSDP2 and DDP need equally many backward passes on every rank, so a round is one row for each,
     and only whole rounds are dealt. The last round of an update is filled up with copies of a row
@@ -147,7 +147,7 @@ class Dealer:
         self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
 
     def missing_tokens(self) -> float:
-        """Tokens that still fill a row on every rank; infinite where training needs a whole batch.
+        """Tokens that still fill a row on every rank; infinity for the whole batch.
 
         Training while a batch arrives hides the sampling of a synchronous run. With rollouts ahead
         of the trainer the batch is there, or sampling is the bottleneck: nothing is gained
@@ -160,7 +160,7 @@ class Dealer:
         return num_rows * config.max_tokens_per_gpu - row_tokens(self.waiting, config)
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
-        """Deal the groups that came: for each rank its shares, one for each mini-batch.
+        """Deal the groups that came: each rank's shares, one a mini-batch.
 
         Args:
             groups: in the order in which they train; all of a batch with several mini-batches.
@@ -181,7 +181,7 @@ class Dealer:
         return shares_of_rank
 
     def _shares(self, groups: list[Group], ends_update: bool) -> list[Share]:
-        """Each rank's share of a mini-batch, or of the part that fills whole rounds."""
+        """Each rank's share of a mini-batch, or of its whole rounds."""
         for group in groups:
             self._add(group)
         if not ends_update:
@@ -194,7 +194,7 @@ class Dealer:
         return [Share(rows, lengths) for rows in self._deal_whole_rounds()]
 
     def _add(self, group: Group) -> None:
-        """Put a group into the open row; pack that row first where it has no room left."""
+        """Put a group into the open row, or into a new one."""
         if self.waiting and not self._has_room_for(group):
             self._pack_waiting(self.config.max_tokens_per_gpu)
         self.waiting.append(group)
@@ -218,7 +218,7 @@ class Dealer:
         self.waiting_tokens = 0
 
     def _pack_the_rest(self) -> None:
-        """Spread the waiting groups evenly over the rows that the current round lacks."""
+        """Spread the waiting groups evenly over the round's missing rows."""
         num_ranks = len(self.loads)
         num_missing = num_ranks - len(self.rows) % num_ranks
         tokens_each = math.ceil(row_tokens(self.waiting, self.config) / num_missing)
@@ -226,14 +226,14 @@ class Dealer:
         self._pack_waiting(min(max(tokens_each, longest), self.config.max_tokens_per_gpu))
 
     def _fill_the_last_round(self) -> None:
-        """Add copies of the smallest row, in which no token trains, until every rank has one."""
+        """Fill up the round with copies of the smallest row, all masked."""
         smallest = min(self.rows, key=num_tokens)
         filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
         while len(self.rows) % len(self.loads) != 0:
             self.rows.append(filler)
 
     def _deal_whole_rounds(self) -> list[list[MicroBatch]]:
-        """The rows for each rank: a round's largest to the rank with the fewest tokens."""
+        """The rows for each rank: the largest where the fewest tokens were."""
         num_ranks = len(self.loads)
         dealt: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
         while len(self.rows) >= num_ranks:
@@ -261,7 +261,7 @@ def all_trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
 
 
 def longest_completion(groups: list[Group], config: TrainConfig) -> int:
-    """Positions of the longest row that a single completion, with its prompt, needs."""
+    """Positions of the longest row of one completion with its prompt."""
     longest = 0
     for group in groups:
         prompt_ids, completions = group.sequences

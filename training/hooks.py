@@ -1,4 +1,4 @@
-"""A trial of the config's own functions, before a model is loaded; imported where there are any."""
+"""A trial of the config's own functions before training."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def check_loss(config: TrainConfig) -> None:
 
 
 def _check_loss_of_two_tokens(mask: Tensor, config: TrainConfig) -> None:
-    """ValueError where `loss_fn` gives no usable loss of two tokens with this mask."""
+    """ValueError where `loss_fn` gives no usable loss under this mask."""
     loss_fn: Any = config.loss_fn
     logprobs = torch.full((2,), -1.0, requires_grad=True)
     old_logprobs = logprobs.detach()

@@ -1,0 +1,149 @@
+"""The metrics of a batch, from its tokens and its groups."""
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from config import TrainConfig
+from rollouts.group import Group
+from rollouts.scoring import reward_means
+from utils import over_ranks
+from vllm_client import MAX_SERVERS
+
+MIN_COMPARED = 32  # tokens by which a server is compared with the trainer: as many as a probe has
+
+
+class TokenSums:
+    """Sums over a batch's trained tokens, on the device until `metrics`.
+
+    Of Δ = trainer - sampler log-prob (nats) they are |Δ|, k3 of Δ, which estimates
+    KL(server || trainer), and w = exp(Δ), whose effective sample size is (Σw)² / NΣw².
+    """
+
+    def __init__(self, device: torch.device):
+        self.per_token: dict[str, Tensor] = {}  # become means over tokens
+        self.totals: dict[str, Tensor] = {}
+        for name in ("loss", "tokens", "weight", "weight_square"):
+            self.totals[name] = torch.zeros((), device=device)
+        self.max_gap = torch.zeros((), device=device)
+        # Sums of |Δ|, and tokens, by server: the places are `MicroBatch.servers`.
+        self.by_server = torch.zeros(2, 1 + MAX_SERVERS, device=device)
+
+    def add(
+        self, loss_sums: dict[str, Tensor], entropy: Tensor, trainer_logprobs: Tensor,
+        sampler_logprobs: Tensor, mask: Tensor, servers: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Count a micro-batch in.
+
+        Args:
+            loss_sums: 0-d sums over tokens that the loss returned, by name.
+            entropy: [N], nats.
+            trainer_logprobs: [N], nats, before the update.
+            sampler_logprobs: [N], nats, the server's.
+            mask: [N], 1 on tokens that train.
+            servers: [N], those of the `MicroBatch`; None for no comparison by server.
+        """
+        gap = (trainer_logprobs - sampler_logprobs).where(mask > 0, 0.0)
+        distance = gap.abs()
+        weight = gap.exp() * mask
+
+        sums = {
+            **loss_sums,
+            "entropy": entropy @ mask.to(entropy.dtype),
+            "sampling/sampling_logp_difference/mean": distance.sum(),
+            "sampling/kl": (gap.expm1() - gap).sum(),
+        }
+        for name, value in sums.items():
+            self.per_token[name] = self.per_token.get(name, 0.0) + value.detach()
+
+        self.totals["tokens"] += mask.sum()
+        self.totals["weight"] += weight.sum()
+        self.totals["weight_square"] += weight.square().sum()
+        self.max_gap = torch.maximum(self.max_gap, distance.max())
+        if servers is not None:
+            distances_and_counts = torch.stack([distance, mask]).to(self.by_server.dtype)
+            self.by_server.index_add_(1, servers.long(), distances_and_counts)
+
+    def metrics(self) -> tuple[dict[str, float], dict[int, float]]:
+        """Means over all ranks' tokens, and mean |Δ| by server. Collective.
+
+        The second is over tokens of the current policy, for servers with `MIN_COMPARED` of them.
+        """
+        dist.all_reduce(self.by_server)
+        gaps, counts = self.by_server.tolist()
+        num_compared = sum(counts)
+        num_current = sum(counts[1:])
+        totals = over_ranks(self.totals)
+        num_tokens = max(totals["tokens"], 1)
+
+        metrics = {name: value / num_tokens for name, value in over_ranks(self.per_token).items()}
+        metrics["loss"] = totals["loss"]
+        metrics["sampling/current_logp_difference"] = ratio(sum(gaps[1:]), num_current)
+        metrics["sampling/stale_logp_difference"] = ratio(gaps[0], counts[0])
+        metrics["sampling/current_share"] = num_current / max(num_compared, 1)
+        largest = over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)
+        metrics["sampling/sampling_logp_difference/max"] = largest["gap"]
+        squares = max(num_tokens * totals["weight_square"], 1e-30)
+        metrics["sampling/effective_sample_size"] = totals["weight"] ** 2 / squares
+
+        gap_of_server = {}
+        for place in range(1, len(gaps)):
+            if counts[place] >= MIN_COMPARED:
+                gap_of_server[place - 1] = gaps[place] / counts[place]
+        return metrics, gap_of_server
+
+
+def ratio(total: float, count: float) -> float:
+    """total / count, NaN of nothing."""
+    return total / count if count else math.nan
+
+
+def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
+    """Rewards, lengths, staleness and times of a batch that trained policy `version`."""
+    rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
+    deviations = rewards - rewards.nanmean(dim=1, keepdim=True)
+    spread = deviations.square().nanmean(dim=1).sqrt().nan_to_num(0.0)
+
+    num_groups = len(groups)
+    num_without_spread = sum(not group.can_teach for group in groups)
+    versions_in_flight = [group.finished_version - group.started_version for group in groups]
+    versions_in_queue = [version - group.finished_version for group in groups]
+    first_started_s = min(group.started_s for group in groups)
+    return {
+        "reward": rewards.nanmean().item(),
+        "reward_std": spread.mean().item(),
+        "frac_reward_zero_std": num_without_spread / num_groups,
+        **reward_means(groups, config),
+        **completion_metrics(groups, version),
+        "staleness/in_flight": sum(versions_in_flight) / num_groups,
+        "staleness/in_queue": sum(versions_in_queue) / num_groups,
+        "time/generate_s": max(group.sampled_s for group in groups) - first_started_s,
+        "time/reward_s": sum(group.scored_s - group.sampled_s for group in groups),
+    }
+
+
+def completion_metrics(groups: list[Group], version: int) -> dict[str, float]:
+    """Lengths and staleness of a batch's completions."""
+    lengths = []
+    staleness = []
+    num_versions = 0
+    num_clipped = 0
+    for group in groups:
+        lengths += group.lengths
+        for versions in group.versions:
+            oldest = versions[0] if versions else version
+            staleness.append(version - oldest)
+            num_versions += len(versions)
+        for completion in group.completions:
+            num_clipped += completion.finish_reason == "length"
+
+    num_completions = len(lengths)
+    return {
+        "staleness/mean": sum(staleness) / num_completions,
+        "staleness/max": float(max(staleness)),
+        "completions/mean_length": sum(lengths) / num_completions,
+        "completions/clipped_ratio": num_clipped / num_completions,
+        "completions/weight_versions": num_versions / num_completions,
+    }

@@ -1,0 +1,90 @@
+"""The lines of a run: a live one, others, and warnings."""
+
+from collections import deque
+
+from tqdm import tqdm
+
+from config import TrainConfig
+
+PRINTED = (
+    "loss", "grad_norm", "kl", "frac_reward_zero_std", "completions/mean_length", "time/step_s",
+)  # fmt: skip
+MAX_CUT = 0.9  # share of completions that run into max_completion_len without a warning
+
+
+def warn_of(first: dict[str, float], config: TrainConfig) -> None:
+    """Warn of a first batch without signal, or mostly cut off."""
+    has_other_signal = config.advantage_fn or config.loss_fn or config.beta
+    if first["frac_reward_zero_std"] == 1 and not has_other_signal:
+        tqdm.write(
+            "warning: no advantages, as every prompt's completions have the same reward (mean "
+            f"{first['reward']:.4g}): read them with `python scripts/show.py {config.output_dir}`"
+        )
+    share = first["completions/clipped_ratio"]
+    if share > MAX_CUT:
+        tqdm.write(
+            f"warning: max_completion_len={config.max_completion_len} cuts {share:.0%} of "
+            "completions: raise it, or see why the model does not end its answers (EOS, chat "
+            "template)"
+        )
+
+
+class Terminal:
+    """Prints a run's progress, with the time left."""
+
+    def __init__(self, num_steps: int, config: TrainConfig):
+        self.config = config
+        self.num_steps = num_steps
+        self.recent_s = deque[float](maxlen=50)  # seconds of steps, with their evaluations
+        self.held_out: list[str] = []  # the last evaluation's reward, for the live line
+        self.bar = tqdm(disable=None, bar_format="{desc}")
+        self.close = self.bar.close
+
+    def show(self, step: int, metrics: dict[str, float]) -> None:
+        """Renew the live line; print one every `log_steps` and after an evaluation."""
+        head = f"step {step}/{self.num_steps}"
+        pace = self._pace(step, metrics)
+
+        live = []
+        if "reward" in metrics:
+            live.append(f"reward {metrics['reward']:.4g}")
+        if "eval/reward" in metrics:
+            self.held_out = [f"eval {metrics['eval/reward']:.4g}"]
+        self.bar.set_description_str(" · ".join([head, *live, *self.held_out, *pace]))
+
+        if step % self.config.log_steps == 0 or "eval/reward" in metrics:
+            values = []
+            for name in self._printed_names(metrics):
+                if name in metrics:
+                    values.append(f"{name} {metrics[name]:.4g}")
+            tqdm.write(" · ".join([head, *values, *pace]))
+
+    def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
+        """The time left, the tokens a second, and the waiting times."""
+        if "time/step_s" not in metrics:
+            return []
+        self.recent_s.append(metrics["time/step_s"] + metrics.get("time/eval_s", 0.0))
+        mean_s = sum(self.recent_s) / len(self.recent_s)
+
+        left = tqdm.format_interval(mean_s * (self.num_steps - step))
+        speed = tqdm.format_sizeof(metrics["tokens_per_s/trained"])
+        pace = [f"{left} left", f"{speed} tok/s"]
+        if len(self.recent_s) > 1:  # the first step's groups were sampled before it began
+            trainer = metrics["idle/trainer"]
+            servers = metrics["idle/servers"]
+            pace.append(f"idle: trainer {trainer:.0%}, servers {servers:.0%}")
+        return pace
+
+    def _printed_names(self, metrics: dict[str, float]) -> list[str]:
+        """The names of a line's metrics in order; some may be missing."""
+        names = ["reward"]
+        function_names = [name for name in metrics if name.startswith("rewards/")]
+        if len(function_names) > 1:
+            names += function_names
+
+        names += ["eval/accuracy", "eval/reward"]
+        pass_names = [name for name in metrics if name.startswith("eval/pass@")]
+        names += pass_names[-1:]
+        kind = "accuracy" if metrics.get("eval/accuracy") else "reward"
+        names += [f"eval/{set_name}/{kind}" for set_name in self.config.eval_sets]
+        return [*names, *PRINTED]
