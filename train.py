@@ -27,7 +27,6 @@ from training.model import (
     build_optimizer,
     build_policy,
     build_reference,
-    full_tensor,
     share_prefixes,
     token_logprobs,
     with_bf16,
@@ -43,6 +42,7 @@ from utils import (
     timed,
 )
 from vllm_client import Completion, ServerError, Span
+from weights.publish import full_tensor
 
 LOSS_SUMS = (
     "kl",

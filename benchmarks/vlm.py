@@ -24,7 +24,8 @@ from benchmarks.common import median, memory_mb, report
 from config import TrainConfig
 from rollouts.data import Group, Prompt, with_images
 from train import Dealer, train_batch
-from training.model import build_optimizer, parallelize, run_tower_always, share_prefixes
+from training.model import build_optimizer, parallelize, share_prefixes
+from training.vision import run_tower_always
 from utils import process_group
 from vllm_client import Completion, Span
 

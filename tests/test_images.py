@@ -53,19 +53,11 @@ from rollouts.data import (
 from rollouts.replay import DECODER, restore, saved_group
 from rollouts.stream import Rollouts, sample_group, sampling_params
 from train import Dealer, micro_batches, train_batch
-from training.model import (
-    build_policy,
-    build_reference,
-    frozen_modules,
-    full_tensor,
-    image_features,
-    load_model,
-    share_prefixes,
-    token_logprobs,
-    unwrap,
-)
+from training.model import build_policy, build_reference, load_model, share_prefixes, token_logprobs
+from training.vision import frozen_modules, image_features
 from utils import broadcast_object, is_main, process_group
 from vllm_client import Completion, ServerError, Span
+from weights.publish import full_tensor, unwrap
 
 SIZES = [(32, 64), (64, 32), (48, 48)]  # pixels
 IMAGE_TOKENS = 16  # of a 64 x 64 image: 8 x 8 patches, merged by four

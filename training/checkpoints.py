@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict import (
 from tqdm import tqdm
 
 from config import TrainConfig, UserError, to_json
-from training.model import host_weights, unwrap
 from utils import broadcast_object, gather_objects, is_main
+from weights.publish import host_weights, unwrap
 
 # A run that goes on may change these settings, as its mathematics sees none of them, except for how long it goes on.
 MAY_CHANGE = frozenset({
