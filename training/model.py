@@ -1,4 +1,4 @@
-"""The policy and its reference: loaded, with LoRA, under DDP or FSDP2; its optimizer.
+"""The policy and its reference, loaded, with LoRA, under DDP or FSDP2.
 
 What images need on top is in `training/vision.py`, imported only for models that have a tower.
 """
@@ -38,18 +38,13 @@ from weights.publish import unwrap
 
 
 def build_policy(
-    config: TrainConfig,
-    device: torch.device,
-    example: Prompt | None = None,
-    checkpoint: Path | None = None,
-) -> Any:
+    config: TrainConfig, device: torch.device,
+    example: Prompt | None = None, checkpoint: Path | None = None,
+) -> Any:  # fmt: skip
     """Load the model that trains, freeze, wrap and spread it over the ranks. Collective.
 
-    Args:
-        config: the run's.
-        device: this rank's.
-        example: a prompt with images, where the run has any.
-        checkpoint: taken instead of `model_id`, or with LoRA for its adapter alone.
+    `example` is a prompt with images, where the run has any. `checkpoint` is loaded instead of
+    `model_id`, or with LoRA for its adapter alone.
     """
     num_ranks = dist.get_world_size()
     if num_ranks % (config.fsdp_shard_size or 1):
@@ -81,10 +76,7 @@ def build_policy(
 
 
 def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
-    """Swap shared-prefix attention into the policy, and prove that it is exact. Collective.
-
-    Returns the config, with `share_prefix` off if that fails.
-    """
+    """Swap in shared-prefix attention, or turn `share_prefix` off. Collective."""
     if not config.share_prefix:
         return config
 
@@ -163,10 +155,8 @@ def with_bf16(config: TrainConfig) -> TrainConfig:
     if config.bf16 is not None:
         return config
 
-    is_native = torch.cuda.is_available() and torch.cuda.is_bf16_supported(
-        including_emulation=False
-    )
-    wanted = is_native and (config.dtype == "float32" or config.use_peft)
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    wanted = has_bf16 and (config.dtype == "float32" or config.use_peft)
     if config.use_fsdp:
         return replace(config, bf16=False, fsdp_bf16=wanted or config.fsdp_bf16)
     return replace(config, bf16=wanted, fsdp_bf16=False)
@@ -183,10 +173,7 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
 
 
 def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: bool = False) -> Any:
-    """Load `checkpoint` or `model_id`, on the CPU, without dropout and noise.
-
-    `on_meta` loads shapes alone, without values.
-    """
+    """Load a model on the CPU, without dropout and noise; `on_meta`: its shapes alone."""
     disable_progress_bar()  # ours is the one to watch
     model_config, model_class = load_model_config(config)
     attention = config.attn_implementation
@@ -222,10 +209,8 @@ def _allow_saving(model: Any) -> None:
 
 
 def _turn_noise_off(model: nn.Module) -> None:
-    """Set dropout and noise to 0.
-
-    With them, log-probs would differ from the server's, and between forwards.
-    """
+    """Set dropout and noise to 0."""
+    # Else log-probs would differ from the server's, and between forwards.
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -248,13 +233,10 @@ def add_lora(
     _check_lora_targets(model, config)
     with naming("lora_target_modules"):
         lora_config = LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=config.lora_dropout,
-            task_type="CAUSAL_LM",
+            r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
             target_modules=config.lora_target_modules or "all-linear",
-            exclude_modules=list(frozen) or None,
-        )
+            exclude_modules=list(frozen) or None, task_type="CAUSAL_LM",
+        )  # fmt: skip
         model = get_peft_model(model, lora_config)
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise UserError(
@@ -320,7 +302,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
 
 
 def _take_values(model: Any) -> dict[str, Tensor]:
-    """Leave nothing but shapes in a model; returns its tensors by name, which rank 0 alone has."""
+    """Leave nothing but shapes in a model; returns rank 0's tensors, by name."""
     whole = {}
     if is_main():  # only rank 0 holds a whole model
         whole = {
@@ -333,7 +315,7 @@ def _take_values(model: Any) -> dict[str, Tensor]:
 
 
 def _make_room(model: Any, config: TrainConfig, device: torch.device) -> None:
-    """Allocate memory for this rank's part of a model that has nothing but shapes.
+    """Allocate memory for this rank's part of a model.
 
     With `fsdp_offload` weights lie on the CPU, and all else on `device`.
     """
@@ -415,7 +397,7 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
-    """Make AdamW, with weight decay on matrices only, and its schedule over `num_updates`."""
+    """Make AdamW, which decays matrices alone, and its schedule over `num_updates`."""
     trainable = [p for p in policy.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
@@ -454,16 +436,10 @@ def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
 
 
 def token_logprobs(
-    model: nn.Module,
-    row: PackedBatch,
-    images: dict[str, Tensor],
-    config: TrainConfig,
+    model: nn.Module, row: PackedBatch, images: dict[str, Tensor], config: TrainConfig,
     return_entropy: bool = False,
-) -> Any:
-    """`completion_logprobs`, under the config's autocast.
-
-    Tokens that no server samples (placeholders of images) have no probability.
-    """
+) -> Any:  # fmt: skip
+    """`completion_logprobs` under autocast, without probability on what no server samples."""
     forbidden = placeholder_ids(base_model(model).config)
     with autocast(config, row.targets.device):
         return completion_logprobs(
