@@ -27,7 +27,6 @@ from training.model import (
     build_optimizer,
     build_policy,
     build_reference,
-    full_tensor,
     share_prefixes,
     token_logprobs,
     with_bf16,
@@ -43,6 +42,7 @@ from utils import (
     timed,
 )
 from vllm_client import ServerError
+from weights.publish import full_tensor
 
 MAX_LOG_RATIO = 20.0  # nats: an exp that overflows would give a finite loss a gradient of NaN
 

@@ -49,8 +49,9 @@ from prefix_attention import attach, completion_logprobs, pack
 from recipes.rewards import exact_match
 from rollouts.group import version_spans
 from rollouts.stream import Rollouts
-from training.model import build_policy, published_weights
+from training.model import build_policy
 from utils import die_with, process_group
+from weights.publish import published_weights
 
 PROMPT = list(range(20, 40))
 SAMPLING = {"n": 4, "max_tokens": 100, "ignore_eos": True, "temperature": 1.0}

@@ -33,8 +33,9 @@ from recipes.rewards import exact_match
 from rollouts.stream import Rollouts
 from train import arriving_shares, train_batch
 from training.metrics import batch_metrics
-from training.model import build_optimizer, build_policy, published_weights, share_prefixes
+from training.model import build_optimizer, build_policy, share_prefixes
 from utils import process_group, timed
+from weights.publish import published_weights
 
 
 def build_random(path: Path, hidden: int, layers: int) -> None:

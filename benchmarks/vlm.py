@@ -26,7 +26,8 @@ from rollouts.group import Completion, Group, Prompt
 from rollouts.images import with_images
 from train import train_batch
 from training.batching import Dealer
-from training.model import build_optimizer, parallelize, run_tower_always, share_prefixes
+from training.model import build_optimizer, parallelize, share_prefixes
+from training.vision import run_tower_always
 from utils import process_group
 
 EDGE = 256  # pixels: 32 x 32 patches of 8, merged by four into 256 tokens

@@ -123,7 +123,8 @@ def draw() -> str:
         ),
         text(41, 554, "log-probs as if each had its own prompt"),
         floor(356, 446, 232, 122, "training/"),
-        room(368, 470, 208, 44, GREEN, "model.py", "load, LoRA, FSDP2, optimizer"),
+        room(368, 470, 78, 44, GREEN, "vision.py", "images"),
+        room(456, 470, 120, 44, GREEN, "model.py", "load, LoRA, FSDP2"),
         room(368, 524, 120, 32, GREEN, "checkpoints.py"),
         room(498, 524, 78, 32, GREEN, "logs.py"),
         # the client and the foundation

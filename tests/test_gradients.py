@@ -29,15 +29,13 @@ from training.model import (
     build_optimizer,
     build_policy,
     build_reference,
-    full_tensor,
     load_model,
     parallelize,
-    published_weights,
     share_prefixes,
     token_logprobs,
-    unwrap,
 )
 from utils import process_group
+from weights.publish import full_tensor, published_weights, unwrap
 
 ADVANTAGES = torch.tensor(
     [[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8], [1.2, 0.0, -1.2], [0.7, -0.1, -0.6]]

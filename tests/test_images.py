@@ -49,16 +49,14 @@ from training.batching import Dealer, micro_batches
 from training.model import (
     build_policy,
     build_reference,
-    frozen_modules,
-    full_tensor,
-    image_features,
     load_model,
     share_prefixes,
     token_logprobs,
-    unwrap,
 )
+from training.vision import frozen_modules, image_features
 from utils import broadcast_object, is_main, process_group
 from vllm_client import ServerError
+from weights.publish import full_tensor, unwrap
 
 SIZES = [(32, 64), (64, 32), (48, 48)]  # pixels
 IMAGE_TOKENS = 16  # of a 64 x 64 image: 8 x 8 patches, merged by four

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from itertools import chain
 
 import pytest
@@ -27,16 +28,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Auto
 
 from config import UserError
 from training import model as model_module
-from training.model import (
-    _shard,
-    add_lora,
-    base_model,
-    build_policy,
-    build_reference,
-    full_tensor,
-    load_model,
-)
+from training.model import _shard, add_lora, base_model, build_policy, build_reference, load_model
 from utils import process_group
+from weights.publish import full_tensor
 
 WRAPPERS = [{}, {"use_fsdp": True}, {"use_fsdp": True, "fsdp_offload": True}]
 
@@ -95,6 +89,13 @@ def test_every_rank_has_rank_0s_model(saved_models, tmp_path, part):
             assert state.keys() == expected.keys(), path.name
             for name, tensor in expected.items():
                 assert torch.equal(state[name], tensor), (path.name, name)
+
+
+def test_text_models_train_without_the_vision_room(models, monkeypatch):
+    monkeypatch.setitem(sys.modules, "training.vision", None)  # an import of it fails
+    with process_group(60) as device:
+        config = make_config(models["tied"], beta=0.1)
+        assert build_reference(build_policy(config, device), config, device)
 
 
 def adapters_on_ranks(output, model, checkpoint):

@@ -35,17 +35,10 @@ from rollouts import stream
 from rollouts.group import version_spans
 from rollouts.servers import ServerPool
 from rollouts.stream import Rollouts, sampling_params
-from training.model import (
-    add_lora,
-    full_weights,
-    host_weights,
-    load_model,
-    parallelize,
-    published_weights,
-    unwrap,
-)
+from training.model import add_lora, load_model, parallelize
 from utils import process_group
 from vllm_client import Server, ServerError
+from weights.publish import full_weights, host_weights, published_weights, unwrap
 
 PROMPT = [5, 20, 33, 41, 7, 8]
 

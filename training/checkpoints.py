@@ -1,4 +1,4 @@
-"""Checkpoints: they are saved in the background, found again, and a run goes on from them."""
+"""Checkpoints: saved in the background, found again, and a run goes on from them."""
 
 import copy
 import json
@@ -25,97 +25,114 @@ from torch.distributed.checkpoint.state_dict import (
 from tqdm import tqdm
 
 from config import TrainConfig, UserError, to_json
-from training.model import host_weights, unwrap
 from utils import broadcast_object, gather_objects, is_main
+from weights.publish import host_weights, unwrap
 
-# A run that goes on may change these settings, as its mathematics sees none of them, except for how long it goes on.
+# A run that goes on may change these settings, as its mathematics sees none of them, except for
+# how long it goes on.
 MAY_CHANGE = frozenset({
-    "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout", "max_concurrent_requests",
-    "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps", "num_epochs", "use_fsdp", "gradient_checkpoint",
-    "fsdp_offload", "fsdp_shard_size", "output_dir", "log_steps", "logged_groups", "log_completions_steps",
-    "eval_steps", "eval_dataset_id", "eval_dataset_split", "use_wandb", "wandb_project", "save_steps", "keep_last_n",
-    "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id", "reward_workers", "reward_timeout",
-    "max_skipped_steps", "share_prefix", "probe_steps", "reference_urls", "eval_generations", "eval_temperature",
-    "save_rollouts", "torch_compile",
+    "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout",
+    "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps",
+    "num_epochs", "use_fsdp", "gradient_checkpoint", "fsdp_offload", "fsdp_shard_size",
+    "output_dir", "log_steps", "logged_groups", "log_completions_steps", "eval_steps",
+    "eval_dataset_id", "eval_dataset_split", "use_wandb", "wandb_project", "save_steps",
+    "keep_last_n", "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id",
+    "reward_workers", "reward_timeout", "max_skipped_steps", "share_prefix", "probe_steps",
+    "reference_urls", "eval_generations", "eval_temperature", "save_rollouts", "torch_compile",
 })  # fmt: skip
 TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's shards and state.pt
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint that the run goes on from; None where it starts anew, as `auto` does where there is none."""
+    """The checkpoint that the run goes on from; None where it starts anew.
+
+    `resume_from_checkpoint` of `auto` starts anew where there is none.
+    """
     wanted = config.resume_from_checkpoint
-    path = (
-        _newest(Path(config.output_dir))
-        if wanted == "auto"
-        else None
-        if wanted is None
-        else Path(wanted)
-    )
+    if wanted is None:
+        return None
+    path = _newest(Path(config.output_dir)) if wanted == "auto" else Path(wanted)
     if path is None:
         return None
-    if not (path / TRAINER / "state.pt").is_file():
+    if not _is_whole(path):
         raise UserError(
             f"resume_from_checkpoint={path}: no such folder, or one without {TRAINER}/state.pt"
         )
-    before, now = json.loads((path / TRAINER / "config.json").read_text()), to_json(config)
-    for settings in (
-        before,
-        now,
-    ):  # `use_fsdp` may change, and by default decides which of the two is on
+
+    before = json.loads((path / TRAINER / "config.json").read_text())
+    now = to_json(config)
+    # `use_fsdp` may change, and by default decides which of the two kinds of bf16 is on.
+    for settings in (before, now):
         settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings.get("bf16"))
     for name, value in now.items():
-        if name not in MAY_CHANGE and (old := before.get(name, value)) != value:
+        old = before.get(name, value)
+        if name not in MAY_CHANGE and old != value:
             raise UserError(
-                f"{path} was trained with {name}={old}, not {value}: use that, or another output_dir"
+                f"{path} was trained with {name}={old}, not {value}: "
+                "use that, or another output_dir"
             )
     return path
 
 
 def _newest(folder: Path) -> Path | None:
-    """The last checkpoint of the run that was last started here; a run that starts anew leaves earlier ones alone."""
+    """The last checkpoint of the last run here.
+
+    A run that starts anew leaves the checkpoints of earlier ones alone.
+    """
     states = {path: read_state(path) for path in saved_in(folder).values()}
-    last = (folder / "run_id").read_text() if (folder / "run_id").is_file() else None
-    own = [path for path, state in states.items() if last in (None, state["run_id"])]
+    run_id = folder / "run_id"
+    own = list(states)
+    if run_id.is_file():
+        last = run_id.read_text()
+        own = [path for path, state in states.items() if state["run_id"] == last]
     if states and not own:
         print(
-            f"the checkpoints in {folder} are of an earlier run than its last: name one to go on from it",
+            f"the checkpoints in {folder} are of an earlier run than its last: "
+            "name one to go on from it",
             flush=True,
         )
     return max(own, key=lambda path: states[path]["saved_s"], default=None)
 
 
 def saved_in(folder: Path) -> dict[int, Path]:
-    """The folders `checkpoint-<step>` here that a run can go on from, by step."""
-    named = {path.name.removeprefix("checkpoint-"): path for path in folder.glob("checkpoint-*")}
-    return {
-        int(n): path
-        for n, path in named.items()
-        if n.isdecimal() and (path / TRAINER / "state.pt").is_file()
-    }
+    """The checkpoints in a folder that a run can go on from, by step."""
+    saved = {}
+    for path in folder.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdecimal() and _is_whole(path):
+            saved[int(step)] = path
+    return saved
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    return (checkpoint / TRAINER / "state.pt").is_file()
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The `state` that `Checkpoints.save` got, with `step`, `scheduler` and `saved_s` (Unix time, seconds)."""
+    """The `state` that `Checkpoints.save` got, with `step`, `scheduler` and `saved_s`.
+
+    `saved_s` is Unix time, in seconds.
+    """
     return torch.load(checkpoint / TRAINER / "state.pt", weights_only=True)
 
 
 class Checkpoints:
-    """The run's folders `checkpoint-<step>/`, which are written in the background and are whole or absent.
+    """The run's folders `checkpoint-<step>/`, written in the background, whole or absent.
 
-    `from_pretrained` loads them; `trainer/` holds what a run needs to go on. Each is written as `.part`, synced to the
-    disk and renamed, so that a crash at any byte leaves the one before. Each rank makes one; methods are collective.
+    `from_pretrained` loads them; `trainer/` holds what a run needs to go on. Each is written as
+    `.part`, synced to the disk and renamed, so that a crash at any byte leaves the one before.
+    Each rank makes one; methods are collective.
     """
 
     def __init__(
         self, config: TrainConfig, policy: nn.Module, optimizer: Any, scheduler: Any, processor: Any
     ):
-        self.config, self.folder = config, Path(config.output_dir)
-        self.policy, self.optimizer, self.scheduler, self.processor = (
-            policy,
-            optimizer,
-            scheduler,
-            processor,
-        )
+        self.config = config
+        self.folder = Path(config.output_dir)
+        self.policy = policy
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        self.processor = processor
         self.steps: list[int] = []  # that this run has saved, and the run that it goes on with
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -124,46 +141,53 @@ class Checkpoints:
         self._group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=config.collective_timeout)
         )
-        get_optimizer_state_dict(
-            policy, optimizer
-        )  # It fills AdamW's state by a step, which must not count.
+
+        get_optimizer_state_dict(policy, optimizer)  # fills AdamW's state by a step
         for values in optimizer.state.values():
-            values["step"].zero_()
-        for left in self.folder.glob("checkpoint-*.part") if is_main() else ():
-            shutil.rmtree(left, ignore_errors=True)  # a crash left it
-        with (
-            TemporaryDirectory(".part", "checkpoint-", self.folder)
-            if is_main()
-            else nullcontext() as made
-        ):
+            values["step"].zero_()  # that step must not count
+
+        if is_main():
+            for left in self.folder.glob("checkpoint-*.part"):
+                shutil.rmtree(left, ignore_errors=True)  # a crash left it
+        self._check_folder()
+
+    def _check_folder(self) -> None:
+        """Raise a UserError if a rank does not see a folder that rank 0 makes."""
+        probe: Any = nullcontext()
+        if is_main():
+            probe = TemporaryDirectory(".part", "checkpoint-", self.folder)
+        with probe as made:
             if not all(gather_objects(Path(broadcast_object(made)).is_dir())):
                 raise UserError(
-                    f"output_dir={self.folder} is not one folder for all ranks: use a disk that they share"
+                    f"output_dir={self.folder} is not one folder for all ranks: "
+                    "use a disk that they share"
                 )
 
     def resume(self, checkpoint: Path | None) -> int:
-        """Load the optimizer, whose shards any number of ranks may have written; returns the step, 0 without one."""
+        """Load optimizer and schedule; returns the step, 0 without a checkpoint.
+
+        Any number of ranks may have written the optimizer's shards.
+        """
         if checkpoint is None:
             return 0
         if is_main():
             print(f"going on from {checkpoint}", flush=True)
+
         shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
         dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
+
         state = read_state(checkpoint)
         self.scheduler.load_state_dict(state["scheduler"])
-        for group, factor in zip(
-            self.optimizer.param_groups, self.scheduler.lr_lambdas, strict=True
-        ):
-            group["lr"] = self.config.learning_rate * factor(
-                self.scheduler.last_epoch
-            )  # This run may be longer.
-        own = (
-            step
-            for step, path in saved_in(self.folder).items()
-            if read_state(path)["run_id"] == state["run_id"]
-        )
-        self.steps = sorted(step for step in own if step <= state["step"])
+        factors = self.scheduler.lr_lambdas
+        for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
+            # This run may be longer, and its schedule another.
+            group["lr"] = self.config.learning_rate * factor(self.scheduler.last_epoch)
+
+        for step, path in saved_in(self.folder).items():
+            if read_state(path)["run_id"] == state["run_id"] and step <= state["step"]:
+                self.steps.append(step)
+        self.steps.sort()
         if is_main() and checkpoint.resolve().parent == self.folder.resolve():
             # It is the newest from now on: `auto` must not leap to later ones, which were left.
             part = checkpoint / TRAINER / "state.part"
@@ -173,7 +197,11 @@ class Checkpoints:
         return state["step"]
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copy everything to host memory, and start to write it. UserError if the last two saves failed."""
+        """Copy everything to host memory, and start to write it.
+
+        Raises:
+            UserError: the last two saves failed.
+        """
         self._wait()
         part = self.folder / f"checkpoint-{step}.part"
         weights = host_weights(self.policy)
@@ -186,35 +214,56 @@ class Checkpoints:
         )
 
     def finish(self, step: int, state: dict[str, Any], is_last: bool) -> None:
-        """Save this step if it was not, again if that fails; push the run's last one to the hub. Raises as `save`."""
+        """Save this step if it was not, again if that fails.
+
+        The run's last one is pushed to the hub, too. Raises as `save`.
+        """
         self._wait()
         while step > 0 and step not in self.steps[-1:]:  # `_wait` takes a failed one out
             self.save(step, state)
             self._wait()
-        if is_last and is_main() and (repo_id := self.config.hub_repo_id):
-            hub, path = huggingface_hub.HfApi(), self.folder / f"checkpoint-{step}"
+
+        repo_id = self.config.hub_repo_id
+        if is_last and is_main() and repo_id:
+            hub = huggingface_hub.HfApi()
             hub.create_repo(repo_id, private=self.config.hub_private, exist_ok=True)
-            hub.upload_folder(repo_id=repo_id, folder_path=path, ignore_patterns=[f"{TRAINER}/*"])
+            hub.upload_folder(
+                repo_id=repo_id,
+                folder_path=self.folder / f"checkpoint-{step}",
+                ignore_patterns=[f"{TRAINER}/*"],
+            )
 
     def _wait(self) -> None:
-        """Wait until the last save is on the disk. Report one that failed; raise if the one before failed, too."""
+        """Wait until the last save is on the disk.
+
+        Reports a save that failed; a second one in a row is a UserError.
+        """
         if self._writing is None:
             return
-        error, self._writing = self._writing.exception(), None
-        own_cause = error and (str(error.__cause__ or error).strip() or repr(error)).splitlines()[0]
-        if cause := next(filter(None, gather_objects(own_cause)), None):
+        error = self._writing.exception()
+        self._writing = None
+        own_cause = None
+        if error is not None:
+            text = str(error.__cause__ or error).strip() or repr(error)
+            own_cause = text.splitlines()[0]
+
+        causes = [cause for cause in gather_objects(own_cause) if cause]
+        if causes:
             path = self.folder / f"checkpoint-{self.steps.pop()}"
-            failure = f"{path} cannot be written, checkpoints before it are whole: {cause}"
+            failure = f"{path} cannot be written, checkpoints before it are whole: {causes[0]}"
             if self._last_failed:
                 raise UserError(failure)
             if is_main():
                 tqdm.write(failure)
-        self._last_failed = cause is not None
+        self._last_failed = bool(causes)
 
     def _write(
         self, part: Path, shards: Any, model: Any, weights: dict[str, Tensor], state: Any
     ) -> None:
-        """Write a checkpoint and remove old ones; raises what safetensors, torch or the disk raise."""
+        """Write a checkpoint and remove old ones, in the background.
+
+        Raises what safetensors, torch or the disk raise.
+        """
         path = part.with_suffix("")
         with ExitStack() as end:
             if is_main():  # a half goes at once, as the disk may be full
@@ -222,25 +271,31 @@ class Checkpoints:
             shards.result()
             if not is_main():
                 return
+
             model.save_pretrained(part, state_dict=weights)
-            (part / "README.md").unlink(
-                missing_ok=True
-            )  # peft's is empty, and the hub refuses a local base_model
+            # peft's is empty, and the hub refuses a local base_model.
+            (part / "README.md").unlink(missing_ok=True)
             self.processor.save_pretrained(part)
             (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
             torch.save({**state, "saved_s": time.time()}, part / TRAINER / "state.pt")
             for file in [*part.rglob("*"), part]:
                 _sync(file)
+
             _remove(path)
             part.rename(path)
         _sync(self.folder)
         tqdm.write(f"saved {path}")
-        for step in self.steps[: -self.config.keep_last_n] if self.config.keep_last_n else ():
-            _remove(self.folder / f"checkpoint-{step}")
+
+        if self.config.keep_last_n:
+            for step in self.steps[: -self.config.keep_last_n]:
+                _remove(self.folder / f"checkpoint-{step}")
 
 
 def _detached(policy: nn.Module) -> Any:
-    """The model for another thread to save, with a config of its own: forwards change the model's for their time."""
+    """The model for another thread to save, with a config of its own.
+
+    Forwards change the model's config for their time.
+    """
     model = unwrap(policy)
     copied = object.__new__(type(model))  # FSDP2's classes cannot be copied
     vars(copied).update(vars(model), config=copy.deepcopy(model.config))
@@ -256,13 +311,15 @@ def _sync(path: Path) -> None:
 def _remove(path: Path) -> None:
     """Remove a checkpoint so that its name never stands for half of one."""
     if path.exists():
-        shutil.rmtree(
-            path.rename(path.with_name(f"{path.name}-{time.time_ns()}.part")), ignore_errors=True
-        )
+        renamed = path.rename(path.with_name(f"{path.name}-{time.time_ns()}.part"))
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 def locked(folder: Path) -> AbstractContextManager[Any]:
-    """Make the folder, and keep other runs out of it while the block, or the process, lasts. Only rank 0 does so."""
+    """Make the folder, and keep other runs out while the block, or the process, lasts.
+
+    Only rank 0 does so.
+    """
     if not is_main():
         return nullcontext()
     try:

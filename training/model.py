@@ -1,12 +1,14 @@
-"""The model: loaded, frozen, with LoRA, under DDP or FSDP2; its reference; its weights in checkpoint form."""
+"""The policy and its reference, loaded, with LoRA, under DDP or FSDP2.
+
+What images need on top is in `training/vision.py`, imported only for models that have a tower.
+"""
 
 import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings
@@ -23,91 +25,200 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
 from prefix_attention import PackedBatch, attach, base_model, completion_logprobs, device_of
 from rollouts.group import Prompt
 from rollouts.processor import placeholder_ids
-from utils import broadcast_object, gather_objects, is_main, naming
+from utils import gather_objects, is_main, naming
+from weights.publish import unwrap
+
+# -- Policy and reference --------------------------------------------------------------------------
 
 
-def with_bf16(config: TrainConfig) -> TrainConfig:
-    """Decide a `bf16` of None: on where CUDA computes in it and what trains is fp32; under FSDP2 by `fsdp_bf16`."""
-    if config.bf16 is not None:
-        return config
-    can = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
-    wanted, sharded = can and (config.dtype == "float32" or config.use_peft), config.use_fsdp
-    return replace(
-        config, bf16=wanted and not sharded, fsdp_bf16=sharded and (wanted or config.fsdp_bf16)
-    )
+def build_policy(
+    config: TrainConfig, device: torch.device,
+    example: Prompt | None = None, checkpoint: Path | None = None,
+) -> Any:  # fmt: skip
+    """Load the model that trains, freeze, wrap and spread it over the ranks. Collective.
 
-
-def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
-    """transformers' configuration of `model_id`, and the class for such models: with a vision part, or without."""
-    model_config = AutoConfig.from_pretrained(
-        config.model_id, trust_remote_code=config.trust_remote_code
-    )
-    has_vision = getattr(model_config, "vision_config", None) is not None
-    return model_config, AutoModelForImageTextToText if has_vision else AutoModelForCausalLM
-
-
-def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: bool = False) -> Any:
-    """The model of the config or a checkpoint, on the CPU (`on_meta`: without values), without dropout and noise."""
-    disable_progress_bar()  # ours is the one to watch
-    shape, loads = load_model_config(config)
-    softcap = getattr(shape.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    attention = config.attn_implementation or (
-        "eager" if softcap else None
-    )  # transformers would take sdpa
-    if softcap and attention == "sdpa":
+    `example` is a prompt with images, where the run has any. `checkpoint` is loaded instead of
+    `model_id`, or with LoRA for its adapter alone.
+    """
+    num_ranks = dist.get_world_size()
+    if num_ranks % (config.fsdp_shard_size or 1):
         raise UserError(
-            f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: leave it at none"
+            f"fsdp_shard_size={config.fsdp_shard_size}: {num_ranks} ranks are no multiple of it"
         )
-    local = Path(config.model_id)
-    model = loads.from_pretrained(
-        checkpoint or (local.resolve() if local.exists() else config.model_id),  # absolute: an adapter names its model
-        dtype=getattr(torch, config.dtype), attn_implementation=attention,
-        trust_remote_code=config.trust_remote_code, device_map="meta" if on_meta else None,
-    )  # fmt: skip
-    generation: Any = getattr(model, "generation_config", None)
-    defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
-    if any(
-        getattr(generation, name, None) not in (None, value) for name, value in defaults.items()
-    ):
-        generation.do_sample = True  # without it, no checkpoint with such values could be saved
-    for module in model.modules():
-        random = {
-            "jitter_noise",
-            "input_jitter_noise",
-            "p" if isinstance(module, nn.Dropout) else "",
-        }
-        for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or name in random):
-                setattr(
-                    module, name, 0.0
-                )  # else log-probs would differ from the server's, and between forwards
+
+    model = load_model(config, None if config.use_peft else checkpoint, on_meta=not is_main())
+    if config.gradient_checkpoint:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    frozen: list[str] = []
+    if model.get_encoder(modality="image") is not model:  # which it is without a vision tower
+        from training.vision import frozen_modules
+
+        frozen = frozen_modules(model, config, has_images=example is not None)
+    for name in frozen:
+        for weight in model.get_submodule(name).parameters(recurse=False):
+            weight.requires_grad_(False)
+
+    if config.use_peft:
+        model = add_lora(model, config, frozen, checkpoint)
+    if example:
+        from training.vision import freeze_unused, run_tower_always
+
+        freeze_unused(model, example)
+        run_tower_always(model, example, device)
+    return parallelize(model.train(), config, device)
+
+
+def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
+    """Swap in shared-prefix attention, or turn `share_prefix` off. Collective."""
+    if not config.share_prefix:
+        return config
+
+    refusal = None
+    try:
+        _attach(policy, config, example, verify=True)
+    except ValueError as error:
+        refusal = str(error)
+    reasons = [reason for reason in gather_objects(refusal) if reason]
+    if reasons and is_main():
+        print(f"share_prefix is off, each prompt is forwarded once per completion: {reasons[0]}")
+    return replace(config, share_prefix=not reasons)
+
+
+def build_reference(
+    policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None
+) -> Any:
+    """Make a function for `token_logprobs` under the reference, of a row and its images.
+
+    The reference is `reference_id`, else the policy without its adapter, or `model_id` as it was
+    before training. Returns None where there is none, or servers have it. Collective.
+    """
+    if not config.has_reference or config.reference_urls:
+        return None
+
+    if config.use_peft and not config.reference_id:
+        model = unwrap(policy)
+        without_adapter = model.disable_adapter
+    else:
+        model = _load_reference(config, device, example)
+        without_adapter = nullcontext
+
+    def reference(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
+        with torch.no_grad(), without_adapter():
+            return token_logprobs(model, row, images, config)
+
+    return reference
+
+
+def _load_reference(config: TrainConfig, device: torch.device, example: Prompt | None) -> Any:
+    """Load the reference as a frozen model of its own, spread as the policy is."""
+    named = replace(config, model_id=config.reference_id or config.model_id)
+    model = load_model(named, on_meta=not is_main()).requires_grad_(False).eval()
+    if example:
+        from training.vision import run_tower_always
+
+        run_tower_always(model, example, device)
+    model = parallelize(model, config, device)
+
+    if config.share_prefix:
+        # `share_prefixes` has proved it on the policy alone, which another model need not be like.
+        with naming("reference_id: set share_prefix=false"):
+            _attach(model, config, example, verify=config.reference_id is not None)
     return model
 
 
-def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[str]:
-    """Names of modules that do not train: without images all but the language model, else the tower, if so set."""
-    tower = model.get_encoder(modality="image")
-    if tower is model:  # it has none
-        return []
-    # The projector trains: Qwen's is `merger` in the tower.
-    frozen = (
-        {m for name, m in tower.named_modules() if "merger" not in name}
-        if config.freeze_vision_tower
-        else set()
+def _attach(model: Any, config: TrainConfig, example: Prompt | None, verify: bool) -> None:
+    """Swap shared-prefix attention into a model; ValueError where it would not be exact."""
+    with autocast(config, device_of(model)):
+        attach(
+            model,
+            verify=verify,
+            example=(example.token_ids, example.inputs) if example else None,
+        )
+
+
+# -- Loading ---------------------------------------------------------------------------------------
+
+
+def with_bf16(config: TrainConfig) -> TrainConfig:
+    """Decide a `bf16` of None.
+
+    It is on where CUDA computes in bfloat16 and the weights that train are fp32. Under FSDP2
+    `fsdp_bf16` is on in its place.
+    """
+    if config.bf16 is not None:
+        return config
+
+    has_bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)
+    wanted = has_bf16 and (config.dtype == "float32" or config.use_peft)
+    if config.use_fsdp:
+        return replace(config, bf16=False, fsdp_bf16=wanted or config.fsdp_bf16)
+    return replace(config, bf16=wanted, fsdp_bf16=False)
+
+
+def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
+    """transformers' configuration of `model_id`, and its class for such models."""
+    model_config = AutoConfig.from_pretrained(
+        config.model_id, trust_remote_code=config.trust_remote_code
     )
-    if not has_images:
-        ends = {model.get_input_embeddings(), model.get_output_embeddings()}
-        frozen = set(model.modules()) - set(model.get_decoder().modules()) - ends
-    return [name for name, module in model.named_modules() if module in frozen]
+    if getattr(model_config, "vision_config", None) is not None:
+        return model_config, AutoModelForImageTextToText
+    return model_config, AutoModelForCausalLM
+
+
+def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: bool = False) -> Any:
+    """Load a model on the CPU, without dropout and noise; `on_meta`: its shapes alone."""
+    disable_progress_bar()  # ours is the one to watch
+    model_config, model_class = load_model_config(config)
+    attention = config.attn_implementation
+    if getattr(model_config.get_text_config(decoder=True), "attn_logit_softcapping", None):
+        if attention == "sdpa":
+            raise UserError(
+                f"attn_implementation=sdpa leaves out the softcap of {config.model_id}: "
+                "leave it at none"
+            )
+        attention = attention or "eager"  # transformers would take sdpa
+
+    local = Path(config.model_id)
+    # A local path is made absolute, as an adapter names its model by it.
+    model_id = local.resolve() if local.exists() else config.model_id
+    model = model_class.from_pretrained(
+        checkpoint or model_id,
+        dtype=getattr(torch, config.dtype),
+        attn_implementation=attention,
+        trust_remote_code=config.trust_remote_code,
+        device_map="meta" if on_meta else None,
+    )
+    _allow_saving(model)
+    _turn_noise_off(model)
+    return model
+
+
+def _allow_saving(model: Any) -> None:
+    """Set `do_sample` where generation defaults are for sampling, or nothing could be saved."""
+    generation: Any = getattr(model, "generation_config", None)
+    for name, usual in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 50)):
+        if getattr(generation, name, None) not in (None, usual):
+            generation.do_sample = True
+
+
+def _turn_noise_off(model: nn.Module) -> None:
+    """Set dropout and noise to 0."""
+    # Else log-probs would differ from the server's, and between forwards.
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            is_noise = "dropout" in name or name in ("jitter_noise", "input_jitter_noise")
+            if is_noise and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def add_lora(
@@ -119,120 +230,163 @@ def add_lora(
 
     if checkpoint:
         return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    # One matrix cannot take the adapter of one of its two uses.
-    tied = ends if ends[1] is not None and ends[0].weight is ends[1].weight else ()
-    for target in config.lora_target_modules or ():
-        matched = [
-            module for name, module in model.named_modules() if f".{name}".endswith(f".{target}")
-        ]
-        if not matched or any(module is end for module in matched for end in tied):
-            leaves = ", ".join(
-                sorted({n.rpartition(".")[2] for n, m in model.named_modules() if m._parameters})
-            )
-            raise UserError(
-                f"lora_target_modules: {target} is no module, or a tied embedding; the model has {leaves}"
-            )
+
+    _check_lora_targets(model, config)
     with naming("lora_target_modules"):
-        model = get_peft_model(model, LoraConfig(
-            r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, task_type="CAUSAL_LM",
-            target_modules=config.lora_target_modules or "all-linear", exclude_modules=list(frozen) or None,
-        ))  # fmt: skip
+        lora_config = LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
+            target_modules=config.lora_target_modules or "all-linear",
+            exclude_modules=list(frozen) or None, task_type="CAUSAL_LM",
+        )  # fmt: skip
+        model = get_peft_model(model, lora_config)
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
         raise UserError(
-            "lora_target_modules: adapters of experts in one tensor cannot be sent: name attention layers"
+            "lora_target_modules: adapters of experts in one tensor cannot be sent: "
+            "name attention layers"
         )
     return model
+
+
+def _check_lora_targets(model: Any, config: TrainConfig) -> None:
+    """Refuse targets that name no module, or an embedding that is tied to the head."""
+    modules = dict(model.named_modules())
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    for target in config.lora_target_modules or ():
+        matched = {module for name, module in modules.items() if f".{name}".endswith(f".{target}")}
+        # One matrix cannot take the adapter of one of its two uses.
+        if not matched or (is_tied and matched & {embedding, head}):
+            leaves = {
+                name.rpartition(".")[2] for name, module in modules.items() if module._parameters
+            }
+            raise UserError(
+                f"lora_target_modules: {target} is no module, or a tied embedding; "
+                f"the model has {', '.join(sorted(leaves))}"
+            )
+
+
+# -- Over the ranks --------------------------------------------------------------------------------
 
 
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
-    """FSDP2 or DDP over all ranks, with rank 0's weights, on `device` or with `fsdp_offload` on the CPU. Collective."""
-    for layer in _layers(model) if config.torch_compile else ():
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+    """Spread rank 0's model over all ranks, by FSDP2 or DDP. Collective.
+
+    The result is on `device`, but for weights with `fsdp_offload`, which are on the CPU.
+    """
+    if config.torch_compile:
+        for layer in _layers(model):
+            layer.forward = torch.compile(layer.forward, dynamic=True)
     if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
-    # Only rank 0 holds a whole model, and lets go of each weight once its parts are where they belong.
-    whole = (
-        {n: t.detach() for n, t in chain(model.named_parameters(), model.named_buffers())}
-        if is_main()
-        else {}
-    )
-    model.to("meta")
-    base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
+
+    whole = _take_values(model)
     if config.use_fsdp:
         _shard(model, config, device)
-    home = torch.device("cpu") if config.fsdp_offload else device
-    model._apply(
-        lambda t: torch.empty_like(t, device=home if isinstance(t, nn.Parameter) else device)
-    )
-    base_model(model).tie_weights()
-    with torch.no_grad():
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            _from_main(tensor, whole.pop(name) if is_main() else None, device)
-    if whole:  # the configuration ties them, and the checkpoint has others: without shards they would be kept
+    _make_room(model, config, device)
+    _fill(model, whole, device)
+    if whole:
+        # The configuration ties them, and the checkpoint has others: one rank alone keeps both.
         raise UserError(
-            f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: untie them"
+            f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: "
+            "untie them"
         )
-    if not config.use_fsdp and any(p.requires_grad for p in model.parameters()):
-        with catch_warnings(
-            action="ignore", category=FutureWarning
-        ):  # torch 2.11 lacks `broadcast_buffers`' successor
+
+    if not config.use_fsdp and any(weight.requires_grad for weight in model.parameters()):
+        # torch 2.11 warns of `broadcast_buffers`, and lacks its successor.
+        with catch_warnings(action="ignore", category=FutureWarning):
             model = nn.parallel.DistributedDataParallel(
                 model, gradient_as_bucket_view=True, broadcast_buffers=False
             )
-        model.register_comm_hook(None, _sum_over_ranks)  # as `optimizer_step` normalizes once
+        model.register_comm_hook(None, _sum_over_ranks)
     return model
 
 
+def _take_values(model: Any) -> dict[str, Tensor]:
+    """Leave nothing but shapes in a model; returns rank 0's tensors, by name."""
+    whole = {}
+    if is_main():  # only rank 0 holds a whole model
+        whole = {
+            name: tensor.detach()
+            for name, tensor in chain(model.named_parameters(), model.named_buffers())
+        }
+    model.to("meta")
+    base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
+    return whole
+
+
+def _make_room(model: Any, config: TrainConfig, device: torch.device) -> None:
+    """Allocate memory for this rank's part of a model.
+
+    With `fsdp_offload` weights lie on the CPU, and all else on `device`.
+    """
+    weights_device = "cpu" if config.fsdp_offload else device
+
+    def empty(tensor: Tensor) -> Tensor:
+        return torch.empty_like(
+            tensor, device=weights_device if isinstance(tensor, nn.Parameter) else device
+        )
+
+    model._apply(empty)
+    base_model(model).tie_weights()
+
+
+@torch.no_grad()
+def _fill(model: nn.Module, whole: dict[str, Tensor], device: torch.device) -> None:
+    """Fill a model from rank 0's whole tensors, and take each out of `whole`. Collective."""
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if is_main():
+            values = whole.pop(name).to(device)
+        else:
+            values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+
+        if isinstance(tensor, DTensor):
+            tensor.to_local().copy_(
+                distribute_tensor(values, tensor.device_mesh, tensor.placements).to_local()
+            )
+        else:
+            dist.broadcast(values, 0)
+            tensor.copy_(values)
+        del values  # as there may be no room for two
+
+
+def _layers(model: Any) -> list[nn.Module]:
+    """Layers of the decoder and of a tower, which transformers never splits."""
+    kinds = base_model(model)._no_split_modules or ()
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
 def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
-    """Let FSDP2 shard every layer, and what is left, over all ranks or groups of `fsdp_shard_size`."""
-    world_size, size = dist.get_world_size(), config.fsdp_shard_size
-    sizes = {"replicas": world_size // size, "shards": size} if size else {"shards": world_size}
+    """Let FSDP2 shard each layer, and what is left.
+
+    Shards lie on all ranks, or with `fsdp_shard_size` on each group of so many.
+    """
+    num_shards = config.fsdp_shard_size
+    sizes = {"shards": dist.get_world_size()}
+    if num_shards:
+        sizes = {"replicas": dist.get_world_size() // num_shards, "shards": num_shards}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    for name in sizes if size else ():  # groups of its own, which would have torch's time-out
-        _set_pg_timeout(timedelta(seconds=config.collective_timeout), mesh.get_group(name))
-    sums = (
-        torch.float32 if config.use_peft else getattr(torch, config.dtype)
-    )  # that of the weights that train
-    policy = (
-        MixedPrecisionPolicy(torch.bfloat16, sums) if config.fsdp_bf16 else MixedPrecisionPolicy()
-    )
-    offload = (
-        CPUOffloadPolicy(pin_memory=device.type == "cuda")
-        if config.fsdp_offload
-        else OffloadPolicy()
-    )
+    if num_shards:
+        for name in sizes:  # groups of its own, which would have torch's time-out
+            _set_pg_timeout(timedelta(seconds=config.collective_timeout), mesh.get_group(name))
+
+    precision = MixedPrecisionPolicy()
+    if config.fsdp_bf16:
+        # Gradients are summed in the dtype of the weights that train.
+        sums = torch.float32 if config.use_peft else getattr(torch, config.dtype)
+        precision = MixedPrecisionPolicy(torch.bfloat16, sums)
+    offload = OffloadPolicy()
+    if config.fsdp_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
     for module in [*_layers(model), model]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=offload)
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offload)
         module.set_gradient_divide_factor(1.0)  # a sum, as `optimizer_step` normalizes once
         module.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
 
 
-def _layers(model: Any) -> list[nn.Module]:
-    return [
-        m
-        for m in model.modules()
-        if type(m).__name__ in (base_model(model)._no_split_modules or ())
-    ]
-
-
-def _from_main(tensor: Tensor, whole: Tensor | None, device: torch.device) -> None:
-    """Fill a tensor, or this rank's part of an FSDP2 shard, from rank 0's whole one. Collective."""
-    whole = (
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        if whole is None
-        else whole.to(device)
-    )
-    if isinstance(tensor, DTensor):
-        tensor.to_local().copy_(
-            distribute_tensor(whole, tensor.device_mesh, tensor.placements).to_local()
-        )
-    else:
-        dist.broadcast(whole, 0)
-        tensor.copy_(whole)
-
-
 def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """DDP's reduction of gradients: a sum, as `optimizer_step` normalizes once."""
     return (
         dist.all_reduce(bucket.buffer(), async_op=True)
         .get_future()
@@ -240,226 +394,55 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
     )
 
 
-def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
-    """What a model's decoder gets of images (`inputs`, on its device): tensors in the model's number and shapes."""
-    output = base_model(model).get_image_features(**inputs)
-    named = (getattr(output, name, None) for name in ("pooler_output", "deepstack_features"))
-    return tree_leaves([part for part in named if part is not None] or dict(output))
-
-
-def freeze_unused(model: nn.Module, example: Prompt) -> None:
-    """Freeze weights of the tower that no feature depends on, and whose gradients ranks would wait for. Collective."""
-    # LLaVA takes its features before the last layer.
-    weights = [
-        p for p in base_model(model).get_encoder(modality="image").parameters() if p.requires_grad
-    ]
-    gradients: Any = ()
-    if weights and is_main():  # whose model is whole, and on the CPU
-        total = torch.stack(
-            [feature.sum() for feature in image_features(model, example.inputs)]
-        ).sum()
-        gradients = torch.autograd.grad(total, weights, allow_unused=True)
-    is_used = broadcast_object([gradient is not None for gradient in gradients])
-    for weight, trains in zip(weights, is_used, strict=True):
-        weight.requires_grad_(trains)
-
-
-def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
-    """Let every forward run the vision tower: ranks with and without images in their row meet in its collectives."""
-    base = base_model(model)
-    image = {name: value.to(device) for name, value in example.inputs.items()}
-    row_has_images = False
-
-    def note_images(_: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
-        nonlocal row_has_images
-        row_has_images = not image.keys().isdisjoint(inputs)
-
-    def add_nothing(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if not row_has_images:
-            nothing = sum(0 * feature.sum() for feature in image_features(base, image))
-            inputs["inputs_embeds"] = inputs["inputs_embeds"] + nothing
-        return args, inputs
-
-    base.register_forward_pre_hook(note_images, with_kwargs=True)
-    base.get_decoder().register_forward_pre_hook(add_nothing, with_kwargs=True)
-
-
-def build_policy(
-    config: TrainConfig,
-    device: torch.device,
-    example: Prompt | None = None,
-    checkpoint: Path | None = None,
-) -> Any:
-    """The model that trains, on this rank's device, of `checkpoint` or `model_id`; `example`: a prompt with images."""
-    if (num_ranks := dist.get_world_size()) % (config.fsdp_shard_size or 1):
-        raise UserError(
-            f"fsdp_shard_size={config.fsdp_shard_size}: {num_ranks} ranks are no multiple of it"
-        )
-    model = load_model(config, None if config.use_peft else checkpoint, on_meta=not is_main())
-    if config.gradient_checkpoint:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    frozen = frozen_modules(model, config, example is not None)
-    for parameter in chain(
-        *(model.get_submodule(name).parameters(recurse=False) for name in frozen)
-    ):
-        parameter.requires_grad_(False)
-    if config.use_peft:
-        model = add_lora(model, config, frozen, checkpoint)
-    if example:
-        freeze_unused(model, example)
-        run_tower_always(model, example, device)
-    return parallelize(model.train(), config, device)
-
-
-def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
-    """Swap shared-prefix attention into the policy, and prove it; the config has it off if that fails. Collective."""
-    if not config.share_prefix:
-        return config
-    reason = None
-    try:
-        with autocast(config, device_of(policy)):
-            attach(
-                policy,
-                verify=True,
-                example=(example.token_ids, example.inputs) if example else None,
-            )
-    except ValueError as error:
-        reason = str(error)
-    reasons = list(filter(None, gather_objects(reason)))
-    if reasons and is_main():
-        print(f"share_prefix is off, each prompt is forwarded once per completion: {reasons[0]}")
-    return replace(config, share_prefix=not reasons)
-
-
-def build_reference(
-    policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None
-) -> Any:
-    """`token_logprobs` under the reference: `reference_id`, else the policy without adapter or a frozen copy of it."""
-    if not config.has_reference or config.reference_urls:
-        return None
-    model, is_adapted = unwrap(policy), config.use_peft and not config.reference_id
-    if not is_adapted:
-        named = replace(config, model_id=config.reference_id or config.model_id)
-        model = load_model(named, on_meta=not is_main()).requires_grad_(False).eval()
-        if example:
-            run_tower_always(model, example, device)
-        model = parallelize(model, config, device)
-        if config.share_prefix:  # which `share_prefixes` has proved on the policy alone
-            with naming("reference_id: set share_prefix=false"), autocast(config, device):
-                images = (example.token_ids, example.inputs) if example else None
-                attach(model, verify=config.reference_id is not None, example=images)
-
-    def reference(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
-        with torch.no_grad(), model.disable_adapter() if is_adapted else nullcontext():
-            return token_logprobs(model, row, images, config)
-
-    return reference
+# -- Training --------------------------------------------------------------------------------------
 
 
 def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
-    """AdamW with weight decay on matrices only, and its schedule over `num_updates` optimizer steps."""
+    """Make AdamW, which decays matrices alone, and its schedule over `num_updates`."""
     trainable = [p for p in policy.parameters() if p.requires_grad]
-    matrices, others = (
-        [p for p in trainable if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)
-    )
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
+        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    fused = (
-        config.fsdp_offload or any(p.is_cuda for p in trainable) or None
-    )  # None leaves it to torch
+    on_cuda = any(p.is_cuda for p in trainable)
     optimizer = torch.optim.AdamW(
-        groups, config.learning_rate, (config.adam_beta1, config.adam_beta2), fused=fused
+        groups,
+        config.learning_rate,
+        (config.adam_beta1, config.adam_beta2),
+        fused=config.fsdp_offload or on_cuda or None,  # None leaves it to torch
     )
     num_warmup = round(config.warmup_ratio * num_updates)
 
     def factor(update: int) -> float:
+        """The share of `learning_rate` that an update takes."""
+        if update < num_warmup:
+            return (update + 1) / num_warmup
+
         done = (update - num_warmup) / max(num_updates - num_warmup, 1)
-        shapes = {"constant": 1.0, "linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2}
-        return (update + 1) / num_warmup if update < num_warmup else shapes[config.lr_scheduler]
+        if config.lr_scheduler == "linear":
+            return 1 - done
+        if config.lr_scheduler == "cosine":
+            return (1 + math.cos(math.pi * done)) / 2
+        return 1.0
 
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
-    """bfloat16 autocast, if the config says so; its cache of weights would outlive those that FSDP2 gathers."""
+    """The config's autocast: bfloat16, or none."""
+    # A cache of weights would outlive those that FSDP2 gathers.
     return torch.autocast(
         device.type, torch.bfloat16, bool(config.bf16), cache_enabled=not config.use_fsdp
     )
 
 
 def token_logprobs(
-    model: nn.Module,
-    row: PackedBatch,
-    images: dict[str, Tensor],
-    config: TrainConfig,
+    model: nn.Module, row: PackedBatch, images: dict[str, Tensor], config: TrainConfig,
     return_entropy: bool = False,
-) -> Any:
-    """`completion_logprobs`, under the config's autocast, with no probability on tokens that no server samples."""
+) -> Any:  # fmt: skip
+    """`completion_logprobs` under autocast, without probability on what no server samples."""
     forbidden = placeholder_ids(base_model(model).config)
     with autocast(config, row.targets.device):
         return completion_logprobs(
             model, row, config.temperature, return_entropy, forbidden, **images
         )
-
-
-def unwrap(model: nn.Module) -> Any:
-    """The module inside DistributedDataParallel; FSDP2 and plain models are their own."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
-def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole tensor, detached, in its shape and dtype. Of an FSDP2 shard it is an all-gather: collective."""
-    whole: Any = tensor.detach()  # which `fsdp_offload` keeps elsewhere
-    return (
-        whole.to(whole.device_mesh.device_type).full_tensor()
-        if isinstance(tensor, DTensor)
-        else whole
-    )
-
-
-def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once, whole, LoRA merged: `(name in the plain Hugging Face model, tensor)`, one at a time.
-
-    Merged weights are temporaries, W + s·B·A computed in the wider of the dtypes and rounded to W's; others may be the
-    model's own, read only. Tied weights appear under their first name. Collective: every rank iterates to the end.
-    """
-    base = base_model(model)
-    seen: set[int] = set()
-    for name, tensor in base.state_dict(keep_vars=True).items():
-        if ".lora_" in name or id(tensor) in seen:
-            continue
-        seen.add(id(tensor))
-        module_name, _, leaf = name.rpartition(".base_layer.")
-        if leaf == "weight":
-            layer = base.get_submodule(module_name)
-            with torch.no_grad():  # there is one adapter
-                merged = full_tensor(tensor) + full_tensor(
-                    layer.get_delta_weight(*layer.active_adapters)
-                )
-            yield f"{module_name}.weight", merged.to(tensor.dtype)
-        else:
-            yield name.replace(".base_layer.", "."), full_tensor(tensor)
-
-
-def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """`full_weights` as `save_pretrained` would write them, with no more than one decoder layer alive. Collective."""
-    # Some have another form here (fused experts, renamed towers). Names of one layer begin alike: `model.layers.3.`
-    for _, layer in groupby(
-        full_weights(model), key=lambda item: re.findall(r"^.*?\.\d+\.", item[0])
-    ):
-        yield from revert_weight_conversion(base_model(model), dict(layer)).items()
-
-
-def host_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What `save_pretrained` takes as `state_dict`: whole, on the CPU, of LoRA its own; on rank 0. Collective."""
-    weights = full_weights(model)
-    if hasattr(unwrap(model), "peft_config"):
-        adapted = unwrap(model).state_dict(keep_vars=True)
-        weights = (
-            (name, full_tensor(tensor)) for name, tensor in adapted.items() if ".lora_" in name
-        )
-    return {
-        name: tensor.to("cpu", copy=True) for name, tensor in weights if is_main()
-    }  # every rank gathers all

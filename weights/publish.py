@@ -1,0 +1,86 @@
+"""A policy in checkpoint form: whole tensors by the names of the plain Hugging Face model.
+
+`published_weights` are for servers, `host_weights` for checkpoints.
+"""
+
+import re
+from collections.abc import Iterator
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from prefix_attention import base_model
+from utils import is_main
+
+
+def unwrap(model: nn.Module) -> Any:
+    """The module inside DistributedDataParallel; FSDP2 and plain models are their own."""
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module
+    return model
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole tensor, detached, in its shape and dtype.
+
+    For an FSDP2 shard this is an all-gather: collective.
+    """
+    whole: Any = tensor.detach()
+    if isinstance(tensor, DTensor):  # which `fsdp_offload` keeps elsewhere
+        whole = whole.to(whole.device_mesh.device_type).full_tensor()
+    return whole
+
+
+def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield each weight once, whole, with LoRA merged, as `(name, tensor)`.
+
+    Names are those of the plain Hugging Face model; tied weights appear under their first name.
+    Merged weights are temporaries, W + s·B·A computed in the wider of the dtypes and rounded to
+    W's; others may be the model's own, read only. Collective: every rank iterates to the end.
+    """
+    base = base_model(model)
+    seen: set[int] = set()
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        if ".lora_" in name or id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+
+        whole = full_tensor(tensor)
+        if name.endswith(".base_layer.weight"):
+            layer = base.get_submodule(name.removesuffix(".base_layer.weight"))
+            with torch.no_grad():  # there is one adapter
+                whole = whole + full_tensor(layer.get_delta_weight(*layer.active_adapters))
+            whole = whole.to(tensor.dtype)
+        yield name.replace(".base_layer.", "."), whole
+
+
+def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield `full_weights` in the form and under the names that `save_pretrained` would write.
+
+    No more than one decoder layer is alive at a time. Collective.
+    """
+    # Some weights have another form in a checkpoint: fused experts, renamed towers.
+    # Names of a layer begin alike: `model.layers.3.`
+    for _, layer in groupby(
+        full_weights(model), key=lambda item: re.findall(r"^.*?\.\d+\.", item[0])
+    ):
+        yield from revert_weight_conversion(base_model(model), dict(layer)).items()
+
+
+def host_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The `state_dict` for `save_pretrained`: whole, on the CPU, with LoRA its weights alone.
+
+    Ranks other than 0 get {}. Collective.
+    """
+    unwrapped = unwrap(model)
+    weights = full_weights(model)
+    if hasattr(unwrapped, "peft_config"):
+        adapted = unwrapped.state_dict(keep_vars=True).items()
+        weights = ((name, full_tensor(tensor)) for name, tensor in adapted if ".lora_" in name)
+
+    # Every rank takes part in every gather.
+    return {name: tensor.to("cpu", copy=True) for name, tensor in weights if is_main()}
