@@ -357,11 +357,6 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Create the repository as a private one."""
 
     def __post_init__(self) -> None:
-        self._refuse_wrong_values()
-        self._refuse_settings_without_effect()
-
-    def _refuse_wrong_values(self) -> None:
-        """Raise `UserError` for values that do not fit together."""
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
         if len(set(names) - {""}) < len(names):
             raise UserError("reward_funcs: each needs a __name__ of its own, for its metric")
@@ -385,14 +380,16 @@ class TrainConfig(metaclass=_OneLineErrors):
 
         if self.push_to_hub and not self.hub_repo_id:
             raise UserError("push_to_hub needs hub_repo_id (user/name)")
-        if self.replay and Path(self.replay).absolute() == Path(self.output_dir).absolute():
-            raise UserError("replay must be another folder than output_dir")
-        if self.replay and self.reference_urls:
-            raise UserError("replay asks no server: unset reference_urls, and set reference_id")
-        taken = _RESERVED.intersection(self.sampling_params or {})
+        if self.replay:
+            if Path(self.replay).absolute() == Path(self.output_dir).absolute():
+                raise UserError("replay must be another folder than output_dir")
+            if self.reference_urls:
+                raise UserError("replay asks no server: unset reference_urls, and set reference_id")
+        taken = ", ".join(sorted(_RESERVED.intersection(self.sampling_params or {})))
         if taken:
-            listed = ", ".join(sorted(taken))
-            raise UserError(f"sampling_params may not set {listed}: use the fields of TrainConfig")
+            raise UserError(f"sampling_params may not set {taken}: use the fields of TrainConfig")
+
+        self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:
         """Raise `UserError` for a field that was set, and that another setting leaves unread."""
@@ -431,8 +428,8 @@ class TrainConfig(metaclass=_OneLineErrors):
 
         if self.beta == 0:
             refuse("without beta", "kl_gradient")
-        if self.beta == 0 and self.loss_fn is None:
-            refuse("without beta or a loss_fn that uses it", "reference_id", "reference_urls")
+            if self.loss_fn is None:
+                refuse("without beta or a loss_fn that uses it", "reference_id", "reference_urls")
         if self.advantage_fn is not None:
             refuse("with advantage_fn", "scale_rewards")
         if not self.use_fsdp:
@@ -593,7 +590,7 @@ def load_recipe(path: str) -> ModuleType:
 
     try:
         spec = importlib.util.find_spec(name)
-        if spec is None or Path(spec.origin or "").resolve() != file:
+        if not spec or Path(spec.origin or "").resolve() != file:
             raise ImportError("no such file, or another module has its name: rename it")
         module = importlib.import_module(name)
     except (ImportError, SyntaxError) as error:
@@ -688,8 +685,10 @@ def _parsed(word: Any, hint: Any, recipe: ModuleType | None) -> Any:
     if NoneType in args and word.lower() in ("none", "null"):
         return None
     if kind in (Annotated, Union, UnionType):
-        is_dict = word.startswith("{") and dict in map(get_origin, args)
-        return _parsed(word, dict if is_dict else args[0], recipe)
+        option = args[0]  # str, or the only type beside None
+        if word.startswith("{") and any(get_origin(other) is dict for other in args):
+            option = dict
+        return _parsed(word, option, recipe)
 
     with suppress(ValueError):
         if kind is list:

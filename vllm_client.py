@@ -25,15 +25,8 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import ADDRESS, TrainConfig, UserError
-from utils import (
-    RIGHT_VLLM,
-    VLLM_VERSION,
-    TransferGroup,
-    address_towards,
-    api_token,
-    buckets,
-    naming,
-)
+from utils import RIGHT_VLLM, VLLM_VERSION, api_token, naming
+from weights.transfer import TransferGroup, address_towards, buckets
 
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
