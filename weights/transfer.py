@@ -89,26 +89,26 @@ class TransferGroup:
 
         store.set(f"member/{rank}", json.dumps([gpu_of(device), str(dtype).removeprefix("torch.")]))
         members = [json.loads(store.get(f"member/{member}")) for member in range(world_size)]
-        own_gpu = members[0][0]
+        trainer_gpu = members[0][0]
         worker_gpus = [gpu for gpu, _ in members[1:]]
         self._dtype = getattr(torch, members[1][1], None)  # of the workers
 
-        if own_gpu is not None and worker_gpus == [own_gpu]:
+        if trainer_gpu is not None and worker_gpus == [trainer_gpu]:
             from weights.cuda_ipc import share_memory
 
             self._group = share_memory(store, rank, device)  # None where that is forbidden
         if self._group is not None:
             self.backend = "ipc"
         else:
-            self._meet(own_gpu, worker_gpus, gpus)
+            self._meet(trainer_gpu, worker_gpus, gpus)
 
-    def _meet(self, own_gpu: str | None, worker_gpus: list[Any], gpus: Collection[Any]) -> None:
+    def _meet(self, trainer_gpu: str | None, worker_gpus: list[Any], gpus: Collection[Any]) -> None:
         """Agree on nccl or gloo, and connect."""
         if self._rank == 0:
-            trainer_gpus = {None, own_gpu, *gpus}
+            taken_gpus = {None, trainer_gpu, *gpus}
             takes_nccl = (
-                own_gpu is not None
-                and trainer_gpus.isdisjoint(worker_gpus)
+                trainer_gpu is not None
+                and taken_gpus.isdisjoint(worker_gpus)
                 and len(set(worker_gpus)) == len(worker_gpus)
             )
             self._store.set("backend", "nccl" if takes_nccl else "gloo")
