@@ -2,7 +2,8 @@
 
     torchrun --nproc_per_node=N train.py [recipe.py] [--field value ...]
 
-A recipe is a Python file that defines `config = TrainConfig(...)` with only what differs. `--help` explains all fields.
+A recipe is a Python file that defines `config = TrainConfig(...)` with only what differs.
+`--help` explains all fields.
 """
 
 import argparse
@@ -11,7 +12,6 @@ import difflib
 import importlib.util
 import json
 import math
-import re
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,28 +24,29 @@ from pydantic.dataclasses import dataclass
 
 
 class UserError(ValueError):
-    """Something the user gave is wrong; the message is one line that says what, and what to do."""
+    """A mistake in what the user gave; the message is one line that says what, and what to do."""
 
 
 class _OneLineErrors(type):
-    """Lets `TrainConfig(...)` raise a `UserError` of one line where pydantic raises a `ValidationError` of many."""
+    """Lets `TrainConfig(...)` raise `UserError`, of one line, in place of pydantic's errors."""
 
     def __call__(cls, **values: Any) -> Any:
-        for name in (name for name in values if name not in _FIELDS):
-            nearest = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.0)[0]
-            raise UserError(f"unknown field {name}: did you mean {nearest}?")
+        for name in values:
+            if name not in _FIELDS:
+                nearest = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.0)[0]
+                raise UserError(f"unknown field {name}: did you mean {nearest}?")
+
         try:
             return super().__call__(**values)
         except ValidationError as error:
             first = error.errors()[0]
-        if (
-            first["type"] == "value_error"
-        ):  # of `__post_init__`, or of a module that a dotted path names
+
+        # An error of `__post_init__`, or of a module that a dotted path names, stays as it is.
+        if first["type"] == "value_error":
             raise first["ctx"]["error"]
         name = str(first["loc"][0])
-        raise UserError(
-            f"{name}={values.get(name)!r}: {first['msg']} ({_type_in_words(_HINTS[name])})"
-        )
+        kind = _type_in_words(_HINTS[name])
+        raise UserError(f"{name}={values.get(name)!r}: {first['msg']} ({kind})")
 
 
 # The types of the fields. Messages and `--help` call a type by its title.
@@ -55,7 +56,7 @@ ADDRESS = r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$"
 Address = Annotated[str, Field(title="http://host:port", pattern=rf"^@.+|{ADDRESS}")]
 Function = Annotated[
     Callable[..., Any] | str, ImportString, Field(title="function")
-]  # a str is imported
+]  # imports a str
 OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
 ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
 Positive = Annotated[float, Field(title="float > 0", gt=0)]
@@ -68,49 +69,50 @@ Correction = Literal[
 _STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
+
+# vLLM's sampling parameters that have a field here, and those under which it no longer draws tokens
+# from the policy itself.
 _RESERVED = {"n", "max_tokens", "temperature", "top_k", "stop", "logprobs"}
 _BENDING = {
-    "top_k",
-    "top_p",
-    "min_p",
-    "structured_outputs",
-    "bad_words",
-    "allowed_token_ids",
-    "thinking_token_budget",
-}
-_BENDING |= {
-    "logit_bias",
-    "min_tokens",
-    "extra_args",
-    "repetition_penalty",
-    "presence_penalty",
+    "top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "logit_bias",
+    "thinking_token_budget", "min_tokens", "extra_args", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class TrainConfig(metaclass=_OneLineErrors):
-    """Every setting of a run. Values are checked when it is made; `UserError` names the field and what to do."""
+    """Every setting of a run.
 
-    # -- model ---------------------------------------------------------------------------------------------------
+    Values are checked when it is made; `UserError` names the field and what to do.
+    """
+
+    # -- model -------------------------------------------------------------------------------------
     model_id: str
     """Hub name or path of a causal language model, or of a vision-language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the trained weights and the optimizer state; bfloat16 weights lose updates below 1/256 of a weight."""
+    """Type of the trained weights and the optimizer state;
+    bfloat16 weights lose updates below 1/256 of a weight."""
     bf16: bool | None = None
-    """Run the forward under bfloat16 autocast, weights stay in `dtype`; None: on CUDA (use_fsdp: `fsdp_bf16` is on)."""
+    """Run the forward under bfloat16 autocast, weights stay in `dtype`;
+    None: on CUDA (use_fsdp: `fsdp_bf16` is on)."""
     attn_implementation: str | None = None
-    """transformers' attention (`sdpa`, `flash_attention_2`, ...) where no prefix is shared; None takes its default."""
+    """transformers' attention (`sdpa`, `flash_attention_2`, ...) where no prefix is shared;
+    None takes its default."""
     share_prefix: bool = True
-    """Forward a prompt once for all its completions, where that is exact and saves work; else pad a row for each."""
+    """Forward a prompt once for all its completions, where that is exact and saves work;
+    else pad a row for each."""
     gradient_checkpoint: bool = False
     """Recompute activations in the backward pass: about a third more time for much less memory."""
     torch_compile: bool = False
-    """Compile the model's layers in their first step, half a minute: a quarter less time for each step after it."""
+    """Compile the model's layers in their first step, half a minute:
+    a quarter less time for each step after it."""
     processor_kwargs: dict[str, Any] | None = None
-    """Arguments of the processor, as `{"max_pixels": 401408}`; the server needs them too (`--mm-processor-kwargs`)."""
+    """Arguments of the processor, as `{"max_pixels": 401408}`;
+    the server needs them too (`--mm-processor-kwargs`)."""
     freeze_vision_tower: bool = False
-    """Train the language model and the projector of a vision-language model, but not its vision tower."""
+    """Train the language model and the projector of a vision-language model,
+    but not its vision tower."""
     trust_remote_code: bool = False
     """Let the model's repository run its own Python code here."""
     use_peft: bool = False
@@ -120,37 +122,46 @@ class TrainConfig(metaclass=_OneLineErrors):
     lora_alpha: OneOrMore = 32
     """LoRA scale: the update is alpha/r · B·A."""
     lora_dropout: BelowOne = 0.0
-    """Dropout before A. Anything above 0 lets the trainer's log-probs differ from the server's and between forwards."""
+    """Dropout before A.
+    Anything above 0 lets the trainer's log-probs differ from the server's and between forwards."""
     lora_target_modules: Values[str] | None = None
-    """Module names (or their last parts) that get an adapter; None takes all linear layers but the head."""
+    """Module names (or their last parts) that get an adapter;
+    None takes all linear layers but the head."""
 
-    # -- data ----------------------------------------------------------------------------------------------------
+    # -- data --------------------------------------------------------------------------------------
     dataset_id: str | Callable[[], Any]
-    """A `datasets` name, a `.jsonl` or `.parquet` file, or a function that returns rows: `prompt`, perhaps `images`."""
+    """A `datasets` name, a `.jsonl` or `.parquet` file, or a function that returns rows:
+    `prompt`, perhaps `images`."""
     dataset_config: str | None = None
-    """Configuration (subset) of a `datasets` name. Where `eval_dataset_id` is the same name, it has this one, too."""
+    """Configuration (subset) of a `datasets` name.
+    Where `eval_dataset_id` is the same name, it has this one, too."""
     dataset_split: str = "train"
     """Split of a `datasets` name."""
     eval_dataset_id: str | Callable[[], Any] | dict[str, str | Callable[[], Any]] | None = None
-    """Held-out problems, given as `dataset_id` is, or several sets by name; None evaluates nothing."""
+    """Held-out problems, given as `dataset_id` is, or several sets by name;
+    None evaluates nothing."""
     eval_dataset_split: str = "test"
     """Split of `eval_dataset_id` where it is a `datasets` name."""
     eval_generations: OneOrMore = 1
-    """Completions per held-out problem: `eval/accuracy` is avg@k, `eval/pass@k` the chance that one of k is right."""
+    """Completions per held-out problem:
+    `eval/accuracy` is avg@k, `eval/pass@k` the chance that one of k is right."""
     eval_temperature: NotNegative = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
     collate_fn: Function | None = None
-    """Turns the list of all rows into rows with a `prompt` before anything else, for data of another shape."""
+    """Turns the list of all rows into rows with a `prompt` before anything else,
+    for data of another shape."""
     extra_columns: Values[str] | None = None
     """Columns handed to the rewards beside the prompt; None hands over all but the images."""
     no_apply_chat_template: bool = False
-    """Tokenize a string prompt as it is, even where there is a chat template; chat messages always go by it."""
+    """Tokenize a string prompt as it is, even where there is a chat template;
+    chat messages always go by it."""
 
-    # -- rollouts ------------------------------------------------------------------------------------------------
+    # -- rollouts ----------------------------------------------------------------------------------
     vllm_urls: Values[Address] = dataclasses.field(
         default_factory=lambda: ["http://127.0.0.1:8000"]
     )
-    """Addresses of the servers, or `@file` with one a line, which may change; their token is in `VLLM_API_KEY`."""
+    """Addresses of the servers, or `@file` with one a line, which may change;
+    their token is in `VLLM_API_KEY`."""
     num_generations: Annotated[int, Field(title="int >= 2", ge=2)] = 8
     """Completions per prompt: the group whose mean is the baseline."""
     max_completion_len: OneOrMore = 512
@@ -158,23 +169,31 @@ class TrainConfig(metaclass=_OneLineErrors):
     temperature: Positive = 1.0
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     top_k: OneOrMore | None = None
-    """Sample among the k likeliest tokens only. Anything but None makes the server's log-probs inexact."""
+    """Sample among the k likeliest tokens only.
+    Anything but None makes the server's log-probs inexact."""
     stop: Values[str] | None = None
     """Strings that end a completion."""
     sampling_params: dict[str, Any] | None = None
-    """Further parameters of vLLM, as `{"top_p": 0.9}`; what bends the distribution acts as `top_k` does."""
+    """Further parameters of vLLM, as `{"top_p": 0.9}`;
+    what bends the distribution acts as `top_k` does."""
     rollout_fn: Function | None = None
-    """`f(server, prompt, sampling) -> completions` in place of `server.generate`: see `recipes/tool_calculator.py`."""
+    """`f(server, prompt, sampling) -> completions` in place of `server.generate`:
+    see `recipes/tool_calculator.py`."""
     replay: str | None = None
-    """`output_dir` of an earlier run with `save_rollouts`: train on its completions, in their order, with no server."""
+    """`output_dir` of an earlier run with `save_rollouts`:
+    train on its completions, in their order, with no server."""
     max_staleness: ZeroOrMore = 1
-    """Policy versions that a completion's oldest token may lie behind the policy that it trains; 0 is synchronous."""
+    """Policy versions that a completion's oldest token may lie behind the policy that it trains;
+    0 is synchronous."""
     stale_policy: Literal["wait", "drop"] = "wait"
-    """Before a group becomes too stale: wait for it and train it in time, or drop it and sample another prompt."""
+    """Before a group becomes too stale: wait for it and train it in time,
+    or drop it and sample another prompt."""
     inflight_updates: bool = True
-    """Update weights in the middle of completions, which go on under the new ones; False waits for their end."""
+    """Update weights in the middle of completions, which go on under the new ones;
+    False waits for their end."""
     drop_zero_advantage: bool = False
-    """Drop groups whose rewards are all equal, and sample other prompts in their place (DAPO's dynamic sampling)."""
+    """Drop groups whose rewards are all equal, and sample other prompts in their place
+    (DAPO's dynamic sampling)."""
     max_dropped_batches: OneOrMore = 10
     """Stop once a step has dropped as many groups with equal rewards as this many batches have."""
     max_concurrent_requests: OneOrMore = 64
@@ -182,47 +201,63 @@ class TrainConfig(metaclass=_OneLineErrors):
     request_timeout: Positive = 600.0
     """Seconds one request may take."""
     sync_timeout: Positive = 60.0
-    """Seconds that one broadcast of a weight sync (at most 32 MiB) may take, and that a server may lag in one sync."""
+    """Seconds that one broadcast of a weight sync (at most 32 MiB) may take,
+    and that a server may lag in one sync."""
     server_timeout: NotNegative = 600.0
-    """Seconds to wait at the start until all servers answer, and later, when all are lost, until one is back."""
+    """Seconds to wait at the start until all servers answer,
+    and later, when all are lost, until one is back."""
     max_logprob_mismatch: Positive = 0.1
-    """Mean |trainer - server| log-prob (nats) on current tokens, above which a server is left out, or a start ends."""
+    """Mean |trainer - server| log-prob (nats) on current tokens,
+    above which a server is left out, or a start ends."""
     probe_steps: OneOrMore = 20
-    """Steps after which a server that sampled too little with the current policy to be compared is probed again."""
+    """Steps after which a server that sampled too little with the current policy
+    to be compared is probed again."""
 
-    # -- loss ----------------------------------------------------------------------------------------------------
+    # -- loss --------------------------------------------------------------------------------------
     reward_funcs: Values[Function]
-    """Functions `f(prompts, completions, completion_ids, **columns) -> list[float | None]`, or their dotted paths."""
+    """Functions `f(prompts, completions, completion_ids, **columns) -> list[float | None]`,
+    or their dotted paths."""
     reward_weights: Values[float] | None = None
     """One weight per reward function; None weighs all 1."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """What a group's centred rewards are divided by: its own standard deviation, the batch's, or nothing."""
+    """Divisor of a group's centred rewards:
+    its own standard deviation, the batch's, or nothing."""
     reward_workers: OneOrMore = 4
     """Processes that call reward functions."""
     reward_timeout: Positive = 60.0
-    """Seconds a function may take for one group, and 60 more for imports at its first call in a process."""
+    """Seconds a function may take for one group,
+    and 60 more for imports at its first call in a process."""
     failed_reward: float | None = None
-    """Reward that a function gives where its call failed or timed out; None leaves the function out there."""
+    """Reward that a function gives where its call failed or timed out;
+    None leaves the function out there."""
     loss_type: Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"] = "dapo"
-    """grpo: mean over completions of token means. dr_grpo: token sum over completions x max_completion_len. bnpo: token
-    mean of the mini-batch. dapo: of the whole batch. cispo: dapo's, of clipped, detached ratios times log-probs."""
+    """grpo: mean over completions of token means.
+    dr_grpo: token sum over completions x max_completion_len. bnpo: token mean of the mini-batch.
+    dapo: of the whole batch. cispo: dapo's, of clipped, detached ratios times log-probs."""
     loss_fn: Function | None = None
-    """Function in place of `train.grpo_loss`, with its arguments and results. See `recipes/own_loss.py`."""
+    """Function in place of `train.grpo_loss`, with its arguments and results.
+    See `recipes/own_loss.py`."""
     advantage_fn: Function | None = None
-    """`f(rewards, groups) -> advantages` of a whole batch in place of `compute_advantages`: `recipes/advantages.py`."""
+    """`f(rewards, groups) -> advantages` of a whole batch in place of `compute_advantages`:
+    `recipes/advantages.py`."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or the geometric mean of a completion's (GSPO)."""
     epsilon: NotNegative | None = None
-    """Lower clip: ratios below 1 - epsilon give no further gradient; None: 0.2, and for cispo no lower bound."""
+    """Lower clip: ratios below 1 - epsilon give no further gradient;
+    None: 0.2, and for cispo no lower bound."""
     epsilon_high: NotNegative | None = None
-    """Upper clip: 1 + epsilon_high; None takes epsilon, or 0.2 where that is None too. DAPO uses 0.28."""
+    """Upper clip: 1 + epsilon_high; None takes epsilon, or 0.2 where that is None too.
+    DAPO uses 0.28."""
     delta: Positive | None = None
-    """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4); None sets no bound."""
+    """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4);
+    None sets no bound."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Ratios are against the policy before the batch's first update (arXiv:2505.24298), or the server's log-probs."""
+    """Ratios are against the policy before the batch's first update (arXiv:2505.24298),
+    or the server's log-probs."""
     off_policy_correction: Correction = "truncate"
-    """A token's weight at `old_logprobs=trainer`, of w = p(trainer) / p(server). truncate: min(w, correction_cap), TIS.
-    mask: w within floor and cap, else 0 (IcePop). sequence, geometric: of the product, or mean, of a completion's."""
+    """A token's weight at `old_logprobs=trainer`, of w = p(trainer) / p(server).
+    truncate: min(w, correction_cap), TIS. mask: w within floor and cap, else 0 (IcePop).
+    sequence, geometric: of the product, or mean, of a completion's."""
     correction_cap: Positive = 2.0
     """Upper bound on w. IcePop uses 5."""
     correction_floor: NotNegative = 0.5
@@ -230,11 +265,14 @@ class TrainConfig(metaclass=_OneLineErrors):
     beta: NotNegative = 0.0
     """Weight of the KL penalty (k3) to the reference; 0 keeps no reference model."""
     reference_id: str | None = None
-    """Model behind `ref_logprobs`, of the same vocabulary, as a teacher; None: the initial policy."""
+    """Model behind `ref_logprobs`, of the same vocabulary, as a teacher;
+    None: the initial policy."""
     reference_urls: Values[Address] | None = None
-    """Servers of the reference (`vllm_server.py` with that model), which give `ref_logprobs` in the trainer's place."""
+    """Servers of the reference (`vllm_server.py` with that model),
+    which give `ref_logprobs` in the trainer's place."""
     kl_gradient: Literal["forward", "reverse"] = "forward"
-    """forward: that of k3, KL(reference || policy), as DeepSeekMath has it. reverse: times the ratio, as TRL has it."""
+    """forward: that of k3, KL(reference || policy), as DeepSeekMath has it.
+    reverse: times the ratio, as TRL has it."""
     num_iterations: OneOrMore = 1
     """Passes over each batch of completions."""
     num_minibatches: OneOrMore = 1
@@ -242,11 +280,12 @@ class TrainConfig(metaclass=_OneLineErrors):
     mask_truncated_completions: bool = False
     """Leave completions that ran into `max_completion_len` out of the loss."""
 
-    # -- optimization --------------------------------------------------------------------------------------------
+    # -- optimization ------------------------------------------------------------------------------
     batch_size: OneOrMore = 32
     """Prompts per step over all ranks, so that results do not depend on the number of ranks."""
     max_tokens_per_gpu: OneOrMore = 16384
-    """Token budget of one forward/backward, padding included. Changes memory and speed, never the gradient."""
+    """Token budget of one forward/backward, padding included.
+    Changes memory and speed, never the gradient."""
     max_steps: OneOrMore | None = None
     """Steps (batches of completions) to train; None takes `num_epochs`."""
     num_epochs: Positive = 1.0
@@ -268,29 +307,34 @@ class TrainConfig(metaclass=_OneLineErrors):
     seed: int = 42
     """Seeds the order of prompts, LoRA's start and dropout."""
     use_fsdp: bool = False
-    """Shard weights, gradients and optimizer state over the ranks (FSDP2) instead of replicating them (DDP)."""
+    """Shard weights, gradients and optimizer state over the ranks (FSDP2)
+    instead of replicating them (DDP)."""
     fsdp_bf16: bool = False
     """FSDP2 mixed precision: bfloat16 compute and gathers, weights and gradient sums in `dtype`."""
     fsdp_offload: bool = False
-    """Keep FSDP2's weights, gradients and optimizer state in host memory; slower, for models that fit no other way."""
+    """Keep FSDP2's weights, gradients and optimizer state in host memory;
+    slower, for models that fit no other way."""
     fsdp_shard_size: OneOrMore | None = None
-    """Ranks that one copy of the model is sharded over, replicated between them (HSDP), as one node's; None: all."""
+    """Ranks that one copy of the model is sharded over, replicated between them (HSDP),
+    as one node's; None: all."""
     collective_timeout: Positive = 3600.0
     """Seconds after which a collective that some rank never entered ends the run."""
 
-    # -- logs and checkpoints ------------------------------------------------------------------------------------
+    # -- logs and checkpoints ----------------------------------------------------------------------
     output_dir: str = "outputs"
-    """Where metrics, completions and checkpoints go."""
+    """Folder for metrics, completions and checkpoints."""
     log_steps: OneOrMore = 1
     """Steps between lines on the terminal; `metrics.jsonl` has every step."""
     logged_groups: ZeroOrMore | None = 8
-    """Groups of each step whose completions go into `completions.jsonl`: the first that were begun; None logs all."""
+    """Groups of each step whose completions go into `completions.jsonl`:
+    the first that were begun; None logs all."""
     log_completions_steps: ZeroOrMore = 0
     """Steps between tables of sampled completions in Weights & Biases; 0 sends none."""
     save_rollouts: bool = False
     """Write all that is trained to `rollouts.jsonl`, for `replay`: about 12 bytes a token."""
     eval_steps: ZeroOrMore = 0
-    """Steps between evaluations, beside the first and the last; 0 evaluates only before and after."""
+    """Steps between evaluations, beside the first and the last;
+    0 evaluates only before and after."""
     use_wandb: bool = False
     """Log to Weights & Biases too."""
     wandb_project: str = "grpo"
@@ -300,9 +344,11 @@ class TrainConfig(metaclass=_OneLineErrors):
     keep_last_n: OneOrMore | None = None
     """Keep this many of the run's last checkpoints; None keeps all."""
     resume_from_checkpoint: str | None = None
-    """A `checkpoint-<step>` to go on from, or `auto`: the newest one in `output_dir`, if there is one."""
+    """A `checkpoint-<step>` to go on from,
+    or `auto`: the newest one in `output_dir`, if there is one."""
     max_skipped_steps: OneOrMore = 10
-    """An update whose gradient is not finite is skipped; after so many steps in a row without one the run ends."""
+    """An update whose gradient is not finite is skipped;
+    after so many steps in a row without one the run ends."""
     push_to_hub: bool = False
     """Upload the last checkpoint to the Hugging Face hub."""
     hub_repo_id: str | None = None
@@ -312,159 +358,143 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     def __post_init__(self) -> None:
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
-        masks = self.off_policy_correction.endswith("mask")
-        overwrites = (
-            self.replay and Path(self.replay).absolute() == Path(self.output_dir).absolute()
-        )
-        taken = ", ".join(sorted(_RESERVED & set(self.sampling_params or {})))
-        for is_wrong, message in (
-            (
-                len(set(names) - {""}) < len(names),
-                "reward_funcs: each needs a __name__ of its own, for its metric",
-            ),
-            (
-                len(self.reward_weights or names) != len(names),
-                "reward_weights must be as many as reward_funcs",
-            ),
-            (
-                self.batch_size % self.num_minibatches,
-                "batch_size must be a multiple of num_minibatches",
-            ),
-            (
-                self.max_tokens_per_gpu <= self.max_completion_len,
-                "max_tokens_per_gpu must exceed max_completion_len",
-            ),
-            (
-                masks and self.correction_floor >= self.correction_cap,
-                "correction_floor must be below correction_cap",
-            ),
-            (
-                self.clip_low >= 1 and self.loss_type != "cispo",
-                "epsilon must be below 1, but for loss_type=cispo",
-            ),
-            (self.delta and self.delta <= 1 + self.clip_high, "delta must exceed 1 + epsilon_high"),
-            (
-                self.push_to_hub and not self.hub_repo_id,
-                "push_to_hub needs hub_repo_id (user/name)",
-            ),
-            (overwrites, "replay must be another folder than output_dir"),
-            (
-                self.replay and self.reference_urls,
-                "replay asks no server: unset reference_urls, and set reference_id",
-            ),
-            (taken, f"sampling_params may not set {taken}: use the fields of TrainConfig"),
+        if len(set(names) - {""}) < len(names):
+            raise UserError("reward_funcs: each needs a __name__ of its own, for its metric")
+        if self.reward_weights and len(self.reward_weights) != len(names):
+            raise UserError("reward_weights must be as many as reward_funcs")
+
+        if self.batch_size % self.num_minibatches:
+            raise UserError("batch_size must be a multiple of num_minibatches")
+        if self.max_tokens_per_gpu <= self.max_completion_len:
+            raise UserError("max_tokens_per_gpu must exceed max_completion_len")
+
+        if (
+            self.off_policy_correction.endswith("mask")
+            and self.correction_floor >= self.correction_cap
         ):
-            if is_wrong:
-                raise UserError(message)
-        files = (".jsonl", ".parquet")
-        is_name = isinstance(self.dataset_id, str) and not self.dataset_id.endswith(files)
-        eval_is_name = any(
-            isinstance(s, str) and not s.endswith(files) for s in self.eval_sets.values()
-        )
-        changed = changed_fields(self)
-        for fields, has_effect, condition in (
-            (
-                "lora_rank lora_alpha lora_dropout lora_target_modules",
-                self.use_peft,
+            raise UserError("correction_floor must be below correction_cap")
+        if self.clip_low >= 1 and self.loss_type != "cispo":
+            raise UserError("epsilon must be below 1, but for loss_type=cispo")
+        if self.delta and self.delta <= 1 + self.clip_high:
+            raise UserError("delta must exceed 1 + epsilon_high")
+
+        if self.push_to_hub and not self.hub_repo_id:
+            raise UserError("push_to_hub needs hub_repo_id (user/name)")
+        if self.replay:
+            if Path(self.replay).absolute() == Path(self.output_dir).absolute():
+                raise UserError("replay must be another folder than output_dir")
+            if self.reference_urls:
+                raise UserError("replay asks no server: unset reference_urls, and set reference_id")
+        taken = ", ".join(sorted(_RESERVED.intersection(self.sampling_params or {})))
+        if taken:
+            raise UserError(f"sampling_params may not set {taken}: use the fields of TrainConfig")
+
+        self._refuse_settings_without_effect()
+
+    def _refuse_settings_without_effect(self) -> None:
+        """Raise `UserError` for a field that was set, and that another setting leaves unread."""
+        refuse = self._refuse_changed
+        if not self.use_peft:
+            refuse(
                 "without use_peft",
-            ),
-            ("log_completions_steps", self.logged_groups != 0, "with logged_groups=0"),
-            ("wandb_project log_completions_steps", self.use_wandb, "without use_wandb"),
-            ("hub_repo_id hub_private", self.push_to_hub, "without push_to_hub"),
-            (
-                "eval_steps eval_generations eval_temperature",
-                self.eval_sets,
-                "without eval_dataset_id",
-            ),
-            (
-                "eval_generations",
-                self.eval_temperature,
-                "with eval_temperature=0: all of them would be the same",
-            ),
-            (
-                "eval_dataset_split",
-                eval_is_name,
-                "unless eval_dataset_id is the name of a data set",
-            ),
-            (
-                "dataset_config dataset_split",
-                is_name,
-                "unless dataset_id is the name of a data set",
-            ),
-            ("stale_policy inflight_updates", self.max_staleness, "without max_staleness"),
-            ("max_dropped_batches", self.drop_zero_advantage, "without drop_zero_advantage"),
-            (
-                "off_policy_correction correction_cap",
-                self.old_logprobs == "trainer",
-                "without old_logprobs=trainer",
-            ),
-            (
-                "correction_cap",
-                self.off_policy_correction != "none",
-                "with off_policy_correction=none",
-            ),
-            ("correction_floor", masks, "without off_policy_correction=mask"),
-            ("kl_gradient", self.beta, "without beta"),
-            (
-                "reference_id reference_urls",
-                self.beta or self.loss_fn,
-                "without beta or a loss_fn that uses it",
-            ),
-            ("scale_rewards", self.advantage_fn is None, "with advantage_fn"),
-            ("fsdp_bf16 fsdp_offload fsdp_shard_size", self.use_fsdp, "without use_fsdp"),
-            (
-                "num_epochs",
-                self.max_steps is None,
-                "beside max_steps, which --max_steps none unsets",
-            ),
-            ("delta", self.loss_type != "cispo", "with loss_type=cispo"),
-        ):
-            for name in fields.split():
-                if name in changed and not has_effect:
-                    raise UserError(
-                        f"{name} has no effect {condition}: leave it at its default, {_DEFAULTS[name]}"
-                    )
+                "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
+            )  # fmt: skip
+        if self.logged_groups == 0:
+            refuse("with logged_groups=0", "log_completions_steps")
+        if not self.use_wandb:
+            refuse("without use_wandb", "wandb_project", "log_completions_steps")
+        if not self.push_to_hub:
+            refuse("without push_to_hub", "hub_repo_id", "hub_private")
+
+        if not self.eval_sets:
+            refuse("without eval_dataset_id", "eval_steps", "eval_generations", "eval_temperature")
+        if self.eval_temperature == 0:
+            refuse("with eval_temperature=0: all of them would be the same", "eval_generations")
+        if not any(_is_dataset_name(source) for source in self.eval_sets.values()):
+            refuse("unless eval_dataset_id is the name of a data set", "eval_dataset_split")
+        if not _is_dataset_name(self.dataset_id):
+            refuse("unless dataset_id is the name of a data set", "dataset_config", "dataset_split")
+
+        if self.max_staleness == 0:
+            refuse("without max_staleness", "stale_policy", "inflight_updates")
+        if not self.drop_zero_advantage:
+            refuse("without drop_zero_advantage", "max_dropped_batches")
+        if self.old_logprobs != "trainer":
+            refuse("without old_logprobs=trainer", "off_policy_correction", "correction_cap")
+        if self.off_policy_correction == "none":
+            refuse("with off_policy_correction=none", "correction_cap")
+        if not self.off_policy_correction.endswith("mask"):
+            refuse("without off_policy_correction=mask", "correction_floor")
+
+        if self.beta == 0:
+            refuse("without beta", "kl_gradient")
+            if self.loss_fn is None:
+                refuse("without beta or a loss_fn that uses it", "reference_id", "reference_urls")
+        if self.advantage_fn is not None:
+            refuse("with advantage_fn", "scale_rewards")
+        if not self.use_fsdp:
+            refuse("without use_fsdp", "fsdp_bf16", "fsdp_offload", "fsdp_shard_size")
+        if self.max_steps is not None:
+            refuse("beside max_steps, which --max_steps none unsets", "num_epochs")
+        if self.loss_type == "cispo":
+            refuse("with loss_type=cispo", "delta")
+
+    def _refuse_changed(self, condition: str, *fields: str) -> None:
+        """Raise `UserError` for the first of these fields that is not at its default."""
+        for name in fields:
+            default = _DEFAULTS[name]
+            if getattr(self, name) != default:
+                raise UserError(
+                    f"{name} has no effect {condition}: leave it at its default, {default}"
+                )
 
     @property
     def clip_low(self) -> float:
         """The lower clip actually used: `epsilon`, or what its None stands for."""
-        return (
-            self.epsilon
-            if self.epsilon is not None
-            else math.inf
-            if self.loss_type == "cispo"
-            else 0.2
-        )
+        if self.epsilon is not None:
+            return self.epsilon
+        return math.inf if self.loss_type == "cispo" else 0.2
 
     @property
     def clip_high(self) -> float:
         """The upper clip actually used: `epsilon_high`, or what its None stands for."""
-        return next(value for value in (self.epsilon_high, self.epsilon, 0.2) if value is not None)
+        if self.epsilon_high is not None:
+            return self.epsilon_high
+        if self.epsilon is not None:
+            return self.epsilon
+        return 0.2
 
     @property
     def weighs_whole_batch(self) -> bool:
-        """Whether advantages depend on the whole batch, so that training cannot start before it is complete."""
+        """True where advantages depend on the whole batch.
+
+        Training cannot start before such a batch is complete.
+        """
         return self.scale_rewards == "batch" or self.advantage_fn is not None
 
     @property
     def weighs_whole_completions(self) -> bool:
-        """Whether a token's loss may depend on the others of its completion, which then stand in one row."""
-        levels = (self.importance_level, self.off_policy_correction.partition("_")[0])
+        """True where a token's loss may depend on the others of its completion.
+
+        They then stand in one row.
+        """
         return (
             self.loss_fn is not None
             or self.loss_type == "grpo"
-            or bool({"sequence", "geometric"} & {*levels})
+            or self.importance_level == "sequence"
+            or self.off_policy_correction.startswith(("sequence", "geometric"))
         )
 
     @property
     def eval_sets(self) -> dict[str, Any]:
         """Held-out data sets by name; a single one has the name ""."""
-        given = self.eval_dataset_id
-        return given if isinstance(given, dict) else {"": given} if given else {}
+        if isinstance(self.eval_dataset_id, dict):
+            return self.eval_dataset_id
+        return {"": self.eval_dataset_id} if self.eval_dataset_id else {}
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss gets log-probs of a reference."""
+        """True where the loss gets log-probs of a reference."""
         return self.beta > 0 or self.reference_id is not None or self.reference_urls is not None
 
     @property
@@ -483,6 +513,11 @@ _HINTS = get_type_hints(TrainConfig, include_extras=True)
 _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
 
 
+def _is_dataset_name(source: Any) -> bool:
+    """True for the name of a data set, which is neither a file nor a function."""
+    return isinstance(source, str) and not source.endswith((".jsonl", ".parquet"))
+
+
 def changed_fields(config: TrainConfig) -> set[str]:
     """The fields whose values differ from the defaults, or that have none."""
     return {name for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
@@ -490,53 +525,74 @@ def changed_fields(config: TrainConfig) -> set[str]:
 
 def bending(config: TrainConfig) -> list[str]:
     """The settings by which tokens are not drawn from the policy itself."""
-    return sorted(_BENDING & {*changed_fields(config), *(config.sampling_params or {})})
+    settings = changed_fields(config).union(config.sampling_params or {})
+    return sorted(_BENDING & settings)
 
 
 def describe(config: TrainConfig, usual: TrainConfig | None = None) -> str:
-    """What differs from the defaults, one line per field, and warnings; `usual` is what bf16=none would give here."""
+    """Describe the settings other than the defaults, one a line, then warn.
+
+    `usual` is the configuration with the dtypes that bf16=none would give here.
+    """
     changed = changed_fields(config)
-    computes, could = (
-        "bfloat16" if c.bf16 or c.fsdp_bf16 else c.dtype for c in (config, usual or config)
-    )
-    lines = [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
-    if names := ", ".join(bending(config)):
+    computes = _compute_dtype(config)
+    lines = [f"weights in {config.dtype}, computation in {computes}; other than the defaults:"]
+    lines += [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
+
+    bends = ", ".join(bending(config))
+    if bends:
         lines.append(
-            f"warning: {names}: tokens are not drawn from the policy itself; ratios are then inexact"
+            f"warning: {bends}: tokens are not drawn from the policy itself; "
+            "ratios are then inexact"
         )
     idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed))
     if idle and config.old_logprobs == "trainer" and config.updates_per_batch == 1:
         lines.append(f"warning: {idle} without effect: all ratios are 1 with one update per batch")
+
     if config.dtype == "bfloat16" and not config.use_peft:
         lines.append(
-            "warning: dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16"
+            "warning: dtype=bfloat16: weights lose most updates; "
+            "keep float32, with bf16 or fsdp_bf16"
         )
-    if computes == "float32" != could:
+    if computes == "float32" and _compute_dtype(usual or config) == "bfloat16":
         lines.append(
-            "warning: computation in float32: half to a tenth of the speed of bfloat16; leave bf16 at none"
+            "warning: computation in float32: half to a tenth of the speed of bfloat16; "
+            "leave bf16 at none"
         )
     if config.use_peft and config.learning_rate < 1e-5:
         lines.append(
-            f"warning: learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; try 1e-5 to 5e-4"
+            f"warning: learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; "
+            "try 1e-5 to 5e-4"
         )
-    return "\n".join(
-        [f"weights in {config.dtype}, computation in {computes}; other than the defaults:", *lines]
-    )
+    return "\n".join(lines)
+
+
+def _compute_dtype(config: TrainConfig) -> str:
+    return "bfloat16" if config.bf16 or config.fsdp_bf16 else config.dtype
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
     """The resolved configuration as JSON values; functions become their dotted paths."""
-    dotted: Any = lambda f: f"{f.__module__}.{getattr(f, '__qualname__', type(f).__qualname__)}"  # noqa: E731
-    return json.loads(json.dumps(vars(config), default=dotted))
+
+    def dotted_path(function: Any) -> str:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        return f"{function.__module__}.{name}"
+
+    return json.loads(json.dumps(vars(config), default=dotted_path))
 
 
 def load_recipe(path: str) -> ModuleType:
-    """Import a recipe by a name that reward workers can import, too; UserError where another module has it."""
-    file, folder = Path(path).resolve(), Path(__file__).resolve().parent
+    """Import a recipe by a name under which reward workers can import it, too.
+
+    Raises `UserError` where another module has that name.
+    """
+    file = Path(path).resolve()
+    folder = Path(__file__).resolve().parent
     if not file.is_relative_to(folder):
         folder = file.parent
         sys.path.append(str(folder))  # the last place, as it must hide no library
     name = ".".join(file.relative_to(folder).with_suffix("").parts)
+
     try:
         spec = importlib.util.find_spec(name)
         if not spec or Path(spec.origin or "").resolve() != file:
@@ -544,83 +600,109 @@ def load_recipe(path: str) -> ModuleType:
         module = importlib.import_module(name)
     except (ImportError, SyntaxError) as error:
         raise UserError(f"recipe {path}: {error}") from error
+
     if not isinstance(getattr(module, "config", None), TrainConfig):
         raise UserError(f"{path} defines no `config = TrainConfig(...)`")
     return module
 
 
+def parse_args(argv: list[str]) -> TrainConfig:
+    """Read a configuration from `[recipe.py] --field value ...`.
+
+    Raises `UserError`, or argparse's `SystemExit`.
+    """
+    words = [_with_underscores(word) for word in argv]
+    path = None
+    if words and not words[0].startswith("-"):
+        path = words.pop(0)
+    given, unknown = _parser().parse_known_args(words)
+
+    sys.path.append(str(Path.cwd()))  # for dotted paths
+    recipe = load_recipe(path) if path else None
+    values = {name: _parsed(word, _HINTS[name], recipe) for name, word in vars(given).items()}
+    if unknown:  # TrainConfig refuses the first
+        name = unknown[0].lstrip("-").partition("=")[0]
+        values[name] = unknown[0]
+
+    if recipe:
+        return dataclasses.replace(recipe.config, **values)
+    return TrainConfig(**values)
+
+
+def _with_underscores(word: str) -> str:
+    """`--output-dir=a-b` as `--output_dir=a-b`."""
+    flag, equals, value = word.partition("=")
+    if flag.startswith("--"):
+        flag = "--" + flag[2:].replace("-", "_")
+    return flag + equals + value
+
+
+def _parser() -> argparse.ArgumentParser:
+    """A parser with an option for each field, whose values stay words."""
+    parser = argparse.ArgumentParser(
+        usage="train.py [recipe.py] [--field value ...]",
+        description="Lists are written a,b or as JSON, dictionaries as JSON, functions as dotted "
+        "paths, those of the recipe by name. A value that begins with a dash follows after =.",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=6),
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    for name, field in _FIELDS.items():
+        default = "required" if field.is_required() else f"default {str(_DEFAULTS[name]).lower()}"
+        parser.add_argument(
+            f"--{name}",
+            metavar=f"{_type_in_words(_HINTS[name])} ({default})",
+            help=field.description.replace("%", "%%"),
+        )
+    return parser
+
+
 def _type_in_words(hint: Any) -> str:
     """A field's type as messages and `--help` write it: `a | b`, `int >= 1 | none`."""
-    origin, args = get_origin(hint), get_args(hint)
+    if isinstance(hint, str):  # an option of a Literal
+        return hint
+    origin = get_origin(hint)
+    args = get_args(hint)
     if origin is Annotated:
         return args[-1].title or _type_in_words(args[0])
     if origin in (Literal, Union, UnionType):
-        return " | ".join(
-            option if isinstance(option, str) else _type_in_words(option) for option in args
-        )
+        return " | ".join(_type_in_words(option) for option in args)
     if origin is list:
         return f"list of {_type_in_words(args[0])}"
     return {bool: "true | false", NoneType: "none"}.get(hint, hint.__name__)
 
 
-def _parsed(text: str, hint: Any, recipe: ModuleType | None) -> Any:
-    """A command-line word as a value of the type; what does not fit stays text, which `TrainConfig` refuses."""
-    origin, args = get_origin(hint), get_args(hint)
-    if NoneType in args and text.lower() in ("none", "null"):
-        return None
+def _parsed(word: Any, hint: Any, recipe: ModuleType | None) -> Any:
+    """Turn a word of the command line into a value of the type.
+
+    A word that does not fit stays text, which `TrainConfig` refuses.
+    """
+    if not isinstance(word, str):  # a part of a JSON list
+        return word
     if hint == Function:
-        text = text.lstrip(".")  # there is no relative import
-        return text if "." in text or not recipe else f"{recipe.__name__}.{text}"
-    if origin in (Annotated, Union, UnionType):
-        takes_dict = text.startswith("{") and any(get_origin(arg) is dict for arg in args)
-        return _parsed(
-            text, dict if takes_dict else args[0], recipe
-        )  # str, or the only type beside None
-    parsers: dict[Any, Any] = {
-        int: int,
-        float: float,
-        bool: lambda word: json.loads(word.lower()),
-        dict: json.loads,
-    }
+        path = word.lstrip(".")  # there is no relative import
+        if recipe and "." not in path:  # a function of the recipe, by its name alone
+            return f"{recipe.__name__}.{path}"
+        return path
+
+    kind = get_origin(hint) or hint
+    args = get_args(hint)
+    if NoneType in args and word.lower() in ("none", "null"):
+        return None
+    if kind in (Annotated, Union, UnionType):
+        option = args[0]  # str, or the only type beside None
+        if word.startswith("{") and any(get_origin(other) is dict for other in args):
+            option = dict
+        return _parsed(word, option, recipe)
+
     with suppress(ValueError):
-        if origin is list:
-            items = json.loads(text) if text.startswith("[") else text.split(",")
-            return [
-                _parsed(item, args[0], recipe) if isinstance(item, str) else item for item in items
-            ]
-        return parsers.get(origin or hint, str)(text)
-    return text
-
-
-def parse_args(argv: list[str]) -> TrainConfig:
-    """The configuration that `[recipe.py] --field value ...` means; raises `UserError`, or argparse's `SystemExit`."""
-    parser = argparse.ArgumentParser(
-        usage="train.py [recipe.py] [--field value ...]",
-        description="Lists are written a,b or as JSON, dictionaries as JSON, functions as dotted paths, those of the "
-        "recipe by name. A value that begins with a dash follows after =.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=6),
-        allow_abbrev=False,
-    )
-    for name, field in _FIELDS.items():
-        default = "required" if field.is_required() else f"default {str(_DEFAULTS[name]).lower()}"
-        kind, text = (
-            f"{_type_in_words(_HINTS[name])} ({default})",
-            field.description.replace("%", "%%"),
-        )
-        parser.add_argument(f"--{name}", metavar=kind, help=text)
-    words = [
-        re.sub("^--[^=]+", lambda flag: "--" + flag[0][2:].replace("-", "_"), word) for word in argv
-    ]
-    path = words.pop(0) if words and not words[0].startswith("-") else None
-    given, rest = parser.parse_known_args(words)
-    sys.path.append(str(Path.cwd()))  # for dotted paths
-    recipe = load_recipe(path) if path else None
-    values = {
-        name: _parsed(text, _HINTS[name], recipe)
-        for name, text in vars(given).items()
-        if text is not None
-    }
-    values |= {
-        word.lstrip("-").partition("=")[0]: word for word in rest[:1]
-    }  # TrainConfig refuses an unknown field
-    return dataclasses.replace(recipe.config, **values) if recipe else TrainConfig(**values)
+        if kind is list:
+            items = json.loads(word) if word.startswith("[") else word.split(",")
+            return [_parsed(item, args[0], recipe) for item in items]
+        if kind is dict:
+            return json.loads(word)
+        if kind is bool:
+            return json.loads(word.lower())
+        if kind in (int, float):
+            return kind(word)
+    return word

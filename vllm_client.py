@@ -22,12 +22,8 @@ from torch.distributed import TCPStore
 
 from config import UserError
 from rollouts.group import ENVIRONMENT, FOREIGN, Completion, spans_to_versions
-from utils import (
-    RIGHT_VLLM,
-    TransferGroup,
-    address_towards,
-    api_token,
-)
+from utils import RIGHT_VLLM, api_token
+from weights.transfer import TransferGroup, address_towards
 
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for

@@ -230,7 +230,7 @@ class Handler(BaseHTTPRequestHandler):
         import torch
         from torch.distributed import TCPStore
 
-        from utils import TransferGroup
+        from weights.transfer import TransferGroup
 
         store = TCPStore(
             info["host"],

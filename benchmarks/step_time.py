@@ -25,7 +25,6 @@ import torch.distributed as dist
 from build_tiny import build, build_tokenizer, problems
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import utils
 from benchmarks.common import median, report
 from benchmarks.local_server import local_server
 from config import TrainConfig
@@ -36,6 +35,7 @@ from training.metrics import batch_metrics
 from training.model import build_optimizer, build_policy, share_prefixes
 from utils import process_group, timed
 from weights.publish import published_weights
+from weights.transfer import BUCKET_BYTES
 
 
 def build_random(path: Path, hidden: int, layers: int) -> None:
@@ -136,7 +136,7 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
     row |= {
         "model_mb": sum(sizes) / 1e6,
         "largest_tensor_mb": max(sizes) / 1e6,
-        "bucket_mb": utils.BUCKET_BYTES["cpu"] / 1e6,
+        "bucket_mb": BUCKET_BYTES["cpu"] / 1e6,
     }
     rollouts.close()
     return row

@@ -20,10 +20,10 @@ from config import ADDRESS, TrainConfig, UserError
 from utils import (
     RIGHT_VLLM,
     VLLM_VERSION,
-    buckets,
     naming,
 )
 from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost
+from weights.transfer import buckets
 
 POLL_S = 2e-4  # between looks at what servers do
 POLL_S_PER_SERVER = 2e-5

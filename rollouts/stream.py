@@ -26,9 +26,10 @@ from rollouts.replay import restore, saved_groups
 from rollouts.scoring import Scorer, check_rewards, held_out_metrics
 from rollouts.servers import ServerPool
 from training.model import load_model_config, token_logprobs, with_bf16
-from utils import Stopped, broadcast_object, gather_objects, gpu_of, is_main, naming, timed
+from utils import Stopped, broadcast_object, gather_objects, is_main, naming, timed
 from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost
 from weights.publish import published_weights
+from weights.transfer import gpu_of
 
 MISMATCH = (
     "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model otherwise, or takes "

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
-from utils import VLLM_VERSION, TransferGroup
+from utils import VLLM_VERSION
+from weights.transfer import TransferGroup
 
 Answer = Callable[[list[int], int], tuple[list[int], float | Callable[[int], None]]]
 

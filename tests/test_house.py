@@ -17,7 +17,7 @@ ROOMS = {
         "batching", "model", "vision", "checkpoints", "logs", "metrics", "terminal", "wandb_log",
         "hooks",
     },
-    "weights": {"publish"},
+    "weights": {"publish", "transfer", "cuda_ipc"},
 }  # fmt: skip
 FLOORS = {  # of a file, or else of its room
     "train": 6, "rollouts": 5, "training": 5, "vllm_client": 4, "vllm_server": 4, "weights": 3,

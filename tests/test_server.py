@@ -26,7 +26,6 @@ from safetensors.torch import load_file
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-import utils
 from benchmarks.local_server import local_server
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
@@ -36,9 +35,10 @@ from rollouts.group import version_spans
 from rollouts.servers import ServerPool
 from rollouts.stream import Rollouts, sampling_params
 from training.model import add_lora, load_model, parallelize
-from utils import process_group
+from utils import broadcast_object, process_group
 from vllm_client import Server, ServerError
 from weights.publish import full_weights, host_weights, published_weights, unwrap
+from weights.transfer import BUCKET_BYTES, TransferGroup, buckets
 
 PROMPT = [5, 20, 33, 41, 7, 8]
 
@@ -107,7 +107,7 @@ def mismatch(policy, rollouts, config, device):
     replies = None
     if dist.get_rank() == 0:
         replies = rollouts.pool.servers[0].generate(PROMPT, {**sampling_params(config), "n": 4})
-    replies = utils.broadcast_object(replies)
+    replies = broadcast_object(replies)
     pairs = [(PROMPT, [c.token_ids for c in replies])]
     with torch.no_grad():
         (row,) = pack(pairs, share_prefix=False)
@@ -234,7 +234,7 @@ def test_a_trainer_that_dies_before_its_first_bucket_leaves_a_usable_server(mode
 
 def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monkeypatch):
     """A trainer that dies between two layers: the server resumes, and the next trainer's sync is whole."""
-    monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 10_000)
+    monkeypatch.setitem(BUCKET_BYTES, "cpu", 10_000)
     monkeypatch.setattr(
         "rollouts.servers.PROBE_S", 3600.0
     )  # a trainer that is dead takes no server back
@@ -728,7 +728,7 @@ def test_lora_on_tied_embeddings_is_refused(models, target):
 
 def test_buckets_and_pieces(monkeypatch):
     """Weights reach the other side bit for bit, whatever has to be joined or split, and keep their types."""
-    monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 1024)
+    monkeypatch.setitem(BUCKET_BYTES, "cpu", 1024)
     dtypes = [
         torch.float32,
         torch.float32,
@@ -741,11 +741,11 @@ def test_buckets_and_pieces(monkeypatch):
     weights = [
         (f"w{i}", torch.randn(s).to(d)) for i, (s, d) in enumerate(zip(shapes, dtypes, strict=True))
     ]
-    joined = list(utils.buckets(weights))
+    joined = list(buckets(weights))
     assert [list(bucket) for bucket in joined] == [["w0", "w1", "w2", "w3"], ["w4"], ["w5"]]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [store, TCPStore("127.0.0.1", store.port, is_master=False)]
-    join = lambda rank: utils.TransferGroup(stores[rank], rank, 2, torch.device("cpu"), 30.0)
+    join = lambda rank: TransferGroup(stores[rank], rank, 2, torch.device("cpu"), 30.0)  # noqa: E731
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         trainer, worker = pool.map(join, (0, 1))
         for bucket in joined:

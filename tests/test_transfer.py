@@ -7,7 +7,6 @@ and one of its own after the group's time-out; `abort` ends kernels under way wi
 
 import dataclasses
 import gc
-import json
 import os
 import threading
 import time
@@ -20,11 +19,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import utils
 from config import TrainConfig
 from rollouts.servers import ServerPool
-from utils import TransferGroup
 from vllm_client import Server
+from weights import cuda_ipc
+from weights.transfer import BUCKET_BYTES, TransferGroup
 
 TIMEOUT_S = 2.0
 FULL = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
@@ -99,7 +98,8 @@ def nccl(monkeypatch):
     monkeypatch.setattr(StandIn, "board", {})
     monkeypatch.setattr(StandIn, "made", [])
     monkeypatch.setattr(
-        utils, "gpu_of", lambda device: None if device.index is None else f"gpu {device.index}"
+        "weights.transfer.gpu_of",
+        lambda device: None if device.index is None else f"gpu {device.index}",
     )
     return lambda fault: monkeypatch.setattr(StandIn, "fault", staticmethod(fault))
 
@@ -190,15 +190,15 @@ def test_one_gpu(nccl, monkeypatch, forbidden):
         if forbidden == "to make a handle":
             raise RuntimeError("CUDA error: invalid argument")
         memory[len(memory)] = buffer
-        return [len(memory) - 1]
+        return f"{len(memory) - 1}"
 
-    def opened(number, device):
+    def copy(number, buffer, device):
         if forbidden == "to open it":
             raise RuntimeError("CUDA error: invalid device context")
-        return memory[number[0]].clone() + (forbidden == "other memory")
+        buffer.copy_(memory[int(number)] + (forbidden == "other memory"))
 
-    monkeypatch.setattr(utils, "_handle", handle)
-    monkeypatch.setattr(utils, "_opened", opened)
+    monkeypatch.setattr(cuda_ipc, "_handle", handle)
+    monkeypatch.setattr(cuda_ipc, "_copy", copy)
     trainer, worker = join([0, 0], ["gpu 0"])
     assert trainer.backend == worker.backend == ("ipc" if forbidden == "nothing" else "gloo")
     first, second, end = transfer(
@@ -231,9 +231,10 @@ def test_a_handle_travels_as_json(monkeypatch):
         return buffer.untyped_storage()
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", shared)
-    sent = json.loads(json.dumps(utils._handle(buffer), default=bytes.hex))
+    handle, copied = cuda_ipc._handle(buffer), torch.zeros_like(buffer)
     fields = (*fields[:-1], False)  # an event to wait for would be opened, and never closed
-    assert torch.equal(utils._opened(sent, torch.device("cpu", 1)), buffer)
+    cuda_ipc._copy(handle.encode(), copied, torch.device("cpu", 1))
+    assert torch.equal(copied, buffer)
 
 
 # -- faults ----------------------------------------------------------------------------------------------------------
@@ -354,7 +355,7 @@ class Receiver:
 )
 def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
     """Once it was later than half of them by `sync_timeout` in all; where most are as slow, they are waited for."""
-    monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 1)
+    monkeypatch.setitem(BUCKET_BYTES, "cpu", 1)
     client = make_client(*(f"http://{i}" for i in range(len(seconds))))
     client.config = dataclasses.replace(client.config, sync_timeout=1.0)
     for step in ("pause", "end_update"):
@@ -428,7 +429,7 @@ def test_a_bucket_of_nothing():
 
 def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
     """One bucket is gathered while the one before is held back, and no more: a gather never waits for a broadcast."""
-    monkeypatch.setitem(utils.BUCKET_BYTES, "cpu", 100)
+    monkeypatch.setitem(BUCKET_BYTES, "cpu", 100)
     release = threading.Event()
     nccl(lambda rank, number: None)
     trainer, worker = join([0, 1], timeout_s=TIMEOUT_S)

@@ -1,0 +1,308 @@
+"""Weights on the wire: everything that the trainer and the workers of a server share of it."""
+
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Two buckets are alive at a time: one travels while the next is gathered.
+BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
+
+_making = threading.Lock()
+# One for each address: its thread wakes up 100 times a second.
+_gloo_device = cache(dist.ProcessGroupGloo.create_device)
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Join consecutive weights, of any shapes, to buckets of at most `BUCKET_BYTES`.
+
+    A larger weight is a bucket of its own.
+    """
+    bucket: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in weights:
+        if bucket and num_bytes + tensor.nbytes > BUCKET_BYTES[tensor.device.type]:
+            yield bucket
+            bucket = {}
+            num_bytes = 0
+        bucket[name] = tensor
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
+
+
+def gpu_of(device: torch.device) -> str | None:
+    """Tell a GPU from all others, on any machine; None for a CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine on the route to `host` (no packet is sent)."""
+    family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return probe.getsockname()[0]
+
+
+class TransferGroup:
+    """A trainer and the workers of one server, between whom weights travel.
+
+    The trainer is rank 0, the workers are ranks 1 to world_size - 1. Every member names its GPU in
+    `store`, a TCPStore that the trainer hosts, and from these follows the `backend`:
+
+        nccl  every worker has a GPU of its own, apart from those of all ranks of the trainer
+        ipc   the only worker is on the trainer's GPU, and may open its memory (cuda_ipc.py)
+        gloo  everything else, through the memory of the host
+
+    A member that waits for a lost one gets a RuntimeError within `timeout_s`. For nccl this needs
+    (torch 2.11 to 2.13) TORCH_NCCL_BLOCKING_WAIT: else a watchdog ends the process.
+    `is_completed()` then only asks, `wait()` raises the failure, and `close` calls `abort()`, as
+    `shutdown()` waits for a stuck kernel.
+    """
+
+    def __init__(
+        self, store: dist.TCPStore, rank: int, world_size: int, device: torch.device,
+        timeout_s: float, gpus: Collection[str | None] = (), dtype: torch.dtype | None = None,
+    ):  # fmt: skip
+        """Meet the other members; RuntimeError where that fails.
+
+        `gpus` are those of all ranks, given by the trainer; `dtype` is the model's, by a worker.
+        """
+        self._store = store
+        self._rank = rank
+        self._workers = range(1, world_size)
+        self.device = device
+        self._timeout_s = timeout_s
+        self._number = 0  # of the next bucket
+        self._group: Any = None
+
+        store.set(f"member/{rank}", json.dumps([gpu_of(device), str(dtype).removeprefix("torch.")]))
+        members = [json.loads(store.get(f"member/{member}")) for member in range(world_size)]
+        trainer_gpu = members[0][0]
+        worker_gpus = [gpu for gpu, _ in members[1:]]
+        self._dtype = getattr(torch, members[1][1], None)  # of the workers
+
+        if trainer_gpu is not None and worker_gpus == [trainer_gpu]:
+            from weights.cuda_ipc import share_memory
+
+            self._group = share_memory(store, rank, device)  # None where that is forbidden
+        if self._group is not None:
+            self.backend = "ipc"
+        else:
+            self._meet(trainer_gpu, worker_gpus, gpus)
+
+    def _meet(self, trainer_gpu: str | None, worker_gpus: list[Any], gpus: Collection[Any]) -> None:
+        """Agree on nccl or gloo, and connect."""
+        if self._rank == 0:
+            taken_gpus = {None, trainer_gpu, *gpus}
+            takes_nccl = (
+                trainer_gpu is not None
+                and taken_gpus.isdisjoint(worker_gpus)
+                and len(set(worker_gpus)) == len(worker_gpus)
+            )
+            self._store.set("backend", "nccl" if takes_nccl else "gloo")
+        self.backend = self._store.get("backend").decode()
+        if self.backend == "gloo":
+            self.device = torch.device("cpu")
+
+        try:
+            _within(self._timeout_s, self._connect)
+        except RuntimeError as error:
+            self.close()
+            cause = str(error).partition("\n")[0]
+            raise RuntimeError(
+                f"trainer and server do not meet over {self.backend}: {cause}; name the interface "
+                f"between them, {self.backend.upper()}_SOCKET_IFNAME, and open its ports"
+            ) from error
+
+    def _connect(self) -> None:
+        """Make the process group, and send a byte through.
+
+        The first broadcast makes nccl's communicator.
+        """
+        store = dist.PrefixStore(f"weights/{self.backend}", self._store)
+        world_size = 1 + len(self._workers)
+        timeout = timedelta(seconds=self._timeout_s)
+        if self.backend == "gloo":
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timeout
+            options._devices = [_gloo_device(hostname=address_towards(self._store.host))]
+            self._group = gloo(store, self._rank, world_size, options)
+        else:
+            nccl: Any = dist.ProcessGroupNCCL
+            options = nccl.Options()
+            options._timeout = timeout
+            # Each group reads this as it is made, and the trainer's own groups must not see it.
+            with _making:
+                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+                try:
+                    self._group = nccl(store, self._rank, world_size, options)
+                finally:
+                    del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
+
+        self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
+
+    def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any] | None = None) -> Any:
+        """Start to send named tensors, of any shape and dtype, from rank 0.
+
+        Returns the work for `is_over` or `finish`. The tensors travel as one buffer, which may be
+        the memory of a lone tensor: that must not change meanwhile. Groups that are given the same
+        `buffers` make one buffer for all. An empty bucket ends the stream, without a wait.
+        """
+        if buffers is None:
+            buffers = {}
+        kind = (self.device, self._dtype)
+        if kind not in buffers:
+            buffers[kind] = _flat(bucket, *kind)
+        entries, buffer = buffers[kind]
+
+        header = json.dumps([len(buffer), entries])
+        for worker in self._workers:
+            self._store.set(f"bucket/{worker}/{self._number}", header)
+        self._number += 1
+        return self._broadcast(buffer) if len(buffer) else None
+
+    def receive(self) -> dict[str, Tensor]:
+        """Take the next bucket of rank 0, in fresh memory on the group's device.
+
+        The bucket is empty at the end of the stream.
+        """
+        key = f"bucket/{self._rank}/{self._number}"
+        # The trainer may be waiting its own time-out for another server.
+        limit_s = 2 * self._timeout_s + 10
+        _within(limit_s, partial(self._store.wait, [key], timedelta(seconds=limit_s + 60)))
+        header = self._store.get(key)
+        self._store.delete_key(key)
+        if not header:
+            raise RuntimeError("the trainer has left")
+
+        size, entries = json.loads(header)
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if size:
+            self.finish(self._broadcast(buffer))
+        self._number += 1
+
+        bucket = {}
+        for name, dtype, shape, start, end in entries:
+            bucket[name] = buffer[start:end].view(getattr(torch, dtype)).view(shape)
+        return bucket
+
+    def _broadcast(self, data: Tensor) -> Any:
+        group = self._group
+        if group is None:
+            raise RuntimeError("the transfer group is closed")
+        return group.broadcast([data], dist.BroadcastOptions())
+
+    def is_over(self, work: Any, begun_s: float) -> bool:
+        """True once the work is over; RuntimeError where it failed.
+
+        `begun_s` is its beginning, on the monotonic clock.
+        """
+        if work.is_completed():
+            work.wait()
+            return True
+        if time.monotonic() > begun_s + self._timeout_s:
+            raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
+        return False
+
+    def finish(self, work: Any) -> None:
+        """Wait until the work is over.
+
+        RuntimeError where it fails, takes longer than `timeout_s`, or the trainer leaves.
+        """
+        begun_s = time.monotonic()
+        asked_s = begun_s
+        while not self.is_over(work, begun_s):
+            if self._rank > 0 and time.monotonic() > asked_s + 0.5:
+                asked_s = time.monotonic()
+                if not self.trainer_lives():
+                    raise RuntimeError("the trainer has left")
+            time.sleep(2e-4)
+
+    def trainer_lives(self) -> bool:
+        """True while the trainer hosts the store, answers, and has not left the group."""
+        with suppress(RuntimeError):
+            # From a host that is lost nothing comes, ever.
+            return not _within(5.0, partial(self._store.check, ["left"]))
+        return False
+
+    def close(self) -> None:
+        """Leave the group, in a second at most.
+
+        A member that waits for this one gets an error. May be called again.
+        """
+        with suppress(RuntimeError):
+            if self._rank == 0:
+                self._store.set("left", "")
+                for worker in self._workers:
+                    self._store.set(f"bucket/{worker}/{self._number}", "")
+            # In a thread of its own: the end of a gloo group, which comes with the last reference,
+            # waits for a broadcast that its peer does not take.
+            _within(1.0, self._end_group)
+
+    def _end_group(self) -> None:
+        group = self._group
+        self._group = None
+        if group is not None and self.backend == "nccl":
+            group.abort()
+
+
+def _flat(
+    bucket: dict[str, Tensor], device: torch.device, dtype: torch.dtype | None
+) -> tuple[list[Any], Tensor]:
+    """Lay named tensors into one buffer of bytes on `device`.
+
+    Matrices are rounded to `dtype`, as workers do with those of a checkpoint. Returns the name,
+    dtype, shape, first byte and end of each tensor, and the buffer.
+    """
+    entries = []
+    parts = []
+    start = 0
+    for name, tensor in bucket.items():
+        is_matrix = tensor.ndim > 1 and tensor.is_floating_point()
+        sent_dtype = tensor.dtype
+        if dtype is not None and is_matrix and tensor.itemsize > dtype.itemsize:
+            sent_dtype = dtype
+        data = tensor.to(device, sent_dtype)
+        end = start + data.nbytes
+        entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start, end))
+        padding = -data.nbytes % 16  # behind it a tensor of any dtype may begin
+        zeros = data.new_zeros(padding, dtype=torch.uint8)
+        parts += [data.reshape(-1).view(torch.uint8), zeros]
+        start = end + padding
+
+    parts = [part for part in parts if len(part)]
+    if not parts:
+        return entries, torch.empty(0)
+    return entries, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
+    """Make a call that nothing can end, in a thread; pass on its result or error.
+
+    RuntimeError where it takes longer.
+    """
+    outcome: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:  # for the thread that waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([outcome], timeout_s).done:
+        raise RuntimeError(f"nothing came through in {timeout_s:.0f} s")
+    return outcome.result()
