@@ -20,7 +20,11 @@ from utils import naming
 
 
 def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
-    """Raise a UserError where a reward function cannot be sent to a worker, or called with the columns of some row."""
+    """Try the signature of each reward function on the columns of every row.
+
+    Raises:
+        UserError: a function cannot be called with them, or not be sent to a worker.
+    """
     row_of_columns: dict[tuple[str, ...], int] = {}  # the first row with each set of columns
     for prompt in reversed(prompts):
         row_of_columns[tuple(prompt.columns)] = prompt.index
@@ -29,9 +33,8 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     for function in config.reward_funcs:
         for columns, row in row_of_columns.items():
             names = ["prompts", "completions", "completion_ids", *columns]
-            with naming(
-                f"reward {function.__name__} on dataset row {row}, which gives it {', '.join(names)}"
-            ):
+            given = f"which gives it {', '.join(names)}"
+            with naming(f"reward {function.__name__} on dataset row {row}, {given}"):
                 check_signature(function, names, config)
         with naming(
             f"reward {function.__name__} cannot be sent to a worker (open clients inside it)"
@@ -40,7 +43,10 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
 
 
 def check_signature(function: Any, names: list[str], config: TrainConfig) -> None:
-    """TypeError where a function, or one that `best_of` calls, cannot be called with arguments of these names."""
+    """TypeError where a function does not take arguments of these names.
+
+    `best_of` has several functions, each of which is tried.
+    """
     arguments = dict.fromkeys(names)
     for called in getattr(function, "functions", [function]):
         signature = inspect.signature(called)
@@ -64,20 +70,22 @@ def mean(values: list[float]) -> float:
 
 
 def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
-    """`rewards/<function>`: the mean of what it gave for the completions of all groups, NaN where it gave nothing."""
+    """`rewards/<function>`: the mean reward of each function, NaN without any."""
     means = {}
     function: Any
     for number, function in enumerate(config.reward_funcs):
-        given = []
+        given: list[float] = []
         for group in groups:
-            of_function = [row[number] for row in group.rewards]
-            given += [value for value in of_function if value is not None]
+            for row in group.rewards:
+                reward = row[number]
+                if reward is not None:
+                    given.append(reward)
         means[f"rewards/{function.__name__}"] = mean(given)
     return means
 
 
 def weighted(rewards: list[list[float | None]], config: TrainConfig) -> list[float]:
-    """Sum what the functions gave each completion, weighted; NaN where none gave a number."""
+    """The weighted sum of each completion's rewards, NaN without any."""
     weights = config.reward_weights or [1.0] * len(config.reward_funcs)
     sums = []
     for row in rewards:
@@ -128,7 +136,10 @@ def tries(most: int) -> list[int]:
 
 
 class Scorer:
-    """Calls the reward functions, in worker processes, and keeps account of what fails in `failed_rewards.jsonl`."""
+    """Calls the reward functions, in worker processes.
+
+    Calls that fail are kept in `failed_rewards.jsonl`.
+    """
 
     def __init__(self, tokenizer: Any, config: TrainConfig):
         self.tokenizer = tokenizer
@@ -142,9 +153,14 @@ class Scorer:
         self._say_once = cache(partial(print, flush=True))
 
     def score(self, group: Group) -> None:
-        """Fill in a group's texts and rewards. UserError where a reward is not finite, or a function keeps failing."""
+        """Fill in a group's texts and rewards.
+
+        Raises:
+            UserError: a reward is no finite number, or a function keeps failing.
+        """
         group.texts = decoded(group, self.tokenizer)
         ids = [completion.token_ids.tolist() for completion in group.completions]
+
         by_function = []
         function: Any
         for function in self.config.reward_funcs:
@@ -155,7 +171,7 @@ class Scorer:
         group.scored_s = time.monotonic()
 
     def _arguments(self, function: Any, group: Group, ids: list[list[int]]) -> dict[str, Any]:
-        """What a function is called with: the group, its dataset columns, and those that a rollout gave as `info`."""
+        """A function's arguments: the group, dataset columns, and columns of `info`."""
         num = len(group.completions)
         arguments = {
             "prompts": [group.prompt.content] * num,
@@ -165,23 +181,24 @@ class Scorer:
         for name, value in group.prompt.columns.items():
             arguments[name] = [value] * num
 
-        of_info: dict[str, None] = {}  # in the order of their first completion
+        info_names: dict[str, None] = {}  # in the order of their first completion
         for completion in group.completions:
-            of_info |= dict.fromkeys(completion.info)
-        for name in of_info:
+            info_names |= dict.fromkeys(completion.info)
+        for name in info_names:
             if name in arguments:
                 raise UserError(
                     f"rollout_fn on dataset row {group.prompt.index}: info has the column {name}"
                 )
         if self.config.rollout_fn:
             for name in required(function):
-                if name not in arguments and name not in of_info:
+                if name not in arguments and name not in info_names:
                     self._say_once(
-                        f"reward {function.__name__} gets {name}=None: no info of some group has {name}"
+                        f"reward {function.__name__} gets {name}=None: no info of some group has "
+                        f"{name}"
                     )
-                    of_info[name] = None
+                    info_names[name] = None
 
-        for name in of_info:
+        for name in info_names:
             arguments[name] = [completion.info.get(name) for completion in group.completions]
         return arguments
 
@@ -201,7 +218,8 @@ class Scorer:
 
         if not isinstance(values, list | tuple) or len(values) != num:
             raise UserError(
-                f"{where} must return a list of {num} numbers, one per completion, not {values!r:.100}"
+                f"{where} must return a list of {num} numbers, one per completion, not "
+                f"{values!r:.100}"
             )
         rewards: list[float | None] = []
         for value in values:
@@ -214,7 +232,11 @@ class Scorer:
         return rewards
 
     def _note_failure(self, name: str, message: str, group: Group) -> None:
-        """Write the failed call down; a function that fails max(batch_size, 4) times in a row ends the run."""
+        """Write a failed call down.
+
+        Raises:
+            UserError: the function has failed max(batch_size, 4) times in a row.
+        """
         prompt = group.prompt
         sample = {
             "error": message,
@@ -223,6 +245,7 @@ class Scorer:
             "columns": prompt.columns,
         }
         line = json.dumps(sample, ensure_ascii=False, default=repr)
+
         with self._lock:
             with self.failed_path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -230,12 +253,14 @@ class Scorer:
             self._in_a_row[name] += 1
             if self.num_failed == 1:
                 print(
-                    f"{message} (later ones are counted in rewards_failed, and in {self.failed_path})",
+                    f"{message} (later ones are counted in rewards_failed, and in "
+                    f"{self.failed_path})",
                     flush=True,
                 )
             if self._in_a_row[name] >= max(self.config.batch_size, 4):
+                num_failures = self._in_a_row[name]
                 raise UserError(
-                    f"{message}; so did its last {self._in_a_row[name]} calls, see failed_rewards.jsonl"
+                    f"{message}; so did its last {num_failures} calls, see failed_rewards.jsonl"
                 )
 
 

@@ -1,4 +1,7 @@
-"""Calls of functions in worker processes, with a hard time-out. Run as a script, this file is a worker."""
+"""Calls of functions in worker processes, with a hard time-out.
+
+Run as a script, this file is a worker.
+"""
 
 import asyncio
 import contextlib
@@ -19,20 +22,21 @@ IMPORT_GRACE_S = 60.0
 
 
 class CallError(RuntimeError):
-    """A call could not be sent, raised, took too long, or ended its process; the message says which."""
+    """A call that was not answered; the message says why."""
 
 
 class CallPool:
-    """Calls functions in `num_workers` processes; a stuck or dead one is killed and replaced. Thread-safe.
+    """Calls functions in worker processes. Thread-safe.
 
-    They start when needed, with this process's `sys.path` and folder, and end with it, however it ends. A function that
-    they can import keeps its module's globals from call to call; any other is sent with a copy of those that it uses.
+    A stuck or dead worker is killed and replaced. Workers start when needed, with this process's
+    `sys.path` and folder, and end with this process, however that ends. A function that they can
+    import keeps its module's globals from call to call; any other is sent with a copy of those that
+    it uses.
     """
 
     def __init__(self, num_workers: int):
-        self._threads = ThreadPoolExecutor(
-            num_workers
-        )  # each has a worker, which Linux ends with the thread
+        # Each thread has a worker, which Linux ends with the thread.
+        self._threads = ThreadPoolExecutor(num_workers)
         self._workers: dict[int, _Worker] = {}
         self._lock = threading.Lock()
         self.is_closed = False
@@ -40,34 +44,25 @@ class CallPool:
     def call(
         self, function: Callable[..., Any], arguments: dict[str, Any], timeout_s: float
     ) -> Any:
-        """`function(**arguments)`, awaited if need be, or a CallError; a first call may take `IMPORT_GRACE_S` more."""
-        import cloudpickle  # here, as a worker starts with the standard library only
+        """The value of `function(**arguments)`, awaited if need be, or a CallError.
 
+        A function's first call in a worker may take `IMPORT_GRACE_S` more.
+        """
         try:
-            module = sys.modules.get(function.__module__)
-            if module and not any(
-                finder.find_spec(module.__name__.split(".")[0], None) for finder in sys.meta_path
-            ):
-                cloudpickle.register_pickle_by_value(module)
-            message = cloudpickle.dumps((function, arguments))
+            message = _pickled(function, arguments)
         except Exception as error:  # a class's `__getstate__` may raise anything
             raise CallError(
                 f"cannot be sent to a worker: {error}; open clients in a module-level function"
             ) from None
         return self._threads.submit(self._call, id(function), message, timeout_s).result()
 
-    def _call(self, key: int, message: bytes, timeout_s: float) -> Any:
-        with self._lock:
-            if self.is_closed:
-                raise CallError("was not called, as the pool of workers is closed")
-            worker = self._workers.get(threading.get_ident())
-            if worker is None or worker.process.poll() is not None:
-                worker = self._workers[threading.get_ident()] = _Worker()
+    def _call(self, function_id: int, message: bytes, timeout_s: float) -> Any:
+        """Send a call to this thread's worker, and wait for the answer."""
+        worker = self._own_worker()
+        grace_s = 0.0 if function_id in worker.imported else IMPORT_GRACE_S
         try:
             worker.connection.send_bytes(message)
-            if not worker.connection.poll(
-                timeout_s if key in worker.imported else timeout_s + IMPORT_GRACE_S
-            ):
+            if not worker.connection.poll(timeout_s + grace_s):
                 worker.end()
                 raise CallError(f"took longer than {timeout_s:g} s")
             succeeded, value = pickle.loads(worker.connection.recv_bytes())
@@ -76,10 +71,23 @@ class CallPool:
                 worker.process.wait(1.0)  # for the exit code of its own end
             worker.end()
             raise CallError(f"ended its process (exit code {worker.process.returncode})") from None
-        worker.imported.add(key)
+
+        worker.imported.add(function_id)
         if not succeeded:
             raise CallError(value)
         return value
+
+    def _own_worker(self) -> "_Worker":
+        """This thread's worker, a new one where there is none, or none alive."""
+        thread_id = threading.get_ident()
+        with self._lock:
+            if self.is_closed:
+                raise CallError("was not called, as the pool of workers is closed")
+            worker = self._workers.get(thread_id)
+            if worker is None or worker.process.poll() is not None:
+                worker = _Worker()
+                self._workers[thread_id] = worker
+        return worker
 
     def close(self) -> None:
         """End all workers, those in a call too."""
@@ -89,17 +97,24 @@ class CallPool:
             worker.end()
 
 
+def _pickled(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
+    """A call as bytes, with the function's code where a worker could not import its module."""
+    import cloudpickle  # here, as a worker starts with the standard library only
+
+    module = sys.modules.get(function.__module__)
+    if module:
+        package = module.__name__.partition(".")[0]
+        if not any(finder.find_spec(package, None) for finder in sys.meta_path):
+            cloudpickle.register_pickle_by_value(module)
+    return cloudpickle.dumps((function, arguments))
+
+
 class _Worker:
     def __init__(self) -> None:
         self.imported: set[int] = set()  # functions that have answered
         self.connection, theirs = Pipe()
-        command = [
-            sys.executable,
-            "-P",
-            "-u",
-            __file__,
-            str(theirs.fileno()),
-        ]  # -u: a kill loses nothing printed
+        # -P keeps this folder out of sys.path; with -u a kill loses nothing printed.
+        command = [sys.executable, "-P", "-u", __file__, str(theirs.fileno())]
         self.process = Popen(
             command, pass_fds=[theirs.fileno()], stdin=DEVNULL, start_new_session=True
         )
@@ -108,14 +123,13 @@ class _Worker:
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(
-                self.process.pid, signal.SIGKILL
-            )  # with the processes that a function may have started
+            # With the processes that a function may have started.
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
 def _answer(message: bytes, loop: asyncio.AbstractEventLoop) -> bytes:
-    """Pickled: (True, what the function returns) or (False, why there is no such value)."""
+    """A reply, pickled: (True, the value) or (False, why there is none)."""
     problem = "cannot be imported by a worker:"
     try:
         function, arguments = pickle.loads(message)
@@ -126,21 +140,19 @@ def _answer(message: bytes, loop: asyncio.AbstractEventLoop) -> bytes:
         problem = "returned what no process can send:"
         return pickle.dumps((True, value))
     except BaseException as error:  # whatever user code raises, SystemExit too
-        file, line, *_ = traceback.extract_tb(error.__traceback__)[-1]
-        return pickle.dumps(
-            (False, f"{problem} {type(error).__name__}: {error} ({os.path.basename(file)}:{line})")
-        )
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        cause = f"{type(error).__name__}: {error}"
+        where = f"{os.path.basename(place.filename)}:{place.lineno}"
+        return pickle.dumps((False, f"{problem} {cause} ({where})"))
 
 
 if __name__ == "__main__":
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(
-            1, signal.SIGKILL
-        )  # PR_SET_PDEATHSIG: end with the trainer, also when stuck in a call
+        # PR_SET_PDEATHSIG: end with the trainer, also when stuck in a call.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     trainer = Connection(int(sys.argv[1]))
-    loop = (
-        asyncio.new_event_loop()
-    )  # one for all calls: a client that a module keeps belongs to the loop it began in
+    # One loop for all calls: a client that a module keeps belongs to the loop it began in.
+    loop = asyncio.new_event_loop()
     with contextlib.suppress(EOFError, OSError):
         sys.path[:] = pickle.loads(trainer.recv_bytes())
         while True:
