@@ -8,13 +8,17 @@ is compared to 1e-6. The exit status is 0 where all is as it should be.
 """
 
 import argparse
+import base64
 import json
 import random
 import subprocess
 import sys
 import tempfile
+from array import array
 from pathlib import Path
 from typing import Any
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # at the end: with --train another checkout comes first
@@ -22,36 +26,117 @@ sys.path.append(str(ROOT))  # at the end: with --train another checkout comes fi
 from benchmarks.common import report
 
 DDP = "DDP, 2 ranks"
-LIMITS = {
-    DDP: 1e-6
-}  # the largest difference of a weight, where it is not 0: an all-reduce may sum in another order
+IMAGES = "images, replayed"
+LIMITS = {DDP: 1e-6}  # the largest difference of a weight, where it is not 0: see above
+# The number of ranks, and the options of each command; {folder} is where all cases of a checkout are.
 CASES: dict[str, tuple[int, list[str]]] = {
-    "one rank": (1, []),
-    "LoRA, beta": (1, ["--use_peft", "true", "--lora_target_modules", "q_proj,down_proj", "--beta", "0.1"]),
-    "2 iterations of 2 mini-batches": (1, ["--num_iterations", "2", "--num_minibatches", "2"]),
-    "FSDP2, 2 ranks": (2, ["--use_fsdp", "true"]),
-    "FSDP2, LoRA, 2 ranks": (2, ["--use_fsdp", "true", "--use_peft", "true"]),
-    "evaluation, drop_zero_advantage": (1, ["--reward_funcs", "is_long", "--drop_zero_advantage", "true",
-                                            "--eval_dataset_id", "HELD_OUT", "--eval_steps", "1"]),
-    DDP: (2, []),
+    "one rank": (1, [""]),
+    "LoRA, beta": (1, ["--use_peft true --lora_target_modules q_proj,down_proj --beta 0.1"]),
+    "2 iterations of 2 mini-batches": (1, ["--num_iterations 2 --num_minibatches 2"]),
+    "FSDP2, 2 ranks": (2, ["--use_fsdp true"]),
+    "FSDP2, LoRA, 2 ranks": (2, ["--use_fsdp true --use_peft true"]),
+    "evaluation, drop_zero_advantage": (1, [
+        "--reward_funcs is_long --drop_zero_advantage true --eval_steps 1 "
+        "--eval_dataset_id {folder}/held_out.jsonl"
+    ]),
+    "an agent's segments": (1, ["--rollout_fn rewritten_turns"]),
+    "sequence levels, truncation": (1, [
+        "--importance_level sequence --off_policy_correction geometric_mask --max_completion_len 6 "
+        "--mask_truncated_completions true --scale_rewards batch"
+    ]),
+    "a replay": (1, [
+        "--save_rollouts true --output_dir {folder}/sampled", "--replay {folder}/sampled"
+    ]),
+    "resumed": (1, ["--max_steps 2", "--resume_from_checkpoint auto"]),
+    IMAGES: (1, ["--replay {folder}/sampled_images"]),
+    DDP: (2, [""]),
 }  # fmt: skip
 RECIPE = """
 from config import TrainConfig
 def rows(): return [{{"prompt": f"{{i}}+{{i}}="}} for i in range(40)]
 def mean_id(completion_ids, **_): return [sum(ids) / len(ids) / 50 for ids in completion_ids]
 def is_long(completion_ids, **_): return [float(len(ids) > 3) for ids in completion_ids]
+def rewritten_turns(server, prompt, sampling):
+    rollouts = []
+    for first in server.generate(prompt.token_ids, sampling):
+        history = [*prompt.token_ids[:2], *first.token_ids.tolist()]
+        (second,) = server.generate(history, {{**sampling, "n": 1}})
+        longer = [*history, *second.token_ids.tolist(), 7, 8]
+        (third,) = server.generate(longer, {{**sampling, "n": 1}})
+        rollouts.append([first, second.then([7, 8], third)])
+    return rollouts
 config = TrainConfig(
     model_id={model!r}, vllm_urls=[{url!r}], dataset_id=rows, reward_funcs=[mean_id], max_completion_len=12,
     batch_size=6, num_generations=4, max_steps=3, learning_rate=1e-3, max_tokens_per_gpu=64, max_staleness=0,
     reward_workers=1,
 )
 """
+RECIPE_WITH_IMAGES = """
+from functools import partial
+from config import TrainConfig
+from recipes.tiny_vlm import squares
+def mean_id(completion_ids, **_): return [sum(ids) / len(ids) / 50 for ids in completion_ids]
+config = TrainConfig(
+    model_id={model!r}, dataset_id=partial(squares, {num}, seed=1), reward_funcs=[mean_id], batch_size=4,
+    num_generations=2, max_completion_len=12, max_steps=3, learning_rate=1e-3, max_tokens_per_gpu=100,
+)
+"""
+NUM_SQUARES = 12  # three batches of four
 
 
 def answer(prompt_ids: list[int], number: int) -> tuple[list[int], float]:
     """A completion of 1 to 9 tokens that depends on nothing but the prompt and its number in the group."""
     rng = random.Random(1000 * sum(prompt_ids) + number)
     return [rng.randrange(5, 90) for _ in range(rng.randrange(1, 10))], 0.01
+
+
+def saved_squares(model: str, folder: Path) -> None:
+    """Rollouts of `RECIPE_WITH_IMAGES` as a run with `save_rollouts` would write them.
+
+    The stand-in server takes no images, so their completions are made up here, and replayed.
+    """
+    import msgspec
+    from transformers import AutoProcessor
+
+    from recipes.tiny_vlm import QUESTION, squares
+
+    processor = AutoProcessor.from_pretrained(model)
+    parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
+    text = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
+    lines = []
+    for index, row in enumerate(squares(NUM_SQUARES, seed=1)):
+        batch = processor(text=[text], images=[[row["image"]]], return_tensors="pt")
+        prompt_ids = batch["input_ids"][0].tolist()
+        group = {
+            "prompt": {"index": index, "token_ids": prompt_ids, "content": "", "columns": {}},
+            "completions": [made_up_completion(prompt_ids, number) for number in range(2)],
+            "rewards": [[float(number)] for number in range(2)],
+            "started_version": index // 4, "finished_version": index // 4,
+            "trained_version": index // 4, "server": 0,
+            "started_s": 0.0, "sampled_s": 1.0, "scored_s": 2.0,
+        }  # fmt: skip
+        encoded = base64.b64encode(msgspec.msgpack.encode(group)).decode()
+        lines.append(json.dumps({"step": 1 + index // 4, "group": encoded}) + "\n")
+    folder.mkdir()
+    (folder / "rollouts.jsonl").write_text("".join(lines))
+    settings = {"batch_size": 4, "num_generations": 2, "temperature": 1.0}
+    (folder / "config.json").write_text(json.dumps({**settings, "reward_funcs": ["r.mean_id"]}))
+
+
+def made_up_completion(prompt_ids: list[int], number: int) -> dict[str, Any]:
+    """A completion that depends on nothing but its prompt and number, as a replay reads it."""
+    import msgspec
+
+    ids, _ = answer(prompt_ids, number)
+    return {
+        "token_ids": msgspec.msgpack.Ext(0, array("i", ids).tobytes()),
+        "sampler_logprobs": msgspec.msgpack.Ext(1, array("f", [-4.5] * len(ids)).tobytes()),
+        "finish_reason": "stop",
+        "weight_versions": [[0, 0, len(ids)]],
+        "info": {},
+        "prompt_ids": None,
+        "earlier": [],
+    }
 
 
 def train(checkout: Path, folder: Path) -> None:
@@ -61,32 +146,44 @@ def train(checkout: Path, folder: Path) -> None:
         RuntimeError: a run failed, with the end of what it printed.
     """
     sys.path[:0] = [str(checkout), str(checkout / "scripts"), str(checkout / "tests")]
+    import build_tiny_vlm
     from fake_server import fake_server
     from helpers import make_model
 
     folder.mkdir(parents=True)
     model = make_model(folder / "model", tied=False)
-    held_out = folder / "held_out.jsonl"
-    held_out.write_text("".join(json.dumps({"prompt": f"{i}-1="}) + "\n" for i in range(7)))
+    held_out = [json.dumps({"prompt": f"{i}-1="}) + "\n" for i in range(7)]
+    (folder / "held_out.jsonl").write_text("".join(held_out))
+    torch.manual_seed(0)
+    processor = build_tiny_vlm.build_processor()
+    model_of_images = str(folder / "model_of_images")
+    build_tiny_vlm.build_model(processor.tokenizer).save_pretrained(model_of_images)
+    processor.save_pretrained(model_of_images)
+    saved_squares(model_of_images, folder / "sampled_images")
+
     recipe = folder / "same_weights_recipe.py"
-    for case, (num_ranks, options) in CASES.items():
-        command = [sys.executable]
-        if num_ranks > 1:
-            command += [
-                "-m",
-                "torch.distributed.run",
-                "--standalone",
-                f"--nproc_per_node={num_ranks}",
-            ]
-        command += ["train.py", str(recipe), *options, "--output_dir", str(folder / case)]
-        command = [str(held_out) if word == "HELD_OUT" else word for word in command]
+    for case, (num_ranks, commands) in CASES.items():
         with fake_server(model, answer) as server:
             recipe.write_text(RECIPE.format(model=model, url=server.url))
-            done = subprocess.run(
-                command, cwd=checkout, capture_output=True, text=True, check=False
-            )
-        if done.returncode:
-            raise RuntimeError(f"{case}: {(done.stdout + done.stderr)[-3000:]}")
+            if case == IMAGES:
+                recipe.write_text(RECIPE_WITH_IMAGES.format(model=model_of_images, num=NUM_SQUARES))
+            for options in commands:
+                words = options.format(folder=folder).split()
+                if "--output_dir" not in words:
+                    words += ["--output_dir", str(folder / case)]
+                run(checkout, num_ranks, [str(recipe), *words])
+
+
+def run(checkout: Path, num_ranks: int, words: list[str]) -> None:
+    """One run of train.py; RuntimeError with the end of its output where it fails."""
+    command = [sys.executable]
+    if num_ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
+    done = subprocess.run(
+        [*command, "train.py", *words], cwd=checkout, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {(done.stdout + done.stderr)[-3000:]}")
 
 
 def compare(ours: Path, theirs: Path) -> dict[str, Any]:
@@ -102,7 +199,8 @@ def compare(ours: Path, theirs: Path) -> dict[str, Any]:
     if file.name.startswith("adapter"):
         moved = [weight for name, weight in mine.items() if "lora_B" in name]  # which starts at 0
     else:
-        start = load_file(ours.parent / "model" / "model.safetensors")
+        name = "model_of_images" if ours.name == IMAGES else "model"
+        start = load_file(ours.parent / name / "model.safetensors")
         moved = [weight - start[name] for name, weight in mine.items()]
     return {
         "case": ours.name,
