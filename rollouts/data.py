@@ -18,6 +18,7 @@ from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
+from rollouts.scoring import check_rewards
 from utils import naming
 
 
@@ -370,3 +371,19 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
         for place, tensor in zip(joined[name].split(list(map(len, tensors))), tensors, strict=True):
             place[:, *map(slice, tensor.shape[1:])] = tensor
     return joined
+
+
+def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt]]:
+    """Load all data sets, by the field of the config that names them, `dataset_id` first.
+
+    Raises:
+        UserError: a row makes no prompt, or a reward function does not take its columns.
+    """
+    sets = {"dataset_id": load_prompts(config.dataset_id, config.dataset_split, processor, config)}
+    check_rewards(sets["dataset_id"], config)
+    for name, source in config.eval_sets.items():
+        field = f"eval_dataset_id {name}".strip()
+        with naming(field):
+            sets[field] = load_prompts(source, config.eval_dataset_split, processor, config)
+            check_rewards(sets[field], config)
+    return sets

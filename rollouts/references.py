@@ -1,13 +1,35 @@
 """Servers of the reference, which give log-probs in the trainer's place."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from config import TrainConfig, UserError
 from rollouts.group import Group
+from rollouts.servers import ServerPool
 from vllm_client import Server
+
+
+def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
+    """Give the servers of `reference_id`, or of the initial policy, that `reference_urls` lists.
+
+    Raises:
+        UserError: the model has placeholders of images, `forbidden`.
+    """
+    if forbidden:
+        raise UserError(
+            "reference_urls: with images the trainer needs its own reference, see reference_id"
+        )
+    urls: Any = config.reference_urls
+    theirs = replace(config, vllm_urls=urls, model_id=config.reference_id or config.model_id)
+    pool = ServerPool(theirs, kind=partial(ReferenceServer, temperature=config.temperature))
+    pool.version = 0  # of the weights that they have, and keep
+    return pool
 
 
 class ReferenceServer(Server):

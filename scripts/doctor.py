@@ -32,8 +32,10 @@ from torch.distributed.tensor import DTensor
 from benchmarks.common import memory_mb, reset_peak
 from config import TrainConfig, UserError, bending, parse_args
 from rollouts.data import epochs
+from rollouts.evaluation import held_out_sampling
 from rollouts.group import Group, Prompt
-from rollouts.stream import MAX_GROUPS, Rollouts
+from rollouts.rollouts import Rollouts
+from rollouts.stream import MAX_GROUPS
 from train import check_advantages, check_loss, set_advantages, train_batch
 from training.batching import Dealer
 from training.logs import batch_metrics
@@ -137,7 +139,11 @@ class Doctor:
             Group(prompt, id=n, trained_version=self.rollouts.version)
             for n, prompt in enumerate(prompts)
         ]
-        answers = [self.pool.submit(self.rollouts._fill, group, bool(held_out)) for group in groups]
+        fill: Any = self.rollouts._fill
+        if held_out:
+            sampling = held_out_sampling(self.config)
+            fill = partial(self.rollouts._sample_and_score, sampling=sampling)
+        answers = [self.pool.submit(fill, group) for group in groups]
         meanwhile()
         for answer in answers:
             answer.result()  # raises what it ended with

@@ -27,7 +27,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from config import TrainConfig, UserError, parse_args
-from rollouts.stream import Rollouts
+from rollouts.rollouts import Rollouts
 from train import arriving_shares, check_loss, train_batch
 from training.batching import Share
 from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16

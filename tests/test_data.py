@@ -20,8 +20,8 @@ from recipes.rewards import best_of
 from rollouts import workers
 from rollouts.data import epochs, leave_out_long, load_processor, load_prompts
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt, spans_to_versions, version_spans
+from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer, check_rewards
-from rollouts.stream import sample_group, sampling_params
 from training.logs import batch_metrics, batch_samples
 from vllm_client import Server
 

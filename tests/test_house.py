@@ -10,7 +10,8 @@ from helpers import ROOT
 TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "utils"}
 ROOMS = {
     "rollouts": {
-        "group", "data", "scoring", "workers", "stream", "servers", "references", "replay",
+        "group", "data", "sampling", "scoring", "workers", "stream", "servers", "proofs", "rollouts",
+        "evaluation", "references", "replay",
     },
     "training": {"batching", "model", "checkpoints", "logs"},
 }  # fmt: skip

@@ -50,7 +50,8 @@ from rollouts.data import (
 )
 from rollouts.group import Completion, Group, Prompt, version_spans
 from rollouts.replay import restore, restored, saved_group
-from rollouts.stream import Rollouts, sample_group, sampling_params
+from rollouts.rollouts import Rollouts
+from rollouts.sampling import sample_group, sampling_params
 from train import train_batch
 from training.batching import Dealer, micro_batches
 from training.model import (

@@ -1,0 +1,146 @@
+"""Proofs that a server computes what the trainer computes, and what becomes of it without one."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from config import TrainConfig, bending
+from prefix_attention import pack
+from rollouts.data import joined_images
+from rollouts.group import Completion, Prompt
+from rollouts.servers import ServerPool
+from training.model import token_logprobs
+from utils import broadcast_object, is_main
+from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost
+
+MISMATCH = (
+    "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model"
+    " otherwise, or takes no new weights for a part of it (as gpt-oss's experts); compare its"
+    " --dtype and, for images, --mm-processor-kwargs, or raise max_logprob_mismatch"
+)
+
+
+@dataclass
+class Probe:
+    """A server's answer to a fixed prompt, for comparison with the policy's own log-probs."""
+
+    url: str
+    completions: list[Completion]  # empty where it did not answer
+    failure: str = ""  # why it cannot be used, "" where its answer is still to be compared
+
+
+@dataclass
+class Proofs:
+    """Compares servers with one version of the policy, by probes or by tokens that it trained."""
+
+    policy: torch.nn.Module
+    version: int
+    pool: ServerPool  # on rank 0
+    prompt: Prompt  # of the probes
+    config: TrainConfig
+    device: torch.device
+
+    def check(self, gaps: dict[int, float]) -> None:
+        """Leave out servers whose tokens have other log-probs under the policy. On rank 0.
+
+        Args:
+            gaps: mean |trainer - server|, nats a token, by the server's number; servers with too
+                few tokens of this version have none.
+        """
+        # Such samplers and policies differ on the same weights.
+        if bending(self.config) or self.config.rollout_fn or self.config.lora_dropout:
+            return
+        for server in self.pool.servers:
+            gap = gaps.get(server.number, math.nan)  # which is neither small nor large
+            if gap <= self.config.max_logprob_mismatch:
+                server.proved_version = self.version
+            elif gap > self.config.max_logprob_mismatch:
+                self.pool.lose(server, ServerLost(MISMATCH.format(gap)))
+
+    def overdue(self) -> list[Server]:
+        """Give servers that nothing has proved for `probe_steps` versions, a few a step."""
+        serving = [server for server in self.pool.servers if server.has_weights]
+        serving.sort(key=lambda server: server.proved_version)
+        num_probes = 1 + len(serving) // self.config.probe_steps
+        overdue = []
+        for server in serving[:num_probes]:
+            if self.version - server.proved_version >= self.config.probe_steps:
+                overdue.append(server)
+        return overdue
+
+    def prove(self, servers: list[Server], is_first: bool = False) -> None:
+        """Compare each server's log-probs of a probe with the policy's, and act on it. Collective.
+
+        Args:
+            servers: on rank 0 alone.
+            is_first: at the first sync all must agree, or it is a ServerError.
+        """
+        waiting = {server for server in servers if not server.has_weights}
+        probes = broadcast_object(self._probe_all(servers) if is_main() else None)
+
+        # LoRA's dropout would differ from the server, and move the random state of the step.
+        self.policy.eval()
+        for probe in probes:  # every rank takes part in every forward
+            if not probe.failure:
+                probe.failure = self._difference(probe.completions)
+        self.policy.train()
+
+        if is_first:
+            faults = [f"{probe.url} {probe.failure}" for probe in probes if probe.failure]
+            if faults:
+                raise ServerError("; ".join(faults))
+        if is_main():
+            for server, probe in zip(servers, probes, strict=True):
+                self._act_on(server, probe, server in waiting)
+
+    def _act_on(self, server: Server, probe: Probe, is_waiting: bool) -> None:
+        """Let a server that agrees serve, and leave one out that does not; silence is no reason."""
+        if not probe.failure:
+            server.proved_version = self.version
+            if is_waiting:
+                self.pool.admit(server)
+        elif is_waiting:
+            self.pool.keep_out(server, probe.failure)
+        elif probe.completions:
+            self.pool.lose(server, ServerLost(probe.failure))
+
+    def _probe_all(self, servers: list[Server]) -> list[Probe]:
+        with ThreadPoolExecutor(64) as threads:
+            return list(threads.map(self._probe, servers))
+
+    def _probe(self, server: Server) -> Probe:
+        """Ask for two short completions under the weights that the server was sent."""
+        sampling: dict[str, Any] = {
+            "n": 2,
+            "max_tokens": min(16, self.config.max_completion_len),
+            "temperature": self.config.temperature,
+        }
+        try:
+            completions = server.generate(
+                self.prompt.token_ids, sampling, self.prompt.images, CONTROL_TIMEOUT_S
+            )
+        except ServerError as error:
+            return Probe(server.url, [], str(error))
+        for completion in completions:
+            if not completion.weight_versions.eq(self.version).all():
+                return Probe(server.url, completions, "answers with other weights than it was sent")
+        return Probe(server.url, completions)
+
+    def _difference(self, completions: list[Completion]) -> str:
+        """Say how far the policy's log-probs are from the server's; "" where close. Collective."""
+        token_ids = [completion.token_ids for completion in completions]
+        sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
+        rows = pack([(self.prompt.token_ids, token_ids)], share_prefix=self.config.share_prefix)
+        row = rows[0].to(self.device)
+        images = joined_images([self.prompt] * len(row.prompts))
+        on_device = {name: tensor.to(self.device) for name, tensor in images.items()}
+
+        with torch.no_grad():
+            trainer_logprobs = token_logprobs(self.policy, row, on_device, self.config)
+        mismatch = (trainer_logprobs.cpu() - sampler_logprobs).abs().mean().item()
+        if mismatch <= self.config.max_logprob_mismatch:
+            return ""
+        return MISMATCH.format(mismatch)  # also for a NaN
