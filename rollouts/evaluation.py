@@ -1,4 +1,4 @@
-"""Held-out problems: when they are due, what they are sampled with, and their metrics."""
+"""Held-out problems: sampling and scoring them, and their metrics."""
 
 import math
 from collections.abc import Callable
@@ -13,37 +13,31 @@ from rollouts.scoring import mean, reward_means
 from rollouts.stream import MAX_GROUPS
 
 
-def is_due(step: int, num_steps: int, config: TrainConfig) -> bool:
-    """True after steps 0 and `num_steps` of a run, and every `eval_steps`."""
-    every = config.eval_steps or num_steps
-    return step % every == 0 or step == num_steps
-
-
-def held_out_sampling(config: TrainConfig) -> dict[str, Any]:
-    """Give vLLM's sampling parameters for a held-out problem."""
-    held_out = {"n": config.eval_generations, "temperature": config.eval_temperature}
-    return sampling_params(config) | held_out
-
-
 class Round:
-    """An evaluation under way: a group of every held-out prompt, sampled and scored in threads."""
+    """An evaluation under way: a group of every held-out prompt.
+
+    Threads sample and score them, all at once, by `fill(group, sampling)`.
+    """
 
     def __init__(
         self,
         held_out: dict[str, list[Prompt]],
-        fill: Callable[[Group], None],
+        fill: Callable[[Group, dict[str, Any]], None],
         config: TrainConfig,
     ):
-        self.config = config
         self.sets = {}  # groups by the name of their set
         for name, prompts in held_out.items():
             self.sets[name] = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
         self._groups = list(chain.from_iterable(self.sets.values()))
         self._threads = ThreadPoolExecutor(MAX_GROUPS)
-        self._answers = [self._threads.submit(fill, group) for group in self._groups]
+        sampling = sampling_params(config)
+        sampling |= {"n": config.eval_generations, "temperature": config.eval_temperature}
+        self._answers = [
+            self._threads.submit(fill, group, dict(sampling)) for group in self._groups
+        ]
 
     def is_complete(self) -> bool:
-        """Wait for all groups, a second at most; raises what ended one of them."""
+        """Wait a second at most for all groups; raises an error of one."""
         done, running = wait(self._answers, 1, FIRST_EXCEPTION)
         for answer in done:
             answer.result()
@@ -53,17 +47,13 @@ class Round:
         """Start no more groups."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def metrics(self) -> dict[str, float]:
-        """Give `eval/...` of all groups together, and `eval/<set>/...` of each set with a name."""
-        by_prefix = {"eval": self._groups}
-        for name, groups in self.sets.items():
-            if name:
-                by_prefix[f"eval/{name}"] = groups
-
+    def metrics(self, config: TrainConfig) -> dict[str, float]:
+        """Give `eval/...` of all groups, and `eval/<set>/...` of each named set."""
         metrics = {}
-        for prefix, groups in by_prefix.items():
-            for name, value in held_out_metrics(groups, self.config).items():
-                metrics[f"{prefix}/{name}"] = value
+        for set_name, groups in ({"": self._groups} | self.sets).items():
+            prefix = f"eval/{set_name}/" if set_name else "eval/"
+            for name, value in held_out_metrics(groups, config).items():
+                metrics[prefix + name] = value
         return metrics
 
 
@@ -75,33 +65,24 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
     1 - C(n-c, k) / C(n, k) (arXiv:2107.03374), unbiased. Completions without a reward count in
     none of them.
     """
-    rewards = []
-    counts = []  # of each group: its completions with a reward, and the right ones
+    valid_of_groups = []
     for group in groups:
-        valid = [reward for reward in group.reward if not math.isnan(reward)]
-        num_right = sum(reward >= 1 for reward in valid)
-        counts.append((len(valid), num_right))
-        rewards += valid
+        valid_of_groups.append([reward for reward in group.reward if not math.isnan(reward)])
+    rewards = list(chain.from_iterable(valid_of_groups))
 
-    values = {"reward": mean(rewards), **reward_means(groups, config)}
-    values["accuracy"] = mean([reward >= 1 for reward in rewards])
+    is_right: list[float] = [reward >= 1 for reward in rewards]
+    values = {"reward": mean(rewards), **reward_means(groups, config), "accuracy": mean(is_right)}
     for k in tries(config.eval_generations):
         chances = []
-        for num, num_right in counts:
-            if num >= k:
-                all_wrong = math.comb(num - num_right, k) / math.comb(num, k)
-                chances.append(1 - all_wrong)
+        for valid in valid_of_groups:
+            if len(valid) >= k:
+                num_wrong = sum(reward < 1 for reward in valid)
+                chances.append(1 - math.comb(num_wrong, k) / math.comb(len(valid), k))
         values[f"pass@{k}"] = mean(chances)
     return values
 
 
 def tries(most: int) -> list[int]:
-    """Give 2, 4, 8, ... below `most`, and `most`, where it is not 1."""
-    found = []
-    k = 2
-    while k < most:
-        found.append(k)
-        k *= 2
-    if most > 1:
-        found.append(most)
-    return found
+    """Give 2, 4, 8, ... below `most`, and `most`, without 1."""
+    powers = [2**exponent for exponent in range(most.bit_length())]
+    return sorted({*powers, most} - {1})

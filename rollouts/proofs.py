@@ -1,4 +1,4 @@
-"""Proofs that a server computes what the trainer computes, and what becomes of it without one."""
+"""Proofs that servers compute what the trainer computes."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ MISMATCH = (
 
 @dataclass
 class Probe:
-    """A server's answer to a fixed prompt, for comparison with the policy's own log-probs."""
+    """A server's answer to a fixed prompt, to compare with the policy."""
 
     url: str
     completions: list[Completion]  # empty where it did not answer
@@ -34,7 +34,10 @@ class Probe:
 
 @dataclass
 class Proofs:
-    """Compares servers with one version of the policy, by probes or by tokens that it trained."""
+    """Compares servers with one version of the policy.
+
+    `prove` asks them for log-probs of a probe, `check` takes those of tokens that trained.
+    """
 
     policy: torch.nn.Module
     version: int
@@ -44,42 +47,41 @@ class Proofs:
     device: torch.device
 
     def check(self, gaps: dict[int, float]) -> None:
-        """Leave out servers whose tokens have other log-probs under the policy. On rank 0.
+        """Leave out servers whose tokens have other log-probs here. On rank 0.
 
         Args:
             gaps: mean |trainer - server|, nats a token, by the server's number; servers with too
                 few tokens of this version have none.
         """
-        # Such samplers and policies differ on the same weights.
+        # With these, log-probs differ although the weights are the same.
         if bending(self.config) or self.config.rollout_fn or self.config.lora_dropout:
             return
+        limit = self.config.max_logprob_mismatch
         for server in self.pool.servers:
             gap = gaps.get(server.number, math.nan)  # which is neither small nor large
-            if gap <= self.config.max_logprob_mismatch:
+            if gap <= limit:
                 server.proved_version = self.version
-            elif gap > self.config.max_logprob_mismatch:
+            elif gap > limit:
                 self.pool.lose(server, ServerLost(MISMATCH.format(gap)))
 
     def overdue(self) -> list[Server]:
-        """Give servers that nothing has proved for `probe_steps` versions, a few a step."""
+        """Give some servers that nothing has proved for `probe_steps` versions."""
+        due_version = self.version - self.config.probe_steps
         serving = [server for server in self.pool.servers if server.has_weights]
-        serving.sort(key=lambda server: server.proved_version)
-        num_probes = 1 + len(serving) // self.config.probe_steps
-        overdue = []
-        for server in serving[:num_probes]:
-            if self.version - server.proved_version >= self.config.probe_steps:
-                overdue.append(server)
-        return overdue
+        overdue = [server for server in serving if server.proved_version <= due_version]
+        overdue.sort(key=lambda server: server.proved_version)
+        return overdue[: 1 + len(serving) // self.config.probe_steps]
 
     def prove(self, servers: list[Server], is_first: bool = False) -> None:
-        """Compare each server's log-probs of a probe with the policy's, and act on it. Collective.
+        """Compare each server's log-probs of a probe, and act on it. Collective.
 
         Args:
-            servers: on rank 0 alone.
+            servers: on rank 0; none on the others.
             is_first: at the first sync all must agree, or it is a ServerError.
         """
         waiting = {server for server in servers if not server.has_weights}
-        probes = broadcast_object(self._probe_all(servers) if is_main() else None)
+        with ThreadPoolExecutor(64) as threads:
+            probes = broadcast_object(list(threads.map(self._probe, servers)))
 
         # LoRA's dropout would differ from the server, and move the random state of the step.
         self.policy.eval()
@@ -88,16 +90,18 @@ class Proofs:
                 probe.failure = self._difference(probe.completions)
         self.policy.train()
 
-        if is_first:
-            faults = [f"{probe.url} {probe.failure}" for probe in probes if probe.failure]
-            if faults:
-                raise ServerError("; ".join(faults))
+        faults = [f"{probe.url} {probe.failure}" for probe in probes if probe.failure]
+        if is_first and faults:
+            raise ServerError("; ".join(faults))
         if is_main():
             for server, probe in zip(servers, probes, strict=True):
                 self._act_on(server, probe, server in waiting)
 
     def _act_on(self, server: Server, probe: Probe, is_waiting: bool) -> None:
-        """Let a server that agrees serve, and leave one out that does not; silence is no reason."""
+        """Let a server serve that agrees, and leave it out where it differs.
+
+        One that serves already, and does not answer, may be busy.
+        """
         if not probe.failure:
             server.proved_version = self.version
             if is_waiting:
@@ -107,12 +111,8 @@ class Proofs:
         elif probe.completions:
             self.pool.lose(server, ServerLost(probe.failure))
 
-    def _probe_all(self, servers: list[Server]) -> list[Probe]:
-        with ThreadPoolExecutor(64) as threads:
-            return list(threads.map(self._probe, servers))
-
     def _probe(self, server: Server) -> Probe:
-        """Ask for two short completions under the weights that the server was sent."""
+        """Ask for two short completions under the weights that were sent."""
         sampling: dict[str, Any] = {
             "n": 2,
             "max_tokens": min(16, self.config.max_completion_len),
@@ -130,11 +130,11 @@ class Proofs:
         return Probe(server.url, completions)
 
     def _difference(self, completions: list[Completion]) -> str:
-        """Say how far the policy's log-probs are from the server's; "" where close. Collective."""
+        """Say how far the policy's log-probs differ; "" where they are close. Collective."""
         token_ids = [completion.token_ids for completion in completions]
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
-        rows = pack([(self.prompt.token_ids, token_ids)], share_prefix=self.config.share_prefix)
-        row = rows[0].to(self.device)
+        groups = [(self.prompt.token_ids, token_ids)]
+        row = pack(groups, share_prefix=self.config.share_prefix)[0].to(self.device)
         images = joined_images([self.prompt] * len(row.prompts))
         on_device = {name: tensor.to(self.device) for name, tensor in images.items()}
 

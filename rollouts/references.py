@@ -16,7 +16,7 @@ from vllm_client import Server
 
 
 def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
-    """Give the servers of `reference_id`, or of the initial policy, that `reference_urls` lists.
+    """Give the servers of the reference that `reference_urls` lists.
 
     Raises:
         UserError: the model has placeholders of images, `forbidden`.
@@ -33,7 +33,10 @@ def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
 
 
 class ReferenceServer(Server):
-    """A server of the reference: it gets no weights, and gives log-probs at the run's `temperature`."""
+    """A server of the reference, which gets no weights.
+
+    It gives log-probs at the run's `temperature`.
+    """
 
     def __init__(self, url: str, temperature: float, **others: Any):
         super().__init__(url, **others)
@@ -45,7 +48,10 @@ class ReferenceServer(Server):
         self.is_connected = self.has_weights = True
 
     def logprobs(self, group: Group) -> Tensor:
-        """The log-probs [n] float32, nats, of a group's tokens, a column as those of `Group.tokens`."""
+        """Give the log-probs of a group's tokens, [n] float32, nats.
+
+        They are a column as those of `Group.tokens`.
+        """
         if self.temperature != 1:  # it may have been restarted meanwhile
             self.connect()
         _, completions = group.sequences

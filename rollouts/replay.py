@@ -126,7 +126,10 @@ def saved_group(group: Group) -> dict[str, Any]:
 
 
 def restored(group_bytes: bytes, number: int) -> Group:
-    """The group that `saved_group` encoded, with its place in the file as id, still without texts."""
+    """Give the group that `saved_group` encoded, still without texts.
+
+    Its id is its place in the file.
+    """
     saved = DECODER.decode(group_bytes)
     return Group(
         Prompt(saved.prompt.index, saved.prompt.token_ids, "", {}),
@@ -208,9 +211,12 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
 def replay_stream(
     prompts: list[Prompt], processor: Any, ended: Collection[int], config: TrainConfig
 ) -> GroupStream:
-    """Give the groups that another run trained, in that order, without `ended` ones."""
+    """Give the groups that another run trained, in their order, without `ended` ones."""
     num_steps, groups = saved_groups(config)
     by_row = {prompt.index: prompt for prompt in prompts}
     fill = partial(restore, prompts=by_row, processor=processor, config=config)
     left = (group for group in groups if group.id not in ended)
-    return GroupStream(left, fill, num_steps, config, is_replay=True)
+    stream = GroupStream(left, fill, num_steps, config)
+    stream.max_staleness = 0  # which keeps their order
+    stream.drop_zero_advantage = False  # the other run's rules have chosen
+    return stream

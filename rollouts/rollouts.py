@@ -1,14 +1,12 @@
-"""The training loop's view of the rollouts: where groups come from, and where the policy goes."""
+"""The training loop's source of groups, and way to the servers."""
 
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from enum import Enum, auto
-from functools import partial
+from enum import Enum
 from typing import Any
 
 import torch
@@ -28,13 +26,13 @@ from vllm_client import Server, ServerError
 
 
 class Word(Enum):
-    """A word of rank 0, which alone sees groups and servers, to all ranks, which wait for one."""
+    """A word from rank 0, which alone sees groups and servers, to all ranks."""
 
-    RESYNC = auto()  # a server came back: all ranks send it the policy, and wait on
-    ENOUGH = auto()  # the next groups of the batch, with the tokens that were asked for, have come
-    COMPLETE = auto()  # the last groups of the batch have come
-    EVALUATED = auto()  # all held-out groups have their rewards
-    STOP = auto()  # the run ends: by a signal, a failure, or as a replay has no more steps
+    RESYNC = "resync"  # a server came back: all ranks send it the policy, and wait on
+    ENOUGH = "enough"  # groups of the batch with the tokens that were asked for have come
+    COMPLETE = "complete"  # the last groups of the batch have come
+    EVALUATED = "evaluated"  # all held-out groups have their rewards
+    STOP = "stop"  # the run ends: by a signal, a failure, or as a replay has no more steps
 
 
 class Rollouts:
@@ -50,11 +48,13 @@ class Rollouts:
         self.device = device
         self.stop = threading.Event()  # ends `take` and `evaluate`
         self.failure: Exception | None = None  # what ended one of them, on rank 0
-        self.policy: Any = None  # the one that was published last, as `version`
-        self.version = -1
+        self.version = -1  # of the policy that was published last
         self.proofs: Any = None  # of servers against that policy
         self.num_tokens = 0  # that were trained, prompts included
         self.ended: set[int] = set()  # ids of groups that were trained or dropped
+        if resumed:
+            self.num_tokens = resumed["num_tokens"]
+            self.ended = set(resumed["ended"])
         # On rank 0, from `_open` on:
         self.processor: Any = None  # the model's
         self.pool: Any = None
@@ -90,8 +90,11 @@ class Rollouts:
 
         self._load_prompts()
         self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
-        if resumed:
-            self._go_on_from(resumed)
+        if resumed and resumed["prompts"] != self.fingerprint:
+            raise UserError(
+                "resume_from_checkpoint: that run had other prompts: give it the same dataset, the"
+                " servers' --max-model-len, and max_tokens_per_gpu"
+            )
         example = data.image_example(self.prompts, self.processor, config)
 
         self.pool.connect(self.device, gpus)
@@ -102,45 +105,40 @@ class Rollouts:
 
         num_steps = config.max_steps or self.stream.num_steps
         if resumed and resumed["step"] >= num_steps:
-            cure = "raise max_steps or num_epochs to go on"
-            print(f"all {num_steps} steps are done: {cure}", flush=True)
+            print(
+                f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
+                flush=True,
+            )
         return num_steps, example, example or self.prompts[0]
 
     def _load_prompts(self) -> None:
-        """Load the prompts of all data sets, without those too long for trainer or servers."""
+        """Load all data sets, without prompts too long for trainer or servers."""
         config = self.config
         sets = data.load_data_sets(self.processor, config)
         longest = min(self.pool.wait_until_ready(), config.max_tokens_per_gpu)
         if self.references:  # to give log-probs, vLLM must also sample a token
             longest = min(longest, self.references.wait_until_ready() - 1)
 
+        max_len = longest - config.max_completion_len
         for field, prompts in sets.items():
-            max_len = longest - config.max_completion_len
             sets[field] = data.leave_out_long(prompts, max_len, config, field)
         self.prompts = sets.pop("dataset_id")
         self.held_out = dict(zip(config.eval_sets, sets.values(), strict=True))
 
-    def _go_on_from(self, resumed: dict[str, Any]) -> None:
-        """Take over the `state` of an earlier run; a UserError where it had other prompts."""
-        if resumed["prompts"] != self.fingerprint:
-            cure = "give it the same dataset, the servers' --max-model-len, and max_tokens_per_gpu"
-            raise UserError(f"resume_from_checkpoint: that run had other prompts: {cure}")
-        self.num_tokens = resumed["num_tokens"]
-        self.ended = set(resumed["ended"])
-
     def _open_stream(self) -> GroupStream:
-        """Give the groups of this run's prompts, or those that another run saved."""
+        """Give groups of this run's prompts, or those that another saved."""
         config = self.config
         if config.replay:
             from rollouts.replay import replay_stream
 
             return replay_stream(self.prompts, self.processor, self.ended, config)
-        num_epoch_steps = config.num_epochs * len(self.prompts) / config.batch_size
-        num_steps = config.max_steps or math.ceil(num_epoch_steps)
+        num_steps = config.max_steps or math.ceil(
+            config.num_epochs * len(self.prompts) / config.batch_size
+        )
         return GroupStream(self._new_groups(), self._fill, num_steps, config)
 
     def _new_groups(self) -> Iterator[Group]:
-        """Give groups of this run's prompts, epoch by epoch, without those that have ended."""
+        """Give groups of the prompts, epoch by epoch, without `ended` ones."""
         for number, index in enumerate(data.epochs(len(self.prompts), self.config.seed)):
             if number not in self.ended:
                 yield Group(self.prompts[index], id=number)
@@ -148,7 +146,7 @@ class Rollouts:
     # -- Groups, from here to the trainer --
 
     def _fill(self, group: Group) -> None:
-        """Sample and score a group, in a thread; ask servers of a reference for its log-probs."""
+        """Sample and score a group; ask for its log-probs under the reference."""
         self._sample_and_score(group, sampling_params(self.config))
         if self.references:
             group.ref_logprobs = on_one_server(
@@ -169,19 +167,18 @@ class Rollouts:
             Stopped: the run is to end.
         """
         groups: list[Group] = []
-        num_missing_tokens = num_tokens
 
         def look() -> Word | None:
-            nonlocal num_missing_tokens
+            nonlocal num_tokens
             group = self.stream.take()
             if group is None:
                 # A replay may have fewer steps than the run.
                 return Word.STOP if self.version >= self.stream.num_steps else None
             groups.append(group)
-            num_missing_tokens -= num_packed_tokens([group.sequences], self.config.share_prefix)
+            num_tokens -= num_packed_tokens([group.sequences], self.config.share_prefix)
             if self.stream.missing == 0:
                 return Word.COMPLETE
-            return Word.ENOUGH if num_missing_tokens <= 0 else None
+            return Word.ENOUGH if num_tokens <= 0 else None
 
         started_s = time.monotonic()
         word = self._wait(look)
@@ -191,7 +188,7 @@ class Rollouts:
         return groups, word is Word.COMPLETE
 
     def _wait(self, look: Callable[[], Word | None]) -> Word:
-        """Repeat rank 0's `look` until it gives a word, which every rank gets. Collective.
+        """Repeat rank 0's `look` until every rank gets a word. Collective.
 
         A look takes a second at most. Between two of them all ranks send the policy to servers that
         came back.
@@ -216,7 +213,7 @@ class Rollouts:
         return Word.STOP
 
     def end_batch(self) -> Batch:
-        """Give the groups trained and dropped, with metrics; an empty batch on other ranks."""
+        """Give the groups trained and dropped, with metrics, on rank 0."""
         if not is_main():
             return Batch()
         batch = self.stream.end_batch()
@@ -231,14 +228,14 @@ class Rollouts:
             self.ended.update(group.id for group in groups)
 
         elapsed_s = time.monotonic() - self.clock_s
-        num_sampled_tokens = self.stream.num_sampled_tokens - self.sampled_before
+        num_sampled = self.stream.num_sampled_tokens - self.sampled_before
         batch.metrics |= {
             "num_tokens": self.num_tokens,
             "rewards_failed": float(self.scorer.num_failed),
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
             "idle/servers": self.pool.idle_seconds() / elapsed_s,
-            "tokens_per_s/sampled": num_sampled_tokens / elapsed_s,
+            "tokens_per_s/sampled": num_sampled / elapsed_s,
             "tokens_per_s/trained": num_tokens / elapsed_s,
         }
         self._restart_clocks()
@@ -260,44 +257,38 @@ class Rollouts:
             other ranks than 0, and where the run is to end.
         """
         config = self.config
-        if not config.eval_sets or config.replay:  # a replay has no servers to evaluate on
+        # Also at step 0, and at the last one.
+        is_due = step == self.num_steps or step % (config.eval_steps or self.num_steps) == 0
+        if not is_due or not config.eval_sets or config.replay:  # a replay has no servers
             return {}, {}
-        from rollouts import evaluation
+        from rollouts.evaluation import Round
 
-        if not evaluation.is_due(step, self.num_steps, config):
-            return {}, {}
-        fill = partial(self._sample_and_score, sampling=evaluation.held_out_sampling(config))
         metrics: dict[str, float] = {}
         with (
             timed("time/eval_s", metrics),
-            closing(evaluation.Round(self.held_out, fill, config)) as under_way,
+            closing(Round(self.held_out, self._sample_and_score, config)) as under_way,
         ):
             word = self._wait(lambda: Word.EVALUATED if under_way.is_complete() else None)
 
         self._restart_clocks()
         if word is Word.STOP or not is_main():
             return {}, {}
-        return metrics | under_way.metrics(), under_way.sets
+        return metrics | under_way.metrics(config), under_way.sets
 
     # -- The policy, from here to the servers --
 
     def publish(self, policy: torch.nn.Module, version: int) -> None:
-        """Send the policy to every server as `version`, and let groups be sampled. Collective.
+        """Send the policy to every server as `version`. Collective.
 
         A server, whose weights were zero, serves once its log-probs of a probe agree. At the first
         sync all must, or it is a ServerError. Servers that no sampled tokens have proved for
         `probe_steps` versions are probed again.
         """
-        is_first = self.policy is None
-        self.policy = policy
+        is_first = self.proofs is None
         self.version = version
         self.proofs = Proofs(
             policy, version, self.pool, self.probe_prompt, self.config, self.device
         )
-        if self.config.replay:  # there are no servers
-            self._advance()
-            return
-
         with ExitStack() as while_sending:
             if is_main() and not self.config.inflight_updates:
                 while_sending.enter_context(self.pool.drained(self.stop))
@@ -305,7 +296,8 @@ class Rollouts:
             if is_first:  # a server that does not agree ends the run before anything is sampled
                 self.proofs.prove(self.pool.servers if is_main() else [], is_first=True)
                 self._restart_clocks()
-            self._advance()
+            if is_main():
+                self.stream.advance_to(version)
 
         if not is_first:
             overdue = self.proofs.overdue() if is_main() else []
@@ -317,24 +309,22 @@ class Rollouts:
         Returns:
             On rank 0, the servers that came back and now have it.
         """
-        weights = published_weights(self.policy)
+        if self.config.replay:  # there are no servers
+            return []
+        weights = published_weights(self.proofs.policy)
         if is_main():
             return self.pool.update_weights(weights, self.version, only_returned)
-        deque(weights, maxlen=0)  # every rank gathers all
+        for _ in weights:  # every rank gathers all
+            pass
         return []
 
-    def _advance(self) -> None:
-        """Let the stream admit groups for this version."""
-        if is_main():
-            self.stream.advance_to(self.version)
-
     def check(self, gaps: dict[int, float]) -> None:
-        """Leave out servers whose tokens have other log-probs under the policy: `Proofs.check`."""
+        """Leave out servers by their tokens' log-probs, as `Proofs.check`."""
         if is_main():
             self.proofs.check(gaps)
 
     def state(self) -> dict[str, Any]:
-        """Give all that a later run needs to go on from here; nothing on other ranks than 0."""
+        """Give all that a later run needs to go on, on rank 0."""
         if not is_main():
             return {}
         return {
@@ -346,8 +336,6 @@ class Rollouts:
     def close(self) -> None:
         """Leave the servers."""
         if is_main():
-            self.stream.close()
-            self.scorer.close()
-            self.pool.close()
-            if self.references:
-                self.references.close()
+            for part in (self.stream, self.scorer, self.pool, self.references):
+                if part:
+                    part.close()

@@ -1,4 +1,4 @@
-"""One group: ask a server for its completions, and another where that one is lost."""
+"""The completions of a group, from one server, or another where that is lost."""
 
 import time
 import traceback
@@ -16,7 +16,7 @@ from vllm_client import Server, ServerError, ServerLost
 
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
-    """Give vLLM's sampling parameters for a group; a None in the config is not sent."""
+    """Give vLLM's sampling parameters for a group, without fields that are None."""
     params: dict[str, Any] = {
         "n": config.num_generations,
         "max_tokens": config.max_completion_len,
@@ -24,15 +24,14 @@ def sampling_params(config: TrainConfig) -> dict[str, Any]:
         "top_k": config.top_k,
         "stop": config.stop,
     }
-    if config.sampling_params:
-        params |= config.sampling_params
+    params |= config.sampling_params or {}
     return {name: value for name, value in params.items() if value is not None}
 
 
 def sample_group(
     group: Group, pool: ServerPool, processor: Any, sampling: dict[str, Any], config: TrainConfig
 ) -> None:
-    """Fill in a group's completions, by one request or `rollout_fn`, on one server.
+    """Fill in a group's completions, all from one server.
 
     Raises:
         UserError: an image cannot be read, or `rollout_fn` fails.
@@ -41,8 +40,7 @@ def sample_group(
     if group.prompt.sources:  # of images
         group.prompt = data.with_images(group.prompt, processor, config)
     if config.max_staleness == 0 and not config.rollout_fn:
-        seed = group_seed(group, sampling["n"], config)
-        sampling = {"seed": seed, **sampling}
+        sampling = {"seed": group_seed(group, sampling["n"], config), **sampling}
 
     sample = partial(sample_on, group=group, pool=pool, sampling=sampling, config=config)
     on_one_server(group, pool, sample)
@@ -50,7 +48,7 @@ def sample_group(
 
 
 def group_seed(group: Group, num_generations: int, config: TrainConfig) -> int:
-    """Give the seed of a group's request, the same whenever the run is repeated.
+    """Give the seed of a group's request, for runs that can be repeated.
 
     vLLM samples completion i with seed + i, and takes 63 bits. So the seeds of two groups are at
     least `num_generations` apart (twice that, in fact), and those of two runs 2^40.
@@ -108,7 +106,7 @@ def fill_by_rollout_fn(
 
 
 def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> Any:
-    """Give what `ask(server)` returns; a server that is lost meanwhile is replaced by another.
+    """Return `ask(server)`, asked again of another server where one is lost.
 
     Raises:
         ServerError: no server is left, one refused, or healthy ones failed three times.
@@ -120,8 +118,7 @@ def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> 
             try:
                 return ask(server)
             except ServerLost as error:
-                is_healthy = server.has_weights and server.answers()
-                if not is_healthy:
+                if not (server.has_weights and server.answers()):
                     pool.lose(server, error)
                     continue
                 num_failures += 1

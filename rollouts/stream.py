@@ -13,7 +13,7 @@ MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server o
 
 
 class GroupStream:
-    """Scored groups for the trainer, sampled ahead within the bound on staleness. Lives on rank 0.
+    """Scored groups for the trainer, sampled ahead of it. Lives on rank 0.
 
     `groups` are admitted in their order, while
     accepted + running < (max_staleness + version + 1) x batch_size. A dropped group so makes room
@@ -29,12 +29,10 @@ class GroupStream:
         fill: Callable[[Group], None],
         num_steps: int,
         config: TrainConfig,
-        is_replay: bool = False,
     ):
         self.config = config
-        # A replay trains again, in the same order, what another run's rules have chosen.
-        self.max_staleness = 0 if is_replay else config.max_staleness
-        self.drop_zero_advantage = config.drop_zero_advantage and not is_replay
+        self.max_staleness = config.max_staleness
+        self.drop_zero_advantage = config.drop_zero_advantage
         self.num_steps = num_steps
         self.version = -1  # of the policy that the servers have
         self.num_sampled_tokens = 0  # since the stream was made
@@ -50,7 +48,7 @@ class GroupStream:
         self._failure: BaseException | None = None
 
     def advance_to(self, version: int) -> None:
-        """Note that the servers now run policy `version`, and admit what that allows."""
+        """Admit the groups that policy `version`, now on the servers, allows."""
         with self._changed:
             if self.version < 0:  # a run that goes on has trained a batch for each version before
                 self._num_accepted = version * self.config.batch_size
@@ -58,7 +56,7 @@ class GroupStream:
             self._admit()
 
     def take(self) -> Group | None:
-        """Take a group for the batch under way; None where none comes within a second.
+        """Take a group for the batch; None where none comes within a second.
 
         Raises:
             BaseException: the first that sampling or scoring raised, or that closed the stream.
@@ -88,7 +86,7 @@ class GroupStream:
         return self.config.batch_size - len(self._batch.groups)
 
     def end_batch(self) -> Batch:
-        """Give the groups taken and dropped since the last call, with metrics of the queues."""
+        """Give the groups taken and dropped since the last call, with metrics."""
         with self._changed:
             batch = self._batch
             self._batch = Batch()
@@ -101,13 +99,14 @@ class GroupStream:
     def close(self, cause: BaseException | None = None) -> None:
         """Admit and start nothing more: `take` raises the first cause."""
         with self._changed:
-            if self._failure is None:
-                self._failure = cause or ServerError("the stream of rollouts was closed")
+            self._failure = (
+                self._failure or cause or ServerError("the stream of rollouts was closed")
+            )
             self._changed.notify_all()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self) -> None:
-        """Start groups up to the bound on staleness. The caller holds the lock."""
+        """Start groups, as many as the bound allows. The caller holds the lock."""
         num_batches = min(self.max_staleness + self.version + 1, self.num_steps)
         limit = num_batches * self.config.batch_size
         while self._num_accepted + len(self._running) < limit and not self._failure:
@@ -124,7 +123,7 @@ class GroupStream:
             self.close(error)
 
     def _finish(self, group: Group) -> None:
-        """Accept or drop a scored group, and admit others in its place. The caller holds the lock.
+        """Accept or drop a scored group. The caller holds the lock.
 
         Raises:
             UserError: `max_dropped_batches` were dropped in this step.
@@ -149,9 +148,10 @@ class GroupStream:
         self._changed.notify_all()
 
     def _next(self) -> Group | None:
-        """Choose the group to train next; None where none is ready. Raises the stream's failure.
+        """Choose the group to train next; None where none is ready.
 
-        With `stale_policy` drop, groups that are too stale are dropped.
+        With `stale_policy` drop, groups that are too stale are dropped. Raises what ended the
+        stream.
         """
         if self._failure:
             raise self._failure
@@ -163,14 +163,14 @@ class GroupStream:
         return self._first_to_fall_due()
 
     def _first_admitted(self) -> Group | None:
-        """Choose in the order of admission, so that a run does not depend on latencies."""
+        """Choose in the order of admission, so that latencies change nothing."""
         first = min(self._ready, key=lambda group: group.id, default=None)
         if first is None or any(number < first.id for number in self._running):
             return None
         return first
 
     def _drop_stale(self) -> None:
-        """Drop groups that are ready and too stale, and admit others in their place."""
+        """Drop ready groups that are too stale, and admit others."""
         for group in list(self._ready):
             if self.version - group.oldest_version > self.max_staleness:
                 self._ready.remove(group)
@@ -190,11 +190,13 @@ class GroupStream:
         return None
 
     def _leaves_room(self, group: Group) -> bool:
-        """Tell if all groups begun earlier find a place in time, should this one be taken now."""
-        deadlines = []  # the last versions to train the groups that have begun
-        for begun in [*self._running.values(), *self._ready]:
-            if begun.started_version >= 0:
-                deadlines.append(begun.started_version + self.max_staleness)
+        """True if groups begun earlier find a place in time after this one."""
+        waiting = [*self._running.values(), *self._ready]
+        deadlines = [  # the last versions to train the groups that have begun
+            begun.started_version + self.max_staleness
+            for begun in waiting
+            if begun.started_version >= 0
+        ]
 
         num_places = self.missing - 1
         for version in range(self.version, group.started_version + self.max_staleness):

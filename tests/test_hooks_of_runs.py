@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from benchmarks.local_server import local_server
 from config import UserError, parse_args
 from prefix_attention import attach, pack
 from recipes.own_loss import reinforce
-from rollouts.evaluation import held_out_metrics, held_out_sampling
+from rollouts.evaluation import Round, held_out_metrics
 from rollouts.group import Completion, Group, Prompt
 from rollouts.proofs import Probe, Proofs
 from rollouts.references import ReferenceServer
@@ -149,6 +150,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
 
 
 SETS = """
+from contextlib import closing
 from dataclasses import replace
 def short(): return rows()[:3]
 def long(): return rows()[3:8]
@@ -231,7 +233,9 @@ def test_what_held_out_completions_are_sampled_with(monkeypatch):
     rollouts.config, rollouts.pool, rollouts.processor = config, None, None
     rollouts.scorer, rollouts.references = scorer, references
     groups = [Group(Prompt(number, [5], "", {})) for number in range(2)]
-    rollouts._sample_and_score(groups[0], held_out_sampling(config))
+    with closing(Round({"": [groups[0].prompt]}, rollouts._sample_and_score, config)) as under_way:
+        while not under_way.is_complete():
+            pass
     rollouts._fill(groups[1])
     assert [(sampling["n"], sampling["temperature"]) for sampling in seen] == [(3, 0.5), (4, 0.7)]
     assert asked == groups[1:]

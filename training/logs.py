@@ -18,7 +18,6 @@ from tqdm import tqdm
 
 from config import TrainConfig, to_json
 from rollouts.group import Batch, Group, version_spans
-from rollouts.replay import saved_group
 from rollouts.scoring import reward_means
 from utils import is_main, naming, over_ranks
 from vllm_client import MAX_SERVERS
@@ -285,6 +284,8 @@ class RunLog:
                         {"group": group.id, "row": group.prompt.index, "reason": reason}
                     )
             if self.config.save_rollouts:
+                from rollouts.replay import saved_group
+
                 rows["rollouts"] = [saved_group(group) for group in batch.groups]
         if held_out:
             for name, groups in held_out.items():
