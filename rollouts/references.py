@@ -25,6 +25,7 @@ def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
         raise UserError(
             "reference_urls: with images the trainer needs its own reference, see reference_id"
         )
+
     urls: Any = config.reference_urls
     theirs = replace(config, vllm_urls=urls, model_id=config.reference_id or config.model_id)
     pool = ServerPool(theirs, kind=partial(ReferenceServer, temperature=config.temperature))

@@ -1,4 +1,4 @@
-"""Saved rollouts: groups as lines of `rollouts.jsonl`, which a later run trains without servers."""
+"""Saved rollouts, which a later run trains without servers."""
 
 import base64
 import json
@@ -68,6 +68,7 @@ class SavedGroup(msgspec.Struct):
 def _tensor_to_bytes(value: Any) -> Any:
     if not isinstance(value, Tensor) or value.ndim != 1:
         return repr(value)  # something odd in `info`
+
     if value.dtype == torch.int64:
         value = value.int()
     if value.dtype not in DTYPES:
@@ -166,8 +167,10 @@ def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
         num_groups = Counter(line["step"] for line in _lines(path) if "group" in line)
         theirs = json.loads((folder / "config.json").read_text())
     ours = to_json(config)
+
     for settings in (theirs, ours):  # recipes may have the same function in files of other names
         settings["reward_funcs"] = [path.rpartition(".")[2] for path in settings["reward_funcs"]]
+
     for name in MUST_BE_EQUAL:
         if theirs[name] != ours[name]:
             raise UserError(f"replay: that run had {name}={theirs[name]}: set it")
@@ -201,6 +204,7 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
         raise UserError(
             f"replay: dataset row {row} is not the prompt that it was in {config.replay}"
         )
+
     group.prompt = prompt
     with naming(f"replay: dataset row {row}"):
         check_segments(group, (), config)
@@ -216,6 +220,7 @@ def replay_stream(
     by_row = {prompt.index: prompt for prompt in prompts}
     fill = partial(restore, prompts=by_row, processor=processor, config=config)
     left = (group for group in groups if group.id not in ended)
+
     stream = GroupStream(left, fill, num_steps, config)
     stream.max_staleness = 0  # which keeps their order
     stream.drop_zero_advantage = False  # the other run's rules have chosen
