@@ -32,19 +32,19 @@ MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")
 
 
 class SavedSegment(msgspec.Struct):
-    """A `Completion` on the disk, about 12 bytes a token, with spans in place of a version each."""
+    """A `Completion` on the disk, about 12 bytes a token."""
 
     token_ids: Tensor
     sampler_logprobs: Tensor
     finish_reason: str
-    weight_versions: list[Span]
+    weight_versions: list[Span]  # in place of a version for each token
     info: dict[str, Any]
     prompt_ids: Tensor | None = None
     earlier: list["SavedSegment"] = []
 
 
 class SavedPrompt(msgspec.Struct):
-    """The part of a `Prompt` by which a later run finds it in its own data set."""
+    """The part of a `Prompt` by which a later run finds it."""
 
     index: int
     token_ids: list[int]
@@ -156,7 +156,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
-    """The number of whole steps that a run saved, from step 1 on, and its groups in that order.
+    """Give the number of whole steps that a run saved, and its groups.
 
     Raises:
         UserError: there are no rollouts, or they are of a run with other settings.
