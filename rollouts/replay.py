@@ -158,6 +158,8 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
     """Give the number of whole steps that a run saved, and its groups.
 
+    Steps count from step 1 on; groups come in their order.
+
     Raises:
         UserError: there are no rollouts, or they are of a run with other settings.
     """
