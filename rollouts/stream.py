@@ -16,7 +16,7 @@ class GroupStream:
     """Scored groups for the trainer, sampled ahead of it. Lives on rank 0.
 
     `groups` are admitted in their order, while
-    accepted + running < (max_staleness + version + 1) x batch_size. A dropped group so makes room
+    accepted + running < (max_staleness + version + 1) x batch_size. So a dropped group makes room
     for another, and at staleness 0 just the batch to be trained is sampled. All groups begun under
     versions up to v fit into the batches up to v + max_staleness, so none becomes too stale if
     newer ones let it go first. Every group ends once: taken, or dropped with a reason.
@@ -31,6 +31,7 @@ class GroupStream:
         config: TrainConfig,
     ):
         self.config = config
+        # The two rules that a replay sets otherwise: another run has chosen its groups.
         self.max_staleness = config.max_staleness
         self.drop_zero_advantage = config.drop_zero_advantage
         self.num_steps = num_steps
