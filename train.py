@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
 from rollouts.group import Group
-from rollouts.stream import Rollouts
+from rollouts.rollouts import Rollouts
 from training.batching import Dealer, MicroBatch, Share
 from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
 from training.logs import RunLog

@@ -48,7 +48,7 @@ from config import TrainConfig
 from prefix_attention import attach, completion_logprobs, pack
 from recipes.rewards import exact_match
 from rollouts.group import version_spans
-from rollouts.stream import Rollouts
+from rollouts.rollouts import Rollouts
 from training.model import build_policy
 from utils import die_with, process_group
 from weights.publish import published_weights

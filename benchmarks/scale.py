@@ -486,8 +486,9 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
     import inspect
 
     from rollouts.group import Group, Prompt
+    from rollouts.rollouts import Rollouts
     from rollouts.servers import ServerPool
-    from rollouts.stream import GroupStream, Rollouts
+    from rollouts.stream import GroupStream
     from utils import is_main
 
     rollouts: Any = Rollouts.__new__(Rollouts)

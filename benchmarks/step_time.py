@@ -29,7 +29,7 @@ from benchmarks.common import median, report
 from benchmarks.local_server import local_server
 from config import TrainConfig
 from recipes.rewards import exact_match
-from rollouts.stream import Rollouts
+from rollouts.rollouts import Rollouts
 from train import arriving_shares, train_batch
 from training.metrics import batch_metrics
 from training.model import build_optimizer, build_policy, share_prefixes

@@ -15,6 +15,7 @@ import torch
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
 from rollouts.processor import as_text, placeholder_ids, tokenizer_of
+from rollouts.scoring import check_rewards
 from utils import naming
 
 REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}  # no column may have such a name
@@ -185,3 +186,19 @@ def epochs(num_items: int, seed: int) -> Iterator[int]:
     for epoch in itertools.count():
         generator = torch.Generator().manual_seed(seed + epoch)
         yield from torch.randperm(num_items, generator=generator).tolist()
+
+
+def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt]]:
+    """Load all data sets, by the field of the config that names them, `dataset_id` first.
+
+    Raises:
+        UserError: a row makes no prompt, or a reward function does not take its columns.
+    """
+    sets = {"dataset_id": load_prompts(config.dataset_id, config.dataset_split, processor, config)}
+    check_rewards(sets["dataset_id"], config)
+    for name, source in config.eval_sets.items():
+        field = f"eval_dataset_id {name}".strip()
+        with naming(field):
+            sets[field] = load_prompts(source, config.eval_dataset_split, processor, config)
+            check_rewards(sets[field], config)
+    return sets

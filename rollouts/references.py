@@ -1,17 +1,43 @@
 """Servers of the reference, which give log-probs in the trainer's place."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from config import TrainConfig, UserError
 from rollouts.group import Group
+from rollouts.servers import ServerPool
 from vllm_client import Server
 
 
+def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
+    """Give the servers of the reference that `reference_urls` lists.
+
+    Raises:
+        UserError: the model has placeholders of images, `forbidden`.
+    """
+    if forbidden:
+        raise UserError(
+            "reference_urls: with images the trainer needs its own reference, see reference_id"
+        )
+
+    urls: Any = config.reference_urls
+    theirs = replace(config, vllm_urls=urls, model_id=config.reference_id or config.model_id)
+    pool = ServerPool(theirs, kind=partial(ReferenceServer, temperature=config.temperature))
+    pool.version = 0  # of the weights that they have, and keep
+    return pool
+
+
 class ReferenceServer(Server):
-    """A server of the reference: it gets no weights, and gives log-probs at the run's `temperature`."""
+    """A server of the reference, which gets no weights.
+
+    It gives log-probs at the run's `temperature`.
+    """
 
     def __init__(self, url: str, temperature: float, **others: Any):
         super().__init__(url, **others)
@@ -23,7 +49,10 @@ class ReferenceServer(Server):
         self.is_connected = self.has_weights = True
 
     def logprobs(self, group: Group) -> Tensor:
-        """The log-probs [n] float32, nats, of a group's tokens, a column as those of `Group.tokens`."""
+        """Give the log-probs of a group's tokens, [n] float32, nats.
+
+        They are a column as those of `Group.tokens`.
+        """
         if self.temperature != 1:  # it may have been restarted meanwhile
             self.connect()
         _, completions = group.sequences

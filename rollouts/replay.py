@@ -3,7 +3,8 @@
 import base64
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollouts.group import (
 )
 from rollouts.processor import tokenizer_of
 from rollouts.scoring import decoded, weighted
+from rollouts.stream import GroupStream
 from utils import naming
 
 DTYPES = (torch.int32, torch.float32, torch.bool)  # of saved tensors
@@ -150,3 +152,18 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
         check_segments(group, (), config)
     group.texts = decoded(group, tokenizer_of(processor))
     group.reward = weighted(group.rewards, config)
+
+
+def replay_stream(
+    prompts: list[Prompt], processor: Any, ended: Collection[int], config: TrainConfig
+) -> GroupStream:
+    """Give the groups that another run trained, in their order, without `ended` ones."""
+    num_steps, groups = saved_groups(config)
+    by_row = {prompt.index: prompt for prompt in prompts}
+    fill = partial(restore, prompts=by_row, processor=processor, config=config)
+    left = (group for group in groups if group.id not in ended)
+
+    stream = GroupStream(left, fill, num_steps, config)
+    stream.max_staleness = 0  # which keeps their order
+    stream.drop_zero_advantage = False  # the other run's rules have chosen
+    return stream

@@ -97,44 +97,6 @@ def weighted(rewards: list[list[float | None]], config: TrainConfig) -> list[flo
     return sums
 
 
-def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:
-    """`reward` and `rewards/<function>`: means; `accuracy`: the share of completions with a reward of at least 1.
-
-    Of n = `eval_generations` completions a problem, c of them right, `pass@k`, for k = 2, 4, ... and n, is the mean of
-    1 - C(n-c, k) / C(n, k) (arXiv:2107.03374), unbiased. Completions without a reward count in none of them.
-    """
-    rewards = []
-    counts = []  # of each group: its completions with a reward, and the right ones
-    for group in groups:
-        valid = [reward for reward in group.reward if not math.isnan(reward)]
-        num_right = sum(reward >= 1 for reward in valid)
-        counts.append((len(valid), num_right))
-        rewards += valid
-
-    values = {"reward": mean(rewards), **reward_means(groups, config)}
-    values["accuracy"] = mean([reward >= 1 for reward in rewards])
-    for k in tries(config.eval_generations):
-        chances = []
-        for num, num_right in counts:
-            if num >= k:
-                all_wrong = math.comb(num - num_right, k) / math.comb(num, k)
-                chances.append(1 - all_wrong)
-        values[f"pass@{k}"] = mean(chances)
-    return values
-
-
-def tries(most: int) -> list[int]:
-    """2, 4, 8, ... below `most`, and `most`, where it is not 1."""
-    found = []
-    k = 2
-    while k < most:
-        found.append(k)
-        k *= 2
-    if most > 1:
-        found.append(most)
-    return found
-
-
 class Scorer:
     """Calls the reward functions, in worker processes.
 

@@ -32,8 +32,10 @@ from torch.distributed.tensor import DTensor
 from benchmarks.common import memory_mb, reset_peak
 from config import TrainConfig, UserError, bending, parse_args
 from rollouts.data import epochs
+from rollouts.evaluation import Round
 from rollouts.group import Group, Prompt
-from rollouts.stream import MAX_GROUPS, Rollouts
+from rollouts.rollouts import Rollouts
+from rollouts.stream import MAX_GROUPS
 from train import set_advantages, train_batch
 from training.batching import Dealer
 from training.hooks import check_loss, trial_groups
@@ -130,15 +132,19 @@ class Doctor:
             )
 
     def sample(
-        self, num: int, held_out: Sequence[Prompt] = (), meanwhile: Any = lambda: None
+        self, num: int, held_out: list[Prompt] | None = None, meanwhile: Any = lambda: None
     ) -> list[Group]:
         """Rank 0 samples and scores `num` fresh groups, or those of an evaluation, while all do something else."""
-        prompts = held_out or islice(self.prompts, num)
+        if held_out:
+            under_way = Round({"": held_out}, self.rollouts._sample_and_score, self.config)
+            while not under_way.is_complete():
+                pass
+            return under_way.sets[""]
         groups = [
             Group(prompt, id=n, trained_version=self.rollouts.version)
-            for n, prompt in enumerate(prompts)
+            for n, prompt in enumerate(islice(self.prompts, num))
         ]
-        answers = [self.pool.submit(self.rollouts._fill, group, bool(held_out)) for group in groups]
+        answers = [self.pool.submit(self.rollouts._fill, group) for group in groups]
         meanwhile()
         for answer in answers:
             answer.result()  # raises what it ended with
@@ -327,7 +333,7 @@ class Doctor:
         sample_s = seconds(lambda: samples.append(self.sample(size)))
         sync_s = seconds(self.sync)
         both_s = seconds(
-            lambda: self.sample(size, (), lambda: self.sync(self.train(groups, config)))
+            lambda: self.sample(size, None, lambda: self.sync(self.train(groups, config)))
         )
         sampling = line((few / num_servers, few_s), (size / num_servers, sample_s))
         begun_s = min((g.started_s for g in samples[-1]), default=0)

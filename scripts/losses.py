@@ -27,7 +27,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from config import TrainConfig, UserError, parse_args
-from rollouts.stream import Rollouts
+from rollouts.rollouts import Rollouts
 from train import arriving_shares, train_batch
 from training.batching import Share
 from training.hooks import check_loss

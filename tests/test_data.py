@@ -21,8 +21,8 @@ from rollouts import workers
 from rollouts.data import epochs, leave_out_long, load_prompts
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt, spans_to_versions, version_spans
 from rollouts.processor import load_processor
+from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer, check_rewards
-from rollouts.stream import sample_group, sampling_params
 from training.logs import batch_samples
 from training.metrics import batch_metrics
 from vllm_client import Server

@@ -15,8 +15,8 @@ from fake_server import fake_server
 from helpers import ENV, ROOT, answer_in
 
 from config import TrainConfig, UserError, describe, parse_args
+from rollouts.rollouts import Rollouts
 from rollouts.servers import ServerPool
-from rollouts.stream import Rollouts
 from train import main
 from training import model as builders
 from training.checkpoints import find_checkpoint

@@ -1,12 +1,12 @@
 """What a run lets a researcher hook in, against fake servers: info, evaluations, proofs of syncs, teachers, replays."""
 
-import functools
 import itertools
 import json
 import math
 import re
 import shutil
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,15 +26,16 @@ from benchmarks.local_server import local_server
 from config import UserError, parse_args
 from prefix_attention import attach, pack
 from recipes.own_loss import reinforce
-from rollouts import stream
+from rollouts.evaluation import Round, held_out_metrics
 from rollouts.group import Completion, Group, Prompt
+from rollouts.proofs import Probe, Proofs
 from rollouts.references import ReferenceServer
-from rollouts.scoring import Scorer, held_out_metrics
-from rollouts.stream import Rollouts
+from rollouts.rollouts import Rollouts
+from rollouts.scoring import Scorer
 from train import grpo_loss, main
 from training.model import build_policy, build_reference, token_logprobs
 from utils import process_group
-from vllm_client import ServerError
+from vllm_client import ServerError, ServerLost
 
 
 def weights(folder, step=3):
@@ -149,6 +150,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
 
 
 SETS = """
+from contextlib import closing
 from dataclasses import replace
 def short(): return rows()[:3]
 def long(): return rows()[3:8]
@@ -218,20 +220,23 @@ def test_what_held_out_completions_are_sampled_with(monkeypatch):
     """By `eval_generations` and `eval_temperature`; no reference is asked for them."""
     seen, asked = [], []
     monkeypatch.setattr(
-        stream,
-        "sample_group",
-        lambda group, client, processor, sampling, config: seen.append(sampling),
+        "rollouts.rollouts.sample_group",
+        lambda group, pool, processor, sampling, config: seen.append(sampling),
     )
-    monkeypatch.setattr(stream, "on_one_server", lambda group, client, ask: asked.append(group))
+    monkeypatch.setattr(
+        "rollouts.rollouts.on_one_server", lambda group, pool, ask: asked.append(group)
+    )
     of_eval = {"eval_dataset_id": "x.jsonl", "eval_generations": 3, "eval_temperature": 0.5}
     config = make_config(num_generations=4, temperature=0.7, **of_eval)
     scorer, references = SimpleNamespace(score=lambda group: None), SimpleNamespace()
-    rollouts: Any = SimpleNamespace(
-        config=config, client=None, processor=None, scorer=scorer, references=references
-    )
+    rollouts: Any = Rollouts.__new__(Rollouts)
+    rollouts.config, rollouts.pool, rollouts.processor = config, None, None
+    rollouts.scorer, rollouts.references = scorer, references
     groups = [Group(Prompt(number, [5], "", {})) for number in range(2)]
-    Rollouts._fill(rollouts, groups[0], is_held_out=True)
-    Rollouts._fill(rollouts, groups[1])
+    with closing(Round({"": [groups[0].prompt]}, rollouts._sample_and_score, config)) as under_way:
+        while not under_way.is_complete():
+            pass
+    rollouts._fill(groups[1])
     assert [(sampling["n"], sampling["temperature"]) for sampling in seen] == [(3, 0.5), (4, 0.7)]
     assert asked == groups[1:]
 
@@ -369,7 +374,7 @@ def test_what_updates_of_the_batch_change_accuses_no_server(
 
 def test_a_busy_server_is_no_lost_one(models, recipe, capsys, monkeypatch):
     """It answers no probe in time after the first one: that is no proof, and no reason to leave it out."""
-    monkeypatch.setattr(stream, "CONTROL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rollouts.proofs.CONTROL_TIMEOUT_S", 0.5)
     asked = itertools.count()
     with fake_server(
         models["untied"], lambda ids, number: (said(ids, number), 1.0 if next(asked) > 1 else 0.0)
@@ -397,7 +402,7 @@ def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, caps
         server.control = control  # type: ignore[method-assign]
         options = ["--max_steps", "8", "--max_logprob_mismatch", "0.01", "--server_timeout", "3"]
         with pytest.raises(
-            stream.ServerError, match="no rollout server is left: .* nats a token after the weight"
+            ServerError, match="no rollout server is left: .* nats a token after the weight"
         ):
             main(parse_args([recipe(server), *options]))
 
@@ -405,13 +410,13 @@ def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, caps
 def test_servers_of_which_no_tokens_can_tell_are_probed(models, recipe, monkeypatch):
     """With a bent distribution, whose log-probs are others; two servers, one a step."""
     probed = []
-    probe = Rollouts._probe
+    probe = Proofs._probe
 
     def note(self, server):
         probed.append((self.version, server.url))
         return probe(self, server)
 
-    monkeypatch.setattr(Rollouts, "_probe", note)
+    monkeypatch.setattr(Proofs, "_probe", note)
     with (
         fake_server(models["untied"], answer_in(0.0)) as one,
         fake_server(models["untied"], answer_in(0.0)) as two,
@@ -424,22 +429,34 @@ def test_servers_of_which_no_tokens_can_tell_are_probed(models, recipe, monkeypa
     ] * 3
 
 
+class StandIn(SimpleNamespace):
+    """A server for sets and keys, as the real ones are."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
+def make_proofs(pool) -> Any:
+    """Of version 4, by a policy that is nowhere."""
+    policy: Any = SimpleNamespace(eval=lambda: None, train=lambda: None)
+    prompt = Prompt(0, [5], "", {})
+    return Proofs(policy, 4, pool, prompt, make_config(), torch.device("cpu"))
+
+
 @pytest.mark.parametrize("served", [True, False])
 def test_who_is_lost_while_it_is_probed_is_not_let_in(served):
     """One that served and came back meanwhile has zeroed weights; one that waited for the probe is let in by it."""
     admitted: list[Any] = []
-    one: Any = SimpleNamespace(url="http://a", has_weights=served, proved_version=-1)
+    one: Any = StandIn(url="http://a", has_weights=served, proved_version=-1)
 
     def lose_it(completions):
         one.has_weights = False
         return ""
 
-    client = SimpleNamespace(admit=admitted.append)
-    policy = SimpleNamespace(eval=lambda: None, train=lambda: None)
-    rollouts: Any = SimpleNamespace(client=client, policy=policy, version=4)
-    rollouts._probe, rollouts._difference = lambda server: (server.url, [], ""), lose_it
+    proofs = make_proofs(SimpleNamespace(admit=admitted.append))
+    proofs._probe, proofs._difference = lambda server: Probe(server.url, []), lose_it
     with process_group(60):
-        Rollouts._prove(rollouts, [one])
+        proofs.prove([one])
     assert admitted == ([] if served else [one])
 
 
@@ -447,20 +464,14 @@ def test_who_is_lost_while_it_is_probed_is_not_let_in(served):
 def test_a_server_that_answers_a_probe_with_other_weights_is_left_out(answers):
     """One that serves and does not answer in time goes on."""
     lost: list[Any] = []
-    one: Any = SimpleNamespace(url="http://a", has_weights=True, proved_version=-1)
-    client = SimpleNamespace(lose=lambda server, error: lost.append(str(error)))
-    policy = SimpleNamespace(eval=lambda: None, train=lambda: None)
+    one: Any = StandIn(url="http://a", has_weights=True, proved_version=-1)
+    pool = SimpleNamespace(lose=lambda server, error: lost.append(str(error)))
     stale = Completion([5], [-1.0], "stop", 3)
     one.generate = lambda *_: [stale]
     if not answers:
-        one.generate = lambda *_: (_ for _ in ()).throw(stream.ServerLost("it took too long"))
-    config, prompt = make_config(), Prompt(0, [5], "", {})
-    rollouts: Any = SimpleNamespace(
-        client=client, policy=policy, version=4, config=config, probe_prompt=prompt
-    )
-    rollouts._probe = functools.partial(Rollouts._probe, rollouts)
+        one.generate = lambda *_: (_ for _ in ()).throw(ServerLost("it took too long"))
     with process_group(60):
-        Rollouts._prove(rollouts, [one])
+        make_proofs(pool).prove([one])
     assert lost == (["answers with other weights than it was sent"] if answers else [])
     assert one.proved_version == -1
 

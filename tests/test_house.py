@@ -10,8 +10,8 @@ from helpers import ROOT
 TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "utils"}
 ROOMS = {
     "rollouts": {
-        "group", "data", "processor", "images", "scoring", "workers", "stream", "servers",
-        "references", "replay",
+        "group", "data", "processor", "images", "sampling", "scoring", "workers", "stream",
+        "servers", "proofs", "rollouts", "evaluation", "references", "replay",
     },
     "training": {
         "batching", "model", "vision", "checkpoints", "logs", "metrics", "terminal", "wandb_log",

@@ -43,7 +43,8 @@ from rollouts.group import Completion, Group, Prompt, version_spans
 from rollouts.images import Images, image_source, joined_images, open_image, with_images
 from rollouts.processor import load_processor
 from rollouts.replay import restore, restored, saved_group
-from rollouts.stream import Rollouts, sample_group, sampling_params
+from rollouts.rollouts import Rollouts
+from rollouts.sampling import sample_group, sampling_params
 from train import train_batch
 from training.batching import Dealer, micro_batches
 from training.model import (

@@ -19,8 +19,8 @@ from test_turns import TOOLS, ids_of, tokenizer_of
 
 from config import TrainConfig, UserError
 from recipes.openai_agent import hermes_calls, trained
-from rollouts.group import Prompt, as_completion, version_spans
-from rollouts.stream import _ask
+from rollouts.group import Group, Prompt, as_completion, version_spans
+from rollouts.sampling import fill_by_rollout_fn
 from vllm_client import Server, ServerLost
 
 SAMPLING = {"n": 1, "max_tokens": 200, "temperature": 1.0}
@@ -409,7 +409,7 @@ def test_what_an_agent_does_wrong(scripted):
     with pytest.raises(
         UserError, match="rollout_fn on dataset row 0: ZeroDivisionError: division by zero"
     ):
-        _ask(scripted.server, Prompt(0, [5], "", {}), SAMPLING, config)
+        fill_by_rollout_fn(Group(Prompt(0, [5], "", {})), scripted.server, SAMPLING, config)
 
 
 def test_agents_of_coroutines(scripted, tokenizer):

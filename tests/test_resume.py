@@ -23,7 +23,6 @@ import training.model
 import vllm_client
 from config import parse_args
 from prefix_attention import _bare_logits
-from rollouts import stream
 from train import main
 from training.checkpoints import (
     Checkpoints,
@@ -35,6 +34,7 @@ from training.checkpoints import (
 )
 from training.logs import _cut_files
 from training.model import with_bf16
+from weights.publish import published_weights
 
 
 @pytest.fixture
@@ -427,7 +427,7 @@ def test_saving_changes_nothing_before_the_first_step(start, tmp_path, monkeypat
 
 def test_a_weight_that_no_gradient_reached_goes_on(start, tmp_path, monkeypatch):
     """Its part of AdamW's state is in the checkpoint, as the run that goes on wants it."""
-    build, publish = train.build_policy, stream.published_weights
+    build, publish = train.build_policy, published_weights
 
     def with_one_more(*arguments):
         policy = build(*arguments)
@@ -436,7 +436,8 @@ def test_a_weight_that_no_gradient_reached_goes_on(start, tmp_path, monkeypatch)
 
     monkeypatch.setattr(train, "build_policy", with_one_more)
     monkeypatch.setattr(
-        stream, "published_weights", lambda p: (item for item in publish(p) if item[0] != "unused")
+        "rollouts.rollouts.published_weights",
+        lambda p: (item for item in publish(p) if item[0] != "unused"),
     )
     main(parse_args(start("--max_steps", 2)))
     main(parse_args(start("--resume_from_checkpoint", "auto")))

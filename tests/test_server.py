@@ -30,10 +30,10 @@ from benchmarks.local_server import local_server
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
 from recipes.first_to_finish import first_to_finish
-from rollouts import stream
 from rollouts.group import version_spans
+from rollouts.rollouts import Rollouts
+from rollouts.sampling import sampling_params
 from rollouts.servers import ServerPool
-from rollouts.stream import Rollouts, sampling_params
 from training.model import add_lora, load_model, parallelize
 from utils import broadcast_object, process_group
 from vllm_client import Server, ServerError
@@ -209,8 +209,7 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
     """Law 6: one layer's norm left out of the first sync is enough to stop the run."""
     complete = published_weights
     monkeypatch.setattr(
-        stream,
-        "published_weights",
+        "rollouts.rollouts.published_weights",
         lambda p: ((n, t) for n, t in complete(p) if n != "model.norm.weight"),
     )
     config = make_config(models["untied"], servers["untied"])
@@ -218,7 +217,7 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
         rollouts = Rollouts(config, device)
         with pytest.raises(ServerError, match="and the trainer differ by .* after the weight sync"):
             rollouts.publish(make_policy(config, device), 0)
-        monkeypatch.setattr(stream, "published_weights", complete)
+        monkeypatch.setattr("rollouts.rollouts.published_weights", complete)
         rollouts.publish(make_policy(config, device), 0)
         assert rollouts.pool.servers[0].has_weights  # and the server is whole again
         rollouts.close()
@@ -251,11 +250,11 @@ def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monke
         rollouts = Rollouts(config, device)
         policy = make_policy(config, device)
         rollouts.publish(policy, 0)
-        monkeypatch.setattr(stream, "published_weights", half)
+        monkeypatch.setattr("rollouts.rollouts.published_weights", half)
         with pytest.raises(InterruptedError):
             rollouts.publish(policy, 1)
         rollouts.close()
-        monkeypatch.setattr(stream, "published_weights", complete)
+        monkeypatch.setattr("rollouts.rollouts.published_weights", complete)
         rollouts = Rollouts(config, device)
         disturb(policy, 3)
         rollouts.publish(policy, 0)
@@ -442,7 +441,7 @@ def test_a_start_without_options(models, tmp_path, monkeypatch):
             missing = lambda p: (
                 (name, t) for name, t in complete(p) if name != "model.norm.weight"
             )
-            monkeypatch.setattr(stream, "published_weights", missing)
+            monkeypatch.setattr("rollouts.rollouts.published_weights", missing)
             rollouts.publish(policy, 1)
             rollouts.close()
     finally:

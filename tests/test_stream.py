@@ -20,8 +20,9 @@ from prefix_attention import attach, completion_logprobs, pack
 from rollouts import servers
 from rollouts.data import epochs
 from rollouts.group import Completion, Group, Prompt
+from rollouts.rollouts import Rollouts, Word
 from rollouts.servers import ServerPool
-from rollouts.stream import GroupStream, Rollouts
+from rollouts.stream import GroupStream
 from train import compute_advantages, grpo_loss, main
 from vllm_client import ServerError
 
@@ -184,17 +185,19 @@ def test_between_ready_groups_there_is_time_for_other_things():
     while len(trainer.stream._ready) < BATCH:
         time.sleep(0.01)
     rollouts: Any = SimpleNamespace(
-        stop=threading.Event(), failure=None, client=SimpleNamespace(returned=[])
+        stop=threading.Event(), failure=None, pool=SimpleNamespace(returned=[])
     )
     rollouts.pool.returned = ["a server"]
-    assert Rollouts._next_word(rollouts, lambda: pytest.fail("a group was asked for")) == "resync"
+    assert (
+        Rollouts._next_word(rollouts, lambda: pytest.fail("a group was asked for")) is Word.RESYNC
+    )
     rollouts.pool.returned = []
 
     def look():
         assert trainer.stream.take()
         rollouts.stop.set()
 
-    assert Rollouts._next_word(rollouts, look) == "stop"
+    assert Rollouts._next_word(rollouts, look) is Word.STOP
     assert trainer.stream.missing == BATCH - 1
     trainer.stream.close()
 
@@ -607,7 +610,7 @@ def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
             pass
         return word
 
-    rollouts: Any = SimpleNamespace(stream=stream, config=config, waited_s=0.0, _lead=lead)
+    rollouts: Any = SimpleNamespace(stream=stream, config=config, waited_s=0.0, _wait=lead)
     for num_tokens, num_groups in ((2 * size, 2), (2 * size + 1, 3)):
         groups, is_last = Rollouts.take(rollouts, num_tokens)
         assert (len(groups), is_last) == (num_groups, False)

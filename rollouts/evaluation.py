@@ -1,0 +1,88 @@
+"""Held-out problems: sampling and scoring them, and their metrics."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from itertools import chain
+from typing import Any
+
+from config import TrainConfig
+from rollouts.group import Group, Prompt
+from rollouts.sampling import sampling_params
+from rollouts.scoring import mean, reward_means
+from rollouts.stream import MAX_GROUPS
+
+
+class Round:
+    """An evaluation under way: a group of every held-out prompt.
+
+    Threads sample and score them, all at once, by `fill(group, sampling)`.
+    """
+
+    def __init__(
+        self,
+        held_out: dict[str, list[Prompt]],
+        fill: Callable[[Group, dict[str, Any]], None],
+        config: TrainConfig,
+    ):
+        self.sets = {}  # groups by the name of their set
+        for name, prompts in held_out.items():
+            self.sets[name] = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
+        self._groups = list(chain.from_iterable(self.sets.values()))
+        self._threads = ThreadPoolExecutor(MAX_GROUPS)
+        sampling = sampling_params(config)
+        sampling |= {"n": config.eval_generations, "temperature": config.eval_temperature}
+        self._answers = [
+            self._threads.submit(fill, group, dict(sampling)) for group in self._groups
+        ]
+
+    def is_complete(self) -> bool:
+        """Wait a second at most for all groups; raises an error of one."""
+        done, running = wait(self._answers, 1, FIRST_EXCEPTION)
+        for answer in done:
+            answer.result()
+        return not running
+
+    def close(self) -> None:
+        """Start no more groups."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def metrics(self, config: TrainConfig) -> dict[str, float]:
+        """Give `eval/...` of all groups, and `eval/<set>/...` of each named set."""
+        metrics = {}
+        for set_name, groups in ({"": self._groups} | self.sets).items():
+            prefix = f"eval/{set_name}/" if set_name else "eval/"
+            for name, value in held_out_metrics(groups, config).items():
+                metrics[prefix + name] = value
+        return metrics
+
+
+def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:
+    """Give `reward`, `rewards/<function>`, `accuracy` and `pass@k` of held-out groups.
+
+    `accuracy` is the share of completions with a reward of at least 1. Of n = `eval_generations`
+    completions a problem, c of them right, `pass@k`, for k = 2, 4, ... and n, is the mean of
+    1 - C(n-c, k) / C(n, k) (arXiv:2107.03374), unbiased. Completions without a reward count in
+    none of them.
+    """
+    valid_of_groups = []
+    for group in groups:
+        valid_of_groups.append([reward for reward in group.reward if not math.isnan(reward)])
+    rewards = list(chain.from_iterable(valid_of_groups))
+
+    is_right: list[float] = [reward >= 1 for reward in rewards]
+    values = {"reward": mean(rewards), **reward_means(groups, config), "accuracy": mean(is_right)}
+    for k in tries(config.eval_generations):
+        chances = []
+        for valid in valid_of_groups:
+            if len(valid) >= k:
+                num_wrong = sum(reward < 1 for reward in valid)
+                chances.append(1 - math.comb(num_wrong, k) / math.comb(len(valid), k))
+        values[f"pass@{k}"] = mean(chances)
+    return values
+
+
+def tries(most: int) -> list[int]:
+    """Give 2, 4, 8, ... below `most`, and `most`, without 1."""
+    powers = [2**exponent for exponent in range(most.bit_length())]
+    return sorted({*powers, most} - {1})

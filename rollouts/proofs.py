@@ -1,0 +1,148 @@
+"""Proofs that servers compute what the trainer computes."""
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from config import TrainConfig, bending
+from prefix_attention import pack
+from rollouts.group import Completion, Prompt
+from rollouts.servers import ServerPool
+from training.batching import row_images
+from training.model import token_logprobs
+from utils import broadcast_object, is_main
+from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost
+
+MISMATCH = (
+    "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model"
+    " otherwise, or takes no new weights for a part of it (as gpt-oss's experts); compare its"
+    " --dtype and, for images, --mm-processor-kwargs, or raise max_logprob_mismatch"
+)
+
+
+@dataclass
+class Probe:
+    """A server's answer to a fixed prompt, to compare with the policy."""
+
+    url: str
+    completions: list[Completion]  # empty where it did not answer
+    failure: str = ""  # why it cannot be used, "" where its answer is still to be compared
+
+
+@dataclass
+class Proofs:
+    """Compares servers with one version of the policy.
+
+    `prove` asks them for log-probs of a probe, `check` takes those of tokens that trained.
+    """
+
+    policy: torch.nn.Module
+    version: int
+    pool: ServerPool  # on rank 0
+    prompt: Prompt  # of the probes
+    config: TrainConfig
+    device: torch.device
+
+    def check(self, gaps: dict[int, float]) -> None:
+        """Leave out servers whose tokens have other log-probs here. On rank 0.
+
+        Args:
+            gaps: mean |trainer - server|, nats a token, by the server's number; servers with too
+                few tokens of this version have none.
+        """
+        # With these, log-probs differ although the weights are the same.
+        if bending(self.config) or self.config.rollout_fn or self.config.lora_dropout:
+            return
+        limit = self.config.max_logprob_mismatch
+        for server in self.pool.servers:
+            gap = gaps.get(server.number, math.nan)  # which is neither small nor large
+            if gap <= limit:
+                server.proved_version = self.version
+            elif gap > limit:
+                self.pool.lose(server, ServerLost(MISMATCH.format(gap)))
+
+    def overdue(self) -> list[Server]:
+        """Give some servers that nothing has proved for `probe_steps` versions."""
+        due_version = self.version - self.config.probe_steps
+        serving = [server for server in self.pool.servers if server.has_weights]
+        overdue = [server for server in serving if server.proved_version <= due_version]
+        overdue.sort(key=lambda server: server.proved_version)
+        return overdue[: 1 + len(serving) // self.config.probe_steps]
+
+    def prove(self, servers: list[Server], is_first: bool = False) -> None:
+        """Compare each server's log-probs of a probe, and act on it. Collective.
+
+        Args:
+            servers: on rank 0; none on the others.
+            is_first: at the first sync all must agree, or it is a ServerError.
+        """
+        waiting = {server for server in servers if not server.has_weights}
+        with ThreadPoolExecutor(64) as threads:
+            probes = broadcast_object(list(threads.map(self._probe, servers)))
+
+        # LoRA's dropout would differ from the server, and move the random state of the step.
+        self.policy.eval()
+        for probe in probes:  # every rank takes part in every forward
+            if not probe.failure:
+                probe.failure = self._difference(probe.completions)
+        self.policy.train()
+
+        faults = [f"{probe.url} {probe.failure}" for probe in probes if probe.failure]
+        if is_first and faults:
+            raise ServerError("; ".join(faults))
+        if is_main():
+            for server, probe in zip(servers, probes, strict=True):
+                self._act_on(server, probe, server in waiting)
+
+    def _act_on(self, server: Server, probe: Probe, is_waiting: bool) -> None:
+        """Let a server serve that agrees, and leave it out where it differs.
+
+        One that serves already, and does not answer, may be busy.
+        """
+        if not probe.failure:
+            server.proved_version = self.version
+            if is_waiting:
+                self.pool.admit(server)
+        elif is_waiting:
+            self.pool.keep_out(server, probe.failure)
+        elif probe.completions:
+            self.pool.lose(server, ServerLost(probe.failure))
+
+    def _probe(self, server: Server) -> Probe:
+        """Ask for two short completions under the weights that were sent."""
+        sampling: dict[str, Any] = {
+            "n": 2,
+            "max_tokens": min(16, self.config.max_completion_len),
+            "temperature": self.config.temperature,
+        }
+        try:
+            completions = server.generate(
+                self.prompt.token_ids, sampling, self.prompt.images, CONTROL_TIMEOUT_S
+            )
+        except ServerError as error:
+            return Probe(server.url, [], str(error))
+        for completion in completions:
+            if not completion.weight_versions.eq(self.version).all():
+                return Probe(server.url, completions, "answers with other weights than it was sent")
+        return Probe(server.url, completions)
+
+    def _difference(self, completions: list[Completion]) -> str:
+        """Say how far the policy's log-probs differ; "" where they are close. Collective."""
+        token_ids = [completion.token_ids for completion in completions]
+        sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
+        groups = [(self.prompt.token_ids, token_ids)]
+        row = pack(groups, share_prefix=self.config.share_prefix)[0].to(self.device)
+        images: dict[str, torch.Tensor] = {}
+        if self.prompt.images:
+            images = row_images([self.prompt] * len(row.prompts))
+        on_device = {name: tensor.to(self.device) for name, tensor in images.items()}
+
+        with torch.no_grad():
+            trainer_logprobs = token_logprobs(self.policy, row, on_device, self.config)
+        mismatch = (trainer_logprobs.cpu() - sampler_logprobs).abs().mean().item()
+        if mismatch <= self.config.max_logprob_mismatch:
+            return ""
+        return MISMATCH.format(mismatch)  # also for a NaN

@@ -1,0 +1,348 @@
+"""The training loop's source of groups, and way to the servers."""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from enum import Enum
+from typing import Any
+
+import torch
+
+from config import TrainConfig, UserError, describe
+from prefix_attention import num_packed_tokens
+from rollouts import data
+from rollouts.group import Batch, Group, Prompt
+from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
+from rollouts.proofs import Proofs
+from rollouts.sampling import on_one_server, sample_group, sampling_params
+from rollouts.scoring import Scorer
+from rollouts.servers import ServerPool
+from rollouts.stream import GroupStream
+from training.model import load_model_config, with_bf16
+from utils import Stopped, broadcast_object, gather_objects, is_main, timed
+from vllm_client import Server, ServerError
+from weights.publish import published_weights
+from weights.transfer import gpu_of
+
+
+class Word(Enum):
+    """A word from rank 0, which alone sees groups and servers, to all ranks."""
+
+    RESYNC = "resync"  # a server came back: all ranks send it the policy, and wait on
+    ENOUGH = "enough"  # groups of the batch with the tokens that were asked for have come
+    COMPLETE = "complete"  # the last groups of the batch have come
+    EVALUATED = "evaluated"  # all held-out groups have their rewards
+    STOP = "stop"  # the run ends: by a signal, a failure, or as a replay has no more steps
+
+
+class Rollouts:
+    """Groups for the training loop, and its policy for the servers.
+
+    Data and servers live on rank 0; the methods are collective.
+    """
+
+    def __init__(
+        self, config: TrainConfig, device: torch.device, resumed: dict[str, Any] | None = None
+    ):
+        self.config = config
+        self.device = device
+        self.stop = threading.Event()  # ends `take` and `evaluate`
+        self.failure: Exception | None = None  # what ended one of them, on rank 0
+        self.version = -1  # of the policy that was published last
+        self.proofs: Any = None  # of servers against that policy
+        self.num_tokens = 0  # that were trained, prompts included
+        self.ended: set[int] = set()  # ids of groups that were trained or dropped
+        if resumed:
+            self.num_tokens = resumed["num_tokens"]
+            self.ended = set(resumed["ended"])
+        # On rank 0, from `_open` on:
+        self.processor: Any = None  # the model's
+        self.pool: Any = None
+        self.references: ServerPool | None = None  # for `reference_urls`
+        self.held_out: dict[str, list[Prompt]] = {}  # by the name of their set
+
+        gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
+        opened = self._open(resumed, gpus) if is_main() else None
+        self.num_steps, self.example, self.probe_prompt = broadcast_object(opened)
+        self._restart_clocks()
+
+    # -- Opening, on rank 0 --
+
+    def _open(
+        self, resumed: dict[str, Any] | None, gpus: list[str | None]
+    ) -> tuple[int, Prompt | None, Prompt]:
+        """Load, check and connect all that rank 0 needs.
+
+        Returns:
+            The number of steps; an example of images, None where no prompt has any; and the prompt
+            of probes.
+        """
+        config = self.config
+        print(describe(config, usual=with_bf16(replace(config, bf16=None))))
+        self.processor = load_processor(config)
+        tokenizer = tokenizer_of(self.processor)
+        forbidden = placeholder_ids(load_model_config(config)[0])
+        self.pool = ServerPool(config, tokenizer, forbidden)
+        if config.reference_urls:
+            from rollouts.references import reference_pool
+
+            self.references = reference_pool(forbidden, config)
+
+        self._load_prompts()
+        self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
+        if resumed and resumed["prompts"] != self.fingerprint:
+            raise UserError(
+                "resume_from_checkpoint: that run had other prompts: give it the same dataset, the"
+                " servers' --max-model-len, and max_tokens_per_gpu"
+            )
+        example = None
+        if config.freeze_vision_tower or hasattr(self.processor, "image_processor"):
+            from rollouts.images import image_example
+
+            example = image_example(self.prompts, self.processor, config)
+
+        self.pool.connect(self.device, gpus)
+        if self.references:
+            self.references.connect(self.device)
+        self.scorer = Scorer(tokenizer, config)
+        self.stream = self._open_stream()
+
+        num_steps = config.max_steps or self.stream.num_steps
+        if resumed and resumed["step"] >= num_steps:
+            print(
+                f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
+                flush=True,
+            )
+        return num_steps, example, example or self.prompts[0]
+
+    def _load_prompts(self) -> None:
+        """Load all data sets, without prompts too long for trainer or servers."""
+        config = self.config
+        sets = data.load_data_sets(self.processor, config)
+        longest = min(self.pool.wait_until_ready(), config.max_tokens_per_gpu)
+        if self.references:  # to give log-probs, vLLM must also sample a token
+            longest = min(longest, self.references.wait_until_ready() - 1)
+
+        max_len = longest - config.max_completion_len
+        for field, prompts in sets.items():
+            sets[field] = data.leave_out_long(prompts, max_len, config, field)
+        self.prompts = sets.pop("dataset_id")
+        self.held_out = dict(zip(config.eval_sets, sets.values(), strict=True))
+
+    def _open_stream(self) -> GroupStream:
+        """Give groups of this run's prompts, or those that another saved."""
+        config = self.config
+        if config.replay:
+            from rollouts.replay import replay_stream
+
+            return replay_stream(self.prompts, self.processor, self.ended, config)
+        num_steps = config.max_steps or math.ceil(
+            config.num_epochs * len(self.prompts) / config.batch_size
+        )
+        return GroupStream(self._new_groups(), self._fill, num_steps, config)
+
+    def _new_groups(self) -> Iterator[Group]:
+        """Give groups of the prompts, epoch by epoch, without `ended` ones."""
+        for number, index in enumerate(data.epochs(len(self.prompts), self.config.seed)):
+            if number not in self.ended:
+                yield Group(self.prompts[index], id=number)
+
+    # -- Groups, from here to the trainer --
+
+    def _fill(self, group: Group) -> None:
+        """Sample and score a group; ask for its log-probs under the reference."""
+        self._sample_and_score(group, sampling_params(self.config))
+        if self.references:
+            group.ref_logprobs = on_one_server(
+                group, self.references, lambda server: server.logprobs(group)
+            )
+
+    def _sample_and_score(self, group: Group, sampling: dict[str, Any]) -> None:
+        sample_group(group, self.pool, self.processor, sampling, self.config)
+        self.scorer.score(group)
+
+    def take(self, num_tokens: float) -> tuple[list[Group], bool]:
+        """Take the batch's next groups, of about `num_tokens` tokens. Collective.
+
+        Returns:
+            The groups, on rank 0, and True where they complete the batch.
+
+        Raises:
+            Stopped: the run is to end.
+        """
+        groups: list[Group] = []
+
+        def look() -> Word | None:
+            nonlocal num_tokens
+            group = self.stream.take()
+            if group is None:
+                # A replay may have fewer steps than the run.
+                return Word.STOP if self.version >= self.stream.num_steps else None
+            groups.append(group)
+            num_tokens -= num_packed_tokens([group.sequences], self.config.share_prefix)
+            if self.stream.missing == 0:
+                return Word.COMPLETE
+            return Word.ENOUGH if num_tokens <= 0 else None
+
+        started_s = time.monotonic()
+        word = self._wait(look)
+        self.waited_s += time.monotonic() - started_s
+        if word is Word.STOP:
+            raise Stopped
+        return groups, word is Word.COMPLETE
+
+    def _wait(self, look: Callable[[], Word | None]) -> Word:
+        """Repeat rank 0's `look` until every rank gets a word. Collective.
+
+        A look takes a second at most. Between two of them all ranks send the policy to servers that
+        came back.
+        """
+        while True:
+            word = broadcast_object(self._next_word(look) if is_main() else None)
+            if word is not Word.RESYNC:
+                return word
+            self.proofs.prove(self._send(only_returned=True))
+
+    def _next_word(self, look: Callable[[], Word | None]) -> Word:
+        """Look until there is a word for all ranks. On rank 0."""
+        try:
+            while not self.stop.is_set() and not self.failure:
+                if self.pool.returned:
+                    return Word.RESYNC
+                word = look()
+                if word is not None:
+                    return word
+        except (UserError, ServerError) as error:  # all ranks hear of it, and save what there is
+            self.failure = error
+        return Word.STOP
+
+    def end_batch(self) -> Batch:
+        """Give the groups trained and dropped, with metrics, on rank 0."""
+        if not is_main():
+            return Batch()
+        batch = self.stream.end_batch()
+        if all(math.isnan(reward) for group in batch.groups for reward in group.reward):
+            self.failure = UserError(
+                "no reward function gave any completion of this batch a number: nothing to learn"
+            )
+
+        num_tokens = sum(group.num_tokens for group in batch.groups)
+        self.num_tokens += num_tokens
+        for groups in (batch.groups, *batch.dropped.values()):
+            self.ended.update(group.id for group in groups)
+
+        elapsed_s = time.monotonic() - self.clock_s
+        num_sampled = self.stream.num_sampled_tokens - self.sampled_before
+        batch.metrics |= {
+            "num_tokens": self.num_tokens,
+            "rewards_failed": float(self.scorer.num_failed),
+            "time/wait_s": self.waited_s,
+            "idle/trainer": self.waited_s / elapsed_s,
+            "idle/servers": self.pool.idle_seconds() / elapsed_s,
+            "tokens_per_s/sampled": num_sampled / elapsed_s,
+            "tokens_per_s/trained": num_tokens / elapsed_s,
+        }
+        self._restart_clocks()
+        return batch
+
+    def _restart_clocks(self) -> None:
+        """Leave all until now out of the rates that `end_batch` reports."""
+        self.clock_s = time.monotonic()
+        self.waited_s = 0.0
+        if is_main():
+            self.sampled_before = self.stream.num_sampled_tokens
+            self.pool.idle_seconds()
+
+    def evaluate(self, step: int) -> tuple[dict[str, float], dict[str, list[Group]]]:
+        """Evaluate the policy on the held-out sets, where that is due. Collective.
+
+        Returns:
+            `eval/...` of all sets, `eval/<set>/...` of each, and the groups by set; nothing on
+            other ranks than 0, and where the run is to end.
+        """
+        config = self.config
+        # Also at step 0, and at the last one.
+        is_due = step == self.num_steps or step % (config.eval_steps or self.num_steps) == 0
+        if not is_due or not config.eval_sets or config.replay:  # a replay has no servers
+            return {}, {}
+        from rollouts.evaluation import Round
+
+        metrics: dict[str, float] = {}
+        with (
+            timed("time/eval_s", metrics),
+            closing(Round(self.held_out, self._sample_and_score, config)) as under_way,
+        ):
+            word = self._wait(lambda: Word.EVALUATED if under_way.is_complete() else None)
+
+        self._restart_clocks()
+        if word is Word.STOP or not is_main():
+            return {}, {}
+        return metrics | under_way.metrics(config), under_way.sets
+
+    # -- The policy, from here to the servers --
+
+    def publish(self, policy: torch.nn.Module, version: int) -> None:
+        """Send the policy to every server as `version`. Collective.
+
+        A server, whose weights were zero, serves once its log-probs of a probe agree. At the first
+        sync all must, or it is a ServerError. Servers that no sampled tokens have proved for
+        `probe_steps` versions are probed again.
+        """
+        is_first = self.proofs is None
+        self.version = version
+        self.proofs = Proofs(
+            policy, version, self.pool, self.probe_prompt, self.config, self.device
+        )
+        with ExitStack() as while_sending:
+            if is_main() and not self.config.inflight_updates:
+                while_sending.enter_context(self.pool.drained(self.stop))
+            returned = self._send()
+            if is_first:  # a server that does not agree ends the run before anything is sampled
+                self.proofs.prove(self.pool.servers if is_main() else [], is_first=True)
+                self._restart_clocks()
+            if is_main():
+                self.stream.advance_to(version)
+
+        if not is_first:
+            overdue = self.proofs.overdue() if is_main() else []
+            self.proofs.prove(returned + overdue)
+
+    def _send(self, only_returned: bool = False) -> list[Server]:
+        """Stream the policy to the servers. Collective.
+
+        Returns:
+            On rank 0, the servers that came back and now have it.
+        """
+        if self.config.replay:  # there are no servers
+            return []
+        weights = published_weights(self.proofs.policy)
+        if is_main():
+            return self.pool.update_weights(weights, self.version, only_returned)
+        for _ in weights:  # every rank gathers all
+            pass
+        return []
+
+    def check(self, gaps: dict[int, float]) -> None:
+        """Leave out servers by their tokens' log-probs, as `Proofs.check`."""
+        if is_main():
+            self.proofs.check(gaps)
+
+    def state(self) -> dict[str, Any]:
+        """Give all that a later run needs to go on, on rank 0."""
+        if not is_main():
+            return {}
+        return {
+            "num_tokens": self.num_tokens,
+            "ended": sorted(self.ended),
+            "prompts": self.fingerprint,
+        }
+
+    def close(self) -> None:
+        """Leave the servers."""
+        if is_main():
+            for part in (self.stream, self.scorer, self.pool, self.references):
+                if part:
+                    part.close()

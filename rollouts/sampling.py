@@ -1,0 +1,129 @@
+"""The completions of a group, from one server, or another where that is lost."""
+
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from config import TrainConfig, UserError
+from rollouts.group import FOREIGN, Group, as_completion, check_segments
+from rollouts.servers import ServerPool
+from vllm_client import Server, ServerError, ServerLost
+
+
+def sampling_params(config: TrainConfig) -> dict[str, Any]:
+    """Give vLLM's sampling parameters for a group, without fields that are None."""
+    params: dict[str, Any] = {
+        "n": config.num_generations,
+        "max_tokens": config.max_completion_len,
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "stop": config.stop,
+    }
+    params |= config.sampling_params or {}
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def sample_group(
+    group: Group, pool: ServerPool, processor: Any, sampling: dict[str, Any], config: TrainConfig
+) -> None:
+    """Fill in a group's completions, all from one server.
+
+    Raises:
+        UserError: an image cannot be read, or `rollout_fn` fails.
+        ServerError: as `on_one_server`.
+    """
+    if group.prompt.sources:
+        from rollouts.images import with_images
+
+        group.prompt = with_images(group.prompt, processor, config)
+    if config.max_staleness == 0 and not config.rollout_fn:
+        sampling = {"seed": group_seed(group, sampling["n"], config), **sampling}
+
+    sample = partial(sample_on, group=group, pool=pool, sampling=sampling, config=config)
+    on_one_server(group, pool, sample)
+    group.sampled_s = time.monotonic()
+
+
+def group_seed(group: Group, num_generations: int, config: TrainConfig) -> int:
+    """Give the seed of a group's request, for runs that can be repeated.
+
+    vLLM samples completion i with seed + i, and takes 63 bits. So the seeds of two groups are at
+    least `num_generations` apart (twice that, in fact), and those of two runs 2^40.
+    """
+    return ((config.seed << 40) + group.id * 2 * num_generations) % 2**63
+
+
+def sample_on(
+    server: Server, group: Group, pool: ServerPool, sampling: dict[str, Any], config: TrainConfig
+) -> None:
+    """Sample a group on this server, by one request or `rollout_fn`.
+
+    Raises:
+        ServerLost: another server may do it.
+        ServerError, UserError: no server would.
+    """
+    group.started_version = pool.version
+    group.started_s = time.monotonic()
+    group.server = server.number
+    if config.rollout_fn:
+        fill_by_rollout_fn(group, server, sampling, config)
+    else:
+        completions = server.generate(group.prompt.token_ids, sampling, group.prompt.images)
+        group.fill([replace(completion, prompt_ids=None) for completion in completions])
+
+    if (group.tokens.weight_versions == FOREIGN).any():
+        error = ServerLost("it sampled with weights of its own: was it restarted?")
+        pool.lose(server, error)
+        raise error
+
+
+def fill_by_rollout_fn(
+    group: Group, server: Server, sampling: dict[str, Any], config: TrainConfig
+) -> None:
+    """Fill in the completions of the config's `rollout_fn`, checked.
+
+    Raises:
+        UserError: it failed, or they are no completions; with the line where.
+    """
+    rollout_fn: Any = config.rollout_fn
+    prompt = group.prompt
+    try:
+        rollouts = rollout_fn(server, prompt, sampling)
+        completions = [as_completion(rollout, prompt) for rollout in rollouts]
+        if len(completions) != sampling["n"]:
+            raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
+        group.fill(completions)
+        check_segments(group, server.forbidden, config)
+    except ServerError:
+        raise
+    except Exception as error:  # whatever the recipe raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        cause = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        raise UserError(f"rollout_fn on dataset row {prompt.index}: {cause}") from error
+
+
+def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> Any:
+    """Return `ask(server)`, asked again of another server where one is lost.
+
+    Raises:
+        ServerError: no server is left, one refused, or healthy ones failed three times.
+    """
+    where = f"dataset row {group.prompt.index}"
+    num_failures = 0
+    while True:
+        with pool.lease() as server:
+            try:
+                return ask(server)
+            except ServerLost as error:
+                if not (server.has_weights and server.answers()):
+                    pool.lose(server, error)
+                    continue
+                num_failures += 1
+                if num_failures == 3:  # the servers are not to blame
+                    raise ServerError(f"{where}: {error}, though the server is healthy") from error
+            except ServerError as error:
+                raise ServerError(f"{where}: {error}") from None
