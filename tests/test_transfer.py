@@ -24,7 +24,7 @@ import utils
 from config import TrainConfig
 from rollouts.servers import ServerPool
 from utils import TransferGroup
-from vllm_client import Server
+from vllm_client import Server, State
 
 TIMEOUT_S = 2.0
 FULL = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
@@ -360,7 +360,7 @@ def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
     for step in ("pause", "end_update"):
         monkeypatch.setattr(Server, step, lambda *_, **__: None)
     for server, pause_s in zip(client.servers, seconds, strict=True):
-        server.transfer, server.has_weights, server.pool = Receiver(pause_s), True, Loading()
+        server.transfer, server.state, server.pool = Receiver(pause_s), State.SERVING, Loading()
     groups = [server.transfer for server in client.servers]
     started = time.monotonic()
     client.update_weights(((f"w{n}", FULL) for n in range(5)), 1)
@@ -435,7 +435,7 @@ def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
     trainer._group.fault = lambda rank, number: "never" if number == 1 else None
     client = make_client("http://a")
     (server,) = client.servers
-    server.transfer, server.has_weights, server.pool = trainer, True, Loading()
+    server.transfer, server.state, server.pool = trainer, State.SERVING, Loading()
     for step in ("pause", "end_update"):
         monkeypatch.setattr(Server, step, lambda *_, **__: None)
     gathered = []
