@@ -81,7 +81,7 @@ def completion_of(choice: _Choice) -> Completion:
     """Check a completion that a server sampled.
 
     Raises:
-        ServerLost: the server ended the completion before it was complete.
+        ServerLost: the server broke the completion off.
         ValueError: a part of it is missing or makes no sense.
     """
     token_ids = choice.token_ids or []
@@ -171,11 +171,11 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 class State(Enum):
-    """The use that a run has of a server now."""
+    """The use that a run has of a server at the moment."""
 
     LOST = "lost"  # none: the watcher asks until the server answers again, and connects it
     WAITING = "waiting"  # connected, at the start or once it is back, without the current weights
-    SERVING = "serving"
+    SERVING = "serving"  # groups, under the current weights
 
 
 class Server:
@@ -408,7 +408,7 @@ class Server:
     def start_loading(self) -> None:
         """Let the server load all buckets that are sent from now on, up to an empty one."""
         # Each broadcast has a time-out, so the request itself needs none.
-        limits_s = (5, None)
+        limits_s = (5, None)  # to connect, and to answer
         self.loading = self.pool.submit(self.post, "/update_weights", {"update_info": {}}, limits_s)
 
     def try_to_send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> bool:

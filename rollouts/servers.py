@@ -113,6 +113,7 @@ class ServerPool:
         return self._longest
 
     def _wait_for(self, server: Server, deadline_s: float) -> None:
+        """Wait until a server answers, or raise a ServerError that says how to start one."""
         port = urlsplit(server.url).port or 80
         hint = f"`python vllm_server.py --model {self.config.model_id} --port {port}`"
         while not server.answers():
@@ -192,15 +193,14 @@ class ServerPool:
     def _wait_for_slot(self) -> Server:
         """The server with the fewest groups, once one has room. The caller holds the lock."""
         while True:
-            free = [s for s in self.servers if s.has_weights and s.in_flight < self._limit]
-            if free:
-                return min(free, key=lambda server: server.in_flight)
+            for server in sorted(self.servers, key=lambda server: server.in_flight):
+                if server.has_weights and server.in_flight < self._limit:
+                    return server
+
             if self._is_closed.is_set():
                 raise ServerError("the run has ended")
-            if (
-                not self.serving
-                and time.monotonic() > self._all_lost_s + self.config.server_timeout
-            ):
+            gives_up_s = self._all_lost_s + self.config.server_timeout
+            if not self.serving and time.monotonic() > gives_up_s:
                 raise ServerError(
                     f"no rollout server is left: {self._why_lost}; "
                     "start one, and go on with --resume_from_checkpoint auto"
@@ -247,6 +247,7 @@ class ServerPool:
         with self._slots:
             if not server.has_weights:
                 return
+            # One that the list does not name any more is not asked again.
             until = "until it answers again" if server in self.servers else "from now on"
             print(f"{server.url} is left out {until}: {error}", flush=True)
             server.state = State.LOST
