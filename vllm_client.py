@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from enum import Enum
 from functools import partial
 from itertools import count
 from typing import Annotated, Any, TypedDict
@@ -28,18 +29,22 @@ from weights.transfer import TransferGroup, address_towards
 NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 MAX_SERVERS = 1024  # that are told apart by their numbers
+TRAINER = os.urandom(16).hex()  # this process's name: servers take weights of one trainer at a time
 _numbers = count()
-TRAINER = os.urandom(
-    16
-).hex()  # names this process to servers, which take the weights of one trainer at a time
 
 
 class ServerError(RuntimeError):
-    """A rollout server could not be reached, or refused; the message says which one, why and what to do."""
+    """A rollout server could not be reached, or refused.
+
+    The message says which one, why and what to do.
+    """
 
 
 class ServerLost(ServerError):
-    """A server does not answer any more, or answers with errors of its own: another server may do its work."""
+    """A server is silent or answers with errors of its own: another may do its work."""
+
+
+# -- Replies ---------------------------------------------------------------------------------------
 
 
 class _Token(msgspec.Struct, gc=False):
@@ -52,9 +57,9 @@ class _Span(TypedDict):
     end: int
 
 
-class _Choice(
-    msgspec.Struct
-):  # what we read of a choice of /inference/v1/generate, or of a part of one in a stream
+class _Choice(msgspec.Struct):
+    """The fields we read of a choice of /inference/v1/generate, or of a part of one in a stream."""
+
     index: int = 0
     finish_reason: str | None = None
     token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
@@ -72,100 +77,175 @@ DECODER = msgspec.json.Decoder(_Reply)
 
 
 def completion_of(choice: _Choice) -> Completion:
-    """What a server sampled, checked: ValueError where a part of it is missing or makes no sense."""
-    ids, content = choice.token_ids or [], (choice.logprobs or {}).get("content") or []
-    if not ids or choice.finish_reason not in ("stop", "length"):
+    """Check a completion that a server sampled.
+
+    Raises:
+        ServerLost: the server broke the completion off.
+        ValueError: a part of it is missing or makes no sense.
+    """
+    token_ids = choice.token_ids or []
+    num_tokens = len(token_ids)
+    if num_tokens == 0 or choice.finish_reason not in ("stop", "length"):
         raise ServerLost(
-            f"a server ended a completion by {choice.finish_reason!r} after {len(ids)} tokens"
+            f"a server ended a completion by {choice.finish_reason!r} after {num_tokens} tokens"
         )
-    values = array("f", [token.logprob for token in content])
-    if len(values) != len(ids) or not math.isfinite(sum(values)) or min(values) <= NO_LOGPROB:
-        raise ValueError(f"of {len(ids)} tokens some log-probs are missing, or no finite numbers")
+
+    tokens = (choice.logprobs or {}).get("content") or []
+    logprobs = array("f", [token.logprob for token in tokens])
+    are_finite = math.isfinite(sum(logprobs))
+    if len(logprobs) != num_tokens or not are_finite or min(logprobs) <= NO_LOGPROB:
+        raise ValueError(f"of {num_tokens} tokens some log-probs are missing, or no finite numbers")
+
     spans = []
     for span in choice.weight_versions or ():
         version = int(span["version"]) if span["version"].isdecimal() else FOREIGN
         spans.append((version, span["start"], span["end"]))
-    versions = spans_to_versions(spans, len(ids))
+    versions = spans_to_versions(spans, num_tokens)
     if (versions == ENVIRONMENT).any():
-        raise ValueError(f"of {len(ids)} tokens some have no weight version")
+        raise ValueError(f"of {num_tokens} tokens some have no weight version")
+
     # torch.tensor would take eight times as long
-    token_ids = torch.frombuffer(array("q", ids), dtype=torch.int64)
-    logprobs = torch.frombuffer(values, dtype=torch.float32)
-    return Completion(token_ids, logprobs, choice.finish_reason, versions)
+    return Completion(
+        torch.frombuffer(array("q", token_ids), dtype=torch.int64),
+        torch.frombuffer(logprobs, dtype=torch.float32),
+        choice.finish_reason,
+        versions,
+    )
 
 
 def all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
-    """The `num` completions of a reply, and the prompt's tokens as the server expanded them; or ValueError."""
+    """The `num` completions of a reply, and the prompt's tokens as the server expanded them.
+
+    Raises:
+        ValueError: the reply has another number of completions, or one that makes no sense.
+    """
     body = DECODER.decode(reply.content)
     if len(body.choices) != num:
         raise ValueError(f"{len(body.choices)} of {num} completions")
-    return [*map(completion_of, body.choices)], body.prompt_token_ids or []
+    completions = [completion_of(choice) for choice in body.choices]
+    return completions, body.prompt_token_ids or []
+
+
+def json_of(reply: requests.Response) -> Any:
+    """The JSON of a reply, None for an empty one."""
+    return reply.json() if reply.content else None
+
+
+def _session() -> requests.Session:
+    """The settings of a request."""
+    session = requests.Session()
+    session.trust_env = False  # no proxy in between
+    session.stream = True  # `read` may take the reply as it comes
+    session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
+    token = api_token()
+    if token:
+        session.headers["Authorization"] = f"Bearer {token}"
+    return session
+
+
+def _refusal(method: str, url: str, reply: requests.Response) -> ServerError:
+    """The error that a reply of status 400 or more stands for, in one line."""
+    status = reply.status_code
+    cure = ""
+    if status == 401:
+        cure = " (set VLLM_API_KEY to the server's token)"
+    elif status == 404 and method == "GET":
+        cure = f" ({RIGHT_VLLM})"
+
+    text = " ".join(reply.text.split())
+    kind = ServerError if status < 500 else ServerLost
+    return kind(f"{method} {url} answered {status}{cure}: {text[:500]}")
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """The error itself, or what stands below the "max retries exceeded" of a connection."""
+    cause = error
+    if isinstance(error, requests.ConnectionError):
+        while cause.__context__:
+            cause = cause.__context__
+    return cause
+
+
+# -- A server --------------------------------------------------------------------------------------
+
+
+class State(Enum):
+    """The use that a run has of a server at the moment."""
+
+    LOST = "lost"  # none: the watcher asks until the server answers again, and connects it
+    WAITING = "waiting"  # connected, at the start or once it is back, without the current weights
+    SERVING = "serving"  # groups, under the current weights
 
 
 class Server:
-    """One rollout server. A recipe's `rollout_fn` gets it, and uses `generate` and the model's `tokenizer`.
+    """One rollout server.
 
-    One that `has_weights` serves; one that only `is_connected`, at the start and once it is back, waits for the current
-    weights; any other is lost, and the client's watcher asks until it answers again.
+    A recipe's `rollout_fn` gets it, and uses `generate` and the model's `tokenizer`.
     """
 
     def __init__(
         self, url: str, timeout_s: float, tokenizer: Any = None, forbidden: Sequence[int] = ()
     ):
-        self.url, self.timeout_s = url.rstrip("/"), timeout_s
+        self.url = url.rstrip("/")
+        self.timeout_s = timeout_s  # of a request, if the caller names none
+        self.tokenizer = tokenizer
+        self.forbidden = forbidden  # tokens that are never sampled
         self.number = next(_numbers) % MAX_SERVERS
-        self.proved_version = (
-            -1
-        )  # the last under which its log-probs were found to agree with the trainer's
-        self.tokenizer, self.forbidden = tokenizer, forbidden  # tokens that are never sampled
-        self.is_connected = self.has_weights = self.was_ours = False
+        self.proved_version = -1  # the last under which trainer and server agreed on log-probs
+
+        self.state = State.LOST
+        self.was_ours = False  # this trainer has connected it before
         self.retry_s = 0.0  # when a lost server may be tried again, on the monotonic clock
-        self.in_flight, self.idle_since_s = 0, time.monotonic()
+        self.in_flight = 0  # groups
+        self.idle_since_s = time.monotonic()  # if none are in flight
+
+        self.pool: ThreadPoolExecutor  # of one thread, for requests that wait for weights
         self.transfer: TransferGroup | None = None
-        self.sending, self.sending_s = None, 0.0  # the bucket under way, and since when
-        self.lag_s = 0.0  # for how long it was later than half of the servers, in this update
+        self.sending: Any = None  # the bucket under way
+        self.sending_s = 0.0  # when that began, on the monotonic clock
         self.loading: Future[Any]  # the server's reply to the update under way
+        self.lag_s = 0.0  # for how long it was later than half of the servers, in this update
+
+    @property
+    def has_weights(self) -> bool:
+        """True while it serves, as it has the current weights."""
+        return self.state is State.SERVING
+
+    # -- requests ----------------------------------------------------------------------------------
 
     def request(
-        self, method: str, path: str, timeout_s: Any = None, read: Any = None, **kwargs: Any
-    ) -> Any:
-        """What `read` makes of the reply, or its JSON.
+        self, method: str, path: str, timeout_s: Any = None,
+        read: Callable[[requests.Response], Any] = json_of, json: Any = None,
+    ) -> Any:  # fmt: skip
+        """Send a request; returns what `read` makes of the reply.
 
-        `timeout_s` is in seconds, or a pair, to connect and to answer (None: no limit); None takes `request_timeout`. A
-        4xx reply is a ServerError; no connection, a time-out, a 5xx or one that cannot be read is a ServerLost.
+        Args:
+            method: of HTTP.
+            path: with the query.
+            timeout_s: seconds, or a pair, to connect and to answer (None: no limit); without it
+                `request_timeout` holds.
+            read: takes the reply before all of it is there, and may return at any place.
+            json: the body.
+
+        Raises:
+            ServerError: the server refused, by a 4xx reply.
+            ServerLost: no connection, a time-out, a 5xx reply, or one that cannot be read.
         """
-        where = f"{method} {self.url}{path}"
+        url = self.url + path
         try:
-            with requests.Session() as session:
-                session.trust_env, session.stream = (
-                    False,
-                    True,
-                )  # no proxy in between; `read` may stream
-                session.verify = os.environ.get("REQUESTS_CA_BUNDLE") or True
-                if token := api_token():
-                    session.headers["Authorization"] = f"Bearer {token}"
-                # Leaving the block closes the connection: the server aborts what is left of a stream.
-                with session.request(
-                    method, self.url + path, timeout=timeout_s or self.timeout_s, **kwargs
-                ) as reply:
-                    if reply.status_code >= 400:
-                        kind = ServerError if reply.status_code < 500 else ServerLost
-                        cures = {
-                            401: "set VLLM_API_KEY to the server's token",
-                            404: RIGHT_VLLM * (method == "GET"),
-                        }
-                        cure, text = cures.get(reply.status_code), " ".join(reply.text.split())
-                        raise kind(
-                            f"{where} answered {reply.status_code}{f' ({cure})' if cure else ''}: {text[:500]}"
-                        )
-                    return read(reply) if read else reply.json() if reply.content else None
+            # Leaving the block closes the connection: the server aborts what is left of a stream.
+            with (
+                _session() as session,
+                session.request(
+                    method, url, timeout=timeout_s or self.timeout_s, json=json
+                ) as reply,
+            ):
+                if reply.status_code >= 400:
+                    raise _refusal(method, url, reply)
+                return read(reply)
         except (requests.RequestException, msgspec.MsgspecError, ValueError) as error:
-            cause: BaseException = error
-            while (
-                isinstance(error, requests.ConnectionError) and cause.__context__
-            ):  # below "max retries exceeded"
-                cause = cause.__context__
-            raise ServerLost(f"{where} failed: {type(cause).__name__}: {cause}") from error
+            cause = _root_cause(error)
+            raise ServerLost(f"{method} {url} failed: {type(cause).__name__}: {cause}") from error
 
     def post(
         self, path: str, body: dict[str, Any] | None = None, timeout_s: Any = CONTROL_TIMEOUT_S
@@ -173,111 +253,148 @@ class Server:
         """`request` by POST, with a JSON body."""
         return self.request("POST", path, timeout_s, json=body)
 
-    def generate(
-        self, prompt: Any, sampling: dict[str, Any], images: Any = None, timeout_s: Any = None,
-        read: Callable[[int, requests.Response], tuple[Any, list[int]]] = all_choices, extra: int = 0,
-    ) -> Any:  # fmt: skip
-        """Sample `sampling["n"]` completions of `prompt`, the ids (a list, or [n]) of it and of earlier turns.
-
-        `sampling` are vLLM's own parameters. The placeholders of `images` (`rollouts.data.Images`) stand first in
-        `prompt`. `extra` more are streamed to `read`, whose return aborts the rest: `recipes/first_to_finish.py`.
-        """
-        prompt_ids, num = torch.as_tensor(prompt).tolist(), sampling.get("n", 1)
-        params = {**sampling, "n": num + extra, "logprobs": 0}
-        if self.forbidden:  # -100 is the lowest that the server takes, and as good as -inf
-            params["logit_bias"] = (sampling.get("logit_bias") or {}) | dict.fromkeys(
-                self.forbidden, -100.0
-            )
-        body: dict[str, Any] = {
-            "token_ids": prompt_ids,
-            "sampling_params": params,
-            "stream": extra > 0,
-        }
-        text_ids = prompt_ids[images.num_tokens :] if images else prompt_ids
-        if not set(self.forbidden).isdisjoint(text_ids):
-            raise UserError(
-                "a prompt with placeholders of images was sent without them: pass images=prompt.images"
-            )
-        if images:
-            body |= {"token_ids": [*images.server_ids, *text_ids], "return_token_ids": True}
-            body["content_parts"] = [{"type": "image_url", "url": url} for url in images.urls]
-        completions, expanded = self.request(
-            "POST", "/inference/v1/generate", timeout_s, partial(read, num), json=body
-        )
-        if images and expanded != prompt_ids:
-            sizes = f"{len(expanded)} tokens on {self.url} and {len(prompt_ids)} here, or others of the same number"
-            raise ServerError(
-                f"a prompt has {sizes}: do both process images alike (--mm-processor-kwargs)?"
-            )
-        return [
-            replace(completion, prompt_ids=torch.tensor(prompt_ids)) for completion in completions
-        ]
-
     def answers(self) -> bool:
-        """Whether the server calls itself healthy."""
+        """Ask whether the server calls itself healthy."""
         with suppress(ServerError):
             self.request("GET", "/health", timeout_s=5)
             return True
         return False
 
+    # -- completions -------------------------------------------------------------------------------
+
+    def generate(
+        self, prompt: Any, sampling: dict[str, Any], images: Any = None, timeout_s: Any = None,
+        read: Callable[[int, requests.Response], tuple[Any, list[int]]] = all_choices,
+        extra: int = 0,
+    ) -> Any:  # fmt: skip
+        """Sample `sampling["n"]` completions of a prompt, which they keep as `prompt_ids`.
+
+        Args:
+            prompt: ids of the prompt and of earlier turns, a list or a tensor [n]; the placeholders
+                of `images` stand first.
+            sampling: vLLM's own parameters.
+            images: `rollouts.data.Images` of the prompt.
+            timeout_s: as in `request`.
+            read: takes the number of completions and the reply, as `all_choices`.
+            extra: so many more are sampled, and all are streamed to `read`, whose return aborts the
+                rest: `recipes/first_to_finish.py`.
+        """
+        prompt_ids = torch.as_tensor(prompt).tolist()
+        num = sampling.get("n", 1)
+        body = self._prompt_body(prompt_ids, images)
+        body["sampling_params"] = self._sampling_params(sampling, num + extra)
+        body["stream"] = extra > 0
+
+        completions, expanded_ids = self.request(
+            "POST", "/inference/v1/generate", timeout_s, partial(read, num), json=body
+        )
+        if images and expanded_ids != prompt_ids:
+            raise ServerError(
+                f"a prompt has {len(expanded_ids)} tokens on {self.url} and {len(prompt_ids)} "
+                "here, or others of the same number: do both process images alike "
+                "(--mm-processor-kwargs)?"
+            )
+        own_prompt = torch.tensor(prompt_ids)
+        return [replace(completion, prompt_ids=own_prompt) for completion in completions]
+
+    def _prompt_body(self, prompt_ids: list[int], images: Any) -> dict[str, Any]:
+        """The part of a request's body that holds the prompt, with its images as URLs."""
+        text_ids = prompt_ids[images.num_tokens :] if images else prompt_ids
+        if not set(self.forbidden).isdisjoint(text_ids):
+            raise UserError(
+                "a prompt with placeholders of images was sent without them: "
+                "pass images=prompt.images"
+            )
+        if not images:
+            return {"token_ids": prompt_ids}
+        return {
+            "token_ids": images.server_ids + text_ids,
+            "return_token_ids": True,
+            "content_parts": [{"type": "image_url", "url": url} for url in images.urls],
+        }
+
+    def _sampling_params(self, sampling: dict[str, Any], num: int) -> dict[str, Any]:
+        """The caller's parameters, for `num` completions with log-probs and no forbidden token."""
+        params = {**sampling, "n": num, "logprobs": 0}
+        if self.forbidden:
+            given = sampling.get("logit_bias") or {}
+            # -100 is the lowest that the server takes, and as good as -inf
+            params["logit_bias"] = given | dict.fromkeys(self.forbidden, -100.0)
+        return params
+
+    # -- the group that weights travel over --------------------------------------------------------
+
     def connect(
         self, device: torch.device, timeout_s: float, gpus: Sequence[str | None] = ()
     ) -> None:
-        """Open a transfer group with the server's workers, and zero its weights; ServerError where it refuses."""
-        self.pool = ThreadPoolExecutor(
-            1
-        )  # a fresh one: what a lost server was sent may still be waiting
-        address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
-        world_size = 1 + self.request("GET", "/get_world_size", CONTROL_TIMEOUT_S)["world_size"]
+        """Open a transfer group with the server's workers, and zero its weights.
+
+        Raises:
+            ServerError: it refuses.
+        """
+        self.pool = ThreadPoolExecutor(1)  # fresh: what a lost server was sent may still be waiting
+        reply = self.request("GET", "/get_world_size", CONTROL_TIMEOUT_S)
         try:
-            store = TCPStore(
-                address,
-                0,
-                is_master=True,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=timeout_s),
-            )
-            init_info = {
-                "host": address,
-                "port": store.port,
-                "world_size": world_size,
-                "timeout_s": timeout_s,
-            }
-            body = {"init_info": init_info | {"trainer": TRAINER}}
-            # Both sides must enter the rendezvous, and a server that refuses never comes.
-            reply = self.pool.submit(
-                self.post, "/init_weight_transfer_engine", body, timeout_s + CONTROL_TIMEOUT_S
-            )
-            while not store.check(["member/1"]):
-                if reply.done():
-                    reply.result()
-                    raise ServerError("it took the invitation, and its workers did not come")
-                time.sleep(0.01)
-            self.transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)
-            reply.result()
+            self._open_group(1 + reply["world_size"], device, timeout_s, gpus)
         except RuntimeError as error:
             raise ServerError(f"{self.url}: no weight-transfer group: {error}") from error
+
+        # Zeroes: log-probs can only agree if every weight arrives.
+        self.post("/weight_checker", {"action": "reset"})
+        self.state = State.WAITING
+        self.was_ours = True
+
+    def _open_group(
+        self, world_size: int, device: torch.device, timeout_s: float, gpus: Sequence[str | None]
+    ) -> None:
+        """Invite the server's workers into a transfer group, and enter it with them."""
+        address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
+        limit = timedelta(seconds=timeout_s)
+        store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        init_info = {
+            "host": address,
+            "port": store.port,
+            "world_size": world_size,
+            "timeout_s": timeout_s,
+            "trainer": TRAINER,
+        }
+
+        # Both sides must enter the rendezvous, and a server that refuses never comes.
+        path = "/init_weight_transfer_engine"
+        reply_limit_s = timeout_s + CONTROL_TIMEOUT_S
+        reply = self.pool.submit(self.post, path, {"init_info": init_info}, reply_limit_s)
+        while not store.check(["member/1"]):
+            if reply.done():
+                reply.result()
+                raise ServerError("it took the invitation, and its workers did not come")
+            time.sleep(0.01)
+        self.transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)
+        reply.result()
         print(f"{self.url} gets its weights over {self.transfer.backend}", flush=True)
-        self.post(
-            "/weight_checker", {"action": "reset"}
-        )  # zeroes: log-probs can only agree if every weight arrives
-        self.is_connected = self.was_ours = True
 
     def disconnect(self) -> None:
         """Leave the transfer group."""
-        self.is_connected = self.has_weights = False
-        transfer, self.transfer, self.sending = self.transfer, None, None
+        self.state = State.LOST
+        transfer = self.transfer
+        self.transfer = None  # first: the thread that sends must not use it while it closes
+        self.sending = None
         if transfer is not None:
             transfer.close()
 
     def break_off(self, timeout_s: float = 5.0) -> None:
         """Leave the transfer group, and then end what is in flight, if the server still listens."""
-        self.disconnect()  # first: a server that waits for the rest of a stream would not hear the next request
+        # In this order: a server that waits for the rest of a stream would not hear the request.
+        self.disconnect()
         with suppress(ServerError):
             self.post("/pause?mode=abort", timeout_s=timeout_s)
 
+    # -- the steps of an update --------------------------------------------------------------------
+
     def pause(self) -> None:
-        """Make ready for new weights, under which requests in flight go on, with K/V made anew and no cached prefix."""
+        """Make ready for new weights.
+
+        Requests in flight go on under them, with K/V made anew and no cached prefix.
+        """
         self.lag_s = 0.0
         self.post("/pause?mode=keep&clear_cache=true")
         try:
@@ -287,15 +404,27 @@ class Server:
                 self.post("/finish_weight_update")
             self.post("/start_weight_update")
 
+    def start_loading(self) -> None:
+        """Let the server load all buckets that are sent from now on, up to an empty one."""
+        # Each broadcast has a time-out, so the request itself needs none.
+        limits_s = (5, None)  # to connect, and to answer
+        self.loading = self.pool.submit(self.post, "/update_weights", {"update_info": {}}, limits_s)
+
     def try_to_send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> bool:
-        """Pass a bucket to `TransferGroup.send`, if the one before has arrived; whether it has."""
-        if (transfer := self.transfer) is None:
+        """Begin to send a bucket, if the one before has arrived; returns False otherwise.
+
+        `buffers` are those of `TransferGroup.send`.
+        """
+        transfer = self.transfer  # read once, as another thread may take it away
+        sending = self.sending
+        if transfer is None:
             raise ServerLost(f"{self.url} was lost in this update")
-        if self.sending and not transfer.is_over(self.sending, self.sending_s):
+        if sending and not transfer.is_over(sending, self.sending_s):
             if self.loading.done():
                 self.loading.result()
             return False
-        self.sending, self.sending_s = transfer.send(bucket, buffers), time.monotonic()
+        self.sending = transfer.send(bucket, buffers)
+        self.sending_s = time.monotonic()
         return True
 
     def end_update(self, version: int, timeout_s: float) -> None:

@@ -502,7 +502,7 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
         return rollouts
     rollouts.pool = ServerPool(config)
     for server in rollouts.pool.servers:
-        server.is_connected = server.has_weights = True
+        rollouts.pool.admit(server)
     ids = list(range(512))
     sampling = {"n": config.num_generations, "max_tokens": config.max_completion_len}
 

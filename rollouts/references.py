@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -12,11 +11,11 @@ from torch import Tensor
 from config import TrainConfig, UserError
 from rollouts.group import Group
 from rollouts.servers import ServerPool
-from vllm_client import Server
+from vllm_client import Server, State
 
 
 def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
-    """Give the servers of the reference that `reference_urls` lists.
+    """The servers of the reference that `reference_urls` lists.
 
     Raises:
         UserError: the model has placeholders of images, `forbidden`.
@@ -34,40 +33,39 @@ def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
 
 
 class ReferenceServer(Server):
-    """A server of the reference, which gets no weights.
-
-    It gives log-probs at the run's `temperature`.
-    """
+    """A server of the reference: it gets no weights, and gives log-probs at a temperature."""
 
     def __init__(self, url: str, temperature: float, **others: Any):
         super().__init__(url, **others)
-        self.temperature = temperature
+        self.temperature = temperature  # of the run
 
     def connect(self, *_: Any, **others: Any) -> None:
         """Tell it the temperature: it serves from then on."""
         self.post("/init_weight_transfer_engine", {"init_info": {"temperature": self.temperature}})
-        self.is_connected = self.has_weights = True
+        self.state = State.SERVING
 
     def logprobs(self, group: Group) -> Tensor:
-        """Give the log-probs of a group's tokens, [n] float32, nats.
-
-        They are a column as those of `Group.tokens`.
-        """
+        """The log-probs of a group's completion tokens: [n] float32, nats, a column of `tokens`."""
         if self.temperature != 1:  # it may have been restarted meanwhile
             self.connect()
-        _, completions = group.sequences
-        of_segments = [self._of_segment(*segment) for segment in chain.from_iterable(completions)]
-        return torch.cat(of_segments)
 
-    def _of_segment(self, prompt_ids: Tensor, token_ids: Tensor) -> Tensor:
-        ids = token_ids.tolist()
+        _, completions = group.sequences
+        columns = []
+        for segments in completions:
+            for prompt_ids, token_ids in segments:
+                columns.append(self._segment_logprobs(prompt_ids.tolist(), token_ids.tolist()))
+        return torch.cat(columns)
+
+    def _segment_logprobs(self, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
+        """Let the server read a segment as a prompt, whose log-probs are asked for."""
         body = {
-            "token_ids": [*prompt_ids.tolist(), *ids],
+            "token_ids": prompt_ids + token_ids,
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
         }
-        given = self.request("POST", "/inference/v1/generate", json=body)["prompt_logprobs"][
-            len(prompt_ids) :
-        ]
-        return torch.tensor(
-            [of_place[str(token)]["logprob"] for token, of_place in zip(ids, given, strict=True)]
-        )
+        reply = self.request("POST", "/inference/v1/generate", json=body)
+
+        tables = reply["prompt_logprobs"][len(prompt_ids) :]  # each by token
+        logprobs = []
+        for token, table in zip(token_ids, tables, strict=True):
+            logprobs.append(table[str(token)]["logprob"])
+        return torch.tensor(logprobs)

@@ -17,12 +17,8 @@ from urllib.parse import urlsplit
 import torch
 
 from config import ADDRESS, TrainConfig, UserError
-from utils import (
-    RIGHT_VLLM,
-    VLLM_VERSION,
-    naming,
-)
-from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost
+from utils import RIGHT_VLLM, VLLM_VERSION, naming
+from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
 from weights.transfer import buckets
 
 POLL_S = 2e-4  # between looks at what servers do
@@ -32,22 +28,34 @@ RETRY_S = 30.0  # before a server that answered, and could not be used, is tried
 
 
 def server_urls(config: TrainConfig) -> list[str]:
-    """The addresses that `vllm_urls` means now, each once: those of a file for `@file`. UserError where it has none."""
+    """The addresses that `vllm_urls` names now, each once.
+
+    `@file` stands for the addresses in a file.
+
+    Raises:
+        UserError: there are none, or something else than addresses.
+    """
     with naming(f"vllm_urls={','.join(config.vllm_urls)}"):
-        lists = [
-            Path(word[1:]).read_text().split() if word[0] == "@" else [word]
-            for word in config.vllm_urls
-        ]
-        urls = [url.rstrip("/") for of_word in lists for url in of_word]
-        if not urls or (wrong := [url for url in urls if not re.match(ADDRESS, url)]):
-            raise ValueError(
-                f"it needs lines of http://host:port, and has {wrong if urls else 'none'}"
-            )
+        urls: list[str] = []
+        for word in config.vllm_urls:
+            if word.startswith("@"):
+                urls += Path(word[1:]).read_text().split()
+            else:
+                urls.append(word)
+        urls = [url.rstrip("/") for url in urls]
+
+        wrong = [url for url in urls if not re.match(ADDRESS, url)]
+        if wrong or not urls:
+            raise ValueError(f"it needs lines of http://host:port, and has {wrong or 'none'}")
     return list(dict.fromkeys(urls))
 
 
 class ServerPool:
-    """The rollout servers of a run, thread-safe; `tokenizer`, `forbidden` as of `Server`. Raises the file limit."""
+    """The rollout servers of a run, thread-safe.
+
+    `tokenizer` and `forbidden` are passed on to the servers, which `kind` makes. The limit on open
+    files is raised, for the whole process.
+    """
 
     def __init__(
         self,
@@ -57,91 +65,123 @@ class ServerPool:
         kind: Any = Server,
     ):
         self.config = config
-        self._make = partial(
+        self._make_server = partial(
             kind, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden
         )
-        self.servers = (
-            [] if config.replay else [*map(self._make, server_urls(config))]
-        )  # the watcher replaces the list
+        self.servers: list[Server] = []  # the watcher replaces the list, and never changes it
+        if not config.replay:
+            self.servers = [self._make_server(url) for url in server_urls(config)]
         self.version = -1  # of the policy that was published last
-        self._updating = threading.Lock()
+
+        # Every request has a connection, which is a file.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # every request has a connection
-        self._control = ThreadPoolExecutor(
-            1024, thread_name_prefix="control"
-        )  # never waits for rollouts
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never for rollouts
+        self._updating = threading.Lock()
         self._slots = threading.Condition()  # guards what the servers do, and tells of a free one
-        self._limit = (
-            config.max_concurrent_requests
-        )  # groups in flight on one server; 0 while `drained` holds them
-        self._why_lost: BaseException | None = None
-        self._say_once = cache(partial(print, flush=True))  # what is tried again and again
-        self._all_lost_s = math.inf  # when the last server was lost
-        self._idle_s = 0.0  # of servers that have groups in flight again, since it was asked for
+        self._limit = config.max_concurrent_requests  # groups on a server; 0 while `drained`
         self._is_closed = threading.Event()
 
+        self._why_lost: BaseException | None = None
+        self._all_lost_s = math.inf  # when the last server was lost
+        self._idle_s = 0.0  # without groups in flight, since it was asked for, all servers together
+        self._say_once = cache(partial(print, flush=True))  # what is tried again and again
+
+    @property
+    def serving(self) -> list[Server]:
+        """Servers with the current weights."""
+        return [server for server in self.servers if server.has_weights]
+
+    @property
+    def returned(self) -> list[Server]:
+        """Connected servers that wait for the current weights."""
+        return [server for server in self.servers if server.state is State.WAITING]
+
+    # -- the start ---------------------------------------------------------------------------------
+
     def wait_until_ready(self) -> int:
-        """Wait for every server, or raise a ServerError; returns the longest sequence that all take, in tokens."""
-        deadline = time.monotonic() + self.config.server_timeout
+        """Wait for all servers; returns the longest sequence that they take, in tokens.
+
+        Raises:
+            ServerError: one does not answer in time, or cannot be used.
+        """
+        deadline_s = time.monotonic() + self.config.server_timeout
         for server in self.servers:
-            hint = f"`python vllm_server.py --model {self.config.model_id} --port {urlsplit(server.url).port or 80}`"
-            while not server.answers():
-                self._say_once(
-                    f"waiting up to {self.config.server_timeout:.0f} s for {server.url} ({hint})"
-                )
-                if time.monotonic() > deadline:
-                    raise ServerError(
-                        f"no rollout server at {server.url}: start one with {hint}, or set vllm_urls"
-                    )
-                time.sleep(1)
-        self._longest = min(
-            map(self._max_model_len, self.servers), default=self.config.max_tokens_per_gpu
-        )
+            self._wait_for(server, deadline_s)
+
+        lengths = [self._max_model_len(server) for server in self.servers]
+        self._longest = min(lengths, default=self.config.max_tokens_per_gpu)
         return self._longest
 
+    def _wait_for(self, server: Server, deadline_s: float) -> None:
+        """Wait until a server answers, or raise a ServerError that says how to start one."""
+        port = urlsplit(server.url).port or 80
+        hint = f"`python vllm_server.py --model {self.config.model_id} --port {port}`"
+        while not server.answers():
+            self._say_once(
+                f"waiting up to {self.config.server_timeout:.0f} s for {server.url} ({hint})"
+            )
+            if time.monotonic() > deadline_s:
+                raise ServerError(
+                    f"no rollout server at {server.url}: start one with {hint}, or set vllm_urls"
+                )
+            time.sleep(1)
+
     def _max_model_len(self, server: Server) -> int:
-        """The longest sequence that a server takes, if it serves our model by the version of vLLM that we speak to."""
+        """The longest sequence that a server takes, in tokens.
+
+        Raises:
+            ServerError: it has another version of vLLM than we speak to, or another model.
+        """
         about = server.request("GET", "/version")
-        version = str(about["version"] if isinstance(about, dict) and "version" in about else about)
+        if isinstance(about, dict):
+            about = about.get("version", about)
+        version = str(about)
         if version.partition("+")[0] != VLLM_VERSION:
             raise ServerError(
                 f"{server.url} runs vLLM {version[:100]}, not {VLLM_VERSION}: {RIGHT_VLLM}"
             )
-        (model, *_) = server.request("GET", "/v1/models")["data"]
-        ours, served = self.config.model_id, (model["id"], model["root"])
-        if Path(ours).resolve() not in [
-            Path(name).resolve() for name in served
-        ]:  # ours may be a relative path
+
+        model = server.request("GET", "/v1/models")["data"][0]
+        ours = self.config.model_id
+        served = [Path(model[name]).resolve() for name in ("id", "root")]
+        if Path(ours).resolve() not in served:  # ours may be a relative path
             raise ServerError(
                 f"{server.url} serves {model['root']}, not {ours}: restart it with --model {ours}"
             )
         return model["max_model_len"]
 
     def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:
-        """Connect every server, or raise a ServerError; from now on lost servers are watched for and taken back."""
-        self._where = (device, self.config.sync_timeout, gpus)
-        list(
-            self._control.map(lambda server: server.connect(*self._where), self.servers)
-        )  # raises the first error
+        """Connect all servers; from now on lost ones are watched for and taken back.
+
+        Args:
+            device: that the weights are sent from.
+            gpus: of all ranks, see `TransferGroup`.
+
+        Raises:
+            ServerError: one refuses.
+        """
+        self._device = device
+        self._gpus = gpus
+        list(self._control.map(self._connect, self.servers))  # raises the first error
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def _connect(self, server: Server) -> None:
+        server.connect(self._device, self.config.sync_timeout, self._gpus)
+
+    # -- leases ------------------------------------------------------------------------------------
 
     @contextmanager
     def lease(self) -> Iterator[Server]:
-        """The server with the fewest groups in flight, for all turns of a group, which it caches; or ServerError."""
+        """The server with the fewest groups in flight, for all turns of a group, which it caches.
+
+        Raises:
+            ServerError: the run has ended, or no server came back in time.
+        """
         with self._slots:
-            while not (
-                free := [s for s in self.servers if s.has_weights and s.in_flight < self._limit]
-            ):
-                if self._is_closed.is_set():
-                    raise ServerError("the run has ended")
-                gives_up = time.monotonic() > self._all_lost_s + self.config.server_timeout
-                if gives_up and not any(server.has_weights for server in self.servers):
-                    cure = "start one, and go on with --resume_from_checkpoint auto"
-                    raise ServerError(f"no rollout server is left: {self._why_lost}; {cure}")
-                self._slots.wait(10)
-            server = min(free, key=lambda server: server.in_flight)
+            server = self._wait_for_slot()
             if server.in_flight == 0:
-                self._idle_s += time.monotonic() - server.idle_since_s
+                self._count_idle(server)
             server.in_flight += 1
         try:
             yield server
@@ -151,9 +191,29 @@ class ServerPool:
                 server.idle_since_s = time.monotonic()
                 self._slots.notify()
 
+    def _wait_for_slot(self) -> Server:
+        """The server with the fewest groups, once one has room. The caller holds the lock."""
+        while True:
+            for server in sorted(self.servers, key=lambda server: server.in_flight):
+                if server.has_weights and server.in_flight < self._limit:
+                    return server
+
+            if self._is_closed.is_set():
+                raise ServerError("the run has ended")
+            gives_up_s = self._all_lost_s + self.config.server_timeout
+            if not self.serving and time.monotonic() > gives_up_s:
+                raise ServerError(
+                    f"no rollout server is left: {self._why_lost}; "
+                    "start one, and go on with --resume_from_checkpoint auto"
+                )
+            self._slots.wait(10)
+
     @contextmanager
     def drained(self, stop: threading.Event) -> Iterator[None]:
-        """No server samples in this block; groups wait for its end. It begins at once where `stop` is set."""
+        """No server samples in this block; groups wait for its end.
+
+        It begins at once where `stop` is set.
+        """
         with self._slots:
             self._limit = 0
         while any(server.in_flight for server in self.servers) and not stop.wait(0.005):
@@ -168,45 +228,55 @@ class ServerPool:
     def idle_seconds(self) -> float:
         """Seconds without a group in flight since this was last asked, mean over the servers."""
         with self._slots:
-            for server in (server for server in self.servers if server.in_flight == 0):
-                self._idle_s += time.monotonic() - server.idle_since_s
-                server.idle_since_s = time.monotonic()
-            idle_s, self._idle_s = self._idle_s / max(len(self.servers), 1), 0.0
-            return idle_s
+            for server in self.servers:
+                if server.in_flight == 0:
+                    self._count_idle(server)
+            mean_s = self._idle_s / max(len(self.servers), 1)
+            self._idle_s = 0.0
+            return mean_s
+
+    def _count_idle(self, server: Server) -> None:
+        """Add the time for which a server has had no groups. The caller holds the lock."""
+        now_s = time.monotonic()
+        self._idle_s += now_s - server.idle_since_s
+        server.idle_since_s = now_s
+
+    # -- lost and returned servers -----------------------------------------------------------------
 
     def lose(self, server: Server, error: BaseException) -> None:
         """Leave a server out that served, until it answers again and has the current weights."""
         with self._slots:
             if not server.has_weights:
                 return
+            # One that the list does not name any more is not asked again.
             until = "until it answers again" if server in self.servers else "from now on"
             print(f"{server.url} is left out {until}: {error}", flush=True)
-            server.is_connected = server.has_weights = False
+            server.state = State.LOST
             self._why_lost = error
-            if not any(server.has_weights for server in self.servers):
+            if not self.serving:
                 self._all_lost_s = time.monotonic()
-                print(
-                    f"no rollout server is left: waiting {self.config.server_timeout:.0f} s for one",
-                    flush=True,
-                )
+                limit_s = self.config.server_timeout
+                print(f"no rollout server is left: waiting {limit_s:.0f} s for one", flush=True)
 
     def keep_out(self, server: Server, reason: object) -> None:
-        """Leave out a server that answers and cannot be used, for `RETRY_S`. The same reason is printed once."""
-        server.is_connected, server.retry_s = False, time.monotonic() + RETRY_S
+        """Leave out a server that answers and cannot be used, for `RETRY_S`.
+
+        The same reason is printed once.
+        """
+        server.state = State.LOST
+        server.retry_s = time.monotonic() + RETRY_S
         self._say_once(f"{server.url} answers again, but stays left out: {reason}")
 
     def admit(self, server: Server) -> None:
-        """Let a server serve: it has the current weights, and computes with them what the trainer does."""
+        """Let a server serve.
+
+        It has the current weights, and computes with them what the trainer does.
+        """
         with self._slots:
-            server.has_weights = True
+            server.state = State.SERVING
             self._slots.notify_all()
         if self._why_lost:
             print(f"{server.url} is back", flush=True)
-
-    @property
-    def returned(self) -> list[Server]:
-        """Connected servers that wait for the current weights."""
-        return [server for server in self.servers if server.is_connected and not server.has_weights]
 
     def _watch(self) -> None:
         """Connect new servers, and lost ones that answer again, until the run ends."""
@@ -214,80 +284,89 @@ class ServerPool:
             if self.version < 0:  # the servers of the start come first
                 continue
             self._read_list()
-            for server in [
-                s for s in self.servers if not s.is_connected and time.monotonic() > s.retry_s
-            ]:
-                try:
-                    if server.was_ours:  # else it may be another trainer's
-                        server.break_off()  # what it had in flight has gone to other servers
-                    if not server.answers():
-                        continue
-                    if (longest := self._max_model_len(server)) < self._longest:
-                        raise ServerError(
-                            f"its --max-model-len is {longest}: restart it with {self._longest}"
-                        )
-                    server.connect(*self._where)
-                except (
-                    Exception
-                ) as error:  # whatever it is, the watcher goes on for the other servers
-                    self.keep_out(server, error)
+            for server in self.servers:
+                if server.state is State.LOST and time.monotonic() > server.retry_s:
+                    try:
+                        self._take_back(server)
+                    except Exception as error:  # any, as the watcher goes on for the other servers
+                        self.keep_out(server, error)
+
+    def _take_back(self, server: Server) -> None:
+        """Connect a server, if it answers."""
+        if server.was_ours:  # else it may be another trainer's
+            server.break_off()  # what it had in flight has gone to other servers
+        if not server.answers():
+            return
+        longest = self._max_model_len(server)
+        if longest < self._longest:
+            raise ServerError(f"its --max-model-len is {longest}: restart it with {self._longest}")
+        self._connect(server)
 
     def _read_list(self) -> None:
         """Take in what files of addresses name now, and leave what they do not name any more."""
-        here = {server.url: server for server in self.servers}
         try:
             urls = server_urls(self.config)
         except UserError as error:
-            return self._say_once(f"the servers stay as they are: {error}")
-        if urls != [*here]:
-            print(f"{self.config.vllm_urls} names {len(urls)} servers now", flush=True)
-            self.servers = [here.pop(url) if url in here else self._make(url) for url in urls]
-            for server in here.values():  # which ends what it has in flight
-                self.lose(server, ServerLost("the list does not name it any more"))
-                with self._updating:
-                    server.disconnect()
+            self._say_once(f"the servers stay as they are: {error}")
+            return
+        known = {server.url: server for server in self.servers}
+        if urls == list(known):
+            return
+
+        print(f"{self.config.vllm_urls} names {len(urls)} servers now", flush=True)
+        for url in urls:
+            if url not in known:
+                known[url] = self._make_server(url)
+        self.servers = [known.pop(url) for url in urls]
+        for server in known.values():  # they finish what they have in flight
+            self.lose(server, ServerLost("the list does not name it any more"))
+            with self._updating:
+                server.disconnect()
+
+    # -- weights -----------------------------------------------------------------------------------
 
     def update_weights(
         self, weights: Iterable[Any], version: int, only_returned: bool = False
     ) -> list[Server]:
-        """Publish a policy as `version` on every server, side by side: pause, stream bucket by bucket, resume.
+        """Publish a policy as `version` on all servers, side by side.
 
-        `weights` are `(checkpoint name, tensor in its checkpoint's shape)`, consumed to the end; with `only_returned`
-        they go to servers that wait for weights alone. Returns those that waited: they serve once passed to `admit`.
+        They pause, take it bucket by bucket, and resume.
+
+        Args:
+            weights: (checkpoint name, tensor in its checkpoint's shape), consumed to the end.
+            version: of the policy.
+            only_returned: send it to servers that wait for weights alone.
+
+        Returns:
+            The servers that waited: they serve once passed to `admit`.
         """
         with self._updating:
             returned = self.returned
-            servers = (
-                returned if only_returned else [s for s in self.servers if s.has_weights] + returned
-            )
+            servers = returned if only_returned else self.serving + returned
             try:
-                servers = self._on(
-                    servers, Server.pause
-                )  # all of them first: one that hangs keeps no other waiting
-                for (
-                    server
-                ) in servers:  # each broadcast has a time-out, so the request itself needs none
-                    server.loading = server.pool.submit(
-                        server.post, "/update_weights", {"update_info": {}}, (5, None)
-                    )
-                for bucket in chain(
-                    buckets(weights), [{}]
-                ):  # one loads while the trainer gathers the next
-                    servers = self._until(
-                        servers, partial(Server.try_to_send, bucket=bucket, buffers={})
-                    )
-                servers = self._on(
-                    servers, lambda server: server.end_update(version, self.config.sync_timeout)
-                )
+                # All of them first: one that hangs keeps no other waiting.
+                servers = self._on(servers, Server.pause)
+                for server in servers:
+                    server.start_loading()
+
+                # One bucket loads while the trainer gathers the next; an empty one is the last.
+                for bucket in chain(buckets(weights), [{}]):
+                    send = partial(Server.try_to_send, bucket=bucket, buffers={})
+                    servers = self._until(servers, send)
+
+                timeout_s = self.config.sync_timeout
+                end = partial(Server.end_update, version=version, timeout_s=timeout_s)
+                servers = self._on(servers, end)
                 self.version = version
                 return [server for server in servers if server in returned]
             except BaseException:
-                # To go on with half of the weights would end an engine. Wait for its answer: the next sync resumes it.
+                # To go on with half of the weights would end an engine. Wait for its answer: the
+                # next sync resumes it.
                 self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
                 raise
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
-        """Do a step on every server, side by side; returns those that did it. The others are left out."""
+        """Do a step on all servers, side by side; returns those that did it, without the others."""
         replies = {server: self._control.submit(step, server) for server in servers}
 
         def has_replied(server: Server) -> bool:
@@ -301,7 +380,8 @@ class ServerPool:
     def _until(self, servers: list[Server], is_done: Callable[[Server], bool]) -> list[Server]:
         """Poll servers until all are done; returns those that are, in their order.
 
-        One that fails is left out. So is one that keeps the others waiting: its time counts once half of them are done.
+        A server that fails is left out. So is one that keeps the others waiting: its time counts
+        once half of them are done.
         """
         done: set[Server] = set()
         waiting = servers
@@ -322,13 +402,17 @@ class ServerPool:
                         still_waiting.append(server)
                 except RuntimeError as error:  # ServerError is one, and so is a lost group's error
                     self._leave_out(server, error)
-            waiting, last_poll_s = still_waiting, now_s
+            waiting = still_waiting
+            last_poll_s = now_s
             if waiting:
                 time.sleep(POLL_S + POLL_S_PER_SERVER * len(waiting))
         return [server for server in servers if server in done]
 
     def _leave_out(self, server: Server, error: BaseException) -> None:
-        """Go on without a server, whose workers get an error instead of waiting for the rest of the weights."""
+        """Go on without a server.
+
+        Its workers get an error instead of waiting for the rest of the weights.
+        """
         if server.has_weights:
             self.lose(server, error)
         else:

@@ -540,7 +540,7 @@ def test_one_trainer_at_a_time(models, servers):
     """A second one is refused before it changes anything; the server is free when the first has left, or died."""
     script = (
         f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
-        "import os, torch\nfrom test_server import make_config\nfrom vllm_client import ServerPool\n"
+        "import os, torch\nfrom test_server import make_config\nfrom rollouts.servers import ServerPool\n"
         f"client = ServerPool(make_config({models['tied']!r}, {servers['tied']!r}))\n"
         "client.connect(torch.device('cpu'))\nprint('connected', flush=True)\ninput()\n"
     )

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from config import TrainConfig
 from rollouts.servers import ServerPool
-from vllm_client import Server
+from vllm_client import Server, State
 from weights import cuda_ipc
 from weights.transfer import BUCKET_BYTES, TransferGroup
 
@@ -361,7 +361,7 @@ def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
     for step in ("pause", "end_update"):
         monkeypatch.setattr(Server, step, lambda *_, **__: None)
     for server, pause_s in zip(client.servers, seconds, strict=True):
-        server.transfer, server.has_weights, server.pool = Receiver(pause_s), True, Loading()
+        server.transfer, server.state, server.pool = Receiver(pause_s), State.SERVING, Loading()
     groups = [server.transfer for server in client.servers]
     started = time.monotonic()
     client.update_weights(((f"w{n}", FULL) for n in range(5)), 1)
@@ -436,7 +436,7 @@ def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
     trainer._group.fault = lambda rank, number: "never" if number == 1 else None
     client = make_client("http://a")
     (server,) = client.servers
-    server.transfer, server.has_weights, server.pool = trainer, True, Loading()
+    server.transfer, server.state, server.pool = trainer, State.SERVING, Loading()
     for step in ("pause", "end_update"):
         monkeypatch.setattr(Server, step, lambda *_, **__: None)
     gathered = []
