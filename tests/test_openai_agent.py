@@ -19,9 +19,8 @@ from test_turns import TOOLS, ids_of, tokenizer_of
 
 from config import TrainConfig, UserError
 from recipes.openai_agent import hermes_calls, trained
-from rollouts.group import Prompt, as_completion
+from rollouts.group import Prompt, as_completion, version_spans
 from rollouts.stream import _ask
-from training.logs import version_spans
 from vllm_client import Server, ServerLost
 
 SAMPLING = {"n": 1, "max_tokens": 200, "temperature": 1.0}
@@ -80,7 +79,7 @@ def check(scripted, tokenizer, segments, replies):
     found = []
     for segment in segments:
         ids = [*segment.prompt_ids.tolist(), *segment.token_ids.tolist()]
-        for _, first, last in version_spans(segment):
+        for _, first, last in version_spans(segment.weight_versions):
             start = len(segment.prompt_ids) + first
             assert ids[:start] in scripted.asked
             found.append(tokenizer.decode(ids[start : start + last - first]))
