@@ -152,7 +152,7 @@ class _Rollout:
         return info or {}
 
     def call(self, request: dict[str, Any], is_retry: bool) -> _Call:
-        """Answer a request; a client that repeats one, as its reply was lost, gets the same reply."""
+        """Answer a request; a client that repeats one whose reply was lost gets the same."""
         call = _Call(json.dumps(request, sort_keys=True))
         alike = []
         with self.lock:
