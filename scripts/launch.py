@@ -169,20 +169,27 @@ def commands(
     args: argparse.Namespace, trainer: list[str], config: TrainConfig
 ) -> tuple[dict[str, Command], Command]:
     """The servers by address, and the trainer, each with its share of this machine."""
-    gpus, num_servers = gpus_here(), 0 if config.replay else args.servers
+    gpus = gpus_here()
+    num_servers = 0 if config.replay else args.servers
     *given, env = shares(gpus, [*[args.tensor_parallel] * num_servers, args.trainers])
+
     words = server_words(args, config) if given else []
-    words += ["--gpu-memory-utilization", "0.35"] * (gpus != [] and env in given)
+    if gpus and env in given:  # a server has the trainer's GPU
+        words += ["--gpu-memory-utilization", "0.35"]
+    words += shlex.split(args.server_options)
     servers = {}
     for own in given:
         port = str(free_port())
-        servers[f"http://127.0.0.1:{port}"] = (
-            [*words, *shlex.split(args.server_options), "--port", port],
-            own,
-        )
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.trainers}"]
-    urls = ["--vllm_urls", ",".join(servers)] if servers else []
-    return servers, ([sys.executable, *(ranks if args.trainers > 1 else []), *trainer, *urls], env)
+        servers[f"http://127.0.0.1:{port}"] = ([*words, "--port", port], own)
+
+    command = [sys.executable]
+    if args.trainers > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command.append(f"--nproc_per_node={args.trainers}")
+    command += trainer
+    if servers:
+        command += ["--vllm_urls", ",".join(servers)]
+    return servers, (command, env)
 
 
 def slurm_job(args: argparse.Namespace, trainer: list[str], config: TrainConfig) -> str:
@@ -236,9 +243,10 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
             print(f"{server.wait(timeout_s)} serves", flush=True)
         training.append(popen(trainer[0], None, os.environ | trainer[1]))
         while (status := training[0].poll()) is None:
-            for server in [
-                server for server in running if server.process.poll() is not None and not received
-            ]:
+            ended = [server for server in running if server.process.poll() is not None]
+            for server in ended:
+                if received:
+                    break
                 if time.monotonic() < server.restarted_s + 600:
                     print(
                         f"the server at {server.url} ended again, and is given up (log: {server.log})",
@@ -251,10 +259,8 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
                     flush=True,
                 )
                 words, env = servers[server.url]  # the trainer takes it back once it serves
-                server.process, server.restarted_s = (
-                    popen(words, server.log, os.environ | env),
-                    time.monotonic(),
-                )
+                server.process = popen(words, server.log, os.environ | env)
+                server.restarted_s = time.monotonic()
             time.sleep(0.5)
     finally:
         for number in SIGNALS:

@@ -20,7 +20,9 @@ from prefix_attention import attach
 from recipes import countdown, dpo, score, tiny_vlm
 from train import main
 
-NO_RECIPES = {"flash4", "rewards", "openai_agent", "openai_protocol", "turns", "advantages", "losses", "dpo", "score"}
+NO_RECIPES = {
+    "flash4", "rewards", "openai_agent", "openai_protocol", "turns", "advantages", "losses", "dpo", "score",
+}  # fmt: skip
 SORT = [{"prompt": f"{10000000 + 7 * i}=", "answer": "00000001"} for i in range(16)]
 GSM8K = [
     {"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n#### {1000 + i:,}"}
