@@ -29,10 +29,8 @@ from train import main as train
 from vllm_client import Server
 
 MODES: dict[str, dict[str, Any]] = {
-    "sync": {
-        "max_staleness": 0,
-        "max_tokens_per_gpu": 1 << 20,
-    },  # one micro-batch: all is sampled before it trains
+    # One micro-batch: all is sampled before it trains.
+    "sync": {"max_staleness": 0, "max_tokens_per_gpu": 1 << 20},
     "streaming": {"max_staleness": 0},
     "staleness 1": {"max_staleness": 1},
 }

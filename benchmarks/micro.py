@@ -62,10 +62,8 @@ SHAPES = {
 }
 PLAIN = ", passes not compiled"
 HEADS = {False: (32, 8, 128), True: (4, 2, 32)}  # of queries, of keys, size
-HEAD_SHAPES = {
-    False: [(8192, 4096, 151936), (8192, 1536, 151936)],
-    True: [(64, 32, 512)],
-}  # tokens, hidden, vocab
+# tokens, hidden, vocab
+HEAD_SHAPES = {False: [(8192, 4096, 151936), (8192, 1536, 151936)], True: [(64, 32, 512)]}
 
 
 def passes(variant: str) -> AbstractContextManager[Any]:
@@ -116,9 +114,8 @@ class Attention:
         assert row.segments is not None
         self.plan = row.segments
         paths = sorted(_paths(self.plan), key=lambda path: path[-1].start)  # by group
-        self.rows = torch.tensor(
-            [[*chain(*reversed(path))] for path in paths], device=device
-        )  # [completions, length]
+        places = [[*chain(*reversed(path))] for path in paths]
+        self.rows = torch.tensor(places, device=device)  # [completions, length]
         together = [self.rows[n * size : (n + 1) * size] for n in range(num_groups)]
         self.groups = torch.stack(
             [torch.cat([rows[0, :prompt], *rows[:, prompt:]]) for rows in together]
@@ -126,10 +123,9 @@ class Attention:
         self.num_groups, self.size = num_groups, size
         own, whole = completion * (completion + 1) // 2, self.length * (self.length + 1) // 2
         num = num_groups * size
-        self.pairs = {
-            True: num_groups * prompt * (prompt + 1) // 2 + num * (completion * prompt + own)
-        }
-        self.pairs[False] = num * whole
+        of_prompts = num_groups * prompt * (prompt + 1) // 2
+        shared = of_prompts + num * (completion * prompt + own)
+        self.pairs = {True: shared, False: num * whole}
         queries, keys, dim = heads
         self.scale, self.flops_per_pair = dim**-0.5, 3.5 * 4 * queries * dim
         torch.manual_seed(0)

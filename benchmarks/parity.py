@@ -35,11 +35,8 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "TRL_EXPERIMENTAL_SILENCE": "1",
-    "TQDM_DISABLE": "1",
-}  # before they are read
+# Before they are read:
+os.environ |= {"HF_HUB_OFFLINE": "1", "TRL_EXPERIMENTAL_SILENCE": "1", "TQDM_DISABLE": "1"}
 
 import torch
 from torch import Tensor
@@ -73,9 +70,8 @@ class Layout(NamedTuple):
     """How the completions of a batch are split: TRL by number, ours by tokens."""
 
     name: str
-    updates: int = (
-        1  # optimizer steps: steps_per_generation / gradient_accumulation_steps, num_minibatches
-    )
+    # optimizer steps: steps_per_generation / gradient_accumulation_steps, num_minibatches
+    updates: int = 1
     trl_ranks: int = 1
     trl_micro_batches: int = 1  # of a rank and an update
     our_ranks: int = 1
@@ -84,9 +80,8 @@ class Layout(NamedTuple):
 
 def corrected(mode: str, name: str, **bounds: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of an off-policy correction, `bounds` are cap and perhaps floor."""
-    ours = {"off_policy_correction": name} | {
-        f"correction_{side}": value for side, value in bounds.items()
-    }
+    ours: dict[str, Any] = {"off_policy_correction": name}
+    ours |= {f"correction_{side}": value for side, value in bounds.items()}
     trl = {"mode": mode, "clip_max": bounds["cap"], "clip_min": bounds.get("floor")}
     return ours, {f"vllm_importance_sampling_{key}": value for key, value in trl.items()}
 
@@ -253,9 +248,8 @@ def trl_figures(
             mine = slice(part * size, (part + 1) * size)
             answers.append(logprobs[mine])
             inputs = {name: value[mine] if value.ndim else value for name, value in batch.items()}
-            loss = (
-                loss + trainer._compute_loss(trainer.model, inputs) / layout.trl_ranks
-            )  # as DDP averages over ranks
+            of_part = trainer._compute_loss(trainer.model, inputs)
+            loss = loss + of_part / layout.trl_ranks  # as DDP averages over ranks
         (gradient,) = torch.autograd.grad(loss, logprobs)
         losses.append(loss.detach())
         gradients.append(gradient[case.is_token])
@@ -275,9 +269,8 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
         num_minibatches=layout.updates, **fields,
     )  # fmt: skip
     lengths = [len(ids) for ids in case.token_ids]
-    numbers = torch.arange(sum(lengths)).split(
-        lengths
-    )  # in the place of log-probs, to find a row's tokens again
+    # In the place of log-probs, to find a row's tokens again.
+    numbers = torch.arange(sum(lengths)).split(lengths)
     advantages = compute_advantages(case.rewards, config.scale_rewards)
     groups = []
     for g, start in enumerate(range(0, NUM_COMPLETIONS, NUM_GENERATIONS)):
@@ -298,9 +291,8 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
         )
     logprobs = case.logprobs[case.is_token].requires_grad_()
     old, sampler, ref = (values[case.is_token] for values in (case.old, case.sampler, case.ref))
-    by_token = advantages.reshape(-1).repeat_interleave(
-        torch.tensor(lengths)
-    )  # those of a row are float32
+    # Those of a row are float32.
+    by_token = advantages.reshape(-1).repeat_interleave(torch.tensor(lengths))
     losses: list[Tensor] = []
     gradients: list[Tensor] = []
     for shares in zip(
@@ -526,9 +518,8 @@ def compare_runs(model: Path, is_quick: bool) -> Iterator[dict[str, Any]]:
             torch.cat([weights[n].flatten() for n in before])
             for weights in (ours.weights, theirs.weights, before)
         ]
-        updates = len(theirs.grad_norms) // len(
-            ours.grad_norms
-        )  # ours are means over the updates of a step
+        # Ours are means over the updates of a step.
+        updates = len(theirs.grad_norms) // len(ours.grad_norms)
         means = torch.tensor(theirs.grad_norms).unflatten(0, (-1, updates)).mean(1)
         yield {
             "part": "run", "setting": run.name, "updates": len(theirs.grad_norms),

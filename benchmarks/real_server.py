@@ -68,9 +68,8 @@ def served(model: Path, log: Path, *options: str) -> Iterator[tuple[str, float]]
         *options,
     ]
     env: dict[str, str] = {}
-    if (
-        device_here().type == "cuda"
-    ):  # keys and values of a fixed size: what others take meanwhile does not matter
+    # Keys and values of a fixed size: what others take meanwhile does not matter.
+    if device_here().type == "cuda":
         words += [
             "--gpu-memory-utilization",
             "0.02",
@@ -261,9 +260,8 @@ def learns(folder: Path, is_quick: bool, *options: str) -> dict[str, Any]:
         )
         if done.returncode:
             raise RuntimeError(" ".join((done.stdout + done.stderr).split())[-250:])
-    lines = [
-        json.loads(line) for line in (folder / "learns" / "metrics.jsonl").read_text().splitlines()
-    ]
+    metrics = (folder / "learns" / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in metrics.splitlines()]
     accuracy = [row["eval/accuracy"] for row in lines if "eval/accuracy" in row]
     trained = [row for row in lines if row["step"] > 0]
     names = [

@@ -129,9 +129,8 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
             if part.startswith("time/"):
                 times.setdefault(part.removeprefix("time/"), []).append(seconds)
     order = ("generate_s", "reward_s", "train_s", "sync_s", "step_s")
-    row: dict[str, Any] = {
-        part: median(times[part][1:]) for part in order
-    }  # the first step warms up
+    # The first step warms up.
+    row: dict[str, Any] = {part: median(times[part][1:]) for part in order}
     row |= sync_against_broadcast(rollouts, policy, sum(sizes), 7, steps)
     row |= {
         "model_mb": sum(sizes) / 1e6,

@@ -173,9 +173,9 @@ def measure(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
     reset_peak(device)
     at_least = 1 if case.num_tokens > 16384 else 3
     seconds = median(durations(step, device, 5.0 if device.type == "cuda" else 0.0, at_least))
-    adapters = (
-        sum(p.numel() for p in policy.parameters() if p.requires_grad) if case.is_lora else None
-    )
+    adapters = None
+    if case.is_lora:
+        adapters = sum(p.numel() for p in policy.parameters() if p.requires_grad)
     count, peak = flops(case.model, case.num_tokens, adapters), peak_flops()
     found: dict[str, Any] = {
         "seconds": seconds,

@@ -119,12 +119,11 @@ def train(
                 f"--master_port={free_port()}",
             ]
         command += [str(ROOT / "train.py"), str(recipe), "--output_dir", output]
-        command += [
-            word for name, value in fields.items() for word in (f"--{name}", str(value).lower())
-        ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"} | (
-            {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
-        )
+        for name, value in fields.items():
+            command += [f"--{name}", str(value).lower()]
+        env = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if on_cpu:
+            env["CUDA_VISIBLE_DEVICES"] = ""
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=180, env=env, check=False,
             preexec_fn=partial(die_with, os.getpid()),
@@ -214,20 +213,19 @@ def shares(is_quick: bool) -> dict[str, Any]:
 
         step()
         is_cuda = device.type == "cuda"
-        with profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
-        ) as profiled:
+        activities = [ProfilerActivity.CPU]
+        if is_cuda:
+            activities.append(ProfilerActivity.CUDA)
+        with profile(activities=activities) as profiled:
             step()
             if is_cuda:
                 torch.cuda.synchronize()
     busy: Counter[str] = Counter()
     for event in profiled.events() or ():
-        if (
-            event.device_type == DeviceType.CPU
-        ):  # a kernel's time is that of the operation that launched it
-            busy[kind_of(event)] += (
-                event.self_device_time_total if is_cuda else event.self_cpu_time_total
-            )
+        if event.device_type != DeviceType.CPU:
+            continue  # a kernel's time is that of the operation that launched it
+        busy_us = event.self_device_time_total if is_cuda else event.self_cpu_time_total
+        busy[kind_of(event)] += busy_us
     total = sum(busy.values())
     parts = {
         f"{kind}_percent": 100 * busy[kind] / total

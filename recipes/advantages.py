@@ -1,11 +1,13 @@
-"""Advantages of other papers than GRPO's: functions `f(rewards, groups) -> advantages` for a config's `advantage_fn`.
+"""Advantages of other papers than GRPO's, for a config's `advantage_fn`.
 
-`rewards` [num_groups, num_generations] float64 are the weighted sums of the whole batch, NaN where a completion has no
-valid reward: it gets 0, and counts in no mean. `groups` are the `rollouts.data.Group`s, in the same order.
+Functions `f(rewards, groups) -> advantages`. `rewards` [num_groups, num_generations] float64 are
+the weighted sums of the whole batch, NaN where a completion has no valid reward: it gets 0, and
+counts in no mean. `groups` are the `rollouts.group.Group`s, in the same order.
 """
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,51 +18,55 @@ EPS = 1e-4  # beside a standard deviation, as in `train.compute_advantages`
 
 
 def rloo(rewards: Tensor, groups: list[Group]) -> Tensor:
-    """REINFORCE leave-one-out (arXiv:2402.14740): r_i minus the mean of the group's other rewards.
+    """REINFORCE leave-one-out (arXiv:2402.14740): r_i minus the mean of the group's others.
 
-    A = r_i - Σ_{j≠i} r_j / (k - 1), which is k / (k - 1) times (r_i - mean), of the k valid rewards of a group; not
-    scaled. 0 where there is only one.
+    A = r_i - Σ_{j≠i} r_j / (k - 1), which is k / (k - 1) times (r_i - mean), of the k valid rewards
+    of a group; not scaled. 0 where there is only one.
     """
-    num = (~rewards.isnan()).sum(dim=1, keepdim=True)
+    num_valid = (~rewards.isnan()).sum(dim=1, keepdim=True)
     centred = rewards - rewards.nanmean(dim=1, keepdim=True)
-    return (centred * num / (num - 1).clamp(min=1)).nan_to_num(0.0)
+    return (centred * num_valid / (num_valid - 1).clamp(min=1)).nan_to_num(0.0)
 
 
 def reinforce_plus_plus(rewards: Tensor, groups: list[Group]) -> Tensor:
-    """REINFORCE++ with baseline (arXiv:2501.03262, eq. 6 and 7): the group's mean, and the batch's deviation.
+    """REINFORCE++ with baseline (arXiv:2501.03262, eq. 6 and 7).
 
-    A' = r - mean of its group, then A = (A' - mean(A')) / (std(A') + ε) over the whole batch. The paper adds a k2 loss
-    towards the reference; `beta` adds k3.
+    A' = r - mean of its group, then A = (A' - mean(A')) / (std(A') + ε) over the whole batch. The
+    paper adds a k2 loss towards the reference; `beta` adds k3.
     """
     return _normalized(rewards - rewards.nanmean(dim=1, keepdim=True))
 
 
 def maxrl(rewards: Tensor, groups: list[Group]) -> Tensor:
-    """Maximum likelihood RL (arXiv:2602.02710): A = (r - mean) / mean of the group, 0 where the mean is not above 0.
+    """Maximum likelihood RL (arXiv:2602.02710): A = (r - mean) / mean of the group.
 
-    For rewards of 0 and 1. In expectation over groups of n, mean(A ∇log π) is Σ_{k<n} ∇pass@k / k, the gradient of the
-    first n - 1 terms of log p = -Σ_k (1 - p)^k / k, where p is the probability to be right.
+    0 where the mean is not above 0. For rewards of 0 and 1. In expectation over groups of n, mean(A
+    ∇log π) is Σ_{k<n} ∇pass@k / k, the gradient of the first n - 1 terms of log p = -Σ_k (1 - p)^k
+    / k, where p is the probability to be right.
     """
     mean = rewards.nanmean(dim=1, keepdim=True)
     return ((rewards - mean) / mean).where(mean > 0, 0.0).nan_to_num(0.0)
 
 
 def gdpo(rewards: Tensor, groups: list[Group]) -> Tensor:
-    """GDPO (arXiv:2601.05242): each reward function normalized in its group, their sum normalized over the batch.
+    """GDPO (arXiv:2601.05242): each function normalized in its group, the sum over the batch.
 
-    A_f = (r_f - mean) / (std + ε) in the group, for each function f; A' = Σ_f A_f, where all functions weigh the same,
-    whatever `reward_weights` says; A = (A' - mean(A')) / (std(A') + ε) over the batch. None in a function adds 0.
+    A_f = (r_f - mean) / (std + ε) in the group, for each function f; A' = Σ_f A_f, where all
+    functions weigh the same, whatever `reward_weights` says; A = (A' - mean(A')) / (std(A') + ε)
+    over the batch. None in a function adds 0.
     """
-    rows = [
-        [[math.nan if r is None else r for r in row] for row in group.rewards] for group in groups
-    ]
-    by_function = torch.tensor(rows, dtype=torch.float64).unbind(dim=2)
-    summed = torch.stack([compute_advantages(column) for column in by_function]).sum(dim=0)
-    return _normalized(summed.where(~rewards.isnan(), math.nan))
+    # [num_groups, num_generations, num_functions]; numpy makes NaN of None
+    table = np.array([group.rewards for group in groups], dtype=np.float64)
+    by_function = torch.from_numpy(table).unbind(dim=2)
+    advantages = torch.stack([compute_advantages(column) for column in by_function])
+    return _normalized(advantages.sum(dim=0).where(~rewards.isnan(), math.nan))
 
 
 def _normalized(values: Tensor) -> Tensor:
-    """(value - mean) / (std + ε) over all that are not NaN, which become 0; the unbiased standard deviation."""
+    """(value - mean) / (std + ε) over all that are not NaN, which become 0.
+
+    The standard deviation is the unbiased one.
+    """
     valid = values[~values.isnan()]
     std = valid.std() if len(valid) > 1 else 0.0
     return ((values - valid.mean()) / (std + EPS)).nan_to_num(0.0)

@@ -1,9 +1,10 @@
-"""Qwen2.5-3B learns the countdown game: make a number of three or four others, each used once (TinyZero's task).
+"""Qwen2.5-3B learns the countdown game: make a number of three or four others.
 
     python scripts/launch.py recipes/countdown.py --trainers 2
 
-The problems come from a seeded generator: no download. Meant for three GPUs of 80 GB. Expected, and not measured here:
-nano-aha-moment reports about 60 % of held-out problems for a model of this size on this task.
+Each number is used once (TinyZero's task). The problems come from a seeded generator: no download.
+Meant for three GPUs of 80 GB. Expected, and not measured here: nano-aha-moment reports about 60 %
+of held-out problems for a model of this size on this task.
 """
 
 import random
@@ -16,34 +17,35 @@ from config import TrainConfig
 from recipes.rewards import OPERATIONS, countdown, format_reward
 
 PROMPT = (
-    "Using the numbers {nums}, make an equation that equals {target}. You can use + - * / and brackets, and each "
-    "number exactly once. Think in <think> </think> tags, and give the equation in <answer> </answer> tags, for "
-    "example <answer> (1 + 2) / 3 </answer>."
+    "Using the numbers {nums}, make an equation that equals {target}. You can use + - * / and "
+    "brackets, and each number exactly once. Think in <think> </think> tags, and give the equation "
+    "in <answer> </answer> tags, for example <answer> (1 + 2) / 3 </answer>."
 )
 
 
 def problems(num: int, held_out: bool) -> list[dict[str, Any]]:
-    """`num` of the problems, seeded: three or four numbers up to 99, and a target that some way to join them gives."""
+    """`num` problems, seeded: numbers up to 99, and a target that they can make."""
     rng = random.Random(held_out)
     rows: list[dict[str, Any]] = []
     while len(rows) < num:
         nums = [rng.randint(1, 99) for _ in range(rng.choice([3, 4]))]
-        values = [Fraction(n) for n in nums]
-        while len(values) > 1:
-            left, right = (values.pop(rng.randrange(len(values))) for _ in range(2))
-            join = rng.choice(list(OPERATIONS.values()))
-            values.append(join(left, right) if right else left)
-        (target,) = values
+        target = joined(nums, rng)
         is_held_out = crc32(f"{sorted(nums)} {target}".encode()) % 8 == 0
         if target.denominator == 1 and 10 <= target <= 99 and is_held_out == held_out:
-            rows.append(
-                {
-                    "prompt": PROMPT.format(nums=nums, target=target),
-                    "nums": nums,
-                    "target": int(target),
-                }
-            )
+            prompt = PROMPT.format(nums=nums, target=target)
+            rows.append({"prompt": prompt, "nums": nums, "target": int(target)})
     return rows
+
+
+def joined(nums: list[int], rng: random.Random) -> Fraction:
+    """The numbers, joined by random operations in a random order."""
+    values = [Fraction(number) for number in nums]
+    while len(values) > 1:
+        left = values.pop(rng.randrange(len(values)))
+        right = values.pop(rng.randrange(len(values)))
+        operation = rng.choice(list(OPERATIONS.values()))
+        values.append(operation(left, right) if right else left)  # nothing is divided by 0
+    return values[0]
 
 
 config = TrainConfig(

@@ -1,8 +1,9 @@
-"""DPO (arXiv:2305.18290) outside the trainer: both answers of a pair share the forward of their prompt.
+"""DPO (arXiv:2305.18290) outside the trainer: both answers share their prompt's forward.
 
-    python -m recipes.dpo MODEL pairs.jsonl OUTPUT       # rows with `prompt`, `chosen` and `rejected`, all text
+    python -m recipes.dpo MODEL pairs.jsonl OUTPUT
 
-With one answer and `loss = -policy.mean()` over its tokens it is supervised fine-tuning.
+The rows of `pairs.jsonl` have `prompt`, `chosen` and `rejected`, all text. With one answer and
+`loss = -policy.mean()` over its tokens it is supervised fine-tuning.
 """
 
 import json
@@ -16,14 +17,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prefix_attention import attach, completion_logprobs, pack
 
-BATCH_SIZE, LEARNING_RATE, BETA = 8, 1e-6, 0.1
+BATCH_SIZE = 8
+LEARNING_RATE = 1e-6
+BETA = 0.1
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
+# Token ids of a prompt, and of its chosen and its rejected answer.
+Pair = tuple[list[int], list[list[int]]]
 
-def dpo_loss(
-    policy: Any, reference: Any, pairs: list[tuple[list[int], list[list[int]]]]
-) -> torch.Tensor:
-    """-log σ(β·(Δ chosen - Δ rejected)), Δ = log p(answer) under the policy minus under the reference; the mean, 0-d.
+
+def dpo_loss(policy: Any, reference: Any, pairs: list[Pair]) -> torch.Tensor:
+    """-log σ(β·(Δ chosen - Δ rejected)), the mean over the pairs, 0-d.
+
+    Δ = log p(answer) under the policy minus under the reference.
 
     Args:
         policy: the model that trains, which went through `attach`.
@@ -34,39 +40,49 @@ def dpo_loss(
     with torch.no_grad():
         before = completion_logprobs(reference, row)
     change = completion_logprobs(policy, row) - before
-    chosen, rejected = (
-        change.new_zeros(2 * len(pairs)).index_add(0, row.completion, change).view(-1, 2).T
-    )
+
+    of_answers = change.new_zeros(2 * len(pairs)).index_add(0, row.completion, change)
+    chosen, rejected = of_answers.view(-1, 2).T
     return -logsigmoid(BETA * (chosen - rejected)).mean()
+
+
+def read_pairs(path: str, tokenizer: Any) -> list[Pair]:
+    """The rows of a JSONL file as token ids; every answer ends with the end-of-sequence token."""
+    pairs = []
+    for line in Path(path).read_text("utf-8").split("\n"):
+        if not line.strip():
+            continue
+        row = json.loads(line)
+        answers = tokenizer([row["chosen"], row["rejected"]], add_special_tokens=False).input_ids
+        for token_ids in answers:
+            token_ids.append(tokenizer.eos_token_id)
+        pairs.append((tokenizer(row["prompt"]).input_ids, answers))
+    return pairs
+
+
+def load(model_id: str) -> Any:
+    """A model in float32 that takes packed rows."""
+    model = AutoModelForCausalLM.from_pretrained(model_id, dtype=torch.float32, device_map=DEVICE)
+    return attach(model)
 
 
 def main(model_id: str, path: str, output: str) -> None:
     """One pass over the pairs; prints each step's loss and saves the model."""
     tokenizer = AutoTokenizer.from_pretrained(model_id)
-    options = {"dtype": torch.float32, "device_map": DEVICE}
-    policy, reference = (
-        attach(AutoModelForCausalLM.from_pretrained(model_id, **options)) for _ in range(2)
-    )
+    policy = load(model_id)
+    reference = load(model_id)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=LEARNING_RATE)
-    pairs = []
-    for row in (
-        json.loads(line) for line in Path(path).read_text("utf-8").split("\n") if line.strip()
-    ):
-        answers = tokenizer([row["chosen"], row["rejected"]], add_special_tokens=False).input_ids
-        pairs.append(
-            (
-                tokenizer(row["prompt"]).input_ids,
-                [[*ids, tokenizer.eos_token_id] for ids in answers],
-            )
-        )
+    pairs = read_pairs(path, tokenizer)
     if not pairs:
         sys.exit(f"error: no pairs in {path}")
+
     for start in range(0, len(pairs), BATCH_SIZE):
         loss = dpo_loss(policy, reference, pairs[start : start + BATCH_SIZE])
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         print(f"pairs from {start}: loss {loss.item():.4f}")
+
     policy.save_pretrained(output)
     tokenizer.save_pretrained(output)
 

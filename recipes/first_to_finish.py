@@ -1,8 +1,9 @@
-"""Two completions more than a group needs, of which the last to finish are aborted, on `recipes/tiny.py`.
+"""Two completions more than a group needs; the last to finish are aborted.
 
     bash scripts/demo.sh recipes/first_to_finish.py
 
-Nobody waits for the longest ones. That saves time where lengths differ much, and biases the batch towards short ones.
+On `recipes/tiny.py`. Nobody waits for the longest ones. That saves time where lengths differ much,
+and biases the batch towards short ones.
 """
 
 from dataclasses import replace
@@ -14,9 +15,11 @@ EXTRA = 2
 
 
 def first_to_finish(num, reply):
-    """The `num` completions of a stream that end first, and the prompt's tokens as the server expanded them."""
-    found: dict[int, tuple[list, list]] = {}
-    finished, prompt_ids = [], None
+    """The `num` completions of a stream that end first, and the prompt's tokens as served."""
+    columns: dict[int, tuple[list, list]] = {}  # token ids and log-probs of a completion, so far
+    finished = []
+    prompt_ids: list[int] = []
+
     for line in reply.iter_lines():
         if not line.startswith(b"data: {"):
             continue
@@ -24,15 +27,17 @@ def first_to_finish(num, reply):
         if chunk.error:
             raise ValueError(f"the stream broke off: {chunk.error}")
         prompt_ids = chunk.prompt_token_ids or prompt_ids  # only the first chunk has them
+
         for part in chunk.choices:
-            ids, content = found.setdefault(part.index, ([], []))
+            ids, content = columns.setdefault(part.index, ([], []))
             ids += part.token_ids or []
             content += (part.logprobs or {}).get("content") or []
             if part.finish_reason:
-                part.token_ids, part.logprobs = ids, {"content": content}
+                part.token_ids = ids
+                part.logprobs = {"content": content}
                 finished.append(part)
         if len(finished) >= num:
-            return [completion_of(choice) for choice in finished[:num]], prompt_ids or []
+            return [completion_of(choice) for choice in finished[:num]], prompt_ids
     raise ValueError(f"the stream ended after {len(finished)} of {num} completions")
 
 
@@ -40,9 +45,8 @@ def sample(server, prompt, sampling):
     """One request for all; an evaluation of one completion needs no others."""
     if sampling["n"] == 1:
         return server.generate(prompt.token_ids, sampling, prompt.images)
-    return server.generate(
-        prompt.token_ids, sampling, prompt.images, read=first_to_finish, extra=EXTRA
-    )
+    how = {"read": first_to_finish, "extra": EXTRA}
+    return server.generate(prompt.token_ids, sampling, prompt.images, **how)
 
 
 config = replace(tiny.config, rollout_fn=sample, output_dir="outputs/tiny/first_to_finish")

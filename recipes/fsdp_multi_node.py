@@ -1,11 +1,14 @@
-"""Qwen2.5-14B-Instruct over two nodes of eight GPUs for the trainer, and one for the servers.
+r"""Qwen2.5-14B-Instruct over two nodes for the trainer, and one for the servers.
 
-    python scripts/launch.py recipes/fsdp_multi_node.py --slurm job.sh --trainer_nodes 2 --tensor_parallel 2
+    python scripts/launch.py recipes/fsdp_multi_node.py --slurm job.sh \
+        --trainer_nodes 2 --tensor_parallel 2
 
-It writes a batch script for Slurm: `sbatch job.sh`. Without Slurm, docs/scale.md has the commands for each node.
+It writes a batch script for Slurm: `sbatch job.sh`. Without Slurm, docs/scale.md has the commands
+for each node.
 
-Meant for 24 GPUs of 80 GB; every rank loads the whole model into host memory first (60 GB in float32, eight ranks to a
-node: 0.5 TB). Not measured here; no public curve to compare with is known.
+Meant for 24 GPUs of 80 GB, eight to a node; every rank loads the whole model into host memory first
+(60 GB in float32, eight ranks to a node: 0.5 TB). Not measured here; no public curve to compare
+with is known.
 """
 
 from dataclasses import replace

@@ -1,10 +1,11 @@
-"""Qwen2.5-1.5B-Instruct learns grade-school mathematics (openai/gsm8k) from whether its boxed answer is right.
+"""Qwen2.5-1.5B-Instruct learns grade-school mathematics (openai/gsm8k).
 
     python scripts/launch.py recipes/gsm8k.py
 
-Meant for two GPUs of 48 GB and more. Expected, and not measured here: SkyRL reports a test accuracy of 79.6 % for full
-training of this model at this learning rate, after 140 steps. An epoch is 117 steps here. verl reports 77.9 % for LoRA
-(rank 32, rate 3e-5, batches of 64 prompts, one epoch).
+The reward is whether its boxed answer is right. Meant for two GPUs of 48 GB and more. Expected, and
+not measured here: SkyRL reports a test accuracy of 79.6 % for full training of this model at this
+learning rate, after 140 steps. An epoch is 117 steps here. verl reports 77.9 % for LoRA (rank 32,
+rate 3e-5, batches of 64 prompts, one epoch).
 """
 
 from typing import Any
@@ -16,14 +17,12 @@ INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
 
 
 def with_answer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`question`, and the number after `####` of the worked `answer`, as rows with a `prompt`."""
-    return [
-        {
-            "prompt": f"{row['question']}\n{INSTRUCTION}",
-            "answer": row["answer"].rpartition("####")[2].strip().replace(",", ""),
-        }
-        for row in rows
-    ]
+    """`question` and the number after `####` of the worked `answer`, as rows with a `prompt`."""
+    problems = []
+    for row in rows:
+        number = row["answer"].rpartition("####")[2].strip().replace(",", "")
+        problems.append({"prompt": f"{row['question']}\n{INSTRUCTION}", "answer": number})
+    return problems
 
 
 config = TrainConfig(

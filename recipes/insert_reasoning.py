@@ -1,22 +1,24 @@
-r"""Half of a group thinks again: cut at a random token, given a cue, and sampled on, on `recipes/tiny.py`.
+r"""Half of a group thinks again: cut at random, given a cue, sampled on.
 
     bash scripts/demo.sh recipes/insert_reasoning.py
 
-As `insert_reasoning_phrases` of async-grpo, but within the group's size, and without training the cue: only what the
-policy sampled before and after it trains. A model of language wants `CUE = "Wait! "` and `BREAK = "\n\n"`. Expected,
-without the cue: 35 to 85 % after 100 steps.
+On `recipes/tiny.py`. As `insert_reasoning_phrases` of async-grpo, but within the group's size, and
+without training the cue: only what the policy sampled before and after it trains. A model of
+language wants `CUE = "Wait! "` and `BREAK = "\n\n"`. Expected, without the cue: 35 to 85 % after
+100 steps.
 """
 
 import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 from recipes import tiny
 from recipes.rewards import exact_match
 from rollouts.group import Completion
 
 CUE = "="  # after which the tiny model begins its answer again
-BREAK = ""  # what a token must end with, so that a completion can be cut after it
+BREAK = ""  # a token that ends with it may be the last before a cut
 
 
 def begin(turn: Completion, num: int) -> Completion:
@@ -26,34 +28,42 @@ def begin(turn: Completion, num: int) -> Completion:
     )
 
 
-def think_again(server, prompt, sampling):
-    """Samples half of the group (all of one), and as many more from random places in those and the cue on."""
-    num = sampling["n"]
+def sample_on(server, prompt, sampling, turn):
+    """Cut a turn at a random place, where it may be cut, and sample on from there and the cue."""
     cue = server.tokenizer(CUE, add_special_tokens=False)["input_ids"]
-    turns = server.generate(prompt.token_ids, {**sampling, "n": num - num // 2}, prompt.images)
+    last = min(len(turn.token_ids), sampling["max_tokens"] - len(cue))  # leave room for a token
+    texts = [server.tokenizer.decode(token) for token in turn.token_ids.tolist()]
+    places = [place for place in range(1, last) if texts[place - 1].endswith(BREAK)]
+    if not places:
+        return turn
 
-    def rewrite(turn):
-        last = min(len(turn.token_ids), sampling["max_tokens"] - len(cue))  # leave room for a token
-        texts = [server.tokenizer.decode(token) for token in turn.token_ids.tolist()]
-        places = [place for place in range(1, last) if texts[place - 1].endswith(BREAK)]
-        if not places:
-            return turn
-        kept = begin(turn, random.choice(places))
-        ids = [*prompt.token_ids, *kept.token_ids.tolist(), *cue]
-        room = sampling["max_tokens"] - len(kept.token_ids) - len(cue)
-        (reply,) = server.generate(ids, {**sampling, "n": 1, "max_tokens": room}, prompt.images)
-        return kept.then(cue, reply)
+    kept = begin(turn, random.choice(places))
+    ids = [*prompt.token_ids, *kept.token_ids.tolist(), *cue]
+    room = sampling["max_tokens"] - len(kept.token_ids) - len(cue)
+    (reply,) = server.generate(ids, {**sampling, "n": 1, "max_tokens": room}, prompt.images)
+    return kept.then(cue, reply)
+
+
+def think_again(server, prompt, sampling):
+    """Sample half of the group (all of one), and as many more from random places in it."""
+    num_again = sampling["n"] // 2
+    first = {**sampling, "n": sampling["n"] - num_again}
+    turns = server.generate(prompt.token_ids, first, prompt.images)
 
     with ThreadPoolExecutor(len(turns)) as pool:
-        return [*turns, *pool.map(rewrite, turns[: num // 2])]
+        again = pool.map(partial(sample_on, server, prompt, sampling), turns[:num_again])
+        return [*turns, *again]
 
 
 def right_at_last(completions: list[str], answer: list[str], **_) -> list[float]:
-    """1 where what follows the last cue is the `answer` column, else 0."""
+    """1 where the `answer` column follows the last cue, else 0."""
     return exact_match([text.rpartition(CUE)[2] for text in completions], answer)
 
 
 config = replace(
-    tiny.config, rollout_fn=think_again, reward_funcs=[right_at_last], max_completion_len=20,
+    tiny.config,
+    rollout_fn=think_again,
+    reward_funcs=[right_at_last],
+    max_completion_len=20,
     output_dir="outputs/tiny/insert_reasoning",
-)  # fmt: skip
+)

@@ -1,24 +1,27 @@
-"""Losses of other papers than GRPO's: functions for a config's `loss_fn`, with the arguments of `train.grpo_loss`.
+"""Losses of other papers than GRPO's, for a config's `loss_fn`.
 
     python train.py recipes/tiny.py --loss_fn recipes.losses.sapo
 
-They are sums over tokens, weighted by `loss_type` and with β·k3 as there. A log-ratio is bounded to ±20, beyond which
-it has no gradient. DPPO and DeepSeek compare with the sampler's policy: set `old_logprobs="sampler"` for those.
+They have the arguments of `train.grpo_loss`, and are sums over tokens, weighted by `loss_type` and
+with β·k3 as there. A log-ratio is bounded to ±20, beyond which it has no gradient. DPPO and
+DeepSeek compare with the sampler's policy: set `old_logprobs="sampler"` for those.
 """
 
 import torch
 
 from train import bounded_log_ratio, completion_sums
 
-TAU_POSITIVE, TAU_NEGATIVE = 1.0, 1.05  # SAPO's temperatures, of its paper
+TAU_POSITIVE = 1.0  # SAPO's temperatures, of its paper
+TAU_NEGATIVE = 1.05
 MAX_RATIO = 20.0  # of DPPO's importance weight
 MAX_DRIFT = 0.5  # nats a token, of `off_policy_sequence_mask`
 
 
 def sapo(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """Soft adaptive policy optimization (arXiv:2511.20347): a sigmoid of the ratio ρ in place of the clip.
+    """Soft adaptive policy optimization (arXiv:2511.20347): a sigmoid in place of the clip.
 
-    -σ(τ(ρ - 1))·(4/τ)·A, with τ = 1 where A > 0 and else 1.05, which fades faster. At ρ = 1 its gradient is -A.
+    -σ(τ(ρ - 1))·(4/τ)·A of the ratio ρ, with τ = 1 where A > 0 and else 1.05, which fades faster.
+    At ρ = 1 its gradient is -A.
     """
     ratio = bounded_log_ratio(logprobs, old_logprobs, mask).exp()
     tau = torch.full_like(advantages, TAU_POSITIVE).where(advantages > 0, TAU_NEGATIVE)
@@ -27,11 +30,11 @@ def sapo(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, con
 
 
 def dppo_tv(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """Divergence proximal policy optimization (arXiv:2602.04879), Binary-TV: |π - μ| of the sampled token is bounded.
+    """Divergence proximal policy optimization (arXiv:2602.04879), Binary-TV.
 
-    -sg(ρ)·A·log π, with ρ = π / μ up to 20, and without the tokens that A moves further away from μ once their
-    divergence exceeds ε (A < 0 and π < μ) or ε_high (A > 0 and π > μ). The paper compares with the sampler's μ, and
-    takes 0.15 for both.
+    |π - μ| of the sampled token is bounded. -sg(ρ)·A·log π, with ρ = π / μ up to 20, and without
+    the tokens that A moves further away from μ once their divergence exceeds ε (A < 0 and π < μ) or
+    ε_high (A > 0 and π > μ). The paper compares with the sampler's μ, and takes 0.15 for both.
     """
     divergence = (logprobs.detach().exp() - old_logprobs.exp()).abs()
     return _dppo(
@@ -40,13 +43,14 @@ def dppo_tv(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, 
 
 
 def dppo_kl(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """`dppo_tv`, but Binary-KL: KL(μ || π) of "this token or another", for which the paper takes 0.05.
+    """`dppo_tv`, but Binary-KL: KL(μ || π) of "this token or another".
 
-    μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π)), in nats.
+    The paper takes 0.05 for both bounds. μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π)), in nats.
     """
     new = logprobs.detach()
-    other_old, other_new = (-x.expm1().clamp(max=-1e-7) for x in (old_logprobs, new))
-    of_others = other_old * (other_old / other_new).log()
+    others_old = _probability_of_others(old_logprobs)
+    others_new = _probability_of_others(new)
+    of_others = others_old * (others_old / others_new).log()
     divergence = of_others - old_logprobs.exp() * bounded_log_ratio(new, old_logprobs, mask)
     return _dppo(
         divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config
@@ -56,48 +60,73 @@ def dppo_kl(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, 
 def off_policy_sequence_mask(
     logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config
 ):
-    """DeepSeek-V3.2's off-policy sequence masking (arXiv:2512.02556), on the clipped loss with ratios of tokens.
+    """DeepSeek-V3.2's off-policy sequence masking (arXiv:2512.02556).
 
-    The policy loss of a completion with A < 0 is 0 where the mean of log(π_old / π) over its tokens exceeds δ, 0.5 here
-    (the paper gives none). Its π_old is the sampler's. `loss/off_policy` is the share of tokens masked.
+    On the clipped loss with ratios of tokens. The policy loss of a completion with A < 0 is 0 where
+    the mean of log(π_old / π) over its tokens exceeds δ, 0.5 here (the paper gives none). Its π_old
+    is the sampler's. `loss/off_policy` is the share of tokens masked.
     """
     log_ratio = bounded_log_ratio(logprobs, old_logprobs, mask)
-    is_off = (advantages < 0) & (_mean(-log_ratio.detach(), mask, completion) > MAX_DRIFT)
+    drift = _mean(-log_ratio.detach(), mask, completion)
+    is_off = (advantages < 0) & (drift > MAX_DRIFT)
+
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages).where(~is_off, 0.0)
-    return _total(
-        per_token, logprobs, ref_logprobs, mask, completion, config, {"loss/off_policy": is_off}
-    )
+    counts = {"loss/off_policy": is_off}
+    return _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts)
+
+
+def _probability_of_others(logprobs):
+    """1 - p, at least 1e-7."""
+    return -logprobs.expm1().clamp(max=-1e-7)
 
 
 def _mean(values, mask, completion):
-    """For every token the mean of `values`, which are 0 where the mask is, over its completion's tokens that train."""
-    mask = mask.to(values.dtype)
-    return completion_sums(values, completion) / completion_sums(mask, completion).clamp(min=1)
+    """For every token the mean of `values` over its completion's tokens that train.
+
+    Where the mask is 0, so must `values` be.
+    """
+    num_tokens = completion_sums(mask.to(values.dtype), completion)
+    return completion_sums(values, completion) / num_tokens.clamp(min=1)
 
 
 def _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
+    """-ρ·A·log π of the tokens that stay within the bounds of the divergence."""
     ratio = bounded_log_ratio(logprobs.detach(), old_logprobs, mask).exp()
     low = (divergence > config.clip_low) & (advantages < 0) & (ratio < 1)
     high = (divergence > config.clip_high) & (advantages > 0) & (ratio > 1)
-    per_token = (-ratio.clamp(max=MAX_RATIO) * advantages * logprobs).where(~(low | high), 0.0)
+    per_token = -ratio.clamp(max=MAX_RATIO) * advantages * logprobs
+    per_token = per_token.where(~(low | high), 0.0)
     counts = {"clip_ratio/low": low, "clip_ratio/high": high}
     return _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts)
 
 
 def _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts=()):
-    """The loss sum of the tokens that train, with β·k3, and the sums for metrics: how many tokens each count names."""
+    """The loss sum of the tokens that train, with β·k3, and the sums for metrics.
+
+    Args:
+        per_token: the loss of each token [N].
+        logprobs: as all the others, an argument of `train.grpo_loss`.
+        ref_logprobs: read where β > 0.
+        mask: 1 on the tokens that train.
+        completion: the number of each token's completion.
+        config: the run's.
+        counts: tokens to count for metrics, by name: [N] bool.
+    """
     trains = mask > 0
-    sums = {
-        name: (value & trains).sum().to(per_token.dtype) for name, value in dict(counts).items()
-    }
+    sums = {}
+    for name, is_counted in dict(counts).items():
+        sums[name] = (is_counted & trains).sum().to(per_token.dtype)
+
     if config.beta > 0:
         log_gap = bounded_log_ratio(ref_logprobs, logprobs, mask)
         k3 = log_gap.exp() - log_gap - 1
         per_token = per_token + config.beta * k3
         sums["kl"] = k3.detach().sum()
+
     per_token = torch.where(trains, per_token, 0.0)
     if config.loss_type == "grpo":
-        per_token = per_token / completion_sums(trains.to(per_token.dtype), completion).clamp(min=1)
+        num_tokens = completion_sums(trains.to(per_token.dtype), completion)
+        per_token = per_token / num_tokens.clamp(min=1)
     return per_token.sum(), sums

@@ -1,11 +1,13 @@
-"""`recipes/tiny.py` without its answers: the group's majority answer stands for the right one (TTRL, arXiv:2504.16084).
+"""`recipes/tiny.py` without its answers: the majority is taken as right.
 
     bash scripts/demo.sh recipes/majority.py
 
-The right answers are only looked at, by rewards of weight 0: of eight completions of a held-out problem,
-`eval/rewards/exact_match` is the mean accuracy, and `eval/rewards/majority_is_right` that of their majority (maj@8).
-Expected: agreement, `eval/reward`, rises from 37 to 92 %, and accuracy falls from 19 to 4 %, that of the majority from
-32 to 4 %: this model agrees on wrong answers. Start from one that is right more often than not.
+The answer that most of a group give stands for the right one (TTRL, arXiv:2504.16084). The right
+answers are only looked at, by rewards of weight 0: of eight completions of a held-out problem,
+`eval/rewards/exact_match` is the mean accuracy, and `eval/rewards/majority_is_right` that of their
+majority (maj@8). Expected: agreement, `eval/reward`, rises from 37 to 92 %, and accuracy falls from
+19 to 4 %, that of the majority from 32 to 4 %: this model agrees on wrong answers. Start from one
+that is right more often than not.
 """
 
 from collections import Counter
@@ -17,22 +19,34 @@ from recipes.rewards import exact_match, last_boxed, normalized
 
 
 def answer_of(text: str) -> str:
-    r"""The last `\boxed{...}`, normalized, or all of a completion that has none; empty where it has no end."""
-    return normalized(last_boxed(text) or "") if "\\boxed" in text else text.strip()
+    r"""The last `\boxed{...}`, normalized, or all of a completion that has none.
+
+    Empty where the box has no end.
+    """
+    if "\\boxed" in text:
+        return normalized(last_boxed(text) or "")
+    return text.strip()
 
 
 def majority_vote(completions: list[str], **_) -> list[float]:
-    """1 where a completion's answer is the one that most of its group give, else 0; of equally many, the first."""
+    """1 where a completion's answer is the one that most of its group give, else 0.
+
+    Of equally many, the first.
+    """
     answers = [answer_of(text) for text in completions]
-    votes = Counter(answer for answer in answers if answer).most_common(1)
-    return [float(bool(votes) and answer == votes[0][0]) for answer in answers]
+    counts = Counter(answer for answer in answers if answer)
+    if not counts:
+        return [0.0] * len(answers)
+    winner = counts.most_common(1)[0][0]
+    return [float(answer == winner) for answer in answers]
 
 
 def majority_is_right(completions: list[str], answer: list[Any], **_) -> list[float]:
-    """maj@n: 1 for all n completions of a sample where the answer that most of them give is right, else 0."""
+    """maj@n: 1 for all n completions where the answer that most of them give is right, else 0."""
     right = exact_match([answer_of(text) for text in completions], answer)
     votes = majority_vote(completions)
-    return [max(vote * value for vote, value in zip(votes, right, strict=True))] * len(completions)
+    is_right = max(vote * value for vote, value in zip(votes, right, strict=True))
+    return [is_right] * len(completions)
 
 
 config = replace(

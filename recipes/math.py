@@ -1,11 +1,13 @@
-"""DeepSeek-R1-Distill-Qwen-1.5B on competition mathematics with long completions, as DeepScaleR did.
+"""DeepSeek-R1-Distill-Qwen-1.5B on competition mathematics, as DeepScaleR did.
 
     python scripts/launch.py recipes/math.py --servers 4 --trainers 4
 
-Meant for eight GPUs of 80 GB. First 8192 tokens; once `completions/clipped_ratio` falls no more, go on with 16384:
-`--max_completion_len 16384 --model_id outputs/math/checkpoint-1000 --output_dir outputs/math16k`. Expected, and not
-measured here: DeepScaleR reports 28.8 % of AIME 2024 for this model (mean of 16 samples) and 43.1 % after stages of 8k,
-16k and 24k tokens, of which these are two. An evaluation here is one greedy answer to each of the 30 problems.
+Completions are long. Meant for eight GPUs of 80 GB. First 8192 tokens; once
+`completions/clipped_ratio` falls no more, go on with 16384: `--max_completion_len 16384 --model_id
+outputs/math/checkpoint-1000 --output_dir outputs/math16k`. Expected, and not measured here:
+DeepScaleR reports 28.8 % of AIME 2024 for this model (mean of 16 samples) and 43.1 % after stages
+of 8k, 16k and 24k tokens, of which these are two. An evaluation here is one greedy answer to each
+of the 30 problems.
 """
 
 from typing import Any

@@ -10,7 +10,7 @@ from recipes.rewards import exact_match
 
 
 def with_prompt(rows):
-    """The columns `digits` and `ordered` as rows with a `prompt`, and the `answer` that `exact_match` asks for."""
+    """Rows with a `prompt`, and the `answer` that `exact_match` asks for."""
     return [{"prompt": row["digits"] + "=", "answer": row["ordered"]} for row in rows]
 
 

@@ -2,7 +2,8 @@
 
     bash scripts/demo.sh recipes/own_loss.py
 
-`train.grpo_loss` is what it replaces. Baseline, normalizer and the weights of stale tokens stay. Expected: 35 to 93 %.
+It replaces `train.grpo_loss`, with the same arguments, [N] each. Baseline, normalizer and the
+weights of stale tokens stay. Expected: 35 to 93 %.
 """
 
 from config import TrainConfig
@@ -10,7 +11,7 @@ from recipes.rewards import exact_match
 
 
 def reinforce(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """-A log p, summed over the tokens that train (arguments as `train.grpo_loss`, [N] each); no sums for metrics."""
+    """-A log p, summed over the tokens that train; no sums for metrics."""
     return -(advantages * logprobs * mask).sum(), {}
 
 

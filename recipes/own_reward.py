@@ -5,15 +5,15 @@
 It gives a part for each digit in its place. Expected: 79 to 98 % of them held out.
 """
 
+from operator import eq
+
 from config import TrainConfig
 
 
 def in_place(completions, answer, **_):
     """The share of the answer's digits that stand where they belong."""
     pairs = zip(completions, answer, strict=True)
-    return [
-        sum(a == b for a, b in zip(text, truth, strict=False)) / len(truth) for text, truth in pairs
-    ]
+    return [sum(map(eq, text, truth)) / len(truth) for text, truth in pairs]
 
 
 config = TrainConfig(

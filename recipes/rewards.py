@@ -1,4 +1,7 @@
-"""Verifiers: reward functions `f(prompts, completions, completion_ids, **columns) -> list[float | None]`."""
+"""Verifiers: reward functions for a config's `reward_funcs`.
+
+Each is `f(prompts, completions, completion_ids, **columns) -> list[float | None]`.
+"""
 
 import ast
 import inspect
@@ -16,28 +19,20 @@ from typing import Any
 RewardFunc = Callable[..., Sequence[float | None]]
 
 TEX_CHOICES = (
-    r"\!",
-    r"\,",
-    r"\;",
-    r"\left",
-    r"\right",
-    r"^{\circ}",
-    r"^\circ",
-    r"\$",
-    "$",
-    r"\%",
-    "%",
-)
-WHOLE, PLAIN_FRACTION = re.compile(r"-?\d+"), re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(-?)(\d+)\}")
+    r"\!", r"\,", r"\;", r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$", "$", r"\%", "%",
+)  # fmt: skip
+WHOLE = re.compile(r"-?\d+")
+PLAIN_FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(-?)(\d+)\}")
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 FRACTION = re.compile(r"(\{-?\d+\}|\(-?\d+\)|-?\d+)(?:/|\\over)(\{-?\d+\}|\(-?\d+\)|-?\d+)")
 LIST = re.compile(r"(\\\{|[(\[]?)([^()\[\]]*?)(\\\}|[)\]]?)")
 TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
 UNIT = re.compile(
-    r"(?<=\d)(degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch|yard)(e?s)?"
-    r"(\^\d|\^\{\d\})?$"
+    r"(?<=\d)(degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch"
+    r"|yard)(e?s)?(\^\d|\^\{\d\})?$"
 )
 NO_NUMBER = re.compile(r"\d_|\^\{[^{}^]{0,9}\^|\^\d*\^|(\^|\*\*)[{(]?\d{6}|\*\*\d+\*\*")
+FORMAT = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 MAX_LEN = 1000  # of an answer that is looked at as mathematics
 MATH_TIMEOUT_S = 2  # to parse, and to compare: some expressions take sympy for ever
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
@@ -46,140 +41,168 @@ OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def exact_match(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    """1 where the completion is the `answer` column to the letter, surrounding white space aside, else 0."""
-    return [
-        float(text.strip() == str(truth)) for text, truth in zip(completions, answer, strict=True)
-    ]
+    """1 where the completion is the `answer` column to the letter, else 0.
+
+    White space around the completion is free.
+    """
+    rows = zip(completions, answer, strict=True)
+    return [float(text.strip() == str(truth)) for text, truth in rows]
 
 
 def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    r"""1 where the completion's answer equals the `answer` column as mathematics (math-verify), else 0.
+    r"""1 where the completion's answer equals the `answer` column as mathematics, else 0.
 
-    Its answer is in the last `\boxed{...}`; without one, what math-verify finds, such as a last number. What takes
-    longer than `MATH_TIMEOUT_S` is wrong; only the main thread, as that of a reward worker, can bound it.
+    By math-verify. The answer is in the last `\boxed{...}`; without one, math-verify looks for one,
+    such as a last number. An answer that takes longer than `MATH_TIMEOUT_S` is wrong; only the main
+    thread, as that of a reward worker, can bound it.
     """
-    return [
-        float(_right(text, str(truth))) for text, truth in zip(completions, answer, strict=True)
-    ]
+    rows = zip(completions, answer, strict=True)
+    return [float(_is_right(text, str(truth))) for text, truth in rows]
 
 
-def _right(text: str, truth: str) -> bool:
-    if "\\boxed" in text or "\\fbox" in text:
-        boxed = last_boxed(text)
-        return boxed is not None and _equal(boxed, truth)
-    return _verified(text, f"\\boxed{{{truth.strip().rstrip('.')}}}")
+def _is_right(text: str, truth: str) -> bool:
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return _verified(text, f"\\boxed{{{truth.strip().rstrip('.')}}}")
+    boxed = last_boxed(text)
+    if boxed is None:
+        return False
 
-
-def _equal(given: str, wanted: str) -> bool:
-    given, wanted = (
-        re.sub(r"\\[,;!]|\{,\}", "", value).strip().rstrip(".") for value in (given, wanted)
-    )
+    given = _without_spaces(boxed)
+    wanted = _without_spaces(truth)
     if _is_text(given, wanted):
         return _plain(given) == _plain(wanted)
     return _verified(f"\\boxed{{{given}}}", f"\\boxed{{{wanted}}}")
 
 
+def _without_spaces(answer: str) -> str:
+    """An answer without TeX's small spaces and a last full stop."""
+    return re.sub(r"\\[,;!]|\{,\}", "", answer).strip().rstrip(".")
+
+
 def _is_text(given: str, wanted: str) -> bool:
-    """Words and numbers of another base, which only look like mathematics, and powers that no alarm would interrupt."""
+    """True of words, and of others that are not to be looked at as mathematics.
+
+    Numbers of another base only look like it, and some powers no alarm would interrupt.
+    """
     text = _plain(wanted)
-    return (text.isalpha() and len(text) > 2) or NO_NUMBER.search(f"{given} {wanted}") is not None
+    if text.isalpha() and len(text) > 2:
+        return True
+    return NO_NUMBER.search(f"{given} {wanted}") is not None
 
 
 def _verified(text: str, truth: str) -> bool:
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(
-        logging.CRITICAL
-    )  # it would print each completion that takes too long
-    wanted, given = (parse(value, parsing_timeout=_limit()) for value in (truth, text))
+    # It would print each completion that takes too long.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    wanted = parse(truth, parsing_timeout=_limit())
+    given = parse(text, parsing_timeout=_limit())
     return verify(wanted, given, timeout_seconds=_limit())
 
 
 def _limit() -> int | None:
-    """math-verify uses SIGALRM."""
-    return MATH_TIMEOUT_S if threading.current_thread() is threading.main_thread() else None
+    """The seconds that math-verify may take; None where its SIGALRM is of no use."""
+    is_main = threading.current_thread() is threading.main_thread()
+    return MATH_TIMEOUT_S if is_main else None
 
 
 def boxed_exact(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    r"""1 where the last `\boxed{...}` is the `answer` column to the letter, once both are normalized, else 0.
+    r"""1 where the last `\boxed{...}` is the `answer` column, once both are normalized, else 0.
 
-    The normalization is that of the MATH data set (Hendrycks et al., arXiv:2103.03874), and a little more; see
-    `normalized`.
+    To the letter. The normalization is that of the MATH data set (Hendrycks et al.,
+    arXiv:2103.03874), and a little more; see `normalized`.
     """
-    rows = zip(completions, answer, strict=True)
-    return [
-        float(normalized(last_boxed(text) or "") == normalized(str(truth)) != "")
-        for text, truth in rows
-    ]
+    rewards = []
+    for text, truth in zip(completions, answer, strict=True):
+        given = normalized(last_boxed(text) or "")
+        rewards.append(float(given != "" and given == normalized(str(truth))))
+    return rewards
 
 
 def sympy_equal(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    r"""1 where the last `\boxed{...}` equals the `answer` column, element by element of a tuple or an interval, else 0.
+    r"""1 where the last `\boxed{...}` equals the `answer` column, element by element, else 0.
 
-    By normalized text, or exactly as mathematics (Lightman et al., arXiv:2305.20050): where an integer is wanted one
-    must be written (`2.0` is one), and a fraction in its lowest terms; decimals are the fractions that they are, and
-    only the members of a `\{set\}` have no order. Nothing is evaluated; what takes longer than `MATH_TIMEOUT_S` is
-    wrong.
+    The elements are those of a tuple or an interval. By normalized text, or exactly as mathematics
+    (Lightman et al., arXiv:2305.20050): where an integer is wanted one must be written (`2.0` is
+    one), and a fraction in its lowest terms; decimals are the fractions that they are, and only the
+    members of a `\{set\}` have no order. Nothing is evaluated; an answer that takes longer than
+    `MATH_TIMEOUT_S` is wrong.
     """
-    rows = zip(completions, answer, strict=True)
-    return [float(_same(last_boxed(text) or "", str(truth))) for text, truth in rows]
+    rewards = []
+    for text, truth in zip(completions, answer, strict=True):
+        given = last_boxed(text) or ""
+        rewards.append(float(_same(_plain(given), _plain(str(truth)))))
+    return rewards
 
 
 def _same(given: str, wanted: str) -> bool:
-    given, wanted = _plain(given), _plain(wanted)
-    if given == wanted or given.count(",") != wanted.count(","):
-        return given == wanted != ""
-    (first, *said), (wanted_first, *right) = _members(given), _members(wanted)
-    if len(right) > 1 and first != wanted_first:
+    if given == wanted:
+        return wanted != ""
+    if given.count(",") != wanted.count(","):
         return False
-    if first == "\\{\\}":
-        said, right = (
-            sorted((Counter(a) - Counter(b)).elements()) for a, b in ((said, right), (right, said))
-        )
-    return len(said) == len(right) and all(map(_same_element, said, right))
+
+    brackets, members = _members(given)
+    wanted_brackets, wanted_members = _members(wanted)
+    if len(wanted_members) > 1 and brackets != wanted_brackets:
+        return False
+    if brackets == "\\{\\}":  # a set has no order: compare the members that only one side has
+        rest = Counter(members) - Counter(wanted_members)
+        wanted_rest = Counter(wanted_members) - Counter(members)
+        members = sorted(rest.elements())
+        wanted_members = sorted(wanted_rest.elements())
+    if len(members) != len(wanted_members):
+        return False
+    return all(map(_same_element, members, wanted_members))
 
 
 def _plain(answer: str) -> str:
-    """Normalized further, as Lightman et al. do: without units and the marks of text, words in small letters."""
+    """Normalized further, as Lightman et al. do: without units, words in small letters."""
     answer = re.sub(r"(\d)\s+(\d+/\d+)", r"\1+\2", answer)  # 7 1/2
     answer = TEXT.sub(r"\1", normalized(answer)).strip().removeprefix("+")
     answer = re.sub(r"^(-?\d+)\.0+$", r"\1", UNIT.sub("", answer))
     return answer.casefold() if answer.isalpha() else answer
 
 
-def _members(value: str) -> list[str]:
-    r"""The brackets of `(1,2)`, `[1,2)`, `\{1,2\}` or `1,2`, then its members; or no bracket and the value itself."""
+def _members(value: str) -> tuple[str, list[str]]:
+    r"""The brackets of `(1,2)`, `[1,2)`, `\{1,2\}` or `1,2`, and its members.
+
+    No brackets and the value itself, where it is no list.
+    """
     match = LIST.fullmatch(value)
     if not match or bool(match[1]) != bool(match[3]):
-        return ["", value]  # (x+1)(x-1)
-    return [match[1] + match[3], *map(_plain, match[2].split(","))]
+        return "", [value]  # (x+1)(x-1)
+    members = [_plain(member) for member in match[2].split(",")]
+    return match[1] + match[3], members
 
 
 def _same_element(given: str, wanted: str) -> bool:
     if given == wanted:
         return True
-    if WHOLE.fullmatch(wanted) or (
-        PLAIN_FRACTION.fullmatch(wanted) and PLAIN_FRACTION.fullmatch(given)
-    ):
-        return False  # 4/2 for 2, or 2/4 for 1/2
-    if (
-        any(sign in given + wanted for sign in (":", "\\div"))
-        or len(given) > MAX_LEN
-        or _is_text(given, wanted)
-    ):
+    if WHOLE.fullmatch(wanted):
+        return False  # 4/2 for 2
+    if PLAIN_FRACTION.fullmatch(wanted) and PLAIN_FRACTION.fullmatch(given):
+        return False  # 2/4 for 1/2
+    has_ratio = any(sign in given + wanted for sign in (":", "\\div"))
+    if has_ratio or len(given) > MAX_LEN or _is_text(given, wanted):
         return False
-    from latex2sympy2_extended import (
-        latex2sympy,
-    )  # math-verify's parser, which itself would look for a part that fits
+
+    # The parser of math-verify, whose own `parse` would look for a part that fits.
+    from latex2sympy2_extended import latex2sympy
     from math_verify import verify
     from math_verify.utils import timeout
 
-    exact = (re.sub(r"\d+\.\d+", _as_fraction, value) for value in (wanted, given))
+    parse = timeout(_limit())(latex2sympy)
     try:
-        right, said = (timeout(_limit())(latex2sympy)(value) for value in exact)
-    except Exception:  # it raises no narrower one where it does not understand
+        wanted_value = parse(_exact(wanted))
+        value = parse(_exact(given))
+    except Exception:  # the parser raises no narrower one where it does not understand
         return False
-    return verify(right, said, timeout_seconds=_limit())
+    return verify(wanted_value, value, timeout_seconds=_limit())
+
+
+def _exact(answer: str) -> str:
+    """Decimals as fractions."""
+    return re.sub(r"\d+\.\d+", _as_fraction, answer)
 
 
 def _as_fraction(decimal: re.Match[str]) -> str:
@@ -188,99 +211,121 @@ def _as_fraction(decimal: re.Match[str]) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}`, or after `\boxed `, or else in `\fbox{...}`; None where that has no end.
+    r"""The content of the last `\boxed{...}`, or after `\boxed `, or else of `\fbox{...}`.
 
     Args:
         text: a completion.
+
+    Returns:
+        None where there is no box, or it has no end.
     """
     start = text.rfind("\\boxed")
-    start = text.rfind("\\fbox") if start < 0 else start
+    if start < 0:
+        start = text.rfind("\\fbox")
     if start < 0:
         return None
+
     rest = text[start:].partition("box")[2].removeprefix("ed")
     if rest.startswith(" ") and not rest.lstrip().startswith("{"):
         return rest.lstrip().partition("$")[0].strip()
+
     rest = rest.lstrip()
+    if not rest.startswith("{"):
+        return None
     depth = 0
     for place, character in enumerate(rest):
-        depth += (character == "{") - (character == "}")
+        if character == "{":
+            depth += 1
+        elif character == "}":
+            depth -= 1
         if depth == 0:
-            return rest[1:place] if rest.startswith("{") else None
+            return rest[1:place]
     return None
 
 
 def normalized(answer: str) -> str:
-    r"""An answer of the MATH data set in one of its spellings: units in `\text{}`, spaces and TeX's choices aside.
+    r"""An answer of the MATH data set in one of its spellings.
 
-    `\dfrac12`, `1/2` and `0.5` are `\frac{1}{2}`; `\frac{-1}{2}` is `-\frac{1}{2}`; `\sqrt3` is `\sqrt{3}`; `x = 5` is
-    `5`; `1,000` is `1000`; `50\%` and `50^\circ` are `50`; `5\text{ cm}^2` is `5`; `.5` is `0.5`, and so `\frac{1}{2}`.
+    Without units in `\text{}`, spaces and TeX's choices. `\dfrac12`, `1/2` and `0.5` are
+    `\frac{1}{2}`; `\frac{-1}{2}` is `-\frac{1}{2}`; `\sqrt3` is `\sqrt{3}`; `x = 5` is `5`; `1,000`
+    is `1000`; `50\%` and `50^\circ` are `50`; `5\text{ cm}^2` is `5`; `.5` is `0.5`, and so
+    `\frac{1}{2}`.
     """
     answer = answer.replace("{,}", ",")
     for choice in TEX_CHOICES:
         answer = answer.replace(choice, "")
-    answer = answer if "\\begin" in answer else answer.replace("\\\\", "\\")
+    if "\\begin" not in answer:
+        answer = answer.replace("\\\\", "\\")
     answer = re.sub(r"\\[tdc]frac", r"\\frac", answer)
+
     unit = r"(?:\\(?:text|mbox)\{[^{}]*\}|\\mathrm\{[^{}]{2,}\})(\^\d|\^\{\d\})?\s*\.?\s*$"
     answer = re.sub(rf"(?<=\d)(?:\\ |[~\s])*{unit}", "", answer)
     answer = re.sub(r"(?<=\S)\s*\\(?:text|mbox)\{\s[^{}]*\}(\^\d|\^\{\d\})?\s*$", "", answer)
     answer = re.sub(r"\\text\{([^{}]*)\}", r"\1", answer)
+
     answer = re.sub(r"^\s*[a-zA-Z]{1,2}\s*=", "", answer)
     answer = re.sub(r"(?<![\d.])\.(?=\d)", "0.", answer)
     answer = re.sub(r"\s+", "", answer).rstrip(".")
     answer = re.sub(r"^\{([^{}]*)\}$", r"\1", answer)
-    answer = answer.replace(",", "") if THOUSANDS.fullmatch(answer) else answer
+    if THOUSANDS.fullmatch(answer):
+        answer = answer.replace(",", "")
+
     answer = re.sub(r"\{\{(\w+)\}\}", r"{\1}", answer)
     answer = re.sub(r"\\sqrt(?!\{|\[)(\w)", r"\\sqrt{\1}", answer)
     answer = re.sub(r"\\frac(?!\{)(\w)(?!\{)(\w)", r"\\frac{\1}{\2}", answer)
     answer = re.sub(r"\\frac(?!\{)(\w)(?=\{)", r"\\frac{\1}", answer)
     answer = re.sub(r"(\\frac\{[^{}]*\})(\w)", r"\1{\2}", answer)
-    if plain := FRACTION.fullmatch(answer):
-        answer = "\\frac" + "".join(f"{{{part.strip('{}()')}}}" for part in plain.groups())
-    if plain := PLAIN_FRACTION.fullmatch(answer):
-        sign = "-" if plain.group(1, 2, 4).count("-") % 2 else ""
-        return f"{sign}\\frac{{{plain[3]}}}{{{plain[5]}}}"
+
+    fraction = FRACTION.fullmatch(answer)
+    if fraction:
+        parts = [part.strip("{}()") for part in fraction.groups()]
+        answer = f"\\frac{{{parts[0]}}}{{{parts[1]}}}"
+    fraction = PLAIN_FRACTION.fullmatch(answer)
+    if fraction:
+        is_negative = fraction.group(1, 2, 4).count("-") % 2 == 1
+        sign = "-" if is_negative else ""
+        return f"{sign}\\frac{{{fraction[3]}}}{{{fraction[5]}}}"
     return "\\frac{1}{2}" if answer == "0.5" else answer
 
 
 def countdown(
     completions: list[str], nums: list[list[int]], target: list[int], **_: Any
 ) -> list[float]:
-    """1 where the completion makes `target` of `nums`, each used once, by + - * / and brackets, else 0.
+    """1 where the completion makes `target` of `nums`, each used once, else 0.
 
-    Looks at the last `<answer>`, or at all of a completion without one; a final `= target` may stand there. Exact, on a
-    parsed tree: nothing is evaluated.
+    By + - * / and brackets. Looks at the last `<answer>`, or at all of a completion without one; a
+    final `= target` may stand there. Exact, on a parsed tree: nothing is evaluated.
     """
     rows = zip(completions, nums, target, strict=True)
-    return [
-        float(_makes(text, [*map(Fraction, numbers)], Fraction(goal)))
-        for text, numbers, goal in rows
-    ]
+    return [float(_makes(text, numbers, goal)) for text, numbers, goal in rows]
 
 
-def _makes(text: str, numbers: list[Fraction], goal: Fraction) -> bool:
+def _makes(text: str, nums: list[int], target: int) -> bool:
+    numbers = sorted(Fraction(number) for number in nums)
+    goal = Fraction(target)
+
+    answer = text
     before, tag, _ = text.rpartition("</answer>")
-    answer = before.rpartition("<answer>")[2].partition("</answer>")[0] if tag else text
+    if tag:
+        answer = before.rpartition("<answer>")[2].partition("</answer>")[0]
     expression, _, result = " ".join(answer.split()).partition("=")
-    if result.strip() not in ("", str(goal)) or not re.fullmatch(
-        r"[0-9+\-*/() ]{1,300}", expression
-    ):
+    if result.strip() not in ("", str(goal)):
         return False
+    if not re.fullmatch(r"[0-9+\-*/() ]{1,300}", expression):
+        return False
+
     used: list[int] = []
     try:
         value = _value(ast.parse(expression.strip(), mode="eval").body, used)
-    except (
-        SyntaxError,
-        ValueError,
-        ZeroDivisionError,
-        RecursionError,
-        MemoryError,
-    ):  # the last ones: deep nesting
+    except (SyntaxError, ValueError, ZeroDivisionError):
         return False
-    return value == goal and sorted(used) == sorted(numbers)
+    except (RecursionError, MemoryError):  # deep nesting
+        return False
+    return value == goal and sorted(used) == numbers
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The value of a tree of numbers, noted in `used`, under the four operations.
+    """The value of a tree of numbers under the four operations; `used` gets the numbers.
 
     Raises:
         ValueError: anything else is in the tree.
@@ -297,41 +342,49 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
 
 
 def format_reward(completions: list[str], **_: Any) -> list[float]:
-    """1 where the completion is `<think>...</think>` and then `<answer>...</answer>`, each once, else 0.
+    """1 where the completion is `<think>...</think>` and then `<answer>...</answer>`, else 0.
 
-    DeepSeek-R1's format (arXiv:2501.12948); white space around the parts is free.
+    Each once. DeepSeek-R1's format (arXiv:2501.12948); white space around the parts is free.
     """
-    form = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-    tags = ("<think>", "</think>", "<answer>", "</answer>")
-    return [
-        float(all(text.count(t) == 1 for t in tags) and form.fullmatch(text) is not None)
-        for text in completions
-    ]
+    return [float(_has_format(text)) for text in completions]
+
+
+def _has_format(text: str) -> bool:
+    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+        if text.count(tag) != 1:
+            return False
+    return FORMAT.fullmatch(text) is not None
 
 
 def length_penalty(
     max_tokens: int, cushion: int | None = None, verifier: RewardFunc | None = None
 ) -> "SoftOverlong | Cosine":
-    """A reward that depends on the length: DAPO's soft overlong punishment, or a verifier's verdict along a cosine.
+    """A reward that depends on the length.
+
+    DAPO's soft overlong punishment, or a verifier's verdict along a cosine.
 
     Args:
-        max_tokens: length from which a completion is not punished further; `max_completion_len`, as a rule.
+        max_tokens: length from which a completion is not punished further; `max_completion_len`, as
+        a rule.
         cushion: tokens before it over which the punishment grows; see `SoftOverlong`.
         verifier: in place of `cushion`: a reward function that gives 1 or 0; see `Cosine`.
 
     Raises:
         ValueError: not one of `cushion` and `verifier`, or a cushion that does not fit.
     """
-    if (cushion is None) == (verifier is None):
-        raise ValueError(
-            "length_penalty takes either a cushion (soft overlong) or a verifier (cosine)"
-        )
-    return Cosine(max_tokens, verifier) if verifier else SoftOverlong(max_tokens, cushion or 0)
+    if cushion is not None and verifier is None:
+        return SoftOverlong(max_tokens, cushion)
+    if verifier is not None and cushion is None:
+        return Cosine(max_tokens, verifier)
+    raise ValueError("length_penalty takes either a cushion (soft overlong) or a verifier (cosine)")
 
 
 @dataclass
 class SoftOverlong:
-    """0 up to `max_tokens - cushion`, then down to -1 at `max_tokens`, and beyond (DAPO, arXiv:2503.14476, eq. 13)."""
+    """0 up to `max_tokens - cushion`, then down to -1 at `max_tokens`, and beyond.
+
+    DAPO (arXiv:2503.14476, eq. 13).
+    """
 
     max_tokens: int
     cushion: int
@@ -341,25 +394,26 @@ class SoftOverlong:
             raise ValueError(
                 f"cushion={self.cushion} must be above 0 and at most max_tokens={self.max_tokens}"
             )
-        self.__name__, self.__qualname__ = (
-            "length_penalty",
-            f"length_penalty({self.max_tokens}, {self.cushion})",
-        )
+        self.__name__ = "length_penalty"
+        self.__qualname__ = f"length_penalty({self.max_tokens}, {self.cushion})"
 
     def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         """As any reward function."""
-        over = [len(ids) - (self.max_tokens - self.cushion) for ids in completion_ids]
-        return [-min(max(tokens / self.cushion, 0.0), 1.0) for tokens in over]
+        free = self.max_tokens - self.cushion
+        over = [(len(ids) - free) / self.cushion for ids in completion_ids]
+        return [-min(max(share, 0.0), 1.0) for share in over]
 
 
 @dataclass
 class Cosine:
-    """A verdict of 1 or 0, scaled by the length L along a cosine: end + (start - end)·(1 + cos(πL/max_tokens))/2.
+    """A verdict of 1 or 0, scaled by the length along a cosine.
 
-    A short right answer earns more than a long one, and a short wrong one less (Yeo et al., arXiv:2502.03373).
+    end + (start - end)·(1 + cos(πL/max_tokens))/2, where L is the length in tokens. A short right
+    answer earns more than a long one, and a short wrong one less (Yeo et al., arXiv:2502.03373).
 
     Args:
-        max_tokens: L at which a completion, cut off as a rule, earns `exceeded` in place of the cosine's end.
+        max_tokens: L at which a completion, cut off as a rule, earns `exceeded` in place of the
+        cosine's end.
         verifier: a reward function that gives 1 or 0.
         right: (start, end) of right ones.
         wrong: (start, end) of wrong ones.
@@ -384,22 +438,25 @@ class Cosine:
     def __call__(self, completion_ids: list[list[int]], **arguments: Any) -> list[float | None]:
         """As any reward function; None where the verifier gives none."""
         verdicts = self.verifier(completion_ids=completion_ids, **arguments)
-        return [
-            self._scaled(verdict, len(ids))
-            for verdict, ids in zip(verdicts, completion_ids, strict=True)
-        ]
+        rows = zip(verdicts, completion_ids, strict=True)
+        return [self._scaled(verdict, len(ids)) for verdict, ids in rows]
 
     def _scaled(self, verdict: float | None, length: int) -> float | None:
         if verdict is None:
             return None
         if length >= self.max_tokens:
             return self.exceeded
-        start, end = self.right if verdict == 1 else self.wrong
-        return end + (start - end) * (1 + math.cos(math.pi * length / self.max_tokens)) / 2
+        start, end = self.wrong
+        if verdict == 1:
+            start, end = self.right
+        cosine = math.cos(math.pi * length / self.max_tokens)
+        return end + (start - end) * (1 + cosine) / 2
 
 
 class best_of:  # called like a function; a class, as a worker process can be sent its objects
-    """A reward that gives each completion the best of what several functions give it, None where none applies.
+    """A reward that gives each completion the best that several functions give.
+
+    None where all give None.
 
     Args:
         functions: reward functions, at least one.
@@ -412,13 +469,17 @@ class best_of:  # called like a function; a class, as a worker process can be se
         if not functions:
             raise ValueError("best_of needs at least one reward function")
         self.functions = [_synchronous(function) for function in functions]
-        self.__name__ = self.__qualname__ = "best_of_" + "_".join(f.__name__ for f in functions)
+        self.__name__ = "best_of_" + "_".join(function.__name__ for function in functions)
+        self.__qualname__ = self.__name__
 
     def __call__(self, **arguments: Any) -> list[float | None]:
         """As any reward function."""
         columns = [function(**arguments) for function in self.functions]
-        rows = zip(*columns, strict=True)
-        return [max((value for value in row if value is not None), default=None) for row in rows]
+        best = []
+        for row in zip(*columns, strict=True):
+            given = [value for value in row if value is not None]
+            best.append(max(given, default=None))
+        return best
 
 
 def _synchronous(function: RewardFunc) -> RewardFunc:

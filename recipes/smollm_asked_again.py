@@ -1,8 +1,9 @@
-"""`recipes/smollm.py` through a `rollout_fn`: an answer of several words is met by `One word only.`, and a second try.
+"""`recipes/smollm.py` through a `rollout_fn`: another try where there are several words.
 
     bash scripts/demo.sh recipes/smollm_asked_again.py
 
-The reward looks at the last answer, and both train. Expected: 0 to 64 % of the held-out questions right, in 9 minutes.
+An answer of several words is met by `One word only.`. The reward looks at the last answer, and both
+train. Expected: 0 to 64 % of the held-out questions right, in 9 minutes.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from dataclasses import replace
 from recipes.smollm import config as smollm
 from recipes.smollm import likeness
 
-# What the chat template puts between the end of an answer, which is sampled, and the next one.
+# The chat template puts this between the end of an answer, which is sampled, and the next one.
 AGAIN = "\n<|im_start|>user\nOne word only.<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -19,10 +20,8 @@ def ask_again(server, prompt, sampling):
     """`sampling["n"]` answers, each with a second try where it has several words."""
 
     def second_try(first):
-        if (
-            first.finish_reason == "length"
-            or " " not in server.tokenizer.decode(first.token_ids).strip()
-        ):
+        text = server.tokenizer.decode(first.token_ids).strip()
+        if first.finish_reason == "length" or " " not in text:
             return first
         said = server.tokenizer(AGAIN, add_special_tokens=False)["input_ids"]
         ids = [*prompt.token_ids, *first.token_ids.tolist(), *said]

@@ -1,9 +1,10 @@
-"""The embedded default: a 0.8 M-parameter model learns to sort eight digits on two CPU cores, in about three minutes.
+"""The embedded default: a model of 0.8 M parameters learns to sort eight digits.
 
     bash scripts/demo.sh
 
-`scripts/build_tiny.py` makes the model, half-taught (about 40 % of held-out problems right), and the data. Expected:
-90 % and more of the held-out problems after 150 steps.
+On two CPU cores, in about three minutes. `scripts/build_tiny.py` makes the model, half-taught
+(about 40 % of held-out problems right), and the data. Expected: 90 % and more of the held-out
+problems after 150 steps.
 """
 
 from config import TrainConfig

@@ -2,8 +2,8 @@
 
     bash scripts/demo.sh recipes/tiny_vlm.py
 
-`scripts/build_tiny_vlm.py` makes the model, half-taught. Expected: 39 % of the held-out squares, and 68 to 81 % after
-120 steps, which take 3 min.
+`scripts/build_tiny_vlm.py` makes the model, half-taught. Expected: 39 % of the held-out squares,
+and 68 to 81 % after 120 steps, which take 3 min.
 """
 
 import random
@@ -16,26 +16,33 @@ from config import TrainConfig
 from recipes.rewards import exact_match
 
 COLOURS = {
-    "red": (220, 40, 40), "green": (40, 180, 60), "blue": (50, 80, 220), "yellow": (235, 220, 50),
-    "purple": (140, 50, 170), "orange": (240, 140, 30), "cyan": (60, 210, 220), "pink": (250, 150, 190),
-}  # fmt: skip
+    "red": (220, 40, 40),
+    "green": (40, 180, 60),
+    "blue": (50, 80, 220),
+    "yellow": (235, 220, 50),
+    "purple": (140, 50, 170),
+    "orange": (240, 140, 30),
+    "cyan": (60, 210, 220),
+    "pink": (250, 150, 190),
+}
 SIZE = 64  # pixels
 QUESTION = "Colour?"
 
 
 def squares(num: int, seed: int) -> list[dict[str, Any]]:
-    """`num` problems: a square of some colour on grey noise, and its name."""
+    """`num` problems: a square of some colour on grey noise, and the colour's name."""
     rng = random.Random(seed)
     rows = []
     for _ in range(num):
         name = rng.choice(list(COLOURS))
-        noise = Image.frombytes("L", (SIZE, SIZE), rng.randbytes(SIZE * SIZE)).point(
-            lambda v: 96 + v // 4
-        )
-        image = noise.convert("RGB")
-        left, top, edge = rng.randint(0, 32), rng.randint(0, 32), rng.randint(16, 31)
-        shade = tuple(min(255, max(0, value + rng.randint(-25, 25))) for value in COLOURS[name])
-        ImageDraw.Draw(image).rectangle((left, top, left + edge, top + edge), fill=shade)
+        noise = Image.frombytes("L", (SIZE, SIZE), rng.randbytes(SIZE * SIZE))
+        image = noise.point(lambda value: 96 + value // 4).convert("RGB")
+
+        left = rng.randint(0, 32)
+        top = rng.randint(0, 32)
+        edge = rng.randint(16, 31)
+        shade = [min(255, max(0, value + rng.randint(-25, 25))) for value in COLOURS[name]]
+        ImageDraw.Draw(image).rectangle((left, top, left + edge, top + edge), fill=tuple(shade))
         rows.append({"prompt": QUESTION, "image": image, "answer": name})
     return rows
 

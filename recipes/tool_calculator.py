@@ -1,9 +1,10 @@
-"""Two turns with a tool: a tiny model asks a calculator and copies what it says, in about three minutes on two cores.
+"""Two turns with a tool: a tiny model asks a calculator and copies its answer.
 
     bash scripts/demo.sh recipes/tool_calculator.py
 
-`547+582=` is answered by `547+582?`, the calculator says `1129!`, and the model ends with `1129`. The rollout joins the
-ids of both turns and of the tool, whose own do not train. Expected: sampled 9 to 57 %, greedy 90 to 100 %.
+`547+582=` is answered by `547+582?`, the calculator says `1129!`, and the model ends with `1129`.
+The rollout joins the ids of both turns and of the tool, whose own do not train. About three minutes
+on two cores. Expected: sampled 9 to 57 %, greedy 90 to 100 %.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +14,11 @@ from config import TrainConfig
 
 
 def calculate(call: str) -> str:
-    """What the calculator says to `547+582?`."""
+    """The calculator's word: `1129!` to `547+582?`."""
     left, _, right = call.removesuffix("?").partition("+")
-    return f"{int(left) + int(right)}!" if left.isdecimal() and right.isdecimal() else "error!"
+    if not left.isdecimal() or not right.isdecimal():
+        return "error!"
+    return f"{int(left) + int(right)}!"
 
 
 def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[Any]:
@@ -37,10 +40,9 @@ def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[A
 
 
 def right_with_tool(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """1 where what follows the calculator's word is the answer, else 0."""
-    return [
-        float(text.endswith(f"!{truth}")) for text, truth in zip(completions, answer, strict=True)
-    ]
+    """1 where the answer follows the calculator's word, else 0."""
+    pairs = zip(completions, answer, strict=True)
+    return [float(text.endswith(f"!{truth}")) for text, truth in pairs]
 
 
 config = TrainConfig(

@@ -1,4 +1,4 @@
-"""What stands between two turns of a conversation, for a `rollout_fn`: docs/agents.md."""
+"""The tokens between two turns of a conversation, for a `rollout_fn`: docs/agents.md."""
 
 from typing import Any
 
@@ -10,31 +10,58 @@ def turn_ids(
     then: list[dict[str, Any]],
     **template: Any,
 ) -> list[int] | None:
-    """What the chat template puts between a reply, as it was sampled, and the next one; None where it rewrites history.
+    """The ids that the chat template puts between a reply, as it was sampled, and the next.
 
-    Renders `messages`, for which `reply_ids` [n] were sampled, and these with the reply and `then`, the messages that
-    answer it; returns the ids of what the second has behind the reply. No sampled token is tokenized again, and
-    `Completion.then` joins them. None where the second does not begin with the first and the reply, white space aside
-    (stripped thinking): then the next turn is a segment, whose prompt is that rendering. `template` is what else the
-    template takes, as for the first turn (`tools`, `enable_thinking`).
+    The difference of two renderings, from the end of the reply on: of `messages`, and of these with
+    the reply and `then`. No sampled token is tokenized again, and `Completion.then` joins them.
+
+    Args:
+        tokenizer: of the model, with a chat template.
+        messages: the conversation for which the reply was sampled.
+        reply_ids: its tokens [n].
+        then: the messages that answer it.
+        template: what else the template takes, as for the first turn (`tools`, `enable_thinking`).
+
+    Returns:
+        None where the template rewrites history (stripped thinking): where the second rendering
+        does not begin with the first and the reply, white space aside. Then the next turn is a
+        segment, whose prompt is that rendering.
     """
-    text, last = tokenizer.decode(reply_ids), int(reply_ids[-1])
-    said = {"role": "assistant", "content": tokenizer.decode(reply_ids, skip_special_tokens=True)}
-    before, after = (
-        tokenizer.apply_chat_template(of, tokenize=False, add_generation_prompt=True, **template)
-        for of in (messages, [*messages, said, *then])
-    )
-    rest = after[len(before) :]
-    reply = "".join(text.split())
-    if not after.startswith(before) or not "".join(rest.split()).startswith(reply):
+
+    def rendered(conversation: list[dict[str, Any]]) -> str:
+        return tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=True, **template
+        )
+
+    reply = tokenizer.decode(reply_ids)
+    said = tokenizer.decode(reply_ids, skip_special_tokens=True)
+    before = rendered(messages)
+    after = rendered([*messages, {"role": "assistant", "content": said}, *then])
+    if not after.startswith(before):
         return None
-    ends = [0, *(place for place, letter in enumerate(rest, 1) if not letter.isspace())]
-    between = rest[ends[len(reply)] :].removeprefix(
-        text[len(text.rstrip()) :]
-    )  # white space that was sampled
-    is_token = last in tokenizer.added_tokens_decoder
-    # Behind that token, which is then dropped: some tokenizers treat the beginning of a text in a way of their own.
-    ids = tokenizer(tokenizer.decode([last]) * is_token + between, add_special_tokens=False)[
-        "input_ids"
-    ]
-    return ids[is_token:]
+
+    rest = after[len(before) :]
+    end = end_of(reply, rest)
+    if end is None:
+        return None
+    sampled_space = reply[len(reply.rstrip()) :]
+    between = rest[end:].removeprefix(sampled_space)
+
+    last = int(reply_ids[-1])
+    if last not in tokenizer.added_tokens_decoder:
+        return tokenizer(between, add_special_tokens=False)["input_ids"]
+    # Behind that token, which is then dropped: some tokenizers treat the beginning of a text in a
+    # way of their own.
+    return tokenizer(tokenizer.decode([last]) + between, add_special_tokens=False)["input_ids"][1:]
+
+
+def end_of(reply: str, text: str) -> int | None:
+    """The place where a reply ends that a text begins with, white space aside; None without it."""
+    letters = "".join(reply.split())
+    if not "".join(text.split()).startswith(letters):
+        return None
+    ends = [0]
+    for place, letter in enumerate(text, 1):
+        if not letter.isspace():
+            ends.append(place)
+    return ends[len(letters)]

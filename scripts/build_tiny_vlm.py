@@ -29,10 +29,8 @@ from transformers import (
 from recipes.tiny_vlm import COLOURS, QUESTION, SIZE, squares
 
 BATCH_SIZE, MAX_STEPS, LEARNING_RATE = 32, 400, 1e-3
-NUM_WORDS_STEPS, STOP_AT = (
-    100,
-    0.3,
-)  # steps with answers drawn by lot; share of right ones at which teaching ends
+NUM_WORDS_STEPS = 100  # with answers drawn by lot
+STOP_AT = 0.3  # share of right answers at which teaching ends
 TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}{% if part['type'] == 'image' %}"
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endfor %}"

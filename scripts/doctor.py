@@ -51,9 +51,8 @@ USABLE = 0.9  # of the device's memory: the rest is lost to fragments
 class Parts(NamedTuple):
     """What was measured of a step, in seconds."""
 
-    sampling: tuple[
-        float, float
-    ]  # `line` until all rewards are there, over the groups of one server
+    # `line` until all rewards are there, over the groups of one server
+    sampling: tuple[float, float]
     num_groups: float  # that a step samples, with those that it drops
     reward_s: float  # after the last completion
     rows: list[float]  # the part of that time after which each of the trainer's rows is there
@@ -103,6 +102,12 @@ def predict(parts: Parts, num_servers: int, staleness: int) -> Step:
 def seconds(call: Callable[[], Any], num: int = 3) -> float:
     """The median of `num` calls."""
     return median(repeat(call, number=1, repeat=num))
+
+
+def lengths_with_prompt(group: Group) -> list[int]:
+    """Tokens of each completion's last segment, with those of the prompt."""
+    prompt = len(group.prompt.token_ids)
+    return [prompt + len(completion.token_ids) for completion in group.completions]
 
 
 def tell(name: str, text: str) -> None:
@@ -155,17 +160,16 @@ class Doctor:
         dealt = None
         if is_main():
             set_advantages(groups, config)
-            if not any(
-                chain.from_iterable(group.advantages for group in groups)
-            ):  # the gradient would be 0
+            if not any(any(group.advantages) for group in groups):  # the gradient would be 0
                 groups[0].advantages = [1.0] * config.num_generations
             dealt = Dealer(dist.get_world_size(), config).deal(groups, is_complete=True)
         shares = scatter_objects(dealt)
         built = self.policy, self.reference, self.optimizer, self.scheduler
         metrics, _ = train_batch(*built, shares, config, self.device)
-        return metrics, [
-            micro.packed.num_tokens for share in shares for micro in share.micro_batches
-        ]
+        sizes = []
+        for share in shares:
+            sizes += [micro_batch.packed.num_tokens for micro_batch in share.micro_batches]
+        return metrics, sizes
 
     def sync(self, *_: Any) -> None:
         """Send the weights to the servers once more. Collective."""
@@ -211,9 +215,8 @@ class Doctor:
                 tell(f"server {url}", "got none of the batch's groups")
                 continue
             metrics, _ = self.train(own, config)
-            mean, most = (
-                metrics[f"sampling/sampling_logp_difference/{name}"] for name in ("mean", "max")
-            )
+            mean = metrics["sampling/sampling_logp_difference/mean"]
+            most = metrics["sampling/sampling_logp_difference/max"]
             tell(f"server {url}", f"mismatch {mean:.2g} mean, {most:.2g} max nats")
             is_off = mean > limit / 3 and not bending(self.config)
             self.advise(
@@ -228,14 +231,15 @@ class Doctor:
         found: list[list[Tensor]] = []  # this rank's parts of either's gradients
 
         def keep(optimizer: Any, *_: Any) -> None:
-            grads = [
-                w.grad
-                for group in optimizer.param_groups
-                for w in group["params"]
-                if w.grad is not None
-            ]
-            parts = (grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads)
-            found.append([part.to("cpu", torch.float64, copy=True) for part in parts])
+            parts = []
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    grad = weight.grad
+                    if isinstance(grad, DTensor):
+                        grad = grad.to_local()
+                    if grad is not None:
+                        parts.append(grad.to("cpu", torch.float64, copy=True))
+            found.append(parts)
 
         self.policy.train(self.config.lora_dropout == 0)  # dropout would be another one every time
         shared = replace(self.config, num_iterations=1, num_minibatches=1, grad_norm=0.0)
@@ -256,9 +260,8 @@ class Doctor:
         sums = torch.tensor(squares, device=self.device)
         dist.all_reduce(sums)
         errors, norms = sums.sqrt().T
-        error = (
-            (errors / norms.clamp(min=0.01 * norms.max())).max().item()
-        )  # some gradients are nothing but rounding
+        at_least = 0.01 * norms.max()  # some gradients are nothing but rounding
+        error = (errors / norms.clamp(min=at_least)).max().item()
         gain = median(plain_s / shared_s for shared_s, plain_s in pairs)
         tell(
             "shared prompts",
@@ -290,20 +293,14 @@ class Doctor:
     def look_at_memory(self, groups: list[Group]) -> tuple[int, float]:
         """The peak, and the size of rows that fits; returns the rows that a rank trains, and seconds. Collective."""
         config, sizes, device = self.config, self.train(groups, self.config)[1], self.device
-        longest = max(
-            (len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions),
-            default=0,
-        )
+        longest = max((max(lengths_with_prompt(group)) for group in groups), default=0)
         least = broadcast_object(max(longest, config.max_completion_len + 1))
-        free = psutil.virtual_memory().available / dist.get_world_size() + 1e6 * memory_mb(
-            device, "VmRSS"
-        )
+        own = 1e6 * memory_mb(device, "VmRSS")
+        free = psutil.virtual_memory().available / dist.get_world_size() + own
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        half, whole = (
-            self.peak(groups, max(size, least))
-            for size in (max(sizes) // 2, config.max_tokens_per_gpu)
-        )
+        half = self.peak(groups, max(max(sizes) // 2, least))
+        whole = self.peak(groups, max(config.max_tokens_per_gpu, least))
         fits = fitting_tokens(line(half[:2], whole[:2]), free)
         limit = f"up to {fits:,} fit into" if fits else "free:"
         tell(
@@ -337,40 +334,33 @@ class Doctor:
         )
         sampling = line((few / num_servers, few_s), (size / num_servers, sample_s))
         begun_s = min((g.started_s for g in samples[-1]), default=0)
-        ends = [
-            end_s - begun_s for end_s in accumulate((g.scored_s for g in samples[-1]), max)
-        ] or [1.0]
+        ends_s = accumulate((g.scored_s for g in samples[-1]), max)
+        ends = [end_s - begun_s for end_s in ends_s] or [1.0]
         waits = config.updates_per_batch > 1 or config.weighs_whole_batch  # for the whole batch
         shares = [1.0 if waits else row / num_rows for row in range(1, num_rows + 1)]
         # The next group tells that a row is full.
-        rows = [
-            ends[min(math.ceil(len(ends) * share), len(ends) - 1)] / ends[-1] for share in shares
-        ]
+        rows = []
+        for share in shares:
+            place = min(math.ceil(len(ends) * share), len(ends) - 1)
+            rows.append(ends[place] / ends[-1])
         equal = sum(not g.can_teach for g in groups) / size if config.drop_zero_advantage else 0.0
         reward_s = ends[-1] - max((g.sampled_s - begun_s for g in samples[-1]), default=0)
         slowdown = max(both_s / (max(sample_s, train_s) + sync_s), 1.0)  # below 1 it is noise
-        return Parts(
-            sampling, size / max(1 - equal, 0.1), reward_s, rows, train_s, sync_s, slowdown
-        )
+        num_groups = size / max(1 - equal, 0.1)
+        return Parts(sampling, num_groups, reward_s, rows, train_s, sync_s, slowdown)
 
     def look_at_speed(self, groups: list[Group], num_rows: int, train_s: float) -> None:
         """A step and the run, and what more servers, or staleness, would give. Collective."""
-        config, rollouts, num = (
-            self.config,
-            self.rollouts,
-            len(self.rollouts.pool.servers) if is_main() else 1,
-        )
+        config = self.config
+        rollouts = self.rollouts
+        num = len(rollouts.pool.servers) if is_main() else 1
         parts = self.measure(groups, num_rows, train_s, num)
         if not is_main():
             return
         start, slope = parts.sampling
-        sampled = sum(sum(group.num_sampled) for group in groups) / (
-            start + slope * config.batch_size / num
-        )
-        trained = (
-            sum(len(g.prompt.token_ids) + len(c.token_ids) for g in groups for c in g.completions)
-            / train_s
-        )
+        sampled_s = start + slope * config.batch_size / num
+        sampled = sum(sum(group.num_sampled) for group in groups) / sampled_s
+        trained = sum(sum(lengths_with_prompt(group)) for group in groups) / train_s
         tell(
             "speed of either side alone",
             f"{sampled:,.0f} tokens/s sampled, {trained:,.0f} tokens/s trained",
@@ -378,32 +368,24 @@ class Doctor:
         steps = {k: predict(parts, k, config.max_staleness) for k in sorted({1, 2, 4, 8, num})}
         step_s, waits, idle = steps[num]
         sample_s = start + slope * parts.num_groups / num - parts.reward_s
-        times = (
-            f"sampling {sample_s:.2f} s, rewards {parts.reward_s:.2f} s, training {train_s:.2f} s"
-        )
-        tell("one step", f"{step_s:.2f} s: {times}, sync {parts.sync_s:.2f} s")
-        slower = (
-            f"; both at once take {parts.slowdown:.2f} times as long"
-            if config.max_staleness
-            else ""
-        )
+        times = f"sampling {sample_s:.2f} s, rewards {parts.reward_s:.2f} s"
+        times += f", training {train_s:.2f} s, sync {parts.sync_s:.2f} s"
+        tell("one step", f"{step_s:.2f} s: {times}")
+        slower = ""
+        if config.max_staleness:
+            slower = f"; both at once take {parts.slowdown:.2f} times as long"
         tell("", f"trainer waits {waits:.0%}, servers {idle:.0%}{slower}")
-        enough = min(
-            k for k in steps if steps[k].step_s < (1 + LITTLE) * min(steps.values()).step_s
-        )
+        good_s = (1 + LITTLE) * min(steps.values()).step_s
+        enough = min(k for k in steps if steps[k].step_s < good_s)
         by_number = ", ".join(f"{k}: {of_k.step_s:.2f} s" for k, of_k in steps.items())
         tell("one step, by number of servers", f"{by_number}; enough: {enough}")
         held_out = [*chain.from_iterable(rollouts.held_out.values())]
-        some, every = (
-            held_out[: config.batch_size * config.num_generations],
-            config.eval_steps or rollouts.num_steps,
-        )
+        some = held_out[: config.batch_size * config.num_generations]
+        every = config.eval_steps or rollouts.num_steps
         eval_s = seconds(lambda: self.sample(0, some), 1) * len(held_out) / max(len(some), 1)
-        num_evals = (
-            len({0, rollouts.num_steps, *range(every, rollouts.num_steps, every)})
-            if held_out
-            else 0
-        )
+        num_evals = 0
+        if held_out:
+            num_evals = len({0, rollouts.num_steps, *range(every, rollouts.num_steps, every)})
         hours = (rollouts.num_steps * step_s + num_evals * eval_s) / 3600
         tell(
             "the run",
@@ -415,14 +397,11 @@ class Doctor:
             is_sync and saved > LITTLE,
             f"max_staleness=0 costs {saved:.0%} of a step, which 1 would save",
         )
-        cure = (
-            f"{enough} servers give {steps[enough].step_s:.2f} s a step"
-            if enough > num
-            else "raise batch_size"
-        )
-        self.advise(
-            not is_sync and waits > MUCH, f"the trainer waits {waits:.0%} of the time: {cure}"
-        )
+        cure = "raise batch_size"
+        if enough > num:
+            cure = f"{enough} servers give {steps[enough].step_s:.2f} s a step"
+        is_idle = not is_sync and waits > MUCH
+        self.advise(is_idle, f"the trainer waits {waits:.0%} of the time: {cure}")
         cure = f"{enough} would do" if enough < num else "the trainer is the slower side"
         self.advise(not is_sync and idle > MUCH, f"servers wait {idle:.0%} of the time: {cure}")
 
@@ -447,9 +426,8 @@ def examine(config: TrainConfig) -> None:
         doctor.look_at_speed(groups, *doctor.look_at_memory(groups))
         if is_main():
             doctor.look_at_batch(groups)
-            print(
-                "\n" + ("\n".join(f"- {text}" for text in doctor.advice) or "no setting looks off")
-            )
+            advice = "\n".join(f"- {text}" for text in doctor.advice)
+            print("\n" + (advice or "no setting looks off"))
 
 
 if __name__ == "__main__":

@@ -64,10 +64,8 @@ def popen(command: list[str], log: Path | None, env: Mapping[str, str]) -> subpr
 
 def end_all(processes: Sequence[Any]) -> None:
     """End the sessions of these processes: SIGTERM to all, and SIGKILL to what is left after 40 seconds."""
-    for kind, patience_s in (
-        (signal.SIGTERM, 40),
-        (signal.SIGKILL, 5),
-    ):  # torchrun gives its ranks 30 s
+    patience = {signal.SIGTERM: 40, signal.SIGKILL: 5}  # seconds; torchrun gives its ranks 30
+    for kind, patience_s in patience.items():
         for process in processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, kind)
@@ -109,11 +107,8 @@ class LocalServer:
 def gpus_here() -> list[str]:
     """The GPUs in CUDA_VISIBLE_DEVICES or, where it is not set, those that nvidia-smi lists."""
     if "CUDA_VISIBLE_DEVICES" in os.environ:
-        return [
-            *takewhile(
-                lambda name: name and name != "-1", os.environ["CUDA_VISIBLE_DEVICES"].split(",")
-            )
-        ]
+        names = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        return list(takewhile(lambda name: name not in ("", "-1"), names))
     with suppress(OSError, subprocess.SubprocessError):
         ask = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
         return subprocess.run(
@@ -156,36 +151,45 @@ def server_words(args: argparse.Namespace, config: TrainConfig) -> list[str]:
         ) from error
     # The trainer takes at most max_tokens_per_gpu tokens of prompt and completion, so longer ones need no room.
     context = (model | (model.get("text_config") or {})).get("max_position_embeddings", 0)
-    length = (
-        str(config.max_tokens_per_gpu) if config.max_tokens_per_gpu <= context else "auto"
-    )  # as long as it can
+    length = "auto"  # as long as it can
+    if config.max_tokens_per_gpu <= context:
+        length = str(config.max_tokens_per_gpu)
     words = [sys.executable, os.path.relpath(ROOT / "vllm_server.py"), "--model", config.model_id]
     words += ["--max-model-len", length]
-    words += ["--tensor-parallel-size", str(args.tensor_parallel)] * (args.tensor_parallel > 1)
-    words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)] * bool(
-        config.processor_kwargs
-    )
-    return words + ["--trust-remote-code"] * config.trust_remote_code
+    if args.tensor_parallel > 1:
+        words += ["--tensor-parallel-size", str(args.tensor_parallel)]
+    if config.processor_kwargs:
+        words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)]
+    if config.trust_remote_code:
+        words.append("--trust-remote-code")
+    return words
 
 
 def commands(
     args: argparse.Namespace, trainer: list[str], config: TrainConfig
 ) -> tuple[dict[str, Command], Command]:
     """The servers by address, and the trainer, each with its share of this machine."""
-    gpus, num_servers = gpus_here(), 0 if config.replay else args.servers
+    gpus = gpus_here()
+    num_servers = 0 if config.replay else args.servers
     *given, env = shares(gpus, [*[args.tensor_parallel] * num_servers, args.trainers])
+
     words = server_words(args, config) if given else []
-    words += ["--gpu-memory-utilization", "0.35"] * (gpus != [] and env in given)
+    if gpus and env in given:  # a server has the trainer's GPU
+        words += ["--gpu-memory-utilization", "0.35"]
+    words += shlex.split(args.server_options)
     servers = {}
     for own in given:
         port = str(free_port())
-        servers[f"http://127.0.0.1:{port}"] = (
-            [*words, *shlex.split(args.server_options), "--port", port],
-            own,
-        )
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={args.trainers}"]
-    urls = ["--vllm_urls", ",".join(servers)] if servers else []
-    return servers, ([sys.executable, *(ranks if args.trainers > 1 else []), *trainer, *urls], env)
+        servers[f"http://127.0.0.1:{port}"] = ([*words, "--port", port], own)
+
+    command = [sys.executable]
+    if args.trainers > 1:
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command.append(f"--nproc_per_node={args.trainers}")
+    command += trainer
+    if servers:
+        command += ["--vllm_urls", ",".join(servers)]
+    return servers, (command, env)
 
 
 def slurm_job(args: argparse.Namespace, trainer: list[str], config: TrainConfig) -> str:
@@ -239,9 +243,10 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
             print(f"{server.wait(timeout_s)} serves", flush=True)
         training.append(popen(trainer[0], None, os.environ | trainer[1]))
         while (status := training[0].poll()) is None:
-            for server in [
-                server for server in running if server.process.poll() is not None and not received
-            ]:
+            ended = [server for server in running if server.process.poll() is not None]
+            for server in ended:
+                if received:
+                    break
                 if time.monotonic() < server.restarted_s + 600:
                     print(
                         f"the server at {server.url} ended again, and is given up (log: {server.log})",
@@ -254,10 +259,8 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
                     flush=True,
                 )
                 words, env = servers[server.url]  # the trainer takes it back once it serves
-                server.process, server.restarted_s = (
-                    popen(words, server.log, os.environ | env),
-                    time.monotonic(),
-                )
+                server.process = popen(words, server.log, os.environ | env)
+                server.restarted_s = time.monotonic()
             time.sleep(0.5)
     finally:
         for number in SIGNALS:

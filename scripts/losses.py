@@ -87,10 +87,10 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
     ):
         torch.manual_seed(a.seed)
         policy = build_policy(a, device, of_a.example)
-        a, b = (share_prefixes(policy, config, of_a.example) for config in (a, b))
-        reference_a, reference_b = (
-            build_reference(policy, config, device, of_a.example) for config in (a, b)
-        )
+        a = share_prefixes(policy, a, of_a.example)
+        b = share_prefixes(policy, b, of_a.example)
+        reference_a = build_reference(policy, a, device, of_a.example)
+        reference_b = build_reference(policy, b, device, of_a.example)
         optimizer, scheduler = build_optimizer(policy, of_a.num_steps, a)
         for step in range(1, min(num_steps or of_a.num_steps, of_a.num_steps) + 1):
             for rollouts in (of_a, of_b):
@@ -106,9 +106,10 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
             one = gradient(policy, reference_a, batch_a, a, device)
             two = gradient(policy, reference_b, batch_b, b, device)
             norms = one.norm().item(), two.norm().item()
-            rows.append(
-                Row(*norms, (one @ two).item() / (norms[0] * norms[1]) if all(norms) else math.nan)
-            )
+            cosine = math.nan
+            if all(norms):
+                cosine = (one @ two).item() / (norms[0] * norms[1])
+            rows.append(Row(*norms, cosine))
             print(
                 f"step {step} · norms {norms[0]:.4g} {norms[1]:.4g} · cosine {rows[-1].cosine:.4f}",
                 flush=True,
@@ -147,12 +148,8 @@ def main(argv: list[str]) -> None:
     args, fields = parser.parse_known_args(argv)
     path = args.output or Path(args.run) / "losses.png"
     try:
-        words = [
-            "--replay",
-            args.run,
-            "--output_dir",
-            f"{args.run}-unused",
-        ]  # nothing is written there
+        unused = f"{args.run}-unused"  # nothing is written there
+        words = ["--replay", args.run, "--output_dir", unused]
         words += ["--num_iterations", "1", "--num_minibatches", "1", "--max_steps", "none"]
         configs = [with_bf16(parse_args([recipe, *fields, *words])) for recipe in args.recipes]
         if {config.old_logprobs for config in configs} == {"trainer"}:

@@ -57,9 +57,8 @@ def read_metrics(run: Path, remote: str | None = None) -> Rows:
             sys.exit(f"error: {path} is not there: give a run's output_dir")
         text = path.read_text(encoding="utf-8")
     lines = text.split("\n")[:-1]  # what a running trainer has not ended is left out
-    rows = [
-        json.loads(line, parse_constant=lambda _: None) for line in lines
-    ]  # NaN, of another trainer
+    # A constant is NaN, of another trainer.
+    rows = [json.loads(line, parse_constant=lambda _: None) for line in lines]
     return rows or sys.exit(f"error: {path} has no step yet")
 
 
@@ -70,39 +69,43 @@ def metric_names(rows: Rows) -> list[str]:
 
 def smoothed(values: list[float], window: int) -> list[float]:
     """The mean of each value and the `window` - 1 before it, or as many as there are."""
-    return [
-        sum(part) / len(part)
-        for end in range(1, len(values) + 1)
-        if (part := values[max(end - window, 0) : end])
-    ]
+    means = []
+    for end in range(1, len(values) + 1):
+        part = values[max(end - window, 0) : end]
+        means.append(sum(part) / len(part))
+    return means
 
 
 def sparkline(values: list[float], width: int = 60) -> str:
     """The values as a line of text, for a terminal: means of `width` parts of them, from the least to the greatest."""
     size = max(math.ceil(len(values) / width), 1)
-    means = [
-        sum(part) / len(part)
-        for start in range(0, len(values), size)
-        if (part := values[start : start + size])
-    ]
-    low, high = min(means), max(means)
-    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / ((high - low) or 1))] for mean in means)
+    means = []
+    for start in range(0, len(values), size):
+        part = values[start : start + size]
+        means.append(sum(part) / len(part))
+
+    low = min(means)
+    height = (max(means) - low) or 1
+    return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / height)] for mean in means)
 
 
 def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> None:
     """One metric of one run, if it has it; few points, as of an evaluation, are marked and not smoothed."""
-    # what evaluates step 0 has no other metrics: nothing was trained
-    points = [(row.get(x, None if row["step"] else 0), row.get(name)) for row in rows]
-    points = [(at, value) for at, value in points if at is not None and value is not None]
-    if points:
-        at, values = map(list, zip(*points, strict=True))
-        is_sparse = len(points) < len(rows) / 2
-        axes.plot(
-            at,
-            values if is_sparse else smoothed(values, window),
-            "o-" if is_sparse else "-",
-            label=label,
-        )
+    places, values = [], []
+    for row in rows:
+        # The evaluation of step 0 has no other metrics: nothing was trained.
+        place = row.get(x, None if row["step"] else 0)
+        value = row.get(name)
+        if place is not None and value is not None:
+            places.append(place)
+            values.append(value)
+
+    if not values:
+        return
+    if len(values) < len(rows) / 2:
+        axes.plot(places, values, "o-", label=label)
+    else:
+        axes.plot(places, smoothed(values, window), "-", label=label)
 
 
 def save(figure: Any, path: Path) -> None:
@@ -111,8 +114,12 @@ def save(figure: Any, path: Path) -> None:
         figure.savefig(path, dpi=120)
         return
     figure.savefig(path, metadata={"Date": None})
-    # What stands between > and < is text.
-    rounded: Any = lambda found: found[0] if found[0][0] == ">" else f"{float(found[0]):.2f}"
+
+    def rounded(found: re.Match[str]) -> str:
+        if found[0].startswith(">"):
+            return found[0]  # text, which stands between > and <
+        return f"{float(found[0]):.2f}"
+
     picture = re.sub(r">[^<]*<|\d+\.\d{3,}", rounded, path.read_text(encoding="utf-8"))
     path.write_text(picture, encoding="utf-8")
 
@@ -124,12 +131,11 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
         SystemExit: no run has a metric that was chosen.
     """
     present = {name for rows in runs.values() for name in metric_names(rows)}
-    if unknown := [name for name in [*names, x] if name not in present]:
-        near = difflib.get_close_matches(unknown[0], present, n=1)
-        sys.exit(
-            f"error: no run has {unknown[0]}"
-            + (f": did you mean {near[0]}?" if near else "; `info` lists all")
-        )
+    for name in [*names, x]:
+        if name not in present:
+            near = difflib.get_close_matches(name, present, n=1)
+            cure = f": did you mean {near[0]}?" if near else "; `info` lists all"
+            sys.exit(f"error: no run has {name}{cure}")
     panels = [(name,) for name in names] or SUMMARY
     columns = min(len(panels), 2)
     rows_of_panels = math.ceil(len(panels) / columns)
@@ -163,10 +169,10 @@ def keep(rows: Rows, names: list[str], x: str, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "metrics.jsonl").open("w", encoding="utf-8") as lines:
         for row in kept:
-            short = {
-                name: float(f"{v:.5g}") if isinstance(v, float) else v for name, v in row.items()
-            }
-            lines.write(json.dumps(short) + "\n")
+            for name, value in row.items():
+                if isinstance(value, float):
+                    row[name] = float(f"{value:.5g}")
+            lines.write(json.dumps(row) + "\n")
 
 
 def main(argv: list[str]) -> None:
@@ -208,14 +214,9 @@ def main(argv: list[str]) -> None:
     runs = {str(path): read_metrics(path, args.remote) for path in paths}
     if only_list:
         for name, rows in runs.items():
-            print(
-                "\n".join(
-                    [
-                        f"{name}: {len(rows)} steps",
-                        *(f"  {metric}" for metric in metric_names(rows)),
-                    ]
-                )
-            )
+            print(f"{name}: {len(rows)} steps")
+            for metric in metric_names(rows):
+                print(f"  {metric}")
         return
     path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
@@ -226,26 +227,24 @@ def main(argv: list[str]) -> None:
     if args.keep:
         keep(next(iter(runs.values())), args.metric, args.x, args.keep)
     for name, rows in runs.items():
-        if rewards := [row["reward"] for row in rows if row.get("reward") is not None]:
+        rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+        if rewards:
             print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
         of = f" of {name}" if len(runs) > 1 else ""
-        if held_out := [row for row in rows if row.get("eval/reward") is not None]:
-            is_share = all(
-                row.get("eval/accuracy") == row["eval/reward"] for row in held_out
-            )  # they are 0 or 1
-            kinds = [] if is_share else [("reward", ".3g")]
-            kinds += (
-                [("accuracy", ".1%")]
-                if is_share or any(row.get("eval/accuracy") for row in held_out)
-                else []
-            )
+        held_out = [row for row in rows if row.get("eval/reward") is not None]
+        if held_out:
+            # An accuracy that equals the reward: rewards are 0 or 1.
+            is_share = all(row.get("eval/accuracy") == row["eval/reward"] for row in held_out)
+            kinds = []
+            if not is_share:
+                kinds.append(("reward", ".3g"))
+            if is_share or any(row.get("eval/accuracy") for row in held_out):
+                kinds.append(("accuracy", ".1%"))
             for what, form in kinds:
-                print(
-                    f"held-out {what}{of} before: {held_out[0].get(f'eval/{what}', math.nan):{form}}"
-                )
-                print(
-                    f"held-out {what}{of} after:  {held_out[-1].get(f'eval/{what}', math.nan):{form}}"
-                )
+                before = held_out[0].get(f"eval/{what}", math.nan)
+                after = held_out[-1].get(f"eval/{what}", math.nan)
+                print(f"held-out {what}{of} before: {before:{form}}")
+                print(f"held-out {what}{of} after:  {after:{form}}")
     print(f"reward curve: {path}")
 
 

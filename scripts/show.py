@@ -1,9 +1,11 @@
 """Read a run's completions: those of a step, best or worst first.
 
-python scripts/show.py RUN                       # the last step's, in their groups
-python scripts/show.py RUN --step 40 --worst 5
-python scripts/show.py RUN --best 3 --group 812
-python scripts/show.py RUN --held-out --worst 5  # of the last evaluation; of one of several sets with --set NAME
+    python scripts/show.py RUN                       # the last step's, in their groups
+    python scripts/show.py RUN --step 40 --worst 5
+    python scripts/show.py RUN --best 3 --group 812
+    python scripts/show.py RUN --held-out --worst 5
+
+The last are of the last evaluation; with `--set NAME` of one of several sets.
 """
 
 import argparse
@@ -50,9 +52,10 @@ def shown(sample: Sample) -> str:
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":  # an agent's conversation
         completion = content_text(prompt.pop().get("content"))
     if not isinstance(prompt, str):
-        prompt = "\n".join(
+        lines = [
             f"[{message['role']}] {content_text(message.get('content'))}" for message in prompt
-        )
+        ]
+        prompt = "\n".join(lines)
     parts = ", ".join(f"{name} {value}" for name, value in sample["rewards"].items())
     head = f"step {sample['step']} · group {sample['group']} · dataset row {sample['row']} · {sample['finish_reason']}"
     if sample.get("set"):  # one of several held-out ones
@@ -63,9 +66,14 @@ def shown(sample: Sample) -> str:
     if "advantage" in sample:
         figures += f" · advantage {sample['advantage']:+.3g}"
     text = "\n".join([f"── {head}", f"   {figures}{columns}", prompt, "▸ " + completion, ""])
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text
-    )  # no terminal obeys it
+    return "".join(map(harmless, text))
+
+
+def harmless(character: str) -> str:
+    """A character as no terminal obeys it: escaped where it cannot be printed."""
+    if character.isprintable() or character in "\n\t":
+        return character
+    return repr(character)[1:-1]
 
 
 def content_text(content: Any) -> str:
@@ -91,9 +99,8 @@ def main(argv: list[str]) -> None:
     order.add_argument("--worst", type=int, metavar="N")
     order.add_argument("--best", type=int, metavar="N")
     args = parser.parse_args(argv)
-    samples = read_samples(
-        args.run / f"{'held_out' if args.held_out else 'completions'}.jsonl", args.step
-    )
+    name = "held_out.jsonl" if args.held_out else "completions.jsonl"
+    samples = read_samples(args.run / name, args.step)
     if args.group is not None:
         samples = [sample for sample in samples if sample["group"] == args.group]
     if args.set is not None:
@@ -103,9 +110,8 @@ def main(argv: list[str]) -> None:
         parser.error("--worst and --best must be at least 1")
     if number is not None:
         judged = [sample for sample in samples if sample["reward"] is not None]
-        samples = sorted(
-            judged, key=lambda sample: sample["reward"], reverse=args.best is not None
-        )[:number]
+        judged.sort(key=lambda sample: sample["reward"], reverse=args.best is not None)
+        samples = judged[:number]
     print("\n".join(map(shown, samples)) or "no completion fits")
 
 

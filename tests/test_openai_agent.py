@@ -79,7 +79,7 @@ def check(scripted, tokenizer, segments, replies):
     found = []
     for segment in segments:
         ids = [*segment.prompt_ids.tolist(), *segment.token_ids.tolist()]
-        for _, first, last in version_spans(segment):
+        for _, first, last in version_spans(segment.weight_versions):
             start = len(segment.prompt_ids) + first
             assert ids[:start] in scripted.asked
             found.append(tokenizer.decode(ids[start : start + last - first]))

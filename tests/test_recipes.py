@@ -20,7 +20,9 @@ from prefix_attention import attach
 from recipes import countdown, dpo, score, tiny_vlm
 from train import main
 
-NO_RECIPES = {"flash4", "rewards", "openai_agent", "turns", "advantages", "losses", "dpo", "score"}
+NO_RECIPES = {
+    "flash4", "rewards", "openai_agent", "openai_protocol", "turns", "advantages", "losses", "dpo", "score",
+}  # fmt: skip
 SORT = [{"prompt": f"{10000000 + 7 * i}=", "answer": "00000001"} for i in range(16)]
 GSM8K = [
     {"question": f"Tom has {i} pens and {i} more.", "answer": f"He has\n#### {1000 + i:,}"}
@@ -58,7 +60,7 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     path = ROOT / "recipes" / f"{name}.py"
     text = path.read_text()
-    assert len(text.splitlines()) <= 60
+    assert len(text.splitlines()) <= 90
     assert f"recipes/{name}.py" in text.split('"""')[1] or name == "tiny"  # how to start it
     sees = name in ("tiny_vlm", "geometry3k")
     model, url = (
