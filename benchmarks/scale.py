@@ -12,6 +12,7 @@ Every part runs in a process of its own. With `--against` each runs for that che
 """
 
 import argparse
+import importlib
 import json
 import os
 import pickle
@@ -33,6 +34,14 @@ from typing import Any
 HERE = Path(__file__).resolve().parent.parent
 RATE = 200_000  # completion tokens per second that the stand-in servers of `rank0` deliver
 GROUPS_PER_S = 50  # at which the servers' bookkeeping is stated
+
+
+def found(name: str, *modules: str) -> Any:
+    """A name of the measured checkout, whose commit may have it in another module."""
+    for module in modules:
+        with suppress(ImportError, AttributeError):
+            return getattr(importlib.import_module(module), name)
+    raise ImportError(f"{root()} has no {name} in {' or '.join(modules)}")
 
 
 def best_us(call: Any, num_tokens: float, repeats: int) -> tuple[float, Any]:
@@ -84,9 +93,10 @@ def make_config(**fields: Any) -> Any:
 
 def make_groups(num: int, prompt: int, completion: int, generations: int) -> tuple[Any, list[Any]]:
     """`num` scored groups, made of the bytes of a few replies again and again; and what reads the next of these."""
-    from rollouts.group import Group, Prompt
     from vllm_client import all_choices
 
+    group_type = found("Group", "rollouts.group", "rollouts.data")
+    prompt_type = found("Prompt", "rollouts.group", "rollouts.data")
     rng = random.Random(0)
     bodies = [reply_bytes(generations, completion, seed) for seed in range(min(num, 4))]
 
@@ -102,7 +112,9 @@ def make_groups(num: int, prompt: int, completion: int, generations: int) -> tup
         completions = list(few[number % len(few)])
         rewards = [rng.random() for _ in range(generations)]
         groups.append(
-            Group(Prompt(number, ids, "", {}), completions=completions, reward=rewards, id=number)
+            group_type(
+                prompt_type(number, ids, "", {}), completions=completions, reward=rewards, id=number
+            )
         )
     return read, groups
 
@@ -110,9 +122,9 @@ def make_groups(num: int, prompt: int, completion: int, generations: int) -> tup
 def deal(groups: list[Any], num_ranks: int, config: Any) -> list[Any]:
     """What each rank gets of groups that come one after the other, a row of each at a time, as `Rollouts.take` does."""
     from train import set_advantages
-    from training.batching import Dealer
 
-    dealer, dealt, taken = Dealer(num_ranks, config), [], []
+    dealer_type = found("Dealer", "training.batching", "train")
+    dealer, dealt, taken = dealer_type(num_ranks, config), [], []
     room = dealer.missing_tokens()
     for number, group in enumerate(groups):
         set_advantages([group], config)

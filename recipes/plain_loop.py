@@ -2,8 +2,8 @@
 
     python -m recipes.plain_loop recipes/tiny.py [--field value ...]
 
-At max_staleness 0 train.py ends with the same weights, to the bit. To this loop it adds ranks, rollouts
-ahead of the trainer, proofs of the servers' weights, references, checkpoints and logs.
+At max_staleness 0 train.py ends with the same weights, to the bit. It adds ranks, rollouts ahead of
+the trainer, proofs of the servers' weights, references, images, checkpoints and logs.
 """
 
 import sys

@@ -224,7 +224,10 @@ class Rollouts:
         if not is_main():
             return Batch()
         batch = self.stream.end_batch()
-        if all(math.isnan(reward) for group in batch.groups for reward in group.reward):
+        rewards = []
+        for group in batch.groups:
+            rewards += group.reward
+        if all(math.isnan(reward) for reward in rewards):
             self.failure = UserError(
                 "no reward function gave any completion of this batch a number: nothing to learn"
             )

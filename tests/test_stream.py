@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from config import TrainConfig, parse_args
 from prefix_attention import attach, completion_logprobs, pack
+from recipes.plain_loop import main as main_of_plain_loop
 from rollouts import servers
 from rollouts.data import epochs
 from rollouts.group import Completion, Group, Prompt
@@ -292,6 +293,28 @@ def test_staleness_zero_is_the_synchronous_loop(models, recipe, tmp_path):
         assert torch.equal(weight, expected[name]), name
         assert torch.equal(weight, weights[0.1, False][name]), name
         assert torch.equal(weights[0.0, True][name], weights[0.1, True][name]), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["--max_tokens_per_gpu", "60"], ["--use_peft", "true"], ["--loss_type", "grpo"]],
+    ids=str,
+)
+def test_the_loop_on_one_screen(models, recipe, tmp_path, options):
+    """recipes/plain_loop.py, as README shows it, ends with the same weights, to the bit."""
+    weights = []
+    for loop in (main, main_of_plain_loop):
+        with fake_server(models["untied"], answer_in(0.0)) as server:
+            loop(
+                parse_args(
+                    [recipe(server), *options, "--output_dir", str(tmp_path / loop.__module__)]
+                )
+            )
+        (file,) = (tmp_path / loop.__module__).rglob("*model.safetensors")
+        weights.append(load_file(file))
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
 
 
 @pytest.mark.parametrize(
