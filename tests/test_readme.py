@@ -29,7 +29,7 @@ def make_clone(folder):
     for path in [*ROOT.glob("*.py"), *(ROOT / name for name in FOLDERS)]:
         (folder / path.name).symlink_to(path)
     (folder / ".venv").symlink_to(sys.prefix)
-    (folder / "my_recipe.py").write_text(blocks("python", README)[0])
+    (folder / "my_recipe.py").write_text(blocks("python", README)[1])
     rows = [{"prompt": f"{i}+{i}=", "problem": f"{i}+{i}", "answer": str(2 * i)} for i in range(16)]
     for name in ("my_problems", "math"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -21,7 +21,7 @@ from recipes import countdown, dpo, score, tiny_vlm
 from train import main
 
 NO_RECIPES = {
-    "flash4", "rewards", "openai_agent", "openai_protocol", "turns", "advantages", "losses", "dpo", "score",
+    "flash4", "plain_loop", "rewards", "openai_agent", "openai_protocol", "turns", "advantages", "losses", "dpo", "score",
 }  # fmt: skip
 SORT = [{"prompt": f"{10000000 + 7 * i}=", "answer": "00000001"} for i in range(16)]
 GSM8K = [
