@@ -1,12 +1,13 @@
 """Shared-prefix attention: forward each prompt once for all its completions, exactly.
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
-    for row in pack(groups, max_tokens=8192):                     # groups: (prompt_ids, [completion_ids, ...])
-        logprobs = completion_logprobs(model, row)                # [N], of the tokens `row.index`
+    for row in pack(groups, max_tokens=8192):              # groups: (prompt_ids, [completion_ids, ...])
+        logprobs = completion_logprobs(model, row)         # [N], of the tokens `row.index`
 
-`pack` lays sequences into rows without padding, in which what several begin with stands once. `attach` teaches a
-Hugging Face model to run such a row. `completion_logprobs` applies the head only where a completion token is predicted,
-and never holds the logits of a whole row. Needs only torch and transformers, and can be copied alone.
+`pack` lays sequences into rows without padding, in which what several begin with stands once.
+`attach` teaches a Hugging Face model to run such a row. `completion_logprobs` applies the head only
+where a completion token is predicted, and never holds the logits of a whole row. Needs only torch
+and transformers, and can be copied alone. A few families also need training/rare_attention.py.
 """
 
 import inspect
@@ -14,12 +15,11 @@ import math
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, groupby, pairwise
-from operator import itemgetter
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -34,11 +34,24 @@ from transformers.masking_utils import sdpa_mask
 NAME = "shared_prefix"  # of the attention function in transformers
 HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at a time
 QUERY_BLOCK = 512  # queries at a time in `_loop`
-MIN_SAVED = 0.05  # of the tokens below: sharing what saves less would only make more and smaller kernel calls
-SMALL = 64  # on the CPU, calls of at most SMALL² scores are made together: each costs more than its work
+# Of the tokens below a fork: sharing what saves less would only make more and smaller kernel calls.
+MIN_SAVED = 0.05
+# On the CPU, calls of at most SMALL² scores are made together: each costs more than its work.
+SMALL = 64
 
 Tokens = Sequence[int] | Tensor  # a tensor is [n] int64, on the CPU
 Groups = Sequence[tuple[Tokens, Sequence[Any]]]  # (prompt_ids, [completion_ids, ...]), see `pack`
+
+# The module training/rare_attention.py, which puts itself here when it is imported: gated delta
+# nets, softcaps and sinks, images that see themselves whole or have M-RoPE positions. All that
+# this file asks of it goes through `_rare()`.
+RARE: Any = None
+
+
+def _rare() -> Any:
+    if RARE is None:
+        raise ValueError("import training.rare_attention first")
+    return RARE
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -46,26 +59,35 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())  # on a GPU, one pass over memory
+# On a GPU, one pass over memory.
+_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 
-# -- Rows ------------------------------------------------------------------------------------------------------------
+# -- Rows ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward's worth of tokens; R rows of T positions (one, or padded ones) hold N completion tokens.
+    """One forward's worth of tokens: R rows of T positions hold N completion tokens.
+
+    R is 1, or with padding the number of sequences.
 
     Attributes:
-        input_ids, position_ids: [R, T] int64; positions restart in every segment where it branches off.
-        attention_mask: [R, T] int64, 1 on tokens (by length, never by the value of a token); None with segments.
-        segments: [S, 5] int64 on the CPU: start, length, parent or -1, how many of the parent's tokens come before it,
-            and 1 where its tokens also see later ones of it (an image; 0 here); None in padded rows.
+        input_ids, position_ids: [R, T] int64; positions restart in every segment where it branches
+            off.
+        attention_mask: [R, T] int64, 1 on tokens (by length, never by the value of a token); None
+            with segments.
+        segments: [S, 5] int64 on the CPU: start, length, parent or -1, how many of the parent's
+            tokens come before it, and 1 where its tokens also see later ones of it (an image; 0
+            here); None in padded rows.
         row, position: [N] int64, where the logits that predict each completion token stand.
         targets: [N] int64, the completion tokens.
-        group, completion: [N] int64, number of the group and of the completion among all given to `pack`.
-        index: [N] int64, place of the token among all given to `pack`, in the order group, completion, token.
-        prompts: for every root, in order, the group whose prompt it begins with; None for that of several groups.
+        group, completion: [N] int64, number of the group and of the completion among all given to
+            `pack`.
+        index: [N] int64, place of the token among all given to `pack`, in the order group,
+            completion, token.
+        prompts: for every root, in order, the group whose prompt it begins with; None for that of
+            several groups.
     """
 
     input_ids: Tensor
@@ -87,7 +109,10 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same row on `device`; `segments` stay on the CPU, where attention reads them."""
-        moved: Any = {n: v.to(device) for n, v in vars(self).items() if isinstance(v, Tensor) and n != "segments"}
+        moved: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name != "segments":
+                moved[name] = value.to(device)
         return replace(self, **moved)
 
 
@@ -95,116 +120,213 @@ def as_tokens(ids: Tokens) -> Tensor:
     """Token ids as [n] int64."""
     if isinstance(ids, Tensor) or not len(ids):
         return torch.as_tensor(ids, dtype=torch.int64)
-    return torch.frombuffer(array("q", ids), dtype=torch.int64)  # many times as fast as `torch.tensor` of a long list
+    # many times as fast as `torch.tensor` of a long list
+    return torch.frombuffer(array("q", ids), dtype=torch.int64)
 
 
 def pack(
-    groups: Groups, max_tokens: int | None = None, share_prefix: bool = True, apart: Collection[int] = ()
+    groups: Groups,
+    max_tokens: int | None = None,
+    share_prefix: bool = True,
+    apart: Collection[int] = (),
 ) -> list[PackedBatch]:
     """Lay groups out as forwards of at most `max_tokens` positions.
 
-    What several sequences of a row begin with is forwarded once, but where that saves less than `MIN_SAVED`: prompts,
-    what these have in common, a history that goes on or branches. A group goes where it adds the fewest tokens; one
-    over the budget is split into completions, and these into segments. The last token of a completion predicts nothing.
+    What several sequences of a row begin with is forwarded once, but where that saves less than
+    `MIN_SAVED`: prompts, what these have in common, a history that goes on or branches. A group
+    goes where it adds the fewest tokens; one over the budget is split into completions, and these
+    into segments. The last token of a completion predicts nothing.
 
     Args:
-        groups: `(prompt_ids, completions)` of one prompt each. A completion is its tokens, or, where its history was
-            rewritten, a list of segments `(prompt_ids, tokens)`; an empty one contributes nothing.
+        groups: `(prompt_ids, completions)` of one prompt each. A completion is its tokens, or,
+            where its history was rewritten, a list of segments `(prompt_ids, tokens)`; an empty one
+            contributes nothing.
         max_tokens: bound on R·T of a batch; None puts everything into one.
-        share_prefix: False gives one right-padded row per completion, for any model's own attention.
-        apart: numbers of groups that share nothing with others: those with images, which token ids do not tell apart.
-            Prompts of their segments begin with the group's.
+        share_prefix: False gives one right-padded row per completion, for any model's own
+            attention.
+        apart: numbers of groups that share nothing with others: those with images, which token ids
+            do not tell apart. Prompts of their segments begin with the group's.
 
     Raises:
-        ValueError: an empty prompt, or a prompt and completion that alone exceed `max_tokens`, named by number.
+        ValueError: an empty prompt, or a prompt and completion that alone exceed `max_tokens`,
+            named by number.
     """
     budget = math.inf if max_tokens is None else max_tokens
-    rows, empty = list[_Row](), _Row(is_padded=not share_prefix)
+    rows: list[_Row] = []
+    empty = _Row(is_padded=not share_prefix)
     for group in _sequences(groups, share_prefix, apart, budget):
         for unit, alone in _units(group, empty, budget):
-            open_rows = range(len(rows)) if share_prefix else range(len(rows))[-1:]  # padded rows keep the order
-            wider = [(rows[n].and_also(unit), n) for n in open_rows]
-            fitting = [(row.num_tokens - rows[n].num_tokens, n, row) for row, n in wider if row.num_tokens <= budget]
-            _, n, row = min(fitting, key=itemgetter(0), default=(0, len(rows), alone))
-            rows[n : n + 1] = [row]
+            _add_unit(rows, unit, alone, budget)
     return [_batch(row) for row in rows]
 
 
-def num_packed_tokens(groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()) -> int:
+def num_packed_tokens(
+    groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()
+) -> int:
     """Positions of a single row of all groups."""
-    wholes = ([s for unit in group for s in unit] for group in _sequences(groups, share_prefix, apart, math.inf))
-    return _Row(is_padded=not share_prefix).and_also(*wholes).num_tokens
-
-
-def _units(group: list[list["_Sequence"]], empty: "_Row", budget: float) -> Iterator[tuple[list["_Sequence"], "_Row"]]:
-    """A group's sequences, each completion's, or each one, and a row of these: the most that may share and fit."""
-    whole = [sequence for completion in group for sequence in completion]
-    if whole and not empty.is_padded and (row := empty.and_also(whole)).num_tokens <= budget:
-        yield whole, row
-        return
-    for completion in filter(None, group):
-        fits = (row := empty.and_also(completion)).num_tokens <= budget
-        yield from [(completion, row)] if fits else [([one], empty.and_also([one])) for one in completion]
+    row = _Row(is_padded=not share_prefix)
+    whole = map(_all_sequences, _sequences(groups, share_prefix, apart, math.inf))
+    return row.and_also(*whole).num_tokens
 
 
 class _Sequence(NamedTuple):
-    """What is forwarded for a completion, or a segment of one: its prompt and its tokens but the last."""
+    """The prompt of a completion, or of a segment of it, and its tokens but the last."""
 
-    key: tuple[int, bytes]  # a number that sequences need in common to share, and the ids: alike ones are neighbours
+    key: tuple[int, bytes]  # see `of`; neighbours in the order of keys begin alike
     ids: Any  # [n] int64, of numpy
     tokens: Tensor  # those that are predicted
     group: int
     completion: int
     place: int  # of its first token among all completion tokens
 
+    @classmethod
+    def of(
+        cls, prompt: Tensor, tokens: Tensor, family: int, group: int, completion: int, place: int
+    ) -> Self:
+        """Only sequences of the same `family` may share tokens."""
+        ids = torch.cat([prompt, tokens[:-1]]).numpy()
+        return cls((family, ids.tobytes()), ids, tokens, group, completion, place)
 
-def _sequences(groups: Groups, shares: bool, apart: Collection[int], budget: float) -> Iterator[list[list[_Sequence]]]:
+    def num_common(self, other: "_Sequence") -> int:
+        """With how many tokens that may be shared both begin."""
+        if self.key[0] != other.key[0]:
+            return 0
+        shortest = min(len(self.ids), len(other.ids))
+        differ = self.ids[:shortest] != other.ids[:shortest]
+        return int(differ.argmax()) if differ.any() else shortest
+
+
+SHARES_WITH_ALL = -1  # a family of sequences; other families are groups or sequences
+
+
+def _sequences(
+    groups: Groups, shares: bool, apart: Collection[int], budget: float
+) -> Iterator[list[list[_Sequence]]]:
     """For every group the sequences of each of its completions; none for an empty one."""
-    number = place = 0
-    for g, (prompt_ids, completions) in enumerate(groups):
-        of_group: list[list[_Sequence]] = []
-        for c, completion in enumerate(completions):
-            has_segments = not isinstance(completion, Tensor) and len(completion) and isinstance(completion[0], tuple)
-            of_group.append([])
-            for pair in completion if has_segments else [(prompt_ids, completion)]:
-                prompt, tokens = map(as_tokens, pair)
-                if not prompt.numel():
-                    raise ValueError(f"group {g} has an empty prompt: nothing predicts the first completion token")
-                if (num := prompt.numel() + tokens.numel()) - 1 > budget:
-                    raise ValueError(f"completion {c} of group {g} has {num} tokens with its prompt, over {budget}")
+    num_completions = 0
+    place = 0
+    for group, (prompt_ids, completions) in enumerate(groups):
+        sequences: list[list[_Sequence]] = []
+        for completion in completions:
+            sequences.append([])
+            for prompt, tokens in _segments(prompt_ids, completion):
+                _check(prompt, tokens, group, len(sequences) - 1, budget)
+                family = SHARES_WITH_ALL
+                if not shares:
+                    family = place
+                elif group in apart:
+                    family = group
                 if tokens.numel():
-                    ids = torch.cat([prompt, tokens[:-1]]).numpy()
-                    shares_with = place if not shares else g if g in apart else -1
-                    of_group[-1].append(_Sequence((shares_with, ids.tobytes()), ids, tokens, g, number, place))
+                    sequence = _Sequence.of(prompt, tokens, family, group, num_completions, place)
+                    sequences[-1].append(sequence)
                 place += tokens.numel()
-            number += 1
-        yield of_group
+            num_completions += 1
+        yield sequences
+
+
+def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]]:
+    """A completion's segments: of its own, or itself behind its group's prompt."""
+    is_tensor = isinstance(completion, Tensor)
+    if not is_tensor and len(completion) and isinstance(completion[0], tuple):
+        return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in completion]
+    return [(as_tokens(prompt_ids), as_tokens(completion))]
+
+
+def _check(prompt: Tensor, tokens: Tensor, group: int, completion: int, budget: float) -> None:
+    if not prompt.numel():
+        raise ValueError(
+            f"group {group} has an empty prompt: nothing predicts the first completion token"
+        )
+    num = prompt.numel() + tokens.numel()
+    if num - 1 > budget:
+        raise ValueError(
+            f"completion {completion} of group {group} has {num} tokens with its prompt, "
+            f"over {budget}"
+        )
+
+
+def _all_sequences(group: list[list[_Sequence]]) -> list[_Sequence]:
+    return list(chain.from_iterable(group))
+
+
+def _units(
+    group: list[list[_Sequence]], empty: "_Row", budget: float
+) -> Iterator[tuple[list[_Sequence], "_Row"]]:
+    """The largest parts of a group that may share and fit, each with a row of its own.
+
+    These are the whole group, or completions, or sequences.
+    """
+    whole = _all_sequences(group)
+    if whole and not empty.is_padded:
+        row = empty.and_also(whole)
+        if row.num_tokens <= budget:
+            yield whole, row
+            return
+
+    for completion in group:
+        if not completion:
+            continue
+        row = empty.and_also(completion)
+        if row.num_tokens <= budget:
+            yield completion, row
+        else:
+            for sequence in completion:
+                yield [sequence], empty.and_also([sequence])
+
+
+def _add_unit(rows: list["_Row"], unit: list[_Sequence], alone: "_Row", budget: float) -> None:
+    """Put a unit where it adds the fewest tokens, or into the row `alone` where it fits nowhere."""
+    first_open = max(len(rows) - 1, 0) if alone.is_padded else 0  # padded rows keep the order
+    place = len(rows)
+    best = alone
+    fewest = math.inf
+    for number in range(first_open, len(rows)):
+        row = rows[number].and_also(unit)
+        num_added = row.num_tokens - rows[number].num_tokens
+        if row.num_tokens <= budget and num_added < fewest:
+            place = number
+            best = row
+            fewest = num_added
+    rows[place : place + 1] = [best]
 
 
 @dataclass(eq=False)  # a key of dictionaries
 class _Branch:
-    """A sequence in a row: a segment of its tokens from `depth` on; those before stand in the branches above."""
+    """A sequence in a row: its tokens from `depth` on are a segment, the others stand above."""
 
     sequence: _Sequence
     depth: int
-    above: "list[_Branch]"  # the nearest first
+    above: "list[_Branch]"  # the branches that hold the tokens before, the nearest first
 
     @classmethod
     def of(cls, sequence: _Sequence, neighbours: "list[_Branch]") -> Self:
-        """The branch off what a sequence has in common with a neighbour, where that saves enough."""
-        num_tokens, depth, path = len(sequence.ids), 0, list[_Branch]()
-        for branch in neighbours:
-            shortest = min(num_tokens, len(branch.sequence.ids)) * (sequence.key[0] == branch.sequence.key[0])
-            differ = sequence.ids[:shortest] != branch.sequence.ids[:shortest]
-            if (common := int(differ.argmax()) if differ.any() else shortest) > depth:
-                depth, path = common, [branch, *branch.above]
+        """The branch off what a sequence has in common with a neighbour, if that saves enough."""
+        depth = 0
+        path: list[_Branch] = []
+        for neighbour in neighbours:
+            num_common = sequence.num_common(neighbour.sequence)
+            if num_common > depth:
+                depth = num_common
+                path = [neighbour, *neighbour.above]
+
+        depth = cls.moved_up(sequence, depth, path)
+        return cls(sequence, depth, [branch for branch in path if branch.depth < depth])
+
+    @staticmethod
+    def moved_up(sequence: _Sequence, depth: int, path: "list[_Branch]") -> int:
+        """The fork, moved up to the end of the prompt or to a branch above, where that is near."""
+        num_tokens = len(sequence.ids)
         prompt_length = num_tokens - len(sequence.tokens) + 1
-        # A fork moves up to the end of the prompt, or a branch above, that is near; that of a prompt with images stays.
-        for fork in sorted([prompt_length, *(branch.depth for branch in path)], reverse=True):
-            may_move = (fork == 0 or depth != prompt_length) and (fork > 0 or sequence.key[0] < 0)
+        forks = [branch.depth for branch in path]
+        forks.append(prompt_length)
+        for fork in sorted(forks, reverse=True):
+            if fork > 0:
+                may_move = depth != prompt_length
+            else:  # then nothing is shared; a prompt with images never comes twice
+                may_move = sequence.key[0] == SHARES_WITH_ALL
             if may_move and 0 < depth - fork < MIN_SAVED * (num_tokens - fork):
                 depth = fork
-        return cls(sequence, depth, [branch for branch in path if branch.depth < depth])
+        return depth
 
     @property
     def length(self) -> int:
@@ -220,127 +342,261 @@ class _Row:
     branches: list[_Branch] = field(default_factory=list)
 
     def and_also(self, *units: list[_Sequence]) -> "_Row":
-        """The row with some sequences more. The longest of a unit come first: the others branch off them."""
-        branches = [*self.branches]
-        for sequence in (s for unit in units for s in sorted(unit, key=lambda s: -len(s.ids))):
-            place = bisect_left(branches, sequence.key, key=lambda branch: branch.sequence.key)
-            neighbours = branches[max(place - 1, 0) : place + 1]  # with one of them it has the most in common
-            branches.insert(place, _Branch.of(sequence, neighbours))
+        """The row with some sequences more.
+
+        The longest of a unit come first: the others branch off them.
+        """
+        branches = list(self.branches)
+        for unit in units:
+            for sequence in sorted(unit, key=_num_ids, reverse=True):
+                place = bisect_left(branches, sequence.key, key=_key)
+                # with one of its neighbours it has the most in common
+                neighbours = branches[max(place - 1, 0) : place + 1]
+                branches.insert(place, _Branch.of(sequence, neighbours))
         return _Row(self.is_padded, branches)
 
     @cached_property
     def num_tokens(self) -> int:
         """Positions of its forward."""
         lengths = [branch.length for branch in self.branches]
-        return len(lengths) * max(lengths, default=0) if self.is_padded else sum(lengths)
+        if self.is_padded:
+            return len(lengths) * max(lengths, default=0)
+        return sum(lengths)
+
+
+def _num_ids(sequence: _Sequence) -> int:
+    return len(sequence.ids)
+
+
+def _key(branch: _Branch) -> tuple[int, bytes]:
+    return branch.sequence.key
+
+
+def _place(branch: _Branch) -> int:
+    return branch.sequence.place
 
 
 def _batch(row: _Row) -> PackedBatch:
-    """A row of segments; or, padded, a row for each sequence."""
-    # by level, and then what sees the same stands side by side
-    order = lambda b: (len(b.above), [a.sequence.place for a in b.above[:1]], b.depth, b.sequence.place)  # noqa: E731
-    segments = sorted((branch for branch in row.branches if branch.length), key=order)
-    lengths = [segment.length for segment in segments]
-    starts = dict(zip(segments, [0] * len(segments) if row.is_padded else accumulate([0, *lengths]), strict=False))
-    numbers = {segment: number for number, segment in enumerate(segments)}
-    branches = sorted(row.branches, key=lambda branch: branch.sequence.place)
-    position = _ranges([source for branch in branches for source in _sources(branch, starts)])
-    ids = torch.cat([torch.from_numpy(segment.sequence.ids[segment.depth :]) for segment in segments])
-    rows = [ids, _ranges([(segment.depth, segment.length) for segment in segments]), torch.ones_like(ids)]
-    ids, positions, ones = (pad_sequence(list(of.split(lengths)), True) if row.is_padded else of[None] for of in rows)
-    sequences = [branch.sequence for branch in branches]
-    of_sequences = [(numbers[b] if row.is_padded else 0, b.sequence.group, b.sequence.completion) for b in branches]
-    sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
-    in_row, group, completion = (torch.tensor(of).repeat_interleave(sizes) for of in zip(*of_sequences, strict=True))
-    targets = torch.cat([sequence.tokens for sequence in sequences])
-    index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
-    forks = [(numbers[s.above[0]], s.depth - s.above[0].depth) if s.above else (-1, 0) for s in segments]
-    plan = torch.tensor([(starts[s], s.length, *fork, 0) for s, fork in zip(segments, forks, strict=True)])
-    below: dict[_Branch, set[int]] = {}
-    for branch in branches:
-        below.setdefault([branch, *branch.above][-1], set()).add(branch.sequence.group)
-    prompts = [min(below[s]) if len(below[s]) == 1 else None for s in segments if not s.above]
-    mask, plan_or_none = (ones, None) if row.is_padded else (None, plan)
-    of_tokens = in_row, position, targets, group, completion, index
-    return PackedBatch(ids, positions, mask, plan_or_none, *of_tokens, prompts)
+    """The tensors of a row's forward."""
+    return _padded_batch(row) if row.is_padded else _shared_batch(row)
 
 
-def _sources(branch: _Branch, starts: dict[_Branch, int]) -> list[tuple[int, int]]:
-    """Where the tokens of its sequence are predicted, as (place in the row, length)."""
-    found, stop = [], len(branch.sequence.ids)
+def _padded_batch(row: _Row) -> PackedBatch:
+    """One right-padded line for every sequence, which any model's own attention takes."""
+    branches = sorted(row.branches, key=_place)
+    lines = [torch.from_numpy(branch.sequence.ids) for branch in branches]
+    positions = [torch.arange(len(line)) for line in lines]
+    ones = [torch.ones_like(line) for line in lines]
+    starts = dict.fromkeys(branches, 0)
+    cells = [_predicting_cells(branch, starts) for branch in branches]
+    sizes = torch.tensor([len(branch.sequence.tokens) for branch in branches])
+    return PackedBatch(
+        input_ids=pad_sequence(lines, batch_first=True),
+        position_ids=pad_sequence(positions, batch_first=True),
+        attention_mask=pad_sequence(ones, batch_first=True),
+        segments=None,
+        row=torch.arange(len(branches)).repeat_interleave(sizes),
+        position=_ranges(list(chain.from_iterable(cells))),
+        prompts=[branch.sequence.group for branch in branches],
+        **_labels(branches),
+    )
+
+
+def _shared_batch(row: _Row) -> PackedBatch:
+    """One line in which a common beginning stands once: its segments, parents before children."""
+    segments = [branch for branch in row.branches if branch.length > 0]
+    segments.sort(key=_layout_order)
+    numbers: dict[_Branch, int] = {}
+    starts: dict[_Branch, int] = {}
+    plan = []
+    start = 0
+    for number, segment in enumerate(segments):
+        numbers[segment] = number
+        starts[segment] = start
+        parent = -1  # of a root
+        num_seen = 0
+        if segment.above:
+            nearest = segment.above[0]
+            parent = numbers[nearest]
+            num_seen = segment.depth - nearest.depth
+        plan.append((start, segment.length, parent, num_seen, 0))
+        start += segment.length
+
+    branches = sorted(row.branches, key=_place)
+    cells = [_predicting_cells(branch, starts) for branch in branches]
+    position = _ranges(list(chain.from_iterable(cells)))
+    ids = [torch.from_numpy(segment.sequence.ids[segment.depth :]) for segment in segments]
+    return PackedBatch(
+        input_ids=torch.cat(ids)[None],
+        position_ids=_ranges([(segment.depth, segment.length) for segment in segments])[None],
+        attention_mask=None,
+        segments=torch.tensor(plan),
+        row=torch.zeros_like(position),
+        position=position,
+        prompts=_prompts(segments, branches),
+        **_labels(branches),
+    )
+
+
+def _layout_order(segment: _Branch) -> tuple[int, int, int, int]:
+    """By level; within a level, what sees the same part of the same parent side by side."""
+    parent = _place(segment.above[0]) if segment.above else -1
+    return len(segment.above), parent, segment.depth, _place(segment)
+
+
+def _predicting_cells(branch: _Branch, starts: dict[_Branch, int]) -> list[tuple[int, int]]:
+    """Runs of positions whose logits predict a sequence's tokens, as (first, length).
+
+    Those in the middle of a completion that branched off another stand in the segments above it.
+    """
+    cells = []
+    stop = len(branch.sequence.ids)
     first = stop - len(branch.sequence.tokens)
-    for segment in (branch, *branch.above):
-        if (start := max(first, segment.depth)) < stop:
-            found.append((starts[segment] + start - segment.depth, stop - start))
-            stop = start
-    return found[::-1]
+    for segment in (branch, *branch.above):  # from the last token back to the first
+        begin = max(first, segment.depth)
+        if begin < stop:
+            cells.append((starts[segment] + begin - segment.depth, stop - begin))
+            stop = begin
+    return cells[::-1]
+
+
+def _labels(branches: list[_Branch]) -> dict[str, Tensor]:
+    """The fields of a batch that name its completion tokens, sequence by sequence."""
+    sequences = [branch.sequence for branch in branches]
+    sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
+    groups = torch.tensor([sequence.group for sequence in sequences])
+    completions = torch.tensor([sequence.completion for sequence in sequences])
+    return {
+        "targets": torch.cat([sequence.tokens for sequence in sequences]),
+        "group": groups.repeat_interleave(sizes),
+        "completion": completions.repeat_interleave(sizes),
+        "index": _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences]),
+    }
+
+
+def _prompts(segments: list[_Branch], branches: list[_Branch]) -> list[int | None]:
+    """For every root the one group below it; None where several groups share it."""
+    below: dict[_Branch, set[int]] = {segment: set() for segment in segments if not segment.above}
+    for branch in branches:
+        root = branch.above[-1] if branch.above else branch
+        below[root].add(branch.sequence.group)
+    return [min(groups) if len(groups) == 1 else None for groups in below.values()]
 
 
 def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
-    """`range(start, start + length)` of every (start, length), one after the other: [sum of lengths] int64."""
-    starts, sizes = torch.tensor(pairs).T
-    return torch.arange(int(sizes.sum())) + (starts - sizes.cumsum(0) + sizes).repeat_interleave(sizes)
+    """`range(start, start + length)` of every (start, length), joined: [sum of lengths] int64."""
+    starts, lengths = torch.tensor(pairs).T
+    shifts = starts - lengths.cumsum(0) + lengths
+    return torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
 
 
-# -- Attention over a row of segments --------------------------------------------------------------------------------
-# The cascade: every segment attends causally to itself, then to what it sees of its parent, of its parent's parent,
-# and so on. A softmax over all keys equals the softmaxes over blocks of keys, merged by their log-sum-exps: exactly.
-# On CUDA a level is one kernel call, which copies parents' keys; or several, each of about as many as the row's tokens.
-# The kernels' log-sum-exp has no gradient, so autograd cannot go through the merge. But flash attention's backward
-# makes p = exp(q·k - lse) again, and needs only rowsum(grad·out) besides: from the *merged* output and log-sum-exp it
-# computes the block's part of the whole gradient. As an operator the cascade takes `segments` as data, also compiled.
+# -- Attention over a row of segments --------------------------------------------------------------
+# The cascade: every segment attends causally to itself, then to what it sees of its parent, of its
+# parent's parent, and so on. A softmax over all keys equals the softmaxes over blocks of keys,
+# merged by their log-sum-exps: exactly. On CUDA a level is one kernel call, which copies parents'
+# keys; or several, each of about as many as the row's tokens. The kernels' log-sum-exp has no
+# gradient, so autograd cannot go through the merge. But flash attention's backward makes
+# p = exp(q·k - lse) again, and needs only rowsum(grad·out) besides: from the *merged* output and
+# log-sum-exp it computes the block's part of the whole gradient. As an operator the cascade takes
+# `segments` as data, also compiled.
 
 
 def _paths(plan: Tensor) -> list[list[range]]:
-    """Of each segment its own tokens, then what it sees of its parent, of its parent's parent, and so on."""
+    """Of each segment its own tokens, then the parts that it sees of its parents, nearest first."""
     paths: list[list[range]] = []
-    for start, length, parent, seen, _ in plan.tolist():
-        above = [paths[parent][0][:seen], *paths[parent][1:]] if parent >= 0 else []
-        paths.append([range(start, start + length), *above])
+    for start, length, parent, num_seen, _ in plan.tolist():
+        path = [range(start, start + length)]
+        if parent >= 0:
+            of_parent, *further = paths[parent]
+            path += [of_parent[:num_seen], *further]
+        paths.append(path)
     return paths
 
 
+Piece = tuple[range, range]  # tokens of a row: queries, and the keys that they see
+
+
 class _Block(NamedTuple):
-    """One kernel call for several pieces of queries and keys, which on the CPU have the same sizes."""
+    """One kernel call for several pieces of queries and keys, of the same sizes on the CPU."""
 
     level: int
     is_causal: bool
     num_pieces: int
-    queries: slice | Tensor  # tokens of the row: a slice where they are adjacent, which copies nothing
+    queries: (
+        slice | Tensor
+    )  # tokens of the row: a slice where they are adjacent, which copies nothing
     keys: slice | Tensor
-    lengths: tuple[Any, ...]  # as CUDA's kernels take them: cumulative of queries and of keys, the longest of each
+    # as CUDA's kernels take them: cumulative of queries and of keys, the longest of each
+    lengths: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, level: int, is_causal: bool, pieces: list[Piece], device: torch.device) -> Self:
+        queries = [piece[0] for piece in pieces]
+        keys = [piece[1] for piece in pieces]
+        lengths = (
+            _cumulative(queries, device),
+            _cumulative(keys, device),
+            max(map(len, queries)),
+            max(map(len, keys)),
+        )
+        places = (_places(queries, device), _places(keys, device))
+        return cls(level, is_causal, len(pieces), *places, lengths)
 
 
 @lru_cache(maxsize=16)
 def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
-    """The kernel calls of a row, from level 0 on, made once for the forward and backward passes of all layers."""
-    numbers = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5)
-    num_tokens = int(numbers[-1, :2].sum())
-    levels: dict[tuple[int, int], list[tuple[range, range]]] = {}  # queries and keys; 0: of the segment itself
-    for (*_, sees_all), path in zip(numbers.tolist(), _paths(numbers), strict=True):
-        for level, keys in enumerate(path):
-            queries, pieces = path[0], levels.setdefault((level, sees_all if level == 0 else 0), [])
-            if level and pieces and pieces[-1][1] == keys and pieces[-1][0].stop == queries.start:
-                queries = range(pieces.pop()[0].start, queries.stop)
-            pieces.append((queries, keys))
+    """The kernel calls of a row, from level 0 on, made once for both passes of all layers."""
+    segments = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5)
+    num_tokens = int(segments[-1, :2].sum())
     blocks = []
-    for (level, sees_all), pieces in sorted(levels.items()):
-        calls: dict[Any, list[tuple[range, range]]] = {}
-        num_keys = 0
-        for queries, keys in pieces:
-            sizes, num_keys = (len(queries), len(keys)), num_keys + len(keys)
-            kind = sizes if math.prod(sizes) <= SMALL * SMALL else queries
-            calls.setdefault((num_keys - 1) // num_tokens if is_cuda else kind, []).append((queries, keys))
-        for call in calls.values():
-            sides = list(zip(*call, strict=True))
-            lengths = [torch.tensor([0, *accumulate(map(len, side))], dtype=torch.int32).to(device) for side in sides]
-            longest = [max(map(len, side)) for side in sides]
-            of_q, of_k = (_places(side, device) for side in sides)
-            blocks.append(_Block(level, level == 0 and not sees_all, len(call), of_q, of_k, (*lengths, *longest)))
+    for (level, sees_all), pieces in sorted(_pieces_by_level(segments).items()):
+        calls = _calls_on_cuda(pieces, num_tokens) if is_cuda else _calls_on_cpu(pieces)
+        is_causal = level == 0 and not sees_all
+        blocks += [_Block.of(level, is_causal, call, device) for call in calls]
     return blocks
 
 
-def _places(pieces: Sequence[range], device: torch.device) -> slice | Tensor:
+def _pieces_by_level(plan: Tensor) -> dict[tuple[int, int], list[Piece]]:
+    """Queries and keys by (level, whether they see later ones); level 0 is a segment on itself."""
+    levels: dict[tuple[int, int], list[Piece]] = {}
+    for segment, path in zip(plan.tolist(), _paths(plan), strict=True):
+        own, *above = path
+        levels.setdefault((0, segment[4]), []).append((own, own))
+        for level, keys in enumerate(above, 1):
+            pieces = levels.setdefault((level, 0), [])
+            queries = own
+            if pieces and pieces[-1][1] == keys and pieces[-1][0].stop == own.start:
+                queries = range(pieces.pop()[0].start, own.stop)
+            pieces.append((queries, keys))
+    return levels
+
+
+def _calls_on_cuda(pieces: list[Piece], num_tokens: int) -> list[list[Piece]]:
+    """The pieces of each call, which have together about `num_tokens` keys."""
+    calls: dict[int, list[Piece]] = {}
+    num_keys = 0
+    for piece in pieces:
+        num_keys += len(piece[1])
+        calls.setdefault((num_keys - 1) // num_tokens, []).append(piece)
+    return list(calls.values())
+
+
+def _calls_on_cpu(pieces: list[Piece]) -> list[list[Piece]]:
+    """The pieces of each call: small ones of the same sizes together, each larger one alone."""
+    calls: dict[tuple[int, int, int], list[Piece]] = {}
+    for queries, keys in pieces:
+        is_small = len(queries) * len(keys) <= SMALL * SMALL
+        told_apart_by = -1 if is_small else queries.start
+        calls.setdefault((len(queries), len(keys), told_apart_by), []).append((queries, keys))
+    return list(calls.values())
+
+
+def _cumulative(pieces: list[range], device: torch.device) -> Tensor:
+    lengths = accumulate(map(len, pieces), initial=0)
+    return torch.tensor(list(lengths), dtype=torch.int32).to(device)
+
+
+def _places(pieces: list[range], device: torch.device) -> slice | Tensor:
     """The tokens of pieces as an index: a slice where they are adjacent."""
     if all(before.stop == piece.start for before, piece in pairwise(pieces)):
         return slice(pieces[0].start, pieces[-1].stop)
@@ -348,161 +604,242 @@ def _places(pieces: Sequence[range], device: torch.device) -> slice | Tensor:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tuple[Tensor, ...]:
-    """Flash attention of a block's tokens: q [L, H, D], k and v [K, H_kv, D] -> out [L, H, D], log-sum-exp [L, H]."""
+    """Flash attention of a block's tokens.
+
+    q [L, H, D], k and v [K, H_kv, D] -> out [L, H, D], log-sum-exp [L, H].
+    """
     if not q.is_cuda:
-        return _flash_on_cpu(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, (q, k, v), block, scale)
-    forward = torch.ops.aten._flash_attention_forward  # torch.nn.attention.varlen's, which changes with each release
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return _flash_on_cpu(on_cpu, (q, k, v), block, scale)
+    # torch.nn.attention.varlen's, which changes with each release
+    forward = torch.ops.aten._flash_attention_forward
     out, lse, *_ = forward(q, k, v, *block.lengths, 0.0, block.is_causal, False, scale=scale)
     return out, lse.T
 
 
 def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, ...]:
-    """The block's part of the gradients of q, k and v; `tensors` are grad, q, k, v, and the merged out and lse."""
+    """The block's part of the gradients of q, k and v.
+
+    `tensors` are grad, q, k, v, and the merged out and lse.
+    """
     if not tensors[0].is_cuda:
-        return _flash_on_cpu(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward, tensors, block, scale)
+        on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return _flash_on_cpu(on_cpu, tensors, block, scale)
     grad, q, k, v, out, lse = tensors
-    seeds = (torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device))  # of dropout
-    backward = torch.ops.aten._flash_attention_backward
-    return backward(grad, q, k, v, out, lse.T.contiguous(), *block.lengths, 0.0, block.is_causal, *seeds, scale=scale)
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
+    offset = torch.empty(0, device=q.device)
+    return torch.ops.aten._flash_attention_backward(
+        grad, q, k, v, out, lse.T.contiguous(), *block.lengths, 0.0, block.is_causal, seed, offset,
+        scale=scale,
+    )  # fmt: skip
 
 
-def _flash_on_cpu(kernel: Any, tensors: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, ...]:
+def _flash_on_cpu(
+    kernel: Any, tensors: Sequence[Tensor], block: _Block, scale: float
+) -> tuple[Tensor, ...]:
     """Call a kernel that takes and returns [pieces, H, L, ...] with tensors [pieces * L, H, ...]."""
-    heads_first = (tensor.unflatten(0, (block.num_pieces, -1)).transpose(1, 2) for tensor in tensors)
+    heads_first = []
+    for tensor in tensors:
+        heads_first.append(tensor.unflatten(0, (block.num_pieces, -1)).transpose(1, 2))
     results = kernel(*heads_first, 0.0, block.is_causal, scale=scale)
     return tuple(result.transpose(1, 2).flatten(0, 1) for result in results)
 
 
 @_fused
 def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [L, H, D] over the keys of both and its log-sum-exp [L, H], computed in the latter's dtype."""
+    """Attention [L, H, D] over the keys of both and its log-sum-exp [L, H], in the latter's dtype."""
     lse = torch.logaddexp(a_lse, b_lse)
-    return (a * (a_lse - lse).exp()[..., None] + b * (b_lse - lse).exp()[..., None]).to(a.dtype), lse
+    a_weight = (a_lse - lse).exp()[..., None]
+    b_weight = (b_lse - lse).exp()[..., None]
+    return (a * a_weight + b * b_weight).to(a.dtype), lse
 
 
 @torch.library.custom_op("prefix_attention::cascade", mutates_args=())
-def _cascade(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of a row: q [T, H, D], k and v [T, H_kv, D], sink [H] or None -> out [T, H, D], log-sum-exp [T, H]."""
+def _cascade(
+    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of a row.
+
+    q [T, H, D], k and v [T, H_kv, D], sink [H] or None -> out [T, H, D], log-sum-exp [T, H].
+    """
     out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries = block.queries
         part, part_lse = _flash(q[queries], k[block.keys], v[block.keys], block, scale)
-        if block.level == 0:
-            out[queries], lse[queries] = part, part_lse
-        else:
-            out[queries], lse[queries] = _merge(out[queries], lse[queries], part, part_lse)
+        if block.level > 0:
+            part, part_lse = _merge(out[queries], lse[queries], part, part_lse)
+        out[queries] = part
+        lse[queries] = part_lse
     if sink is not None:  # a key without a value in every softmax
         out, lse = _merge(out, lse, torch.zeros_like(out), sink.to(lse.dtype).expand_as(lse))
     return out, lse
 
 
-_cascade.register_fake(lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q))))
+@_cascade.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q))
 
 
 @torch.library.custom_op("prefix_attention::cascade_backward", mutates_args=())
 def _cascade_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v: the sum of every block's."""
-    dq, dk, dv = q.new_empty(q.shape), *(torch.empty(t.shape, dtype=_wide(t), device=t.device) for t in (k, v))
+    dq = q.new_empty(q.shape)
+    dk = torch.empty(k.shape, dtype=_wide(k), device=k.device)
+    dv = torch.empty(v.shape, dtype=_wide(v), device=v.device)
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
-        queries, keys = block.queries, block.keys
-        parts = _flash_backward((grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale)
-        for total, part, where in zip((dq, dk, dv), parts, (queries, keys, keys), strict=True):
-            if block.level == 0:
-                total[where] = part.to(total.dtype)
-            elif isinstance(where, slice):
-                total[where] += part
-            else:  # several pieces may see the same keys
-                total.index_add_(0, where, part.to(total.dtype))
+        queries = block.queries
+        keys = block.keys
+        tensors = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
+        parts = _flash_backward(tensors, block, scale)
+        _add_part(dq, parts[0], queries, block.level)
+        _add_part(dk, parts[1], keys, block.level)
+        _add_part(dv, parts[2], keys, block.level)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-_cascade_backward.register_fake(lambda _, q, k, v, *__: tuple(t.new_empty(t.shape) for t in (q, k, v)))
+def _add_part(total: Tensor, part: Tensor, places: slice | Tensor, level: int) -> None:
+    """Add a block's part of a gradient; blocks of level 0 come first, and fill it."""
+    if level == 0:
+        total[places] = part.to(total.dtype)
+    elif isinstance(places, slice):
+        total[places] += part
+    else:  # several pieces may see the same keys
+        total.index_add_(0, places, part.to(total.dtype))
+
+
+@_cascade_backward.register_fake
+def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, plan, ctx.scale = inputs
+    q, k, v, sink, plan, ctx.scale = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, sinks, plan, *output)
+    ctx.save_for_backward(q, k, v, sink, plan, *output)
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sinks, plan, out, lse = ctx.saved_tensors
+    q, k, v, sink, plan, out, lse = ctx.saved_tensors
     dq, dk, dv = _cascade_backward(grad.contiguous(), q, k, v, out, lse, plan, ctx.scale)
-    dsinks = None
-    if sinks is not None:  # d/ds of softmax with one more key: -p(sink) · grad·out, summed over tokens
-        delta = (grad.to(lse.dtype) * out).sum(-1)
-        dsinks = -((sinks.to(lse.dtype) - lse).exp() * delta).sum(0).to(sinks.dtype)
-    return dq, dk, dv, dsinks, None, None
+    dsink = None if sink is None else _sink_gradient(grad, sink, out, lse)
+    return dq, dk, dv, dsink, None, None
+
+
+def _sink_gradient(grad: Tensor, sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:
+    """d/ds of softmax with one more key: -p(sink) · grad·out, summed over tokens: [H]."""
+    delta = (grad.to(lse.dtype) * out).sum(-1)
+    p = (sink.to(lse.dtype) - lse).exp()
+    return -(p * delta).sum(0).to(sink.dtype)
 
 
 _cascade.register_autograd(_differentiate, setup_context=_save)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+def _loop(
+    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, window: int | None, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """Plain attention: q [B, H, L, D], k and v [B, H_kv, K, D], mask [B, 1, L, K] of bool -> [B, H, L, D_v]."""
-    if softcap is None and sinks is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for tensor in (k, v))
-    scores = q @ k.mT * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.to(_wide(q)).masked_fill(~mask, torch.finfo(_wide(q)).min)  # finite: padding may see nothing
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ v
-
-
-def _loop(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, window: int | None, *rules: Any) -> Tensor:
-    """`_attend` of a row, segment by segment and `QUERY_BLOCK` queries at a time, on copies of the keys they see."""
-    row, outs = torch.arange(q.shape[2], device=q.device), []  # on the device, so that the host never waits for it
-    for (*_, sees_all), path in zip(plan.tolist(), _paths(plan), strict=True):
+    """`attend` of a row, segment by segment: where no kernel takes it, or a window binds."""
+    row = torch.arange(q.shape[2], device=q.device)  # so that the host never waits for the device
+    outs = []
+    for segment, path in zip(plan.tolist(), _paths(plan), strict=True):
         context = torch.cat([row[seen.start : seen.stop] for seen in reversed(path)])
-        num_above = len(context) - len(path[0])
-        for first in range(num_above, len(context), QUERY_BLOCK):
-            last = min(first + QUERY_BLOCK, len(context))
-            oldest = 0 if window is None else max(first - window + 1, 0)
-            seen = torch.arange(oldest, len(context) if sees_all else last, device=q.device)
-            distance = torch.arange(first, last, device=q.device)[:, None] - seen
-            mask = ((distance >= 0) | bool(sees_all)) & (distance < (window or math.inf))
-            start, keys = path[0].start - num_above, context[seen]
-            tensors = (q[:, :, start + first : start + last], k[:, :, keys], v[:, :, keys], mask[None, None])
-            outs.append(checkpoint(_attend, *tensors, *rules, use_reentrant=False))
+        outs += _loop_over_queries(q, k, v, path[0], context, bool(segment[4]), window, attend)
     return torch.cat(outs, dim=2)
 
 
+def _loop_over_queries(
+    q: Tensor, k: Tensor, v: Tensor, own: range, context: Tensor, sees_all: bool, window: int | None,
+    attend: Callable[..., Tensor],
+) -> list[Tensor]:  # fmt: skip
+    """A segment's tokens `own`, `QUERY_BLOCK` at a time, on copies of the keys that they see.
+
+    `context` are the tokens of the row on its path, its own last; ranges below count along these.
+    """
+    num_above = len(context) - len(own)
+    outs = []
+    for first in range(0, len(own), QUERY_BLOCK):
+        block = own[first : first + QUERY_BLOCK]  # in the row
+        queries = range(num_above + first, num_above + first + len(block))
+        seen = range(len(context) if sees_all else queries.stop)
+        if window is not None:
+            seen = seen[max(queries.start - window + 1, 0) :]
+        keys = context[seen.start : seen.stop]
+        mask = _mask(queries, seen, sees_all, window, q.device)
+        tensors = (q[:, :, block.start : block.stop], k[:, :, keys], v[:, :, keys], mask)
+        outs.append(checkpoint(attend, *tensors, use_reentrant=False))
+    return outs
+
+
+def _mask(
+    queries: range, keys: range, sees_all: bool, window: int | None, device: torch.device
+) -> Tensor:
+    """Which keys each query sees, of places along one path: [1, 1, queries, keys] of bool."""
+    places = torch.arange(queries.start, queries.stop, device=device)
+    distance = places[:, None] - torch.arange(keys.start, keys.stop, device=device)
+    mask = (distance >= 0) | sees_all
+    if window is not None:
+        mask &= distance < window
+    return mask[None, None]
+
+
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
-) -> tuple[Tensor, None]:
-    """transformers' attention interface, [B, H, T, D] -> [B, T, H, D]; without a plan (`segments`) plain attention."""
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention interface, [B, H, T, D] -> [B, T, H, D].
+
+    Without a plan (`segments`) it is plain attention.
+    """
     if torch.is_autocast_enabled(query.device.type):
-        query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
-    plan, window, softcap, sinks = map(options.get, ("segments", "sliding_window", "softcap", "s_aux"))
-    if plan is None and softcap is None and sinks is None:
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query = query.to(dtype)
+        key = key.to(dtype)
+        value = value.to(dtype)
+    plan = options.get("segments")
+    softcap = options.get("softcap")
+    sinks = options.get("s_aux")
+    is_common = softcap is None and sinks is None
+    if plan is None and is_common:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    scale = query.shape[-1] ** -0.5 if options.get("scaling") is None else options["scaling"]
-    if plan is None:  # softcap and sinks, which sdpa does not know
-        ones = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
-        mask = ones.tril(key.shape[2] - query.shape[2])[None, None] if attention_mask is None else attention_mask
-        return _attend(query, key, value, mask, scale, softcap, sinks).transpose(1, 2), None
-    missing = query.shape[-1] - value.shape[-1]  # the kernels want one head size
+
+    scale = options.get("scaling")
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    attend: Any = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
+    if not is_common:
+        attend = partial(_rare().attend, scale=scale, softcap=softcap, sinks=sinks)
+    if plan is None:
+        return attend(query, key, value, attention_mask).transpose(1, 2), None
+
+    window = options.get("sliding_window")
     is_plain = softcap is None and (window is None or _longest(plan) <= window)
-    if is_plain and missing >= 0 and _has_kernel(query):
-        q, k, v = (t[0].transpose(0, 1) for t in (query, key, F.pad(value, (0, missing)) if missing else value))
-        out, _ = _cascade(q, k, v, sinks, plan, scale)
-        return out[None, ..., : value.shape[-1]], None
-    return _loop(query, key, value, plan, window, scale, softcap, sinks).transpose(1, 2), None
+    if is_plain and query.shape[-1] >= value.shape[-1] and _has_kernel(query):
+        return _in_kernels(query, key, value, sinks, plan, scale), None
+    return _loop(query, key, value, plan, window, attend).transpose(1, 2), None
+
+
+def _in_kernels(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Tensor, scale: float
+) -> Tensor:
+    """The cascade of a row [1, H, T, D] -> [1, T, H, D_v]."""
+    head_size = value.shape[-1]
+    missing = query.shape[-1] - head_size
+    if missing:  # the kernels want one head size
+        value = F.pad(value, (0, missing))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    out, _ = _cascade(q, k, v, sinks, plan, scale)
+    return out[None, ..., :head_size]
 
 
 def _has_kernel(q: Tensor) -> bool:
     """Whether the flash kernels take this device, dtype and head size."""
     if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 0):
-        return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+        is_half = q.dtype in (torch.float16, torch.bfloat16)
+        return is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
     return q.device.type == "cpu"
 
 
@@ -512,124 +849,103 @@ def _longest(plan: Tensor) -> int:
     return max(sum(map(len, path)) for path in _paths(plan))
 
 
-# -- Gated delta nets (Qwen3-Next, Qwen3.5): recurrent layers, whose state goes from a segment to those below it -----
+# -- attach ----------------------------------------------------------------------------------------
 
-
-class _Handover:
-    """Takes the place of a gated delta net's cache: hands it the parents' states, and keeps the one it ends with."""
-
-    record_past = True  # the way that does not update states in place
-
-    def __init__(self, layer: int, above: Sequence[Any]):
-        self.layers = {layer: self}
-        # the last inputs of the convolution [B, channels, K - 1], and the state of the delta rule [B, heads, d_k, d_v]
-        self.inputs = torch.cat([state.inputs for state in above]) if above else None
-        self.recurrent_states = [torch.cat([state.recurrent_states[0] for state in above])] if above else []
-
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
-        return self.inputs is not None
-
-    def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
-        past = conv_kernel_size - 1
-        seen = F.pad(inputs, (past, 0)) if self.inputs is None else torch.cat([self.inputs, inputs], -1)
-        self.inputs = seen[..., seen.shape[-1] - past :]
-        return seen
-
-    def update_recurrent_state(self, state: Tensor, _: int, **__: Any) -> None:
-        self.recurrent_states = [state]
-
-
-@torch.compiler.disable
-def _delta_net(forward: Any, layer: int, hidden_states: Tensor, segments: Tensor | None = None, **more: Any) -> Tensor:
-    """The forward of a gated delta net that takes a plan: up to the forks one by one, the rest in a padded batch."""
-    if segments is None:
-        return forward(hidden_states, **more)
-    plan = segments.tolist()
-    outs: dict[int, Tensor] = {}  # by where they begin
-    states: dict[tuple[int, int], _Handover] = {}  # by segment, and how many of its tokens have passed
-    leaves: list[tuple[range, _Handover]] = []
-    forks: dict[int, set[int]] = {}  # of each segment
-    for _, _, parent, seen, _ in plan:
-        forks.setdefault(parent, set()).add(seen)
-    for number, (start, length, parent, seen, _) in enumerate(plan):
-        first, state = before = 0, states.get((parent, seen))
-        for last in sorted(forks.get(number) or ({length} if state is None else ())):  # a root without forks runs whole
-            before = before if state and last - first == 1 else (first, state)  # one token would take decoding kernels
-            states[number, last] = state = _Handover(layer, [before[1]] if before[1] else [])
-            out = forward(hidden_states[:, start + before[0] : start + last], cache_params=state)[0]
-            outs[start + first] = out[first - before[0] :]
-            first = last
-        if state and first < length:
-            leaves.append((range(start + first, start + length), state))
-    if leaves:
-        longest = max(2, *(len(leaf) for leaf, _ in leaves))  # not 1, as above
-        pieces = [F.pad(hidden_states[0, leaf.start : leaf.stop], (0, 0, 0, longest - len(leaf))) for leaf, _ in leaves]
-        below = _Handover(layer, [state for _, state in leaves])
-        for (leaf, _), out in zip(leaves, forward(torch.stack(pieces), cache_params=below), strict=True):
-            outs[leaf.start] = out[: len(leaf)]
-    return torch.cat([outs[start] for start in sorted(outs)])[None]
-
-
-# -- attach ----------------------------------------------------------------------------------------------------------
-
-# Compared with one plain row per completion by the tests; any other type is compared when it is attached.
+# Compared with one plain row per completion by the tests; any other type is when it is attached.
 TESTED = frozenset({
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe", "gpt_oss", "glm4",
-    "deepseek_v3", "cohere2", "granite", "smollm3", "qwen3_next", "qwen3_5_text", "qwen2_5_vl", "qwen3_vl", "gemma3",
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe", "gpt_oss",
+    "glm4", "deepseek_v3", "cohere2", "granite", "smollm3", "qwen3_next", "qwen3_5_text", "qwen2_5_vl",
+    "qwen3_vl", "gemma3",
 })  # fmt: skip
-VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})  # tested with images (LLaVA's text part may be any)
+# Tested with images (LLaVA's text part may be any).
+VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})
 WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their image
 DELTA_NET = "GatedDeltaNet"  # ends the names of classes
 
 
-def attach(model: Any, verify: bool = False, example: tuple[list[int], dict[str, Any]] | None = None) -> Any:
-    """Swap shared-prefix attention into a Hugging Face causal language model, in place; returns it.
+def attach(
+    model: Any, verify: bool = False, example: tuple[list[int], dict[str, Any]] | None = None
+) -> Any:
+    """Swap shared-prefix attention into a Hugging Face causal language model, in place.
 
-    Ordinary batches go through sdpa from now on. Dropout outside attention (LoRA's) falls on a prompt once for all its
-    completions. Auxiliary losses of a mixture of experts, which would count a prompt once, are refused.
+    Ordinary batches go through sdpa from now on. Dropout outside attention (LoRA's) falls on a
+    prompt once for all its completions. Auxiliary losses of a mixture of experts, which would count
+    a prompt once, are refused.
 
     Args:
         model: wrapped (DDP, FSDP2, peft) or not.
-        verify: compare log-probs and gradients of a few random groups with one plain row per completion; types outside
-            `TESTED` are always compared. Collective where the model is sharded.
-        example: the tokens of a prompt with images, and what the processor makes of these, to compare, too; types
-            outside `VISION` need one.
+        verify: compare log-probs and gradients of a few random groups with one plain row per
+            completion; types outside `TESTED` are always compared. Collective where the model is
+            sharded.
+        example: the tokens of a prompt with images, and what the processor makes of these, to
+            compare, too; types outside `VISION` need one.
+
+    Returns:
+        The model.
 
     Raises:
-        ValueError: shared prefixes would not be exact for this model; names the reason.
+        ValueError: shared prefixes would not be exact for this model; names the reason. Or it
+            needs training/rare_attention.py, which is not imported.
         OutOfMemoryError: there is no room for the comparison.
     """
     base = base_model(model)
+    kind = base.config.model_type
     refused = f"{type(base).__name__} cannot share prefixes: {{}}; go without (share_prefix=False)"
-    if reason := _refusal(base):
+    reason = _refusal(base)
+    if reason:
         raise ValueError(refused.format(reason))
+    is_rare = needs_rare_attention(base)
+    if is_rare and RARE is None:
+        raise ValueError(f"{type(base).__name__}: import training.rare_attention first")
+
     _LogprobHead.of(base)
+    if is_rare:
+        RARE.prepare(base)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    for module in base.modules():
-        if type(module).__name__.endswith(DELTA_NET) and getattr(module.forward, "func", None) is not _delta_net:
-            module.forward = partial(_delta_net, module.forward, module.layer_idx)
     before = base.config.get_text_config(decoder=True)._attn_implementation
     _use(base, NAME)
     if not hasattr(base, "shares_prefixes"):
         base.register_forward_pre_hook(_plan_on_host, with_kwargs=True)
-    base.shares_prefixes = True  # on the model: its config may be that of another one, which is not attached
-    kind = base.config.model_type
+    # on the model: its config may be that of another one, which is not attached
+    base.shares_prefixes = True
     base.shares_images = example is not None or kind in VISION
+
     if verify or kind not in TESTED or (example and kind not in VISION):
         try:
             _verify(model, example)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a model that nobody tried does with a row of segments
+        except Exception as error:  # whatever an unknown model does with a row of segments
             _use(base, before)
             base.shares_prefixes = False
             raise ValueError(refused.format(" ".join(str(error).split()))) from error
     return model
 
 
+def needs_rare_attention(model: Any) -> bool:
+    """Tells the few models before whose `attach` training/rare_attention.py must be imported."""
+    base = base_model(model)
+    config = base.config.get_text_config(decoder=True)
+    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    has_mrope = hasattr(getattr(base, "model", None), "get_rope_index")
+    if has_softcap or has_mrope or base.config.model_type in WHOLE_IMAGES:
+        return True
+    for module in base.modules():
+        if _is_delta_net(module) or getattr(module, "sinks", None) is not None:
+            return True
+    return False
+
+
+def _is_delta_net(module: nn.Module) -> bool:
+    return type(module).__name__.endswith(DELTA_NET)
+
+
 def _plan_on_host(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """FSDP2 and DDP send every tensor to their device, where each layer would wait for the GPU to read the plan."""
+    """Bring the plan back from where FSDP2 and DDP send every tensor: to their device.
+
+    There each layer would wait for the GPU to read it.
+    """
     if inputs.get("segments") is not None:
         inputs["segments"] = inputs["segments"].cpu()
     return args, inputs
@@ -638,97 +954,145 @@ def _plan_on_host(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any,
 def base_model(model: Any) -> Any:
     """The Hugging Face model inside torch.compile, DDP and peft."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ValueError("prompt learning adds tokens to every row: their log-probs are not available")
+        raise ValueError(
+            "prompt learning adds tokens to every row: their log-probs are not available"
+        )
     if hasattr(model, "_orig_mod"):
         return base_model(model._orig_mod)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return base_model(model.module)
-    return base_model(model.get_base_model()) if hasattr(model, "get_base_model") else model
+    if hasattr(model, "get_base_model"):
+        return base_model(model.get_base_model())
+    return model
 
 
 def _refusal(base: Any) -> str | None:
-    """Why prefixes cannot be shared, or None where nothing speaks against it."""
-    config = base.config.get_text_config(decoder=True)
+    """The reason why prefixes cannot be shared, or None where nothing speaks against it."""
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
     if not base._can_set_attn_implementation():
         return "its attention cannot be replaced through transformers' AttentionInterface"
+    config = base.config.get_text_config(decoder=True)
+    return (
+        _refusal_of_layers(config)
+        or _refusal_of_window(base, config)
+        or _refusal_of_modules(base, config)
+    )
+
+
+def _refusal_of_layers(config: Any) -> str | None:
     known = {"full_attention", "sliding_attention", "linear_attention"}
-    if odd := set(getattr(config, "layer_types", None) or ()) - known:
+    odd = set(getattr(config, "layer_types", None) or ()) - known
+    if odd:
         return f"layers of type {', '.join(sorted(odd))} do not see a whole prefix"
     ropes = getattr(config, "rope_parameters", None) or {}
     for rope in (ropes, *ropes.values()):
         if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
-            return f"{rope['rope_type']} position embeddings depend on the longest text of a batch"
-    has_window = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    sources = map(inspect.getsource, {type(m) for m in base.modules() if "Attention" in type(m).__name__})
-    if has_window and config.model_type not in TESTED and not any("sliding_window=" in source for source in sources):
-        return "its sliding window is in the mask alone and does not reach the attention function"
+            kind = rope["rope_type"]
+            return f"{kind} position embeddings depend on the longest text of a batch"
+    return None
+
+
+def _refusal_of_window(base: Any, config: Any) -> str | None:
+    has_window = getattr(config, "sliding_window", None) and getattr(
+        config, "use_sliding_window", True
+    )
+    if not has_window or config.model_type in TESTED:
+        return None
+    classes = {type(module) for module in base.modules() if "Attention" in type(module).__name__}
+    if any("sliding_window=" in inspect.getsource(kind) for kind in classes):
+        return None
+    return "its sliding window is in the mask alone and does not reach the attention function"
+
+
+def _refusal_of_modules(base: Any, config: Any) -> str | None:
     if getattr(config, "output_router_logits", False):
-        return "output_router_logits adds an auxiliary loss that counts forwarded tokens, prompts once"
+        return (
+            "output_router_logits adds an auxiliary loss that counts forwarded tokens, prompts once"
+        )
     for name, module in base.named_modules():
-        kind = type(module).__name__
-        above, _, last = name.rpartition(".")
-        is_dropout = isinstance(module, nn.Dropout) and "att" in last
-        share = module.p if is_dropout else getattr(module, "attention_dropout", 0.0)
+        parent, _, last = name.rpartition(".")
+        share = getattr(module, "attention_dropout", 0.0)
+        if isinstance(module, nn.Dropout) and "att" in last:
+            share = module.p
         if isinstance(share, float) and share > 0:
             return f"dropout in attention ({name})"
-        recurrent = isinstance(module, nn.Conv1d | nn.RNNBase) or any(w in kind for w in ("Mamba", "Recurrent", "SSM"))
-        if recurrent and not type(base.get_submodule(above)).__name__.endswith(DELTA_NET):
+
+        kind = type(module).__name__
+        is_recurrent = isinstance(module, nn.Conv1d | nn.RNNBase)
+        is_recurrent |= any(word in kind for word in ("Mamba", "Recurrent", "SSM"))
+        if is_recurrent and not _is_delta_net(base.get_submodule(parent)):
             return f"{name or 'it'} ({kind}) carries a state from token to token"
     return None
 
 
 def _use(base: Any, name: str) -> None:
     """Set the attention implementation of the language model; other towers keep theirs."""
-    base.set_attn_implementation({"": name} | {part: name for part in base.config.sub_configs if "text" in part})
+    names = {part: name for part in base.config.sub_configs if "text" in part}
+    base.set_attn_implementation({"": name} | names)
+
+
+class _Trial(NamedTuple):
+    """Results of a few groups: log-probs [N], and gradients of the weights that have any."""
+
+    logprobs: Tensor
+    gradients: list[Tensor]
 
 
 def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> None:
-    """Compare log-probs and gradients of a few groups: shared rows against plain ones through eager attention."""
+    """Compare a few groups in shared rows with plain ones through eager attention."""
     base = base_model(model)
-    placeholders = {getattr(base.config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")}
-    vocab_size = base.config.get_text_config(decoder=True).vocab_size
-    words = [token for token in range(min(vocab_size, 1000)) if token not in placeholders]
-    tokens = partial(random.Random(0).choices, words)
-    prompt, images = example or (tokens(k=6), {})
-    groups = [(tokens(k=9), [tokens(k=5), tokens(k=2), tokens(k=7)]), (tokens(k=4), [tokens(k=6), tokens(k=3)])]
-    groups.append((prompt, [tokens(k=5), tokens(k=3)]))
-    before, was_training = {p: p.grad for p in base.parameters() if p.requires_grad}, model.training
+    groups, images = _trial_groups(base.config, example)
+    before = {weight: weight.grad for weight in base.parameters() if weight.requires_grad}
+    was_training = model.training
     model.eval()  # dropout would be another one every time
     try:
-        expected, plain_gradients = _trial(model, "eager", groups, images, list(before))
-        got, shared_gradients = _trial(model, NAME, groups, images, list(before))
+        plain = _trial(model, "eager", groups, images, list(before))
+        shared = _trial(model, NAME, groups, images, list(before))
     finally:
         model.train(was_training)
-        for p, grad in before.items():
-            p.grad = grad
+        for weight, gradient in before.items():
+            weight.grad = gradient
+
     is_half = _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16)
-    spread = expected.std().item() if is_half else 1.0  # a random model's log-probs are all nearly the same
-    errors = [(got - expected).abs().mean().item() / spread]
-    norms = [plain.double().norm().item() for plain in plain_gradients]
-    least = 0.01 * max(norms, default=0.0) or 1.0  # some gradients, as of a bias of all keys, are nothing but rounding
-    for plain, shared, norm in zip(plain_gradients, shared_gradients, norms, strict=True):  # ten times as rough
-        errors.append((shared - plain).double().norm().item() / max(norm, least) / 10)
     limit = 5e-2 if is_half else 1e-4
+    errors = _errors(plain, shared, is_half)
     if not all(error <= limit for error in errors):  # NaN is over it, too
-        raise ValueError(f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}")
+        raise ValueError(
+            f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}"
+        )
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model computes, which is not where FSDP2 keeps weights that it offloads."""
-    weight: Any = next(model.parameters())
-    return torch.device(weight.device_mesh.device_type) if hasattr(weight, "device_mesh") else weight.device
+def _trial_groups(
+    config: Any, example: tuple[list[int], dict[str, Any]] | None
+) -> tuple[list[Any], dict[str, Any]]:
+    """Three groups of random tokens, and images: the third one's prompt is the example's."""
+    kinds = ("image", "video", "audio")
+    placeholders = {getattr(config, f"{kind}_token_id", None) for kind in kinds}
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    words = [token for token in range(min(vocab_size, 1000)) if token not in placeholders]
+    tokens = partial(random.Random(0).choices, words)
+    if example is None:
+        example = (tokens(k=6), {})
+    prompt, images = example
+    groups = [
+        (tokens(k=9), [tokens(k=5), tokens(k=2), tokens(k=7)]),
+        (tokens(k=4), [tokens(k=6), tokens(k=3)]),
+        (prompt, [tokens(k=5), tokens(k=3)]),
+    ]
+    return groups, images
 
 
-def _trial(model: Any, attention: str, groups: Groups, images: Any, weights: list[Any]) -> tuple[Tensor, list[Tensor]]:
-    """Log-probs of the groups and their gradients, where weights have any, with eager attention or with ours."""
-    base, is_shared = base_model(model), attention == NAME
+def _trial(model: Any, attention: str, groups: Groups, images: Any, weights: list[Any]) -> _Trial:
+    """Log-probs of the groups and their gradients, with eager attention or with ours."""
+    base = base_model(model)
+    is_shared = attention == NAME
     base.zero_grad()
     _use(base, attention)
     row = pack(groups, share_prefix=is_shared, apart={2})[0].to(device_of(base))
-    times = row.prompts.count(2)  # the prompt with images is that of the third group
-    images = {name: torch.cat([value.to(row.input_ids.device)] * times) for name, value in images.items()}
+    num_copies = row.prompts.count(2)  # the prompt with images is that of the third group
+    for name, value in images.items():
+        images = images | {name: torch.cat([value.to(row.input_ids.device)] * num_copies)}
     with torch.set_grad_enabled(bool(weights)):  # whatever the caller's mode
         if is_shared:
             logprobs = completion_logprobs(model, row, **images)
@@ -736,16 +1100,48 @@ def _trial(model: Any, attention: str, groups: Groups, images: Any, weights: lis
             logits = model(**_inputs(base, row, images)).logits[row.row, row.position]
             logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
         if weights:
-            (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()
-    grads = [weight.grad for weight in weights if weight.grad is not None]
-    return logprobs.detach(), [(g.to_local() if hasattr(g, "to_local") else g).detach().clone() for g in grads]
+            factors = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
+            (logprobs * factors).sum().backward()
+    gradients = [_local(weight.grad) for weight in weights if weight.grad is not None]
+    return _Trial(logprobs.detach(), gradients)
 
 
-# -- Log-probabilities -----------------------------------------------------------------------------------------------
+def _local(gradient: Any) -> Tensor:
+    """A copy of this rank's part."""
+    if hasattr(gradient, "to_local"):
+        gradient = gradient.to_local()
+    return gradient.detach().clone()
+
+
+def _errors(plain: _Trial, shared: _Trial, is_half: bool) -> list[float]:
+    """Relative errors of the log-probs and, a tenth of them, of every gradient."""
+    spread = 1.0
+    if is_half:  # a random model's log-probs are all nearly the same
+        spread = plain.logprobs.std().item()
+    errors = [(shared.logprobs - plain.logprobs).abs().mean().item() / spread]
+    norms = [gradient.double().norm().item() for gradient in plain.gradients]
+    least = 0.01 * max(norms, default=0.0)  # some, as of a bias of all keys, are only rounding
+    if least == 0:
+        least = 1.0
+    for of_plain, of_shared, norm in zip(plain.gradients, shared.gradients, norms, strict=True):
+        error = (of_shared - of_plain).double().norm().item() / max(norm, least)
+        errors.append(error / 10)  # ten times as rough
+    return errors
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device that computes, not the one where FSDP2 keeps weights that it offloads."""
+    weight: Any = next(model.parameters())
+    if hasattr(weight, "device_mesh"):
+        return torch.device(weight.device_mesh.device_type)
+    return weight.device
+
+
+# -- Log-probabilities -----------------------------------------------------------------------------
 
 
 class _Logits(NamedTuple):
-    """How the logits of the distribution follow from the head's product z: factor·z, or cap·tanh(factor·z / cap)."""
+    """The rule from the head's product z to logits: factor·z, or cap·tanh(factor·z / cap)."""
 
     factor: float
     cap: float | None = None
@@ -753,14 +1149,22 @@ class _Logits(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """log softmax at the targets, and entropies, of a head's `_factors`: chunk by chunk, in fp32 (fp64 for fp64)."""
+    """Log softmax at the targets, and entropies, of a head's `_factors`.
+
+    Computed chunk by chunk, in fp32 (fp64 for fp64).
+    """
 
     @staticmethod
-    def forward(ctx: Any, targets: Tensor, rule: _Logits, with_entropy: bool, *factors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, targets: Tensor, rule: _Logits, with_entropy: bool, *factors: Tensor
+    ) -> tuple[Tensor, ...]:
         logprobs = torch.empty(len(targets), dtype=_wide(factors[0]), device=targets.device)
-        normalizers, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
+        normalizers = torch.empty_like(logprobs)
+        entropies = torch.zeros_like(logprobs)
         for part, logits in _chunks(rule, factors):
-            logprobs[part], normalizers[part], entropies[part] = _read(logits, targets[part, None], with_entropy)
+            found = _read(logits, targets[part, None], with_entropy)
+            logprobs[part], normalizers[part], entropies[part] = found
+
         ctx.rule = rule
         ctx.save_for_backward(targets, normalizers, *factors)
         ctx.mark_non_differentiable(entropies)
@@ -769,67 +1173,110 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         targets, normalizers, *factors = ctx.saved_tensors
-        xs, weights = factors[: len(factors) // 2], factors[len(factors) // 2 :]
+        xs, weights = _halves(factors)
         dxs = [torch.empty_like(x) for x in xs]
-        wider: Any = {"out_dtype": normalizers.dtype} if xs[0].dtype != normalizers.dtype else {}
-        wanted = zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True)
-        dws = [torch.zeros_like(w, dtype=normalizers.dtype) if is_wanted else None for w, is_wanted in wanted]
+        dws = _zeros_for(weights, ctx.needs_input_grad[-len(weights) :], normalizers.dtype)
         for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
             g = grad[part, None] * ctx.rule.factor
-            dz = _derive(logits, targets[part, None], normalizers[part, None], g, ctx.rule.cap, weights[0].dtype)
-            for x, w, dx, dw in zip(xs, weights, dxs, dws, strict=True):
-                torch.mm(dz, w, out=dx[part])
-                if dw is not None:
-                    torch.addmm(dw, dz.T, x[part], out=dw, **wider)
+            columns = (targets[part, None], normalizers[part, None], g)
+            dz = _derive(logits, *columns, ctx.rule.cap, weights[0].dtype)
+            _add_products(dz, part, xs, weights, dxs, dws)
         return None, None, None, *dxs, *dws  # autograd casts sums to the dtype of their weight
+
+
+def _halves(factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    """The xs and the weights of `_factors`."""
+    num = len(factors) // 2
+    return factors[:num], factors[num:]
+
+
+def _zeros_for(
+    weights: Sequence[Tensor], wanted: Sequence[bool], dtype: torch.dtype
+) -> list[Tensor | None]:
+    """Sums for the gradients of weights, and None for a weight that needs none."""
+    sums: list[Tensor | None] = []
+    for weight, is_wanted in zip(weights, wanted, strict=True):
+        sums.append(torch.zeros_like(weight, dtype=dtype) if is_wanted else None)
+    return sums
+
+
+def _add_products(
+    dz: Tensor, part: slice, xs: Sequence[Tensor], weights: Sequence[Tensor], dxs: list[Tensor],
+    dws: list[Tensor | None],
+) -> None:  # fmt: skip
+    """Put a chunk's gradients of x into `dxs`, and add those of the weights to `dws`."""
+    for x, weight, dx, dw in zip(xs, weights, dxs, dws, strict=True):
+        torch.mm(dz, weight, out=dx[part])
+        if dw is not None:
+            torch.addmm(dw, dz.T, x[part], out=dw, **_summed_in(dw, x))
+
+
+def _summed_in(total: Tensor, x: Tensor) -> dict[str, Any]:
+    """The option of a product of 16-bit factors that is summed in fp32, which CUDA knows."""
+    return {} if x.dtype == total.dtype else {"out_dtype": total.dtype}
 
 
 @_fused
 def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of logits [n, V] and targets [n, 1]: log-probs, log Σ exp and entropies (or zeros), each [n]."""
+    """Log-probs, log Σ exp and entropies (or zeros), each [n], of logits [n, V], targets [n, 1]."""
     top = logits.amax(-1, keepdim=True)
-    shifted = logits - top if logits.is_cuda else logits.sub_(top)  # compiled, in place would cost a pass
-    chosen, p = shifted.gather(-1, targets)[:, 0], shifted.exp() if with_entropy else shifted.exp_()
+    # compiled, in place would cost a pass
+    shifted = logits - top if logits.is_cuda else logits.sub_(top)
+    chosen = shifted.gather(-1, targets)[:, 0]
+    p = shifted.exp() if with_entropy else shifted.exp_()
     total = p.sum(-1)
-    entropies = total.log() - p.mul_(shifted).sum(-1) / total if with_entropy else torch.zeros_like(total)
-    return chosen - total.log(), top[:, 0] + total.log(), entropies  # Σ p·logit by no product that autocast would round
+    if with_entropy:  # Σ p·logit by no product that autocast would round
+        entropies = total.log() - p.mul_(shifted).sum(-1) / total
+    else:
+        entropies = torch.zeros_like(total)
+    return chosen - total.log(), top[:, 0] + total.log(), entropies
 
 
 @_fused
-def _derive(logits: Tensor, targets: Tensor, normalizers: Tensor, g: Tensor, cap: Any, dtype: torch.dtype) -> Tensor:
+def _derive(
+    logits: Tensor, targets: Tensor, normalizers: Tensor, g: Tensor, cap: Any, dtype: torch.dtype
+) -> Tensor:
     """g·(onehot - p) [n, V], times the slope of a softcap; all but logits are [n, 1]."""
-    chosen = torch.expm1(logits.gather(-1, targets) - normalizers) * -g  # of more digits than dz + g
+    # of more digits than dz + g
+    chosen = torch.expm1(logits.gather(-1, targets) - normalizers) * -g
     slope = None if cap is None else 1 - (logits / cap).square_()
-    dz = (logits - normalizers if logits.is_cuda else logits.sub_(normalizers)).exp_().mul_(-g)
+    shifted = logits - normalizers if logits.is_cuda else logits.sub_(normalizers)
+    dz = shifted.exp_().mul_(-g)
     if slope is not None:
-        dz, chosen = dz.mul_(slope), chosen * slope.gather(-1, targets)
+        dz = dz.mul_(slope)
+        chosen = chosen * slope.gather(-1, targets)
     return dz.to(dtype).scatter_(-1, targets, chosen.to(dtype))
 
 
 def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Some tokens and their logits [n, V], one chunk of tokens after the other, all in the same memory."""
-    (x, *xs), (weight, *weights) = factors[: len(factors) // 2], factors[len(factors) // 2 :]
-    size = max(1, HEAD_CHUNK["cuda" if x.is_cuda else "cpu"] // len(weight))
-    memory = torch.empty(min(size, len(x)), len(weight), dtype=_wide(x), device=x.device)
-    wider: Any = {"out_dtype": memory.dtype} if x.dtype != memory.dtype else {}  # on CUDA, of 16-bit factors
-    for start in range(0, len(x), size):
-        part = slice(start, min(start + size, len(x)))
+    """Some tokens and their logits [n, V], one chunk after the other, all in the same memory."""
+    xs, weights = _halves(factors)
+    num_tokens = len(xs[0])
+    vocab_size = len(weights[0])
+    size = max(1, HEAD_CHUNK["cuda" if xs[0].is_cuda else "cpu"] // vocab_size)
+    num_rows = min(size, num_tokens)
+    memory = torch.empty(num_rows, vocab_size, dtype=_wide(xs[0]), device=xs[0].device)
+    wider = _summed_in(memory, xs[0])
+    for start in range(0, num_tokens, size):
+        part = slice(start, min(start + size, num_tokens))
         logits = memory[: part.stop - start]
-        torch.mm(x[part], weight.T, out=logits, **wider)
-        for more, w in zip(xs, weights, strict=True):
-            torch.addmm(logits, more[part], w.T, out=logits, **wider)
+        torch.mm(xs[0][part], weights[0].T, out=logits, **wider)
+        for x, weight in zip(xs[1:], weights[1:], strict=True):
+            torch.addmm(logits, x[part], weight.T, out=logits, **wider)
+
         if rule.cap is not None:
             logits.mul_(rule.factor / rule.cap).tanh_().mul_(rule.cap)
         elif rule.factor != 1:
             logits.mul_(rule.factor)
-        if rule.forbidden is not None:  # as good as -inf, but finite: 0·inf would make the entropy NaN
+        if rule.forbidden is not None:
+            # as good as -inf, but finite: 0·inf would make the entropy NaN
             logits.index_fill_(-1, rule.forbidden, -1e4)
         yield part, logits
 
 
 @dataclass(eq=False)
 class _LogprobHead:
-    """A head's forward; where `cells` are set, it returns log-probs and entropies [1, N, 2] in place of logits."""
+    """A head's forward, which answers with log-probs and entropies [1, N, 2] if `cells` are set."""
 
     head: Any
     original: Any
@@ -845,169 +1292,226 @@ class _LogprobHead:
         if head is None:
             raise ValueError(f"{type(base).__name__} has no language-model head")
         if not isinstance(head.forward, cls):
-            head.forward = cls(head, head.forward)  # not a module around it: parameters keep their names
+            # not a module around it: parameters keep their names
+            head.forward = cls(head, head.forward)
         return head.forward
 
     @torch.compiler.disable
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.cells is None:
             return self.original(hidden, *args, **kwargs)
+
         kind = hidden.device.type
-        self.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        self.dtype = hidden.dtype
+        if torch.is_autocast_enabled(kind):
+            self.dtype = torch.get_autocast_dtype(kind)
         factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, self.cells))
-        compute = self.dtype if kind == "cuda" else _wide(hidden)  # only CUDA sums products of 16-bit factors in fp32
-        self.answer = torch.stack(self.logprobs_of(*(factor.to(compute) for factor in factors)), -1)[None]
+        # only CUDA sums products of 16-bit factors in fp32
+        compute = self.dtype if kind == "cuda" else _wide(hidden)
+        factors = [factor.to(compute) for factor in factors]
+        self.answer = torch.stack(self.logprobs_of(*factors), -1)[None]
         return self.answer
 
 
 def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
-    """A head as [x, x', ..., W, W', ...], with logits x·Wᵀ + x'·W'ᵀ + ...: its matrix, its bias, LoRAs."""
+    """A head as [x, x', ..., W, W', ...], with logits x·Wᵀ + x'·W'ᵀ + ...
+
+    The products are those of its matrix, its bias and its LoRAs.
+    """
     if hasattr(head, "modules_to_save"):  # peft: a trained copy beside the original
-        head = head.original_module if head.disable_adapters else head.modules_to_save[head.active_adapters[0]]
-    linear = head.get_base_layer() if hasattr(head, "lora_A") else head
+        trained = head.modules_to_save
+        head = head.original_module if head.disable_adapters else trained[head.active_adapters[0]]
+    has_lora = hasattr(head, "lora_A")
+    linear = head.get_base_layer() if has_lora else head
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        raise ValueError(f"the language-model head is a {type(linear).__name__}, not a plain linear layer")
-    products = [(hidden, linear.weight)]
+        raise ValueError(
+            f"the language-model head is a {type(linear).__name__}, not a plain linear layer"
+        )
+
+    xs = [hidden]
+    weights = [linear.weight]
     if linear.bias is not None:
-        products.append((hidden.new_ones(len(hidden), 1), linear.bias[:, None]))
-    if linear is not head and head.disable_adapters and head.merged:
+        xs.append(hidden.new_ones(len(hidden), 1))
+        weights.append(linear.bias[:, None])
+    if has_lora and head.disable_adapters and head.merged:
         head.unmerge()
-    if linear is not head and not head.disable_adapters and not head.merged:
-        for name in filter(head.lora_A.__contains__, head.active_adapters):
-            if name in head.lora_variant or head.lora_B[name].bias is not None:
-                raise ValueError("the language-model head has an adapter other than plain LoRA (DoRA, or with a bias)")
-            low = head.lora_A[name](head.lora_dropout[name](hidden.to(head.lora_A[name].weight.dtype)))
-            products.append(((low * head.scaling[name]).to(hidden.dtype), head.lora_B[name].weight.to(hidden.dtype)))
-    xs, weights = zip(*products, strict=True)
+    if has_lora and not head.disable_adapters and not head.merged:
+        for name in head.active_adapters:
+            if name in head.lora_A:
+                x, weight = _lora_factors(head, name, hidden)
+                xs.append(x)
+                weights.append(weight)
     return [*xs, *weights]
+
+
+def _lora_factors(head: Any, name: str, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """x and W of an adapter."""
+    if name in head.lora_variant or head.lora_B[name].bias is not None:
+        raise ValueError(
+            "the language-model head has an adapter other than plain LoRA (DoRA, or with a bias)"
+        )
+    down = head.lora_A[name]
+    low_rank = down(head.lora_dropout[name](hidden.to(down.weight.dtype)))
+    scaled = low_rank * head.scaling[name]
+    return scaled.to(hidden.dtype), head.lora_B[name].weight.to(hidden.dtype)
 
 
 @contextmanager
 def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Iterator[_Logits]:
-    """Yields what the model does to its head's output as a rule, and takes it out of its config, not to be saved."""
+    """Take what the model does to its head's output out of its config; yields it as a rule.
+
+    The config is not to be saved meanwhile.
+    """
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
-    divisor = getattr(base.config, "logits_scaling", 1.0) if base.config.model_type.startswith("granite") else 1.0
+    divisor = 1.0
+    if base.config.model_type.startswith("granite"):
+        divisor = getattr(base.config, "logits_scaling", 1.0)
     own = vars(base.config)  # written directly, as a config may refuse None
-    neutral = [(own, "final_logit_softcapping", None), (vars(base), "logit_scale", 1.0), (own, "logits_scaling", 1.0)]
+    neutral = [
+        (own, "final_logit_softcapping", softcap, None),
+        (vars(base), "logit_scale", scale, 1.0),
+        (own, "logits_scaling", divisor, 1.0),
+    ]
     with ExitStack() as stack:
-        for (attributes, name, without), value in zip(neutral, (softcap, scale, divisor), strict=True):
+        for attributes, name, value, without in neutral:
             if value != without:
                 stack.callback(attributes.update, {name: value})
                 attributes[name] = without
-        yield _Logits(scale / divisor / temperature, None if softcap is None else softcap / temperature, forbidden)
+        cap = None if softcap is None else softcap / temperature
+        yield _Logits(scale / divisor / temperature, cap, forbidden)
 
 
 def completion_logprobs(
     model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
     forbidden: Sequence[int] = (), inputs_embeds: Tensor | None = None, **images: Any,
 ) -> Any:  # fmt: skip
-    """log p(token | prompt, completion so far) at a sampling temperature, for every completion token of `row`.
+    """log p(token | all before) at a sampling temperature, for every completion token of `row`.
 
     Args:
-        model: a Hugging Face causal language model, wrapped or not; attached where the row shares prefixes.
+        model: a Hugging Face causal language model, wrapped or not; attached where the row shares
+            prefixes.
         row: from `pack`, on the model's device.
         temperature: logits are divided by it; above 0.
         return_entropy: also return the entropy of each of the N distributions, without a gradient.
-        forbidden: tokens that the sampler could not draw (the placeholders of images): they have no probability.
-        inputs_embeds: [R, T, hidden], features that the model reads in place of embedding `row.input_ids` (a soft
-            prompt, another modality), differentiable. Targets stay token ids. Not together with images.
-        images: what the processor makes of the images of `row.prompts`, in that order (`pixel_values`, ...).
+        forbidden: tokens that the sampler could not draw (the placeholders of images): they have no
+            probability.
+        inputs_embeds: [R, T, hidden], features that the model reads in place of embedding
+            `row.input_ids` (a soft prompt, another modality), differentiable. Targets stay token
+            ids. Not together with images.
+        images: what the processor makes of the images of `row.prompts`, in that order
+            (`pixel_values`, ...).
 
     Returns:
-        [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token; differentiable. With
-        `return_entropy` a pair: those, and the entropies [N], nats.
+        [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token;
+        differentiable. With `return_entropy` a pair: those, and the entropies [N], nats.
 
     Raises:
-        ValueError: arguments that do not fit; a row that shares prefixes without `attach`; a head that is not linear.
+        ValueError: arguments that do not fit; a row that shares prefixes without `attach`; a head
+            that is not linear.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
     base = base_model(model)
     head = _LogprobHead.of(base)
     inputs = _inputs(base, row, images, inputs_embeds)
-    width, column = row.input_ids.shape[1], row.position
-    if "logits_to_keep" in inspect.signature(base.forward).parameters:
-        kept, column = row.position.unique(return_inverse=True)
-        inputs["logits_to_keep"], width = kept, len(kept)
-    with _bare_logits(base, temperature, torch.tensor(forbidden, device=column.device) if forbidden else None) as rule:
-        head.cells = row.row * width + column
+    cells = _keep_predicting(base, row, inputs)
+    not_sampled = torch.tensor(forbidden, device=cells.device) if forbidden else None
+    with _bare_logits(base, temperature, not_sampled) as rule:
+        head.cells = cells
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
         try:
             answer = model(**inputs).logits
-            if head.answer is None or not torch.equal(answer.nan_to_num(), head.answer.nan_to_num()):
-                raise ValueError(f"{type(base).__name__} changes its logits after the head in an unknown way")
+            if head.answer is None or not _is_equal(answer, head.answer):
+                raise ValueError(
+                    f"{type(base).__name__} changes its logits after the head in an unknown way"
+                )
         finally:
-            head.cells = head.answer = None
+            head.cells = None
+            head.answer = None
     logprobs, entropy = answer[0].unbind(-1)
     return (logprobs, entropy.detach()) if return_entropy else logprobs
 
 
-def _inputs(base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None) -> dict[str, Any]:
-    """What a model gets for a row: either token ids, and maybe images, or features in their place."""
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    """Compare to the bit; NaN equals NaN."""
+    return torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _keep_predicting(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:
+    """Let only positions that predict reach the head, where the model can leave out others.
+
+    Returns the flat position of every completion token among all that reach the head: [N] int64.
+    """
+    if "logits_to_keep" not in inspect.signature(base.forward).parameters:
+        return row.row * row.input_ids.shape[1] + row.position
+    kept, column = row.position.unique(return_inverse=True)
+    inputs["logits_to_keep"] = kept
+    return row.row * len(kept) + column
+
+
+def _inputs(
+    base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None
+) -> dict[str, Any]:
+    """A model's arguments for a row: token ids and maybe images, or features in their place."""
     inputs = {"use_cache": False, **images}
-    if row.segments is None:  # what its own attention takes
-        inputs["attention_mask"] = row.attention_mask
-        kinds = inspect.signature(base.forward).parameters.keys() & {"mm_token_type_ids", "token_type_ids"}
-        inputs |= {name: _kinds(base, row.input_ids) for name in kinds if images}
+    if row.segments is None:
+        inputs |= _padded_inputs(base, row, images)
     else:
-        in_use = NAME in (base.config._attn_implementation, base.config.get_text_config()._attn_implementation)
-        if not (in_use and getattr(base, "shares_prefixes", False)):
-            raise ValueError("this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)")
-        if images and not base.shares_images:
-            raise ValueError(f"a {base.config.model_type} with images: attach(model, example=...) first, to compare it")
-        inputs["segments"] = row.segments
-        if images and base.config.model_type in WHOLE_IMAGES:
-            inputs["segments"] = _cut_at_images(row.segments, (row.input_ids[0] == base.config.image_token_id).tolist())
-        is_spatial = any(name.endswith("_grid_thw") for name in images)
-        inputs["position_ids"] = _rope_positions(base, row, images) if is_spatial else row.position_ids
-        inputs["attention_mask"] = row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)  # 4-D: handed through
+        inputs |= _shared_inputs(base, row, images)
     if inputs_embeds is None:
         return inputs | {"input_ids": row.input_ids}
+
     if images:
-        raise ValueError(f"inputs_embeds and {', '.join(images)}: a model finds the places of images by token ids")
+        names = ", ".join(images)
+        raise ValueError(
+            f"inputs_embeds and {names}: a model finds the places of images by token ids"
+        )
     if inputs_embeds.shape[:-1] != row.input_ids.shape:
-        raise ValueError(f"inputs_embeds {[*inputs_embeds.shape]} of a row of {[*row.input_ids.shape]} tokens")
-    if hasattr(base.base_model, "rope_deltas"):  # without ids it would shift positions by the images of an earlier row
+        raise ValueError(
+            f"inputs_embeds {[*inputs_embeds.shape]} of a row of {[*row.input_ids.shape]} tokens"
+        )
+    if hasattr(base.base_model, "rope_deltas"):
+        # without ids it would shift positions by the images of an earlier row
         inputs["position_ids"] = row.position_ids
     return inputs | {"inputs_embeds": inputs_embeds}
 
 
-def _rope_positions(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:
-    """M-RoPE positions [3, 1, T]: the model's own for prompts with images; completions go on from the largest."""
-    assert row.segments is not None
-    paths = _paths(row.segments)
-    roots = [path[0] for path in paths if len(path) == 1]
-    ids = pad_sequence([row.input_ids[0, root.start : root.stop] for root in roots], batch_first=True)
-    mask = pad_sequence([row.input_ids.new_ones(len(root)) for root in roots], batch_first=True)
-    grids = {name: value for name, value in inputs.items() if name.endswith(("_grid_thw", "second_per_grid_ts"))}
-    of_prompts, deltas = base.model.get_rope_index(ids, _kinds(base, ids), **grids, attention_mask=mask)
-    positions = row.position_ids.expand(3, 1, -1).clone()
-    numbers = {root.start: number for number, root in enumerate(roots)}
-    for path in paths:
-        number, own = numbers[path[-1].start], slice(path[0].start, path[0].stop)
-        of_root = of_prompts[:, number, : len(path[0])]
-        positions[:, 0, own] = of_root if len(path) == 1 else positions[:, 0, own] + deltas[number]
-    return positions
+def _padded_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that any model's own attention takes."""
+    inputs: dict[str, Any] = {"attention_mask": row.attention_mask}
+    if images:
+        parameters = inspect.signature(base.forward).parameters
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if name in parameters:
+                inputs[name] = _kinds(base, row.input_ids)
+    return inputs
+
+
+def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
+    """The plan of a row, its positions, and a mask that says nothing."""
+    text_config = base.config.get_text_config()
+    in_use = NAME in (base.config._attn_implementation, text_config._attn_implementation)
+    if not (in_use and getattr(base, "shares_prefixes", False)):
+        raise ValueError(
+            "this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)"
+        )
+    if images and not base.shares_images:
+        kind = base.config.model_type
+        raise ValueError(f"a {kind} with images: attach(model, example=...) first, to compare it")
+    inputs = {
+        "segments": row.segments,
+        "position_ids": row.position_ids,
+        # 4-D: handed through
+        "attention_mask": row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool),
+    }
+    if images and RARE is not None:
+        inputs |= RARE.inputs_of_images(base, row, images)
+    return inputs
 
 
 def _kinds(base: Any, ids: Tensor) -> Tensor:
     """0 for text, 1 for the placeholder of an image, 2 for that of a video."""
-    return (ids == base.config.image_token_id).int() + 2 * (ids == getattr(base.config, "video_token_id", -1)).int()
-
-
-def _cut_at_images(plan: Tensor, is_image: list[bool]) -> Tensor:
-    """The plan in which a run of image tokens is a segment that sees all of itself, above what follows it."""
-    cut: list[tuple[int, ...]] = []
-    pieces: list[range] = []  # numbers in `cut` of each segment's
-    for (_, _, above, *_), path in zip(plan.tolist(), _paths(plan), strict=True):
-        parent, seen, first = -1, 0, len(cut)
-        if above >= 0:
-            parent = max(number for number in pieces[above] if cut[number][0] < path[1].stop)
-            seen = path[1].stop - cut[parent][0]
-        for kind, run in groupby(path[0], key=is_image.__getitem__):
-            places = list(run)
-            cut.append((places[0], len(places), parent, seen, int(kind)))
-            parent, seen = len(cut) - 1, len(places)
-        pieces.append(range(first, len(cut)))
-    return torch.tensor(cut)
+    is_image = ids == base.config.image_token_id
+    is_video = ids == getattr(base.config, "video_token_id", -1)
+    return is_image.int() + 2 * is_video.int()
