@@ -1,8 +1,8 @@
 """Shared-prefix attention: forward each prompt once for all its completions, exactly.
 
     model = attach(AutoModelForCausalLM.from_pretrained(...))
-    for row in pack(groups, max_tokens=8192):              # groups: (prompt_ids, [completion_ids, ...])
-        logprobs = completion_logprobs(model, row)         # [N], of the tokens `row.index`
+    for row in pack(groups, max_tokens=8192):        # groups: (prompt_ids, [completion_ids, ...])
+        logprobs = completion_logprobs(model, row)   # [N], of the tokens `row.index`
 
 `pack` lays sequences into rows without padding, in which what several begin with stands once.
 `attach` teaches a Hugging Face model to run such a row. `completion_logprobs` applies the head only
@@ -15,25 +15,25 @@ import math
 import random
 from array import array
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate, chain, pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "shared_prefix"  # of the attention function in transformers
 HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at a time
-QUERY_BLOCK = 512  # queries at a time in `_loop`
+HALF = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels on a GPU
 # Of the tokens below a fork: sharing what saves less would only make more and smaller kernel calls.
 MIN_SAVED = 0.05
 # On the CPU, calls of at most SMALL² scores are made together: each costs more than its work.
@@ -42,15 +42,13 @@ SMALL = 64
 Tokens = Sequence[int] | Tensor  # a tensor is [n] int64, on the CPU
 Groups = Sequence[tuple[Tokens, Sequence[Any]]]  # (prompt_ids, [completion_ids, ...]), see `pack`
 
-# The module training/rare_attention.py, which puts itself here when it is imported: gated delta
-# nets, softcaps and sinks, images that see themselves whole or have M-RoPE positions. All that
-# this file asks of it goes through `_rare()`.
-RARE: Any = None
+RARE: Any = None  # the module training/rare_attention.py, which puts itself here: see `_rare`
 
 
 def _rare() -> Any:
+    """The only way to what few families need, and `attach` refuses without; see that file."""
     if RARE is None:
-        raise ValueError("import training.rare_attention first")
+        raise ValueError("attention that few models need: import training.rare_attention first")
     return RARE
 
 
@@ -68,39 +66,24 @@ _fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward's worth of tokens: R rows of T positions hold N completion tokens.
+    """One forward's worth of tokens, in R rows of T positions; N are of completions.
 
-    R is 1, or with padding the number of sequences.
-
-    Attributes:
-        input_ids, position_ids: [R, T] int64; positions restart in every segment where it branches
-            off.
-        attention_mask: [R, T] int64, 1 on tokens (by length, never by the value of a token); None
-            with segments.
-        segments: [S, 5] int64 on the CPU: start, length, parent or -1, how many of the parent's
-            tokens come before it, and 1 where its tokens also see later ones of it (an image; 0
-            here); None in padded rows.
-        row, position: [N] int64, where the logits that predict each completion token stand.
-        targets: [N] int64, the completion tokens.
-        group, completion: [N] int64, number of the group and of the completion among all given to
-            `pack`.
-        index: [N] int64, place of the token among all given to `pack`, in the order group,
-            completion, token.
-        prompts: for every root, in order, the group whose prompt it begins with; None for that of
-            several groups.
+    R is 1, or with padding the number of sequences. `segments` has for each start, length, parent
+    or -1, how many of the parent's tokens come before it, and 1 where its tokens also see later
+    ones of it (an image; 0 here).
     """
 
-    input_ids: Tensor
-    position_ids: Tensor
-    attention_mask: Tensor | None
-    segments: Tensor | None
-    row: Tensor
-    position: Tensor
-    targets: Tensor
-    group: Tensor
-    completion: Tensor
-    index: Tensor
-    prompts: list[int | None]
+    input_ids: Tensor  # [R, T] int64
+    position_ids: Tensor  # [R, T] int64; they restart in every segment where it branches off
+    attention_mask: Tensor | None  # [R, T] int64, 1 on tokens, by length; None with segments
+    segments: Tensor | None  # [S, 5] int64 on the CPU; None in padded rows
+    row: Tensor  # [N] int64, and the next: where the logits stand that predict a completion token
+    position: Tensor  # [N] int64
+    targets: Tensor  # [N] int64, the completion tokens
+    group: Tensor  # [N] int64, number of the group among all given to `pack`
+    completion: Tensor  # [N] int64, number of the completion among all given to `pack`
+    index: Tensor  # [N] int64, place among all tokens given, in the order group, completion, token
+    prompts: list[Any]  # for every root, whose prompt it begins with: a group, None for several
 
     @property
     def num_tokens(self) -> int:
@@ -157,35 +140,33 @@ def pack(
     for group in _sequences(groups, share_prefix, apart, budget):
         for unit, alone in _units(group, empty, budget):
             _add_unit(rows, unit, alone, budget)
-    return [_batch(row) for row in rows]
+    return [row.batch() for row in rows]
 
 
 def num_packed_tokens(
     groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()
 ) -> int:
     """Positions of a single row of all groups."""
-    row = _Row(is_padded=not share_prefix)
-    whole = map(_all_sequences, _sequences(groups, share_prefix, apart, math.inf))
-    return row.and_also(*whole).num_tokens
+    sequences = _sequences(groups, share_prefix, apart, math.inf)
+    return _Row(not share_prefix).and_also(*map(_flat, sequences)).num_tokens
+
+
+def _flat(lists: Iterable[list[Any]]) -> list[Any]:
+    return list(chain.from_iterable(lists))
+
+
+SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups, or of single sequences
 
 
 class _Sequence(NamedTuple):
     """The prompt of a completion, or of a segment of it, and its tokens but the last."""
 
-    key: tuple[int, bytes]  # see `of`; neighbours in the order of keys begin alike
+    key: tuple[int, bytes]  # the family that may share, and the ids: neighbours in order are alike
     ids: Any  # [n] int64, of numpy
     tokens: Tensor  # those that are predicted
     group: int
     completion: int
     place: int  # of its first token among all completion tokens
-
-    @classmethod
-    def of(
-        cls, prompt: Tensor, tokens: Tensor, family: int, group: int, completion: int, place: int
-    ) -> Self:
-        """Only sequences of the same `family` may share tokens."""
-        ids = torch.cat([prompt, tokens[:-1]]).numpy()
-        return cls((family, ids.tobytes()), ids, tokens, group, completion, place)
 
     def num_common(self, other: "_Sequence") -> int:
         """With how many tokens that may be shared both begin."""
@@ -193,10 +174,9 @@ class _Sequence(NamedTuple):
             return 0
         shortest = min(len(self.ids), len(other.ids))
         differ = self.ids[:shortest] != other.ids[:shortest]
-        return int(differ.argmax()) if differ.any() else shortest
-
-
-SHARES_WITH_ALL = -1  # a family of sequences; other families are groups or sequences
+        if differ.any():
+            return int(differ.argmax())
+        return shortest
 
 
 def _sequences(
@@ -211,14 +191,14 @@ def _sequences(
             sequences.append([])
             for prompt, tokens in _segments(prompt_ids, completion):
                 _check(prompt, tokens, group, len(sequences) - 1, budget)
-                family = SHARES_WITH_ALL
+                family = group if group in apart else SHARES_WITH_ALL
                 if not shares:
                     family = place
-                elif group in apart:
-                    family = group
                 if tokens.numel():
-                    sequence = _Sequence.of(prompt, tokens, family, group, num_completions, place)
-                    sequences[-1].append(sequence)
+                    ids = torch.cat([prompt, tokens[:-1]]).numpy()
+                    sequences[-1].append(_Sequence(
+                        (family, ids.tobytes()), ids, tokens, group, num_completions, place
+                    ))  # fmt: skip
                 place += tokens.numel()
             num_completions += 1
         yield sequences
@@ -226,10 +206,10 @@ def _sequences(
 
 def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]]:
     """A completion's segments: of its own, or itself behind its group's prompt."""
-    is_tensor = isinstance(completion, Tensor)
-    if not is_tensor and len(completion) and isinstance(completion[0], tuple):
-        return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in completion]
-    return [(as_tokens(prompt_ids), as_tokens(completion))]
+    pairs = [(prompt_ids, completion)]
+    if len(completion) and isinstance(completion[0], tuple):
+        pairs = completion
+    return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in pairs]
 
 
 def _check(prompt: Tensor, tokens: Tensor, group: int, completion: int, budget: float) -> None:
@@ -239,33 +219,22 @@ def _check(prompt: Tensor, tokens: Tensor, group: int, completion: int, budget: 
         )
     num = prompt.numel() + tokens.numel()
     if num - 1 > budget:
-        raise ValueError(
-            f"completion {completion} of group {group} has {num} tokens with its prompt, "
-            f"over {budget}"
-        )
-
-
-def _all_sequences(group: list[list[_Sequence]]) -> list[_Sequence]:
-    return list(chain.from_iterable(group))
+        where = f"completion {completion} of group {group}"
+        raise ValueError(f"{where} has {num} tokens with its prompt, over {budget}")
 
 
 def _units(
     group: list[list[_Sequence]], empty: "_Row", budget: float
 ) -> Iterator[tuple[list[_Sequence], "_Row"]]:
-    """The largest parts of a group that may share and fit, each with a row of its own.
-
-    These are the whole group, or completions, or sequences.
-    """
-    whole = _all_sequences(group)
+    """The largest parts of a group that may share and fit, each with a row of its own."""
+    whole = _flat(group)
     if whole and not empty.is_padded:
         row = empty.and_also(whole)
         if row.num_tokens <= budget:
             yield whole, row
             return
 
-    for completion in group:
-        if not completion:
-            continue
+    for completion in filter(None, group):
         row = empty.and_also(completion)
         if row.num_tokens <= budget:
             yield completion, row
@@ -276,18 +245,18 @@ def _units(
 
 def _add_unit(rows: list["_Row"], unit: list[_Sequence], alone: "_Row", budget: float) -> None:
     """Put a unit where it adds the fewest tokens, or into the row `alone` where it fits nowhere."""
-    first_open = max(len(rows) - 1, 0) if alone.is_padded else 0  # padded rows keep the order
     place = len(rows)
-    best = alone
     fewest = math.inf
-    for number in range(first_open, len(rows)):
-        row = rows[number].and_also(unit)
-        num_added = row.num_tokens - rows[number].num_tokens
-        if row.num_tokens <= budget and num_added < fewest:
+    for number, row in enumerate(rows):
+        if row.is_padded and number < len(rows) - 1:  # these keep the order
+            continue
+        wider = row.and_also(unit)
+        num_added = wider.num_tokens - row.num_tokens
+        if wider.num_tokens <= budget and num_added < fewest:
             place = number
-            best = row
+            alone = wider
             fewest = num_added
-    rows[place : place + 1] = [best]
+    rows[place : place + 1] = [alone]
 
 
 @dataclass(eq=False)  # a key of dictionaries
@@ -309,29 +278,40 @@ class _Branch:
                 depth = num_common
                 path = [neighbour, *neighbour.above]
 
-        depth = cls.moved_up(sequence, depth, path)
-        return cls(sequence, depth, [branch for branch in path if branch.depth < depth])
-
-    @staticmethod
-    def moved_up(sequence: _Sequence, depth: int, path: "list[_Branch]") -> int:
-        """The fork, moved up to the end of the prompt or to a branch above, where that is near."""
+        # A fork moves up to a near end of the prompt or branch above, or to 0; not from the prompt's
+        # end, nor where groups are apart to 0: their images would be forwarded twice.
         num_tokens = len(sequence.ids)
         prompt_length = num_tokens - len(sequence.tokens) + 1
-        forks = [branch.depth for branch in path]
-        forks.append(prompt_length)
+        forks = [prompt_length]
+        forks += [branch.depth for branch in path]
         for fork in sorted(forks, reverse=True):
-            if fork > 0:
-                may_move = depth != prompt_length
-            else:  # then nothing is shared; a prompt with images never comes twice
-                may_move = sequence.key[0] == SHARES_WITH_ALL
+            may_move = depth != prompt_length if fork else sequence.key[0] == SHARES_WITH_ALL
             if may_move and 0 < depth - fork < MIN_SAVED * (num_tokens - fork):
                 depth = fork
-        return depth
+        return cls(sequence, depth, [branch for branch in path if branch.depth < depth])
 
     @property
     def length(self) -> int:
-        """How many tokens it adds; 0 where its sequence is the beginning of another."""
+        """The number of tokens that it adds; 0 where its sequence is the beginning of another."""
         return len(self.sequence.ids) - self.depth
+
+    @property
+    def order(self) -> tuple[int, int, int, int]:
+        """By level; within a level, what sees the same part of the same parent side by side."""
+        parent = self.above[0].sequence.place if self.above else -1
+        return len(self.above), parent, self.depth, self.sequence.place
+
+    def cells(self, starts: "dict[_Branch, int]") -> list[tuple[int, int]]:
+        """Runs of places that predict its sequence's tokens, as (first, length)."""
+        cells = []
+        stop = len(self.sequence.ids)
+        first = stop - len(self.sequence.tokens)
+        for segment in (self, *self.above):  # from the last token back to the first
+            begin = max(first, segment.depth)
+            if begin < stop:
+                cells.append((starts[segment] + begin - segment.depth, stop - begin))
+                stop = begin
+        return cells[::-1]
 
 
 @dataclass
@@ -342,14 +322,11 @@ class _Row:
     branches: list[_Branch] = field(default_factory=list)
 
     def and_also(self, *units: list[_Sequence]) -> "_Row":
-        """The row with some sequences more.
-
-        The longest of a unit come first: the others branch off them.
-        """
+        """The row with more sequences; the longest of a unit come first, others branch off them."""
         branches = list(self.branches)
         for unit in units:
-            for sequence in sorted(unit, key=_num_ids, reverse=True):
-                place = bisect_left(branches, sequence.key, key=_key)
+            for sequence in sorted(unit, key=lambda sequence: len(sequence.ids), reverse=True):
+                place = bisect_left(branches, sequence.key, key=attrgetter("sequence.key"))
                 # with one of its neighbours it has the most in common
                 neighbours = branches[max(place - 1, 0) : place + 1]
                 branches.insert(place, _Branch.of(sequence, neighbours))
@@ -363,124 +340,74 @@ class _Row:
             return len(lengths) * max(lengths, default=0)
         return sum(lengths)
 
+    def batch(self) -> PackedBatch:
+        """The tensors of its forward."""
+        self.branches.sort(key=attrgetter("sequence.place"))
+        if self.is_padded:
+            return self._padded()
+        return self._shared()
 
-def _num_ids(sequence: _Sequence) -> int:
-    return len(sequence.ids)
+    def _padded(self) -> PackedBatch:
+        """One right-padded line for every sequence, which any model's own attention takes."""
+        lines = [torch.from_numpy(branch.sequence.ids) for branch in self.branches]
+        ids = pad_sequence(lines, batch_first=True)
+        positions = pad_sequence([torch.arange(len(line)) for line in lines], batch_first=True)
+        mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
+        columns = self._columns(range(len(lines)), dict.fromkeys(self.branches, 0))
+        prompts = [branch.sequence.group for branch in self.branches]
+        return PackedBatch(ids, positions, mask, None, *columns, prompts)
 
+    def _shared(self) -> PackedBatch:
+        """One line in which a common beginning stands once: segments, parents before children."""
+        segments = [branch for branch in self.branches if branch.length > 0]
+        segments.sort(key=attrgetter("order"))
+        numbers: dict[_Branch, int] = {}
+        starts: dict[_Branch, int] = {}
+        plan = []
+        start = 0
+        for number, segment in enumerate(segments):
+            numbers[segment] = number
+            starts[segment] = start
+            fork = (-1, 0)  # of a root
+            if segment.above:
+                parent = segment.above[0]
+                fork = (numbers[parent], segment.depth - parent.depth)
+            plan.append((start, segment.length, *fork, 0))
+            start += segment.length
 
-def _key(branch: _Branch) -> tuple[int, bytes]:
-    return branch.sequence.key
+        ids = [torch.from_numpy(segment.sequence.ids[segment.depth :]) for segment in segments]
+        positions = _ranges([(segment.depth, segment.length) for segment in segments])
+        columns = self._columns([0] * len(self.branches), starts)
+        prompts = self._prompts(segments)
+        return PackedBatch(
+            torch.cat(ids)[None], positions[None], None, torch.tensor(plan), *columns, prompts
+        )
 
+    def _columns(self, lines: Sequence[int], starts: dict[_Branch, int]) -> tuple[Tensor, ...]:
+        """The fields of a batch from `row` to `index`; every branch's tokens are in one line."""
+        sequences = [branch.sequence for branch in self.branches]
+        sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
+        groups = [sequence.group for sequence in sequences]
+        completions = [sequence.completion for sequence in sequences]
+        columns = torch.tensor([[*lines], groups, completions]).repeat_interleave(sizes, dim=1)
 
-def _place(branch: _Branch) -> int:
-    return branch.sequence.place
+        position = _ranges(_flat(branch.cells(starts) for branch in self.branches))
+        targets = torch.cat([sequence.tokens for sequence in sequences])
+        index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
+        return columns[0], position, targets, columns[1], columns[2], index
 
-
-def _batch(row: _Row) -> PackedBatch:
-    """The tensors of a row's forward."""
-    return _padded_batch(row) if row.is_padded else _shared_batch(row)
-
-
-def _padded_batch(row: _Row) -> PackedBatch:
-    """One right-padded line for every sequence, which any model's own attention takes."""
-    branches = sorted(row.branches, key=_place)
-    lines = [torch.from_numpy(branch.sequence.ids) for branch in branches]
-    positions = [torch.arange(len(line)) for line in lines]
-    ones = [torch.ones_like(line) for line in lines]
-    starts = dict.fromkeys(branches, 0)
-    cells = [_predicting_cells(branch, starts) for branch in branches]
-    sizes = torch.tensor([len(branch.sequence.tokens) for branch in branches])
-    return PackedBatch(
-        input_ids=pad_sequence(lines, batch_first=True),
-        position_ids=pad_sequence(positions, batch_first=True),
-        attention_mask=pad_sequence(ones, batch_first=True),
-        segments=None,
-        row=torch.arange(len(branches)).repeat_interleave(sizes),
-        position=_ranges(list(chain.from_iterable(cells))),
-        prompts=[branch.sequence.group for branch in branches],
-        **_labels(branches),
-    )
-
-
-def _shared_batch(row: _Row) -> PackedBatch:
-    """One line in which a common beginning stands once: its segments, parents before children."""
-    segments = [branch for branch in row.branches if branch.length > 0]
-    segments.sort(key=_layout_order)
-    numbers: dict[_Branch, int] = {}
-    starts: dict[_Branch, int] = {}
-    plan = []
-    start = 0
-    for number, segment in enumerate(segments):
-        numbers[segment] = number
-        starts[segment] = start
-        parent = -1  # of a root
-        num_seen = 0
-        if segment.above:
-            nearest = segment.above[0]
-            parent = numbers[nearest]
-            num_seen = segment.depth - nearest.depth
-        plan.append((start, segment.length, parent, num_seen, 0))
-        start += segment.length
-
-    branches = sorted(row.branches, key=_place)
-    cells = [_predicting_cells(branch, starts) for branch in branches]
-    position = _ranges(list(chain.from_iterable(cells)))
-    ids = [torch.from_numpy(segment.sequence.ids[segment.depth :]) for segment in segments]
-    return PackedBatch(
-        input_ids=torch.cat(ids)[None],
-        position_ids=_ranges([(segment.depth, segment.length) for segment in segments])[None],
-        attention_mask=None,
-        segments=torch.tensor(plan),
-        row=torch.zeros_like(position),
-        position=position,
-        prompts=_prompts(segments, branches),
-        **_labels(branches),
-    )
-
-
-def _layout_order(segment: _Branch) -> tuple[int, int, int, int]:
-    """By level; within a level, what sees the same part of the same parent side by side."""
-    parent = _place(segment.above[0]) if segment.above else -1
-    return len(segment.above), parent, segment.depth, _place(segment)
-
-
-def _predicting_cells(branch: _Branch, starts: dict[_Branch, int]) -> list[tuple[int, int]]:
-    """Runs of positions whose logits predict a sequence's tokens, as (first, length).
-
-    Those in the middle of a completion that branched off another stand in the segments above it.
-    """
-    cells = []
-    stop = len(branch.sequence.ids)
-    first = stop - len(branch.sequence.tokens)
-    for segment in (branch, *branch.above):  # from the last token back to the first
-        begin = max(first, segment.depth)
-        if begin < stop:
-            cells.append((starts[segment] + begin - segment.depth, stop - begin))
-            stop = begin
-    return cells[::-1]
-
-
-def _labels(branches: list[_Branch]) -> dict[str, Tensor]:
-    """The fields of a batch that name its completion tokens, sequence by sequence."""
-    sequences = [branch.sequence for branch in branches]
-    sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
-    groups = torch.tensor([sequence.group for sequence in sequences])
-    completions = torch.tensor([sequence.completion for sequence in sequences])
-    return {
-        "targets": torch.cat([sequence.tokens for sequence in sequences]),
-        "group": groups.repeat_interleave(sizes),
-        "completion": completions.repeat_interleave(sizes),
-        "index": _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences]),
-    }
-
-
-def _prompts(segments: list[_Branch], branches: list[_Branch]) -> list[int | None]:
-    """For every root the one group below it; None where several groups share it."""
-    below: dict[_Branch, set[int]] = {segment: set() for segment in segments if not segment.above}
-    for branch in branches:
-        root = branch.above[-1] if branch.above else branch
-        below[root].add(branch.sequence.group)
-    return [min(groups) if len(groups) == 1 else None for groups in below.values()]
+    def _prompts(self, segments: list[_Branch]) -> list[int | None]:
+        """For every root the one group below it; None where several groups share it."""
+        below: dict[_Branch, set[int | None]] = {}
+        for segment in segments:
+            if not segment.above:
+                below[segment] = set()
+        for branch in self.branches:
+            below[[branch, *branch.above][-1]].add(branch.sequence.group)
+        prompts = []
+        for groups in below.values():
+            prompts.append(groups.pop() if len(groups) == 1 else None)
+        return prompts
 
 
 def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
@@ -522,25 +449,9 @@ class _Block(NamedTuple):
     level: int
     is_causal: bool
     num_pieces: int
-    queries: (
-        slice | Tensor
-    )  # tokens of the row: a slice where they are adjacent, which copies nothing
-    keys: slice | Tensor
-    # as CUDA's kernels take them: cumulative of queries and of keys, the longest of each
-    lengths: tuple[Any, ...]
-
-    @classmethod
-    def of(cls, level: int, is_causal: bool, pieces: list[Piece], device: torch.device) -> Self:
-        queries = [piece[0] for piece in pieces]
-        keys = [piece[1] for piece in pieces]
-        lengths = (
-            _cumulative(queries, device),
-            _cumulative(keys, device),
-            max(map(len, queries)),
-            max(map(len, keys)),
-        )
-        places = (_places(queries, device), _places(keys, device))
-        return cls(level, is_causal, len(pieces), *places, lengths)
+    queries: Any  # tokens of the row: a slice where they are adjacent, which copies nothing, or [L]
+    keys: Any
+    lengths: Any  # as CUDA's kernels take them: cumulative of queries, of keys, longest of each
 
 
 @lru_cache(maxsize=16)
@@ -550,9 +461,9 @@ def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
     num_tokens = int(segments[-1, :2].sum())
     blocks = []
     for (level, sees_all), pieces in sorted(_pieces_by_level(segments).items()):
-        calls = _calls_on_cuda(pieces, num_tokens) if is_cuda else _calls_on_cpu(pieces)
         is_causal = level == 0 and not sees_all
-        blocks += [_Block.of(level, is_causal, call, device) for call in calls]
+        for call in _calls(pieces, num_tokens, is_cuda):
+            blocks.append(_block(level, is_causal, call, device))
     return blocks
 
 
@@ -560,9 +471,9 @@ def _pieces_by_level(plan: Tensor) -> dict[tuple[int, int], list[Piece]]:
     """Queries and keys by (level, whether they see later ones); level 0 is a segment on itself."""
     levels: dict[tuple[int, int], list[Piece]] = {}
     for segment, path in zip(plan.tolist(), _paths(plan), strict=True):
-        own, *above = path
+        own = path[0]
         levels.setdefault((0, segment[4]), []).append((own, own))
-        for level, keys in enumerate(above, 1):
+        for level, keys in enumerate(path[1:], 1):
             pieces = levels.setdefault((level, 0), [])
             queries = own
             if pieces and pieces[-1][1] == keys and pieces[-1][0].stop == own.start:
@@ -571,32 +482,31 @@ def _pieces_by_level(plan: Tensor) -> dict[tuple[int, int], list[Piece]]:
     return levels
 
 
-def _calls_on_cuda(pieces: list[Piece], num_tokens: int) -> list[list[Piece]]:
-    """The pieces of each call, which have together about `num_tokens` keys."""
-    calls: dict[int, list[Piece]] = {}
+def _calls(pieces: list[Piece], num_tokens: int, is_cuda: bool) -> list[list[Piece]]:
+    """The pieces of a level, call by call."""
+    calls: dict[tuple[int, ...], list[Piece]] = {}  # by what a call's pieces have in common
     num_keys = 0
-    for piece in pieces:
-        num_keys += len(piece[1])
-        calls.setdefault((num_keys - 1) // num_tokens, []).append(piece)
-    return list(calls.values())
-
-
-def _calls_on_cpu(pieces: list[Piece]) -> list[list[Piece]]:
-    """The pieces of each call: small ones of the same sizes together, each larger one alone."""
-    calls: dict[tuple[int, int, int], list[Piece]] = {}
     for queries, keys in pieces:
-        is_small = len(queries) * len(keys) <= SMALL * SMALL
-        told_apart_by = -1 if is_small else queries.start
-        calls.setdefault((len(queries), len(keys), told_apart_by), []).append((queries, keys))
+        num_keys += len(keys)
+        common: tuple[int, ...] = (len(queries), len(keys))
+        if is_cuda:  # together about as many keys as the row has tokens
+            common = ((num_keys - 1) // num_tokens,)
+        elif len(queries) * len(keys) > SMALL * SMALL:  # a call of its own
+            common = (*common, queries.start)
+        calls.setdefault(common, []).append((queries, keys))
     return list(calls.values())
 
 
-def _cumulative(pieces: list[range], device: torch.device) -> Tensor:
-    lengths = accumulate(map(len, pieces), initial=0)
-    return torch.tensor(list(lengths), dtype=torch.int32).to(device)
+def _block(level: int, is_causal: bool, pieces: list[Piece], device: torch.device) -> _Block:
+    sides = list(zip(*pieces, strict=True))
+    places = [_places(side, device) for side in sides]
+    starts = [list(accumulate(map(len, side), initial=0)) for side in sides]
+    on_device = [torch.tensor(side, dtype=torch.int32).to(device) for side in starts]
+    longest = [max(map(len, side)) for side in sides]
+    return _Block(level, is_causal, len(pieces), *places, (*on_device, *longest))
 
 
-def _places(pieces: list[range], device: torch.device) -> slice | Tensor:
+def _places(pieces: Sequence[range], device: torch.device) -> slice | Tensor:
     """The tokens of pieces as an index: a slice where they are adjacent."""
     if all(before.stop == piece.start for before, piece in pairwise(pieces)):
         return slice(pieces[0].start, pieces[-1].stop)
@@ -604,10 +514,7 @@ def _places(pieces: list[range], device: torch.device) -> slice | Tensor:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tuple[Tensor, ...]:
-    """Flash attention of a block's tokens.
-
-    q [L, H, D], k and v [K, H_kv, D] -> out [L, H, D], log-sum-exp [L, H].
-    """
+    """Flash attention of a block: q [L, H, D], k, v [K, H_kv, D] -> out, log-sum-exp [L, H]."""
     if not q.is_cuda:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return _flash_on_cpu(on_cpu, (q, k, v), block, scale)
@@ -618,10 +525,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tupl
 
 
 def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, ...]:
-    """The block's part of the gradients of q, k and v.
-
-    `tensors` are grad, q, k, v, and the merged out and lse.
-    """
+    """The block's part of the gradients, of grad, q, k, v, and the merged out and lse."""
     if not tensors[0].is_cuda:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return _flash_on_cpu(on_cpu, tensors, block, scale)
@@ -637,17 +541,16 @@ def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> t
 def _flash_on_cpu(
     kernel: Any, tensors: Sequence[Tensor], block: _Block, scale: float
 ) -> tuple[Tensor, ...]:
-    """Call a kernel that takes and returns [pieces, H, L, ...] with tensors [pieces * L, H, ...]."""
-    heads_first = []
-    for tensor in tensors:
-        heads_first.append(tensor.unflatten(0, (block.num_pieces, -1)).transpose(1, 2))
+    """Call a kernel on [pieces, H, L, ...] with tensors [pieces * L, H, ...]; returns such."""
+    pieces = [tensor.unflatten(0, (block.num_pieces, -1)) for tensor in tensors]
+    heads_first = [piece.transpose(1, 2) for piece in pieces]
     results = kernel(*heads_first, 0.0, block.is_causal, scale=scale)
     return tuple(result.transpose(1, 2).flatten(0, 1) for result in results)
 
 
 @_fused
 def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [L, H, D] over the keys of both and its log-sum-exp [L, H], in the latter's dtype."""
+    """Attention [L, H, D] over the keys of both, log-sum-exp [L, H], in the latter's dtype."""
     lse = torch.logaddexp(a_lse, b_lse)
     a_weight = (a_lse - lse).exp()[..., None]
     b_weight = (b_lse - lse).exp()[..., None]
@@ -658,10 +561,7 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 def _cascade(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a row.
-
-    q [T, H, D], k and v [T, H_kv, D], sink [H] or None -> out [T, H, D], log-sum-exp [T, H].
-    """
+    """Attention of a row: q [T, H, D], k, v [T, H_kv, D], sink [H] -> out, log-sum-exp [T, H]."""
     out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
@@ -676,14 +576,15 @@ def _cascade(
     return out, lse
 
 
-@_cascade.register_fake
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q))
+_cascade.register_fake(
+    lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q)))
+)
 
 
 @torch.library.custom_op("prefix_attention::cascade_backward", mutates_args=())
 def _cascade_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v: the sum of every block's."""
     dq = q.new_empty(q.shape)
@@ -692,8 +593,9 @@ def _cascade_backward(
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries = block.queries
         keys = block.keys
-        tensors = (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries])
-        parts = _flash_backward(tensors, block, scale)
+        parts = _flash_backward(
+            (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale
+        )
         _add_part(dq, parts[0], queries, block.level)
         _add_part(dk, parts[1], keys, block.level)
         _add_part(dv, parts[2], keys, block.level)
@@ -710,9 +612,9 @@ def _add_part(total: Tensor, part: Tensor, places: slice | Tensor, level: int) -
         total.index_add_(0, places, part.to(total.dtype))
 
 
-@_cascade_backward.register_fake
-def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Any) -> tuple[Tensor, ...]:
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (q, k, v))
+_cascade_backward.register_fake(
+    lambda _, q, k, v, *__: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -739,87 +641,29 @@ def _sink_gradient(grad: Tensor, sink: Tensor, out: Tensor, lse: Tensor) -> Tens
 _cascade.register_autograd(_differentiate, setup_context=_save)
 
 
-def _loop(
-    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, window: int | None, attend: Callable[..., Tensor]
-) -> Tensor:
-    """`attend` of a row, segment by segment: where no kernel takes it, or a window binds."""
-    row = torch.arange(q.shape[2], device=q.device)  # so that the host never waits for the device
-    outs = []
-    for segment, path in zip(plan.tolist(), _paths(plan), strict=True):
-        context = torch.cat([row[seen.start : seen.stop] for seen in reversed(path)])
-        outs += _loop_over_queries(q, k, v, path[0], context, bool(segment[4]), window, attend)
-    return torch.cat(outs, dim=2)
-
-
-def _loop_over_queries(
-    q: Tensor, k: Tensor, v: Tensor, own: range, context: Tensor, sees_all: bool, window: int | None,
-    attend: Callable[..., Tensor],
-) -> list[Tensor]:  # fmt: skip
-    """A segment's tokens `own`, `QUERY_BLOCK` at a time, on copies of the keys that they see.
-
-    `context` are the tokens of the row on its path, its own last; ranges below count along these.
-    """
-    num_above = len(context) - len(own)
-    outs = []
-    for first in range(0, len(own), QUERY_BLOCK):
-        block = own[first : first + QUERY_BLOCK]  # in the row
-        queries = range(num_above + first, num_above + first + len(block))
-        seen = range(len(context) if sees_all else queries.stop)
-        if window is not None:
-            seen = seen[max(queries.start - window + 1, 0) :]
-        keys = context[seen.start : seen.stop]
-        mask = _mask(queries, seen, sees_all, window, q.device)
-        tensors = (q[:, :, block.start : block.stop], k[:, :, keys], v[:, :, keys], mask)
-        outs.append(checkpoint(attend, *tensors, use_reentrant=False))
-    return outs
-
-
-def _mask(
-    queries: range, keys: range, sees_all: bool, window: int | None, device: torch.device
-) -> Tensor:
-    """Which keys each query sees, of places along one path: [1, 1, queries, keys] of bool."""
-    places = torch.arange(queries.start, queries.stop, device=device)
-    distance = places[:, None] - torch.arange(keys.start, keys.stop, device=device)
-    mask = (distance >= 0) | sees_all
-    if window is not None:
-        mask &= distance < window
-    return mask[None, None]
-
-
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention interface, [B, H, T, D] -> [B, T, H, D].
-
-    Without a plan (`segments`) it is plain attention.
-    """
+    """Attention as transformers asks for, [B, H, T, D] -> [B, T, H, D]; plain without `segments`."""
+    tensors: list[Any] = [query, key, value]
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-        query = query.to(dtype)
-        key = key.to(dtype)
-        value = value.to(dtype)
+        tensors = [tensor.to(dtype) for tensor in tensors]
     plan = options.get("segments")
-    softcap = options.get("softcap")
     sinks = options.get("s_aux")
-    is_common = softcap is None and sinks is None
-    if plan is None and is_common:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    has_softcap = options.get("softcap") is not None
+    if plan is None and sinks is None and not has_softcap:
+        return sdpa_attention_forward(module, *tensors, attention_mask, **options)
 
     scale = options.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    attend: Any = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=True)
-    if not is_common:
-        attend = partial(_rare().attend, scale=scale, softcap=softcap, sinks=sinks)
-    if plan is None:
-        return attend(query, key, value, attention_mask).transpose(1, 2), None
-
-    window = options.get("sliding_window")
-    is_plain = softcap is None and (window is None or _longest(plan) <= window)
-    if is_plain and query.shape[-1] >= value.shape[-1] and _has_kernel(query):
-        return _in_kernels(query, key, value, sinks, plan, scale), None
-    return _loop(query, key, value, plan, window, attend).transpose(1, 2), None
+    if plan is not None and not has_softcap and _has_kernel(*tensors):
+        window = options.get("sliding_window")
+        if window is None or _longest(plan) <= window:
+            return _in_kernels(*tensors, sinks, plan, scale), None
+    return _rare().attention(*tensors, attention_mask, scale, options), None
 
 
 def _in_kernels(
@@ -827,20 +671,22 @@ def _in_kernels(
 ) -> Tensor:
     """The cascade of a row [1, H, T, D] -> [1, T, H, D_v]."""
     head_size = value.shape[-1]
-    missing = query.shape[-1] - head_size
-    if missing:  # the kernels want one head size
-        value = F.pad(value, (0, missing))
+    if head_size < query.shape[-1]:  # the kernels want one head size
+        value = F.pad(value, (0, query.shape[-1] - head_size))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     out, _ = _cascade(q, k, v, sinks, plan, scale)
     return out[None, ..., :head_size]
 
 
-def _has_kernel(q: Tensor) -> bool:
-    """Whether the flash kernels take this device, dtype and head size."""
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) >= (8, 0):
-        is_half = q.dtype in (torch.float16, torch.bfloat16)
-        return is_half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return q.device.type == "cpu"
+def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tells if the flash kernels take this device, dtype and head sizes."""
+    head_size = query.shape[-1]
+    if head_size < value.shape[-1]:
+        return False
+    kind = query.device.type
+    if kind == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 0):
+        return query.dtype in HALF and head_size % 8 == 0 and head_size <= 256
+    return kind == "cpu"
 
 
 @torch.compiler.disable
@@ -853,19 +699,17 @@ def _longest(plan: Tensor) -> int:
 
 # Compared with one plain row per completion by the tests; any other type is when it is attached.
 TESTED = frozenset({
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe", "gpt_oss",
-    "glm4", "deepseek_v3", "cohere2", "granite", "smollm3", "qwen3_next", "qwen3_5_text", "qwen2_5_vl",
-    "qwen3_vl", "gemma3",
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe",
+    "gpt_oss", "glm4", "deepseek_v3", "cohere2", "granite", "smollm3", "qwen3_next", "qwen3_5_text",
+    "qwen2_5_vl", "qwen3_vl", "gemma3",
 })  # fmt: skip
-# Tested with images (LLaVA's text part may be any).
+# tested with images (LLaVA's text part may be any)
 VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})
 WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their image
-DELTA_NET = "GatedDeltaNet"  # ends the names of classes
+Example = tuple[list[int], dict[str, Any]]  # tokens of a prompt with images, and these as inputs
 
 
-def attach(
-    model: Any, verify: bool = False, example: tuple[list[int], dict[str, Any]] | None = None
-) -> Any:
+def attach(model: Any, verify: bool = False, example: Example | None = None) -> Any:
     """Swap shared-prefix attention into a Hugging Face causal language model, in place.
 
     Ordinary batches go through sdpa from now on. Dropout outside attention (LoRA's) falls on a
@@ -873,42 +717,33 @@ def attach(
     a prompt once, are refused.
 
     Args:
-        model: wrapped (DDP, FSDP2, peft) or not.
+        model: wrapped (DDP, FSDP2, peft) or not; returned.
         verify: compare log-probs and gradients of a few random groups with one plain row per
-            completion; types outside `TESTED` are always compared. Collective where the model is
-            sharded.
+            completion; types outside `TESTED` always are. Collective where the model is sharded.
         example: the tokens of a prompt with images, and what the processor makes of these, to
             compare, too; types outside `VISION` need one.
 
-    Returns:
-        The model.
-
     Raises:
-        ValueError: shared prefixes would not be exact for this model; names the reason. Or it
-            needs training/rare_attention.py, which is not imported.
+        ValueError: shared prefixes would not be exact for this model; names the reason. Or
+            training/rare_attention.py must be imported first, see `needs_rare_attention`.
         OutOfMemoryError: there is no room for the comparison.
     """
     base = base_model(model)
-    kind = base.config.model_type
     refused = f"{type(base).__name__} cannot share prefixes: {{}}; go without (share_prefix=False)"
     reason = _refusal(base)
     if reason:
         raise ValueError(refused.format(reason))
-    is_rare = needs_rare_attention(base)
-    if is_rare and RARE is None:
-        raise ValueError(f"{type(base).__name__}: import training.rare_attention first")
-
+    if needs_rare_attention(base):
+        _rare().prepare(base)
     _LogprobHead.of(base)
-    if is_rare:
-        RARE.prepare(base)
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = base.config.get_text_config(decoder=True)._attn_implementation
     _use(base, NAME)
     if not hasattr(base, "shares_prefixes"):
         base.register_forward_pre_hook(_plan_on_host, with_kwargs=True)
-    # on the model: its config may be that of another one, which is not attached
-    base.shares_prefixes = True
+    base.shares_prefixes = True  # on the model: its config may be that of one that is not attached
+    kind = base.config.model_type
     base.shares_images = example is not None or kind in VISION
 
     if verify or kind not in TESTED or (example and kind not in VISION):
@@ -916,7 +751,7 @@ def attach(
             _verify(model, example)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever an unknown model does with a row of segments
+        except Exception as error:  # whatever a model that nobody tried does with a row of segments
             _use(base, before)
             base.shares_prefixes = False
             raise ValueError(refused.format(" ".join(str(error).split()))) from error
@@ -924,28 +759,41 @@ def attach(
 
 
 def needs_rare_attention(model: Any) -> bool:
-    """Tells the few models before whose `attach` training/rare_attention.py must be imported."""
+    """Tells for which models training/rare_attention.py must be imported before `attach`."""
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     has_mrope = hasattr(getattr(base, "model", None), "get_rope_index")
-    if has_softcap or has_mrope or base.config.model_type in WHOLE_IMAGES:
+    sees_images_whole = base.config.model_type in WHOLE_IMAGES
+    if _has_window(config) or has_softcap or has_mrope or sees_images_whole or _lacks_kernel(base):
         return True
     for module in base.modules():
-        if _is_delta_net(module) or getattr(module, "sinks", None) is not None:
+        if is_delta_net(module) or getattr(module, "sinks", None) is not None:
             return True
     return False
 
 
-def _is_delta_net(module: nn.Module) -> bool:
-    return type(module).__name__.endswith(DELTA_NET)
+def _has_window(config: Any) -> bool:
+    is_used = getattr(config, "use_sliding_window", True)
+    return is_used and getattr(config, "sliding_window", None) is not None
+
+
+def _lacks_kernel(base: nn.Module) -> bool:
+    """Tells if the weights are of a dtype for which a GPU has no flash kernel."""
+    dtype = next(base.parameters()).dtype
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    return torch.cuda.is_available() and dtype not in HALF
+
+
+def is_delta_net(module: nn.Module) -> bool:
+    """Tells a recurrent layer of Qwen3-Next or Qwen3.5."""
+    return type(module).__name__.endswith("GatedDeltaNet")
 
 
 def _plan_on_host(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Bring the plan back from where FSDP2 and DDP send every tensor: to their device.
-
-    There each layer would wait for the GPU to read it.
-    """
+    # FSDP2 and DDP send every tensor to their device, where each layer would wait for the GPU
+    # to read the plan.
     if inputs.get("segments") is not None:
         inputs["segments"] = inputs["segments"].cpu()
     return args, inputs
@@ -973,14 +821,6 @@ def _refusal(base: Any) -> str | None:
     if not base._can_set_attn_implementation():
         return "its attention cannot be replaced through transformers' AttentionInterface"
     config = base.config.get_text_config(decoder=True)
-    return (
-        _refusal_of_layers(config)
-        or _refusal_of_window(base, config)
-        or _refusal_of_modules(base, config)
-    )
-
-
-def _refusal_of_layers(config: Any) -> str | None:
     known = {"full_attention", "sliding_attention", "linear_attention"}
     odd = set(getattr(config, "layer_types", None) or ()) - known
     if odd:
@@ -990,39 +830,34 @@ def _refusal_of_layers(config: Any) -> str | None:
         if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
             kind = rope["rope_type"]
             return f"{kind} position embeddings depend on the longest text of a batch"
-    return None
 
-
-def _refusal_of_window(base: Any, config: Any) -> str | None:
-    has_window = getattr(config, "sliding_window", None) and getattr(
-        config, "use_sliding_window", True
-    )
-    if not has_window or config.model_type in TESTED:
-        return None
-    classes = {type(module) for module in base.modules() if "Attention" in type(module).__name__}
-    if any("sliding_window=" in inspect.getsource(kind) for kind in classes):
-        return None
-    return "its sliding window is in the mask alone and does not reach the attention function"
-
-
-def _refusal_of_modules(base: Any, config: Any) -> str | None:
+    if _has_window(config) and config.model_type not in TESTED:
+        kinds = {type(module) for module in base.modules() if "Attention" in type(module).__name__}
+        if not any("sliding_window=" in inspect.getsource(kind) for kind in kinds):
+            return (
+                "its sliding window is in the mask alone and does not reach the attention function"
+            )
     if getattr(config, "output_router_logits", False):
         return (
             "output_router_logits adds an auxiliary loss that counts forwarded tokens, prompts once"
         )
-    for name, module in base.named_modules():
-        parent, _, last = name.rpartition(".")
-        share = getattr(module, "attention_dropout", 0.0)
-        if isinstance(module, nn.Dropout) and "att" in last:
-            share = module.p
-        if isinstance(share, float) and share > 0:
-            return f"dropout in attention ({name})"
+    reasons = (_refusal_of_module(base, name, module) for name, module in base.named_modules())
+    return next(filter(None, reasons), None)
 
-        kind = type(module).__name__
-        is_recurrent = isinstance(module, nn.Conv1d | nn.RNNBase)
-        is_recurrent |= any(word in kind for word in ("Mamba", "Recurrent", "SSM"))
-        if is_recurrent and not _is_delta_net(base.get_submodule(parent)):
-            return f"{name or 'it'} ({kind}) carries a state from token to token"
+
+def _refusal_of_module(base: Any, name: str, module: nn.Module) -> str | None:
+    parent, _, last = name.rpartition(".")
+    share = getattr(module, "attention_dropout", 0.0)
+    if isinstance(module, nn.Dropout) and "att" in last:
+        share = module.p
+    if isinstance(share, float) and share > 0:
+        return f"dropout in attention ({name})"
+
+    kind = type(module).__name__
+    is_recurrent = any(word in kind for word in ("Mamba", "Recurrent", "SSM"))
+    is_recurrent |= isinstance(module, nn.Conv1d | nn.RNNBase)
+    if is_recurrent and not is_delta_net(base.get_submodule(parent)):
+        return f"{name or 'it'} ({kind}) carries a state from token to token"
     return None
 
 
@@ -1032,14 +867,7 @@ def _use(base: Any, name: str) -> None:
     base.set_attn_implementation({"": name} | names)
 
 
-class _Trial(NamedTuple):
-    """Results of a few groups: log-probs [N], and gradients of the weights that have any."""
-
-    logprobs: Tensor
-    gradients: list[Tensor]
-
-
-def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> None:
+def _verify(model: Any, example: Example | None) -> None:
     """Compare a few groups in shared rows with plain ones through eager attention."""
     base = base_model(model)
     groups, images = _trial_groups(base.config, example)
@@ -1054,19 +882,17 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
         for weight, gradient in before.items():
             weight.grad = gradient
 
-    is_half = _LogprobHead.of(base).dtype in (torch.bfloat16, torch.float16)
+    is_half = _LogprobHead.of(base).dtype in HALF
     limit = 5e-2 if is_half else 1e-4
-    errors = _errors(plain, shared, is_half)
+    errors = _errors(*plain, *shared, is_half)
     if not all(error <= limit for error in errors):  # NaN is over it, too
         raise ValueError(
             f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}"
         )
 
 
-def _trial_groups(
-    config: Any, example: tuple[list[int], dict[str, Any]] | None
-) -> tuple[list[Any], dict[str, Any]]:
-    """Three groups of random tokens, and images: the third one's prompt is the example's."""
+def _trial_groups(config: Any, example: Example | None) -> tuple[list[Any], dict[str, Any]]:
+    """Three groups of random tokens, and images: the prompt of the third one is the example's."""
     kinds = ("image", "video", "audio")
     placeholders = {getattr(config, f"{kind}_token_id", None) for kind in kinds}
     vocab_size = config.get_text_config(decoder=True).vocab_size
@@ -1074,58 +900,60 @@ def _trial_groups(
     tokens = partial(random.Random(0).choices, words)
     if example is None:
         example = (tokens(k=6), {})
-    prompt, images = example
     groups = [
         (tokens(k=9), [tokens(k=5), tokens(k=2), tokens(k=7)]),
         (tokens(k=4), [tokens(k=6), tokens(k=3)]),
-        (prompt, [tokens(k=5), tokens(k=3)]),
     ]
-    return groups, images
+    groups.append((example[0], [tokens(k=5), tokens(k=3)]))
+    return groups, example[1]
 
 
-def _trial(model: Any, attention: str, groups: Groups, images: Any, weights: list[Any]) -> _Trial:
-    """Log-probs of the groups and their gradients, with eager attention or with ours."""
+def _trial(
+    model: Any, attention: str, groups: Groups, images: dict[str, Any], weights: list[Any]
+) -> tuple[Tensor, list[Tensor]]:
+    """Log-probs of the groups and their gradients, where weights have any."""
     base = base_model(model)
     is_shared = attention == NAME
     base.zero_grad()
     _use(base, attention)
     row = pack(groups, share_prefix=is_shared, apart={2})[0].to(device_of(base))
-    num_copies = row.prompts.count(2)  # the prompt with images is that of the third group
-    for name, value in images.items():
-        images = images | {name: torch.cat([value.to(row.input_ids.device)] * num_copies)}
+    for name, value in images.items():  # as often as the third group's prompt is there
+        copies = [value.to(row.input_ids.device)] * row.prompts.count(2)
+        images = images | {name: torch.cat(copies)}
     with torch.set_grad_enabled(bool(weights)):  # whatever the caller's mode
         if is_shared:
-            logprobs = completion_logprobs(model, row, **images)
+            logprobs: Tensor = completion_logprobs(model, row, **images)
         else:
             logits = model(**_inputs(base, row, images)).logits[row.row, row.position]
             logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
         if weights:
             factors = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
             (logprobs * factors).sum().backward()
-    gradients = [_local(weight.grad) for weight in weights if weight.grad is not None]
-    return _Trial(logprobs.detach(), gradients)
+    return logprobs.detach(), [_own_gradient(each) for each in weights if each.grad is not None]
 
 
-def _local(gradient: Any) -> Tensor:
-    """A copy of this rank's part."""
+def _own_gradient(weight: Any) -> Tensor:
+    """A copy of what this rank has of a gradient."""
+    gradient = weight.grad
     if hasattr(gradient, "to_local"):
         gradient = gradient.to_local()
     return gradient.detach().clone()
 
 
-def _errors(plain: _Trial, shared: _Trial, is_half: bool) -> list[float]:
-    """Relative errors of the log-probs and, a tenth of them, of every gradient."""
+def _errors(
+    expected: Tensor, plain: list[Tensor], got: Tensor, shared: list[Tensor], is_half: bool
+) -> list[float]:
+    """Relative errors of log-probs and, as these are ten times as rough, a tenth of gradients'."""
     spread = 1.0
     if is_half:  # a random model's log-probs are all nearly the same
-        spread = plain.logprobs.std().item()
-    errors = [(shared.logprobs - plain.logprobs).abs().mean().item() / spread]
-    norms = [gradient.double().norm().item() for gradient in plain.gradients]
-    least = 0.01 * max(norms, default=0.0)  # some, as of a bias of all keys, are only rounding
-    if least == 0:
-        least = 1.0
-    for of_plain, of_shared, norm in zip(plain.gradients, shared.gradients, norms, strict=True):
-        error = (of_shared - of_plain).double().norm().item() / max(norm, least)
-        errors.append(error / 10)  # ten times as rough
+        spread = expected.std().item()
+    errors = [(got - expected).abs().mean().item() / spread]
+    norms = [gradient.double().norm().item() for gradient in plain]
+    # some gradients, as of a bias of all keys, are nothing but rounding
+    least = 0.01 * max(norms, default=0.0) or 1.0
+    for right, found, norm in zip(plain, shared, norms, strict=True):
+        error = (found - right).double().norm().item() / max(norm, least)
+        errors.append(error / 10)
     return errors
 
 
@@ -1149,10 +977,7 @@ class _Logits(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log softmax at the targets, and entropies, of a head's `_factors`.
-
-    Computed chunk by chunk, in fp32 (fp64 for fp64).
-    """
+    """Log softmax at the targets, and entropies, of a head's `_factors`, chunk by chunk."""
 
     @staticmethod
     def forward(
@@ -1174,12 +999,14 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         targets, normalizers, *factors = ctx.saved_tensors
         xs, weights = _halves(factors)
-        dxs = [torch.empty_like(x) for x in xs]
-        dws = _zeros_for(weights, ctx.needs_input_grad[-len(weights) :], normalizers.dtype)
+        dxs = list(map(torch.empty_like, xs))
+        dws: list[Tensor | None] = []
+        for weight, is_wanted in zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True):
+            dws.append(torch.zeros_like(weight, dtype=normalizers.dtype) if is_wanted else None)
         for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
+            columns = (targets[part, None], normalizers[part, None])
             g = grad[part, None] * ctx.rule.factor
-            columns = (targets[part, None], normalizers[part, None], g)
-            dz = _derive(logits, *columns, ctx.rule.cap, weights[0].dtype)
+            dz = _derive(logits, *columns, g, ctx.rule.cap, weights[0].dtype)
             _add_products(dz, part, xs, weights, dxs, dws)
         return None, None, None, *dxs, *dws  # autograd casts sums to the dtype of their weight
 
@@ -1188,16 +1015,6 @@ def _halves(factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tenso
     """The xs and the weights of `_factors`."""
     num = len(factors) // 2
     return factors[:num], factors[num:]
-
-
-def _zeros_for(
-    weights: Sequence[Tensor], wanted: Sequence[bool], dtype: torch.dtype
-) -> list[Tensor | None]:
-    """Sums for the gradients of weights, and None for a weight that needs none."""
-    sums: list[Tensor | None] = []
-    for weight, is_wanted in zip(weights, wanted, strict=True):
-        sums.append(torch.zeros_like(weight, dtype=dtype) if is_wanted else None)
-    return sums
 
 
 def _add_products(
@@ -1213,7 +1030,9 @@ def _add_products(
 
 def _summed_in(total: Tensor, x: Tensor) -> dict[str, Any]:
     """The option of a product of 16-bit factors that is summed in fp32, which CUDA knows."""
-    return {} if x.dtype == total.dtype else {"out_dtype": total.dtype}
+    if x.dtype == total.dtype:
+        return {}
+    return {"out_dtype": total.dtype}
 
 
 @_fused
@@ -1306,18 +1125,16 @@ class _LogprobHead:
         if torch.is_autocast_enabled(kind):
             self.dtype = torch.get_autocast_dtype(kind)
         factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, self.cells))
-        # only CUDA sums products of 16-bit factors in fp32
-        compute = self.dtype if kind == "cuda" else _wide(hidden)
-        factors = [factor.to(compute) for factor in factors]
-        self.answer = torch.stack(self.logprobs_of(*factors), -1)[None]
+        dtype = _wide(hidden)
+        if kind == "cuda":  # which sums products of 16-bit factors in fp32
+            dtype = self.dtype
+        found = self.logprobs_of(*[factor.to(dtype) for factor in factors])
+        self.answer = torch.stack(found, -1)[None]
         return self.answer
 
 
 def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
-    """A head as [x, x', ..., W, W', ...], with logits x·Wᵀ + x'·W'ᵀ + ...
-
-    The products are those of its matrix, its bias and its LoRAs.
-    """
+    """A head as [x, x', ..., W, W', ...], logits x·Wᵀ + x'·W'ᵀ + ...: matrix, bias, LoRAs."""
     if hasattr(head, "modules_to_save"):  # peft: a trained copy beside the original
         trained = head.modules_to_save
         head = head.original_module if head.disable_adapters else trained[head.active_adapters[0]]
@@ -1338,30 +1155,21 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
     if has_lora and not head.disable_adapters and not head.merged:
         for name in head.active_adapters:
             if name in head.lora_A:
-                x, weight = _lora_factors(head, name, hidden)
-                xs.append(x)
-                weights.append(weight)
+                if name in head.lora_variant or head.lora_B[name].bias is not None:
+                    raise ValueError(
+                        "the language-model head has an adapter other than plain LoRA (DoRA, or "
+                        "with a bias)"
+                    )
+                down = head.lora_A[name]
+                low_rank = down(head.lora_dropout[name](hidden.to(down.weight.dtype)))
+                xs.append((low_rank * head.scaling[name]).to(hidden.dtype))
+                weights.append(head.lora_B[name].weight.to(hidden.dtype))
     return [*xs, *weights]
-
-
-def _lora_factors(head: Any, name: str, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """x and W of an adapter."""
-    if name in head.lora_variant or head.lora_B[name].bias is not None:
-        raise ValueError(
-            "the language-model head has an adapter other than plain LoRA (DoRA, or with a bias)"
-        )
-    down = head.lora_A[name]
-    low_rank = down(head.lora_dropout[name](hidden.to(down.weight.dtype)))
-    scaled = low_rank * head.scaling[name]
-    return scaled.to(hidden.dtype), head.lora_B[name].weight.to(hidden.dtype)
 
 
 @contextmanager
 def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Iterator[_Logits]:
-    """Take what the model does to its head's output out of its config; yields it as a rule.
-
-    The config is not to be saved meanwhile.
-    """
+    """Take what a model does to its head's output out of its config; yields it as a rule."""
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
     divisor = 1.0
@@ -1416,13 +1224,17 @@ def completion_logprobs(
     head = _LogprobHead.of(base)
     inputs = _inputs(base, row, images, inputs_embeds)
     cells = _keep_predicting(base, row, inputs)
-    not_sampled = torch.tensor(forbidden, device=cells.device) if forbidden else None
+    not_sampled = None
+    if forbidden:
+        not_sampled = torch.tensor(forbidden, device=cells.device)
     with _bare_logits(base, temperature, not_sampled) as rule:
         head.cells = cells
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
         try:
             answer = model(**inputs).logits
-            if head.answer is None or not _is_equal(answer, head.answer):
+            if head.answer is None or not torch.equal(
+                answer.nan_to_num(), head.answer.nan_to_num()
+            ):
                 raise ValueError(
                     f"{type(base).__name__} changes its logits after the head in an unknown way"
                 )
@@ -1430,19 +1242,13 @@ def completion_logprobs(
             head.cells = None
             head.answer = None
     logprobs, entropy = answer[0].unbind(-1)
-    return (logprobs, entropy.detach()) if return_entropy else logprobs
-
-
-def _is_equal(a: Tensor, b: Tensor) -> bool:
-    """Compare to the bit; NaN equals NaN."""
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
+    if return_entropy:
+        return logprobs, entropy.detach()
+    return logprobs
 
 
 def _keep_predicting(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:
-    """Let only positions that predict reach the head, where the model can leave out others.
-
-    Returns the flat position of every completion token among all that reach the head: [N] int64.
-    """
+    """Keep others from the head if the model can; the flat places [N] among what reaches it."""
     if "logits_to_keep" not in inspect.signature(base.forward).parameters:
         return row.row * row.input_ids.shape[1] + row.position
     kept, column = row.position.unique(return_inverse=True)
@@ -1455,10 +1261,13 @@ def _inputs(
 ) -> dict[str, Any]:
     """A model's arguments for a row: token ids and maybe images, or features in their place."""
     inputs = {"use_cache": False, **images}
-    if row.segments is None:
-        inputs |= _padded_inputs(base, row, images)
-    else:
+    if row.segments is not None:
         inputs |= _shared_inputs(base, row, images)
+    else:  # as any model's own attention takes it
+        inputs["attention_mask"] = row.attention_mask
+        for name in ("mm_token_type_ids", "token_type_ids"):
+            if images and name in inspect.signature(base.forward).parameters:
+                inputs[name] = _kinds(base, row.input_ids)
     if inputs_embeds is None:
         return inputs | {"input_ids": row.input_ids}
 
@@ -1475,17 +1284,6 @@ def _inputs(
         # without ids it would shift positions by the images of an earlier row
         inputs["position_ids"] = row.position_ids
     return inputs | {"inputs_embeds": inputs_embeds}
-
-
-def _padded_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that any model's own attention takes."""
-    inputs: dict[str, Any] = {"attention_mask": row.attention_mask}
-    if images:
-        parameters = inspect.signature(base.forward).parameters
-        for name in ("mm_token_type_ids", "token_type_ids"):
-            if name in parameters:
-                inputs[name] = _kinds(base, row.input_ids)
-    return inputs
 
 
 def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:

@@ -1,57 +1,105 @@
 """Attention of a few families, which prefix_attention.py finds here once this file is imported.
 
-Gated delta nets (Qwen3-Next, Qwen3.5), softcaps (Gemma2), sinks outside of the flash kernels
-(gpt-oss), images that see themselves whole (Gemma3), and M-RoPE positions of images (Qwen-VL).
-`prefix_attention.needs_rare_attention` tells which models need it. Its way in is
-`prefix_attention.RARE`, through which `prepare`, `attend` and `inputs_of_images` are called.
+Windows that bind (Mistral, Gemma, gpt-oss), softcaps (Gemma2), sinks without a flash kernel, fp32 on
+a GPU, which has none; gated delta nets (Qwen3-Next, Qwen3.5); images that see themselves whole
+(Gemma3) or have M-RoPE positions (Qwen-VL). `prefix_attention.needs_rare_attention` tells which
+models need it. The way in is `prefix_attention.RARE`: `attention`, `prepare`, `inputs_of_images`.
 """
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 import prefix_attention
 from prefix_attention import PackedBatch
 
+QUERY_BLOCK = 512  # queries at a time in `_loop`
+
 prefix_attention.RARE = sys.modules[__name__]
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float | None,
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, options: dict[str, Any]
+) -> Tensor:
+    """Attention that no flash kernel does, of a row with a plan or of ordinary batches.
+
+    q [B, H, L, D], k and v [B, H_kv, K, D], mask [B, 1, L, K] of bool -> [B, L, H, D_v].
+    """
+    rules = (scale, options.get("softcap"), options.get("s_aux"))
+    plan = options.get("segments")
+    if plan is not None:
+        out = _loop(q, k, v, plan, options.get("sliding_window"), *rules)
+    else:
+        if mask is None:
+            ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            mask = ones.tril(k.shape[2] - q.shape[2])[None, None]
+        out = _attend(q, k, v, mask, *rules)
+    return out.transpose(1, 2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Attention with a softcap or sinks, written out, as no kernel has these.
-
-    q [B, H, L, D], k and v [B, H_kv, K, D], mask [B, 1, L, K] of bool -> [B, H, L, D_v]. Without a
-    mask queries see the keys before them.
-    """
-    if mask is None:
-        ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        mask = ones.tril(k.shape[2] - q.shape[2])[None, None]
+    """Attention written out: [B, H, L, D_v]."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     num_copies = q.shape[1] // k.shape[1]
-    k = k.repeat_interleave(num_copies, dim=1)
-    v = v.repeat_interleave(num_copies, dim=1)
-    scores = q @ k.mT * scale
+    keys = k.repeat_interleave(num_copies, dim=1)
+    values = v.repeat_interleave(num_copies, dim=1)
+    scores = q @ keys.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
 
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores = scores.to(wide).masked_fill(
-        ~mask, torch.finfo(wide).min
-    )  # finite: padding may see nothing
+    smallest = torch.finfo(wide).min  # finite: padding may see nothing
+    scores = scores.to(wide).masked_fill(~mask, smallest)
     if sinks is not None:
         sink_scores = sinks.to(wide).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink_scores], -1)
-    p = scores.softmax(-1)[..., : k.shape[2]]
-    return p.to(v.dtype) @ v
+    return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ values
+
+
+def _loop(
+    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, window: int | None, *rules: Any
+) -> Tensor:  # fmt: skip
+    """`_attend` of a row, segment by segment, `QUERY_BLOCK` queries at a time.
+
+    Each block works on copies of the keys that it sees, which are made again in backward.
+    """
+    row = torch.arange(q.shape[2], device=q.device)  # so that the host never waits for the device
+    outs = []
+    for segment, path in zip(plan.tolist(), prefix_attention._paths(plan), strict=True):
+        context = torch.cat([row[piece.start : piece.stop] for piece in reversed(path)])
+        shift = path[0].stop - len(context)  # from a place on the path to one in the row
+        sees_all = bool(segment[4])
+        for first in range(path[0].start - shift, len(context), QUERY_BLOCK):
+            stop = min(first + QUERY_BLOCK, len(context))
+            seen = slice(0, len(context) if sees_all else stop)
+            if window is not None:
+                seen = slice(max(first - window + 1, 0), seen.stop)
+            mask = _mask(row[first:stop, None] - row[seen], sees_all, window)
+            queries = q[:, :, shift + first : shift + stop]
+            keys = context[seen]
+            tensors = (queries, k[:, :, keys], v[:, :, keys], mask)
+            outs.append(checkpoint(_attend, *tensors, *rules, use_reentrant=False))
+    return torch.cat(outs, dim=2)
+
+
+def _mask(distance: Tensor, sees_all: bool, window: int | None) -> Tensor:
+    """The keys that queries see, which stand `distance` [L, K] before them: [1, 1, L, K] of bool."""
+    mask = (distance >= 0) | sees_all
+    if window is not None:
+        mask &= distance < window
+    return mask[None, None]
 
 
 # -- Gated delta nets: recurrent layers, whose state goes from a segment to those below it ---------
@@ -59,18 +107,13 @@ def attend(
 
 def prepare(base: nn.Module) -> None:
     """Give a model's gated delta nets a forward that takes a plan, where they have none yet."""
-    for module in base.modules():
-        if not prefix_attention._is_delta_net(module):
-            continue
+    for module in filter(prefix_attention.is_delta_net, base.modules()):
         if getattr(module.forward, "func", None) is not delta_net:
             module.forward = partial(delta_net, module.forward, module.layer_idx)
 
 
 class Handover:
-    """Takes the place of a gated delta net's cache.
-
-    It hands the net the states of its parents, and keeps the one with which the net ends.
-    """
+    """A gated delta net's cache, which hands it its parents' states, and keeps its last one."""
 
     record_past = True  # the way that does not update states in place
 
@@ -85,9 +128,11 @@ class Handover:
             self.recurrent_states = [torch.cat([state.recurrent_states[0] for state in above])]
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Called by the net."""
         return self.inputs is not None
 
     def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
+        """Called by the net: the inputs with those before; keeps the last ones."""
         num_past = conv_kernel_size - 1
         if self.inputs is None:
             seen = F.pad(inputs, (num_past, 0))
@@ -97,85 +142,81 @@ class Handover:
         return seen
 
     def update_recurrent_state(self, state: Tensor, _: int, **__: Any) -> None:
+        """Called by the net."""
         self.recurrent_states = [state]
+
+
+class _Run(NamedTuple):
+    """One forward of a gated delta net, for the tokens from `first` to `stop` of a row."""
+
+    begin: int  # where the forward begins, maybe before the tokens
+    first: int
+    stop: int
+    behind: int  # it goes on from the state behind this many tokens of the row; 0 at a root
 
 
 @torch.compiler.disable
 def delta_net(
     forward: Any, layer: int, hidden_states: Tensor, segments: Tensor | None = None, **more: Any
 ) -> Tensor:
-    """The forward of a gated delta net that takes a plan: [1, T, hidden] -> [1, T, hidden].
-
-    Segments run up to their last forks one by one, and what is left of them in a padded batch.
-    """
+    """The forward of a gated delta net that takes a plan: [1, T, hidden] -> [1, T, hidden]."""
     if segments is None:
         return forward(hidden_states, **more)
 
-    net = _Net(forward, layer, hidden_states)
-    plan = segments.tolist()
-    forks: dict[int, set[int]] = {}  # of each segment, after how many tokens others branch off
-    for _, _, parent, seen, _ in plan:
-        forks.setdefault(parent, set()).add(seen)
-    states: dict[tuple[int, int], Handover] = {}  # by segment, and how many of its tokens passed
-    for number, (start, length, parent, seen, _) in enumerate(plan):
-        state = states.get((parent, seen))
-        ends = sorted(forks.get(number, ()))
-        if not ends and state is None:
-            ends = [length]  # a root without forks runs whole
-        at_ends = net.run(start, ends, state)
-        for end, state in zip(ends, at_ends, strict=True):
-            states[number, end] = state
-        first = ends[-1] if ends else 0
-        if state and first < length:
-            net.leaves.append((range(start + first, start + length), state))
-    net.run_leaves()
-    return torch.cat([net.outs[start] for start in sorted(net.outs)])[None]
+    runs, leaves = _runs(segments.tolist())
+    outs: dict[int, Tensor] = {}  # by the place where they begin
+    states: dict[int, Handover] = {}  # by the place behind which they stand
+    for run in runs:
+        above = [states[run.behind]] if run.behind else []
+        states[run.stop] = Handover(layer, above)
+        piece = hidden_states[:, run.begin : run.stop]
+        out = forward(piece, cache_params=states[run.stop])[0]
+        outs[run.first] = out[run.first - run.begin :]
+
+    if leaves:
+        longest = max(2, *(run.stop - run.first for run in leaves))  # not 1, as in `_runs`
+        pieces = [_padded(hidden_states[0, run.first : run.stop], longest) for run in leaves]
+        below = Handover(layer, [states[run.behind] for run in leaves])
+        batch = forward(torch.stack(pieces), cache_params=below)
+        for run, out in zip(leaves, batch, strict=True):
+            outs[run.first] = out[: run.stop - run.first]
+    return torch.cat([outs[first] for first in sorted(outs)])[None]
 
 
-@dataclass
-class _Net:
-    """A gated delta net and a row's hidden states [1, T, hidden]."""
+def _padded(piece: Tensor, length: int) -> Tensor:
+    return F.pad(piece, (0, 0, 0, length - len(piece)))
 
-    forward: Any
-    layer: int
-    hidden_states: Tensor
-    outs: dict[int, Tensor] = field(default_factory=dict)  # by the place where they begin
-    # the ends of segments, behind the last fork, and the states that they go on from
-    leaves: list[tuple[range, Handover]] = field(default_factory=list)
 
-    def run(self, start: int, ends: list[int], state: Handover | None) -> list[Handover]:
-        """Run a segment piece by piece from `state` on; returns the states at the pieces' ends."""
-        states = []
-        first = 0
-        begin = 0  # where the piece's forward begins, maybe before the piece
-        state_at_begin = state
-        for last in ends:
-            # a single token would take decoding kernels: the piece before runs again with it
-            if state is None or last - first > 1:
+def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
+    """The runs of segments up to their last forks, and those of what is left, for one batch.
+
+    A root without forks runs whole. One token behind a state would take decoding kernels: its run
+    begins where the one before began.
+    """
+    places = []  # of the row, behind which segments branch off; 0 for roots
+    forks: list[set[int]] = [set() for _ in plan]  # those in each segment
+    for _, _, parent, num_seen, _ in plan:
+        places.append(plan[parent][0] + num_seen if parent >= 0 else 0)
+        if parent >= 0:
+            forks[parent].add(places[-1])
+
+    runs = []
+    leaves = []
+    for segment, behind, stops in zip(plan, places, forks, strict=True):
+        first = begin = segment[0]
+        end = first + segment[1]
+        from_state = behind
+        if not behind and not stops:
+            stops = {end}
+        for stop in sorted(stops):
+            if not behind or stop - first > 1:
                 begin = first
-                state_at_begin = state
-            state = Handover(self.layer, [state_at_begin] if state_at_begin else [])
-            states.append(state)
-            piece = self.hidden_states[:, start + begin : start + last]
-            out = self.forward(piece, cache_params=state)[0]
-            self.outs[start + first] = out[first - begin :]
-            first = last
-        return states
-
-    def run_leaves(self) -> None:
-        """Run all leaves in a padded batch."""
-        if not self.leaves:
-            return
-        longest = max(len(leaf) for leaf, _ in self.leaves)
-        longest = max(longest, 2)  # for the same reason
-        pieces = []
-        for leaf, _ in self.leaves:
-            piece = self.hidden_states[0, leaf.start : leaf.stop]
-            pieces.append(F.pad(piece, (0, 0, 0, longest - len(leaf))))
-        below = Handover(self.layer, [state for _, state in self.leaves])
-        batch = self.forward(torch.stack(pieces), cache_params=below)
-        for (leaf, _), out in zip(self.leaves, batch, strict=True):
-            self.outs[leaf.start] = out[: len(leaf)]
+                from_state = behind
+            runs.append(_Run(begin, first, stop, from_state))
+            first = behind = stop
+        if first < end:
+            leaves.append(_Run(first, first, end, behind))
+    return runs, leaves
 
 
 # -- Images ----------------------------------------------------------------------------------------
@@ -183,7 +224,6 @@ class _Net:
 
 def inputs_of_images(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
     """The arguments that images change in a row's forward: its plan, its positions."""
-    assert row.segments is not None
     inputs: dict[str, Any] = {}
     if base.config.model_type in prefix_attention.WHOLE_IMAGES:
         is_image = row.input_ids[0] == base.config.image_token_id
@@ -194,55 +234,46 @@ def inputs_of_images(base: Any, row: PackedBatch, images: dict[str, Any]) -> dic
 
 
 def rope_positions(base: Any, row: PackedBatch, images: dict[str, Any]) -> Tensor:
-    """M-RoPE positions [3, 1, T]: the model's own for prompts with images.
-
-    Completions go on from the largest.
-    """
+    """M-RoPE positions [3, 1, T]: the model's own for prompts, from which completions go on."""
     assert row.segments is not None
     paths = prefix_attention._paths(row.segments)
     roots = [path[0] for path in paths if len(path) == 1]
-    ids = pad_sequence(
-        [row.input_ids[0, root.start : root.stop] for root in roots], batch_first=True
-    )
-    mask = pad_sequence([row.input_ids.new_ones(len(root)) for root in roots], batch_first=True)
-    kinds = prefix_attention._kinds(base, ids)
+    prompts = [row.input_ids[0, root.start : root.stop] for root in roots]
+    ids = pad_sequence(prompts, batch_first=True)
+    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
     ends = ("_grid_thw", "second_per_grid_ts")
     grids = {name: value for name, value in images.items() if name.endswith(ends)}
+    kinds = prefix_attention._kinds(base, ids)
     of_prompts, deltas = base.model.get_rope_index(ids, kinds, **grids, attention_mask=mask)
 
     positions = row.position_ids.expand(3, 1, -1).clone()
     numbers = {root.start: number for number, root in enumerate(roots)}
-    for path in paths:
-        number = numbers[path[-1].start]
-        own = positions[:, 0, path[0].start : path[0].stop]
-        if len(path) == 1:
-            own.copy_(of_prompts[:, number, : len(path[0])])
+    for own, *above in paths:
+        of_path = positions[:, 0, own.start : own.stop]
+        if above:
+            of_path += deltas[numbers[above[-1].start]]
         else:
-            own += deltas[number]
+            of_path[:] = of_prompts[:, numbers[own.start], : len(own)]
     return positions
 
 
 def cut_at_images(plan: Tensor, is_image: list[bool]) -> Tensor:
-    """The plan in which a run of image tokens is a segment that sees all of itself.
-
-    That segment stands above what follows it.
-    """
+    """The plan with runs of image tokens as segments that see all of themselves."""
     cut: list[tuple[int, ...]] = []
     pieces: list[range] = []  # numbers in `cut` of each segment's
     for segment, path in zip(plan.tolist(), prefix_attention._paths(plan), strict=True):
-        above = segment[2]
         parent = -1
-        seen = 0
-        if above >= 0:  # the last piece that begins before the fork
-            fork = path[1].stop
-            parent = max(number for number in pieces[above] if cut[number][0] < fork)
-            seen = fork - cut[parent][0]
+        num_seen = 0
+        if segment[2] >= 0:  # below the last piece that begins before the fork
+            before = [number for number in pieces[segment[2]] if cut[number][0] < path[1].stop]
+            parent = before[-1]
+            num_seen = path[1].stop - cut[parent][0]
 
         first = len(cut)
         for kind, run in groupby(path[0], key=is_image.__getitem__):
             places = list(run)
-            cut.append((places[0], len(places), parent, seen, int(kind)))
-            parent = len(cut) - 1
-            seen = len(places)
+            cut.append((places[0], len(places), parent, num_seen, int(kind)))
+            parent = len(cut) - 1  # of the next run
+            num_seen = len(places)
         pieces.append(range(first, len(cut)))
     return torch.tensor(cut)
