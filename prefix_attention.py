@@ -92,10 +92,9 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same row on `device`; `segments` stay on the CPU, where attention reads them."""
-        moved: dict[str, Any] = {}
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor) and name != "segments":
-                moved[name] = value.to(device)
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        tensors.pop("segments", None)
+        moved: Any = {name: tensor.to(device) for name, tensor in tensors.items()}
         return replace(self, **moved)
 
 
@@ -278,8 +277,8 @@ class _Branch:
                 depth = num_common
                 path = [neighbour, *neighbour.above]
 
-        # A fork moves up to a near end of the prompt or branch above, or to 0; not from the prompt's
-        # end, nor where groups are apart to 0: their images would be forwarded twice.
+        # A fork moves up to a near end of the prompt or branch above, or to 0, but not from the end
+        # of the prompt, nor where groups are apart to 0: images would be forwarded twice.
         num_tokens = len(sequence.ids)
         prompt_length = num_tokens - len(sequence.tokens) + 1
         forks = [prompt_length]
@@ -383,7 +382,7 @@ class _Row:
             torch.cat(ids)[None], positions[None], None, torch.tensor(plan), *columns, prompts
         )
 
-    def _columns(self, lines: Sequence[int], starts: dict[_Branch, int]) -> tuple[Tensor, ...]:
+    def _columns(self, lines: Sequence[int], starts: dict[_Branch, int]) -> Any:
         """The fields of a batch from `row` to `index`; every branch's tokens are in one line."""
         sequences = [branch.sequence for branch in self.branches]
         sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
@@ -458,12 +457,16 @@ class _Block(NamedTuple):
 def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
     """The kernel calls of a row, from level 0 on, made once for both passes of all layers."""
     segments = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5)
-    num_tokens = int(segments[-1, :2].sum())
     blocks = []
     for (level, sees_all), pieces in sorted(_pieces_by_level(segments).items()):
         is_causal = level == 0 and not sees_all
-        for call in _calls(pieces, num_tokens, is_cuda):
-            blocks.append(_block(level, is_causal, call, device))
+        for call in _calls(pieces, int(segments[-1, :2].sum()), is_cuda):
+            sides = list(zip(*call, strict=True))
+            places: Any = [_places(side, device) for side in sides]
+            starts = [list(accumulate(map(len, side), initial=0)) for side in sides]
+            cumulative = [torch.tensor(start, dtype=torch.int32).to(device) for start in starts]
+            longest = [max(map(len, side)) for side in sides]
+            blocks.append(_Block(level, is_causal, len(call), *places, [*cumulative, *longest]))
     return blocks
 
 
@@ -495,15 +498,6 @@ def _calls(pieces: list[Piece], num_tokens: int, is_cuda: bool) -> list[list[Pie
             common = (*common, queries.start)
         calls.setdefault(common, []).append((queries, keys))
     return list(calls.values())
-
-
-def _block(level: int, is_causal: bool, pieces: list[Piece], device: torch.device) -> _Block:
-    sides = list(zip(*pieces, strict=True))
-    places = [_places(side, device) for side in sides]
-    starts = [list(accumulate(map(len, side), initial=0)) for side in sides]
-    on_device = [torch.tensor(side, dtype=torch.int32).to(device) for side in starts]
-    longest = [max(map(len, side)) for side in sides]
-    return _Block(level, is_causal, len(pieces), *places, (*on_device, *longest))
 
 
 def _places(pieces: Sequence[range], device: torch.device) -> slice | Tensor:
@@ -645,8 +639,8 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Attention as transformers asks for, [B, H, T, D] -> [B, T, H, D]; plain without `segments`."""
-    tensors: list[Any] = [query, key, value]
+    """transformers' attention interface, [B, H, T, D] -> [B, T, H, D]; plain without `segments`."""
+    tensors: Any = [query, key, value]
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         tensors = [tensor.to(dtype) for tensor in tensors]
@@ -765,7 +759,11 @@ def needs_rare_attention(model: Any) -> bool:
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     has_mrope = hasattr(getattr(base, "model", None), "get_rope_index")
     sees_images_whole = base.config.model_type in WHOLE_IMAGES
-    if _has_window(config) or has_softcap or has_mrope or sees_images_whole or _lacks_kernel(base):
+    dtype = next(base.parameters()).dtype
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+    has_kernel = dtype in HALF or not torch.cuda.is_available()
+    if has_softcap or has_mrope or sees_images_whole or _has_window(config) or not has_kernel:
         return True
     for module in base.modules():
         if is_delta_net(module) or getattr(module, "sinks", None) is not None:
@@ -776,14 +774,6 @@ def needs_rare_attention(model: Any) -> bool:
 def _has_window(config: Any) -> bool:
     is_used = getattr(config, "use_sliding_window", True)
     return is_used and getattr(config, "sliding_window", None) is not None
-
-
-def _lacks_kernel(base: nn.Module) -> bool:
-    """Tells if the weights are of a dtype for which a GPU has no flash kernel."""
-    dtype = next(base.parameters()).dtype
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-    return torch.cuda.is_available() and dtype not in HALF
 
 
 def is_delta_net(module: nn.Module) -> bool:

@@ -1,9 +1,10 @@
 """Attention of a few families, which prefix_attention.py finds here once this file is imported.
 
-Windows that bind (Mistral, Gemma, gpt-oss), softcaps (Gemma2), sinks without a flash kernel, fp32 on
-a GPU, which has none; gated delta nets (Qwen3-Next, Qwen3.5); images that see themselves whole
-(Gemma3) or have M-RoPE positions (Qwen-VL). `prefix_attention.needs_rare_attention` tells which
-models need it. The way in is `prefix_attention.RARE`: `attention`, `prepare`, `inputs_of_images`.
+It holds what flash kernels do not do: windows that bind (Mistral, Gemma, gpt-oss), softcaps
+(Gemma2), sinks in ordinary batches, fp32 on a GPU. Then gated delta nets (Qwen3-Next, Qwen3.5), and
+images that see themselves whole (Gemma3) or have M-RoPE positions (Qwen-VL).
+`prefix_attention.needs_rare_attention` tells which models need it. That file calls `attention`,
+`prepare` and `inputs_of_images`, by way of `prefix_attention.RARE`.
 """
 
 import sys
@@ -27,7 +28,12 @@ prefix_attention.RARE = sys.modules[__name__]
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, options: dict[str, Any]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    options: dict[str, Any],
 ) -> Tensor:
     """Attention that no flash kernel does, of a row with a plan or of ordinary batches.
 
@@ -46,9 +52,14 @@ def attention(
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention written out: [B, H, L, D_v]."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
@@ -69,9 +80,14 @@ def _attend(
 
 
 def _loop(
-    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, window: int | None, *rules: Any
-) -> Tensor:  # fmt: skip
-    """`_attend` of a row, segment by segment, `QUERY_BLOCK` queries at a time.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor,
+    window: int | None,
+    *rules: Any,
+) -> Tensor:
+    """`_attend` of a row, segment by segment and `QUERY_BLOCK` queries at a time.
 
     Each block works on copies of the keys that it sees, which are made again in backward.
     """
@@ -79,23 +95,30 @@ def _loop(
     outs = []
     for segment, path in zip(plan.tolist(), prefix_attention._paths(plan), strict=True):
         context = torch.cat([row[piece.start : piece.stop] for piece in reversed(path)])
-        shift = path[0].stop - len(context)  # from a place on the path to one in the row
         sees_all = bool(segment[4])
+        shift = path[0].stop - len(context)  # from a place on the path to one in the row
+
         for first in range(path[0].start - shift, len(context), QUERY_BLOCK):
             stop = min(first + QUERY_BLOCK, len(context))
             seen = slice(0, len(context) if sees_all else stop)
             if window is not None:
                 seen = slice(max(first - window + 1, 0), seen.stop)
-            mask = _mask(row[first:stop, None] - row[seen], sees_all, window)
-            queries = q[:, :, shift + first : shift + stop]
             keys = context[seen]
-            tensors = (queries, k[:, :, keys], v[:, :, keys], mask)
-            outs.append(checkpoint(_attend, *tensors, *rules, use_reentrant=False))
+            out = checkpoint(
+                _attend,
+                q[:, :, shift + first : shift + stop],
+                k[:, :, keys],
+                v[:, :, keys],
+                _mask(row[first:stop, None] - row[seen], sees_all, window),
+                *rules,
+                use_reentrant=False,
+            )
+            outs.append(out)
     return torch.cat(outs, dim=2)
 
 
 def _mask(distance: Tensor, sees_all: bool, window: int | None) -> Tensor:
-    """The keys that queries see, which stand `distance` [L, K] before them: [1, 1, L, K] of bool."""
+    """Which keys are seen that stand `distance` [L, K] before their query: [1, 1, L, K] of bool."""
     mask = (distance >= 0) | sees_all
     if window is not None:
         mask &= distance < window
@@ -157,7 +180,11 @@ class _Run(NamedTuple):
 
 @torch.compiler.disable
 def delta_net(
-    forward: Any, layer: int, hidden_states: Tensor, segments: Tensor | None = None, **more: Any
+    forward: Any,
+    layer: int,
+    hidden_states: Tensor,
+    segments: Tensor | None = None,
+    **more: Any,
 ) -> Tensor:
     """The forward of a gated delta net that takes a plan: [1, T, hidden] -> [1, T, hidden]."""
     if segments is None:
@@ -174,17 +201,17 @@ def delta_net(
         outs[run.first] = out[run.first - run.begin :]
 
     if leaves:
-        longest = max(2, *(run.stop - run.first for run in leaves))  # not 1, as in `_runs`
-        pieces = [_padded(hidden_states[0, run.first : run.stop], longest) for run in leaves]
+        longest = max(run.stop - run.first for run in leaves)
+        longest = max(longest, 2)  # not 1, as in `_runs`
+        pieces = []
+        for run in leaves:
+            piece = hidden_states[0, run.first : run.stop]
+            pieces.append(F.pad(piece, (0, 0, 0, longest - len(piece))))
         below = Handover(layer, [states[run.behind] for run in leaves])
         batch = forward(torch.stack(pieces), cache_params=below)
         for run, out in zip(leaves, batch, strict=True):
             outs[run.first] = out[: run.stop - run.first]
     return torch.cat([outs[first] for first in sorted(outs)])[None]
-
-
-def _padded(piece: Tensor, length: int) -> Tensor:
-    return F.pad(piece, (0, 0, 0, length - len(piece)))
 
 
 def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
@@ -193,29 +220,32 @@ def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
     A root without forks runs whole. One token behind a state would take decoding kernels: its run
     begins where the one before began.
     """
-    places = []  # of the row, behind which segments branch off; 0 for roots
-    forks: list[set[int]] = [set() for _ in plan]  # those in each segment
+    forks: list[set[int]] = [
+        set() for _ in plan
+    ]  # places in each segment behind which others begin
     for _, _, parent, num_seen, _ in plan:
-        places.append(plan[parent][0] + num_seen if parent >= 0 else 0)
         if parent >= 0:
-            forks[parent].add(places[-1])
+            forks[parent].add(plan[parent][0] + num_seen)
 
     runs = []
     leaves = []
-    for segment, behind, stops in zip(plan, places, forks, strict=True):
-        first = begin = segment[0]
-        end = first + segment[1]
+    for (start, length, parent, num_seen, _), stops in zip(plan, forks, strict=True):
+        behind = 0
+        if parent >= 0:
+            behind = plan[parent][0] + num_seen
+        elif not stops:
+            stops = {start + length}
+
+        first = begin = start
         from_state = behind
-        if not behind and not stops:
-            stops = {end}
         for stop in sorted(stops):
             if not behind or stop - first > 1:
                 begin = first
                 from_state = behind
             runs.append(_Run(begin, first, stop, from_state))
             first = behind = stop
-        if first < end:
-            leaves.append(_Run(first, first, end, behind))
+        if first < start + length:
+            leaves.append(_Run(first, first, start + length, behind))
     return runs, leaves
 
 
@@ -226,6 +256,7 @@ def inputs_of_images(base: Any, row: PackedBatch, images: dict[str, Any]) -> dic
     """The arguments that images change in a row's forward: its plan, its positions."""
     inputs: dict[str, Any] = {}
     if base.config.model_type in prefix_attention.WHOLE_IMAGES:
+        assert row.segments is not None
         is_image = row.input_ids[0] == base.config.image_token_id
         inputs["segments"] = cut_at_images(row.segments, is_image.tolist())
     if any(name.endswith("_grid_thw") for name in images):
@@ -239,12 +270,7 @@ def rope_positions(base: Any, row: PackedBatch, images: dict[str, Any]) -> Tenso
     paths = prefix_attention._paths(row.segments)
     roots = [path[0] for path in paths if len(path) == 1]
     prompts = [row.input_ids[0, root.start : root.stop] for root in roots]
-    ids = pad_sequence(prompts, batch_first=True)
-    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
-    ends = ("_grid_thw", "second_per_grid_ts")
-    grids = {name: value for name, value in images.items() if name.endswith(ends)}
-    kinds = prefix_attention._kinds(base, ids)
-    of_prompts, deltas = base.model.get_rope_index(ids, kinds, **grids, attention_mask=mask)
+    of_prompts, deltas = _rope_of_prompts(base, prompts, images)
 
     positions = row.position_ids.expand(3, 1, -1).clone()
     numbers = {root.start: number for number, root in enumerate(roots)}
@@ -255,6 +281,18 @@ def rope_positions(base: Any, row: PackedBatch, images: dict[str, Any]) -> Tenso
         else:
             of_path[:] = of_prompts[:, numbers[own.start], : len(own)]
     return positions
+
+
+def _rope_of_prompts(base: Any, prompts: list[Tensor], images: dict[str, Any]) -> Any:
+    """Positions [3, prompts, tokens], and what follows each prompt adds to its place in the row."""
+    ids = pad_sequence(prompts, batch_first=True)
+    mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
+    grids = {}
+    for name, value in images.items():
+        if name.endswith(("_grid_thw", "second_per_grid_ts")):
+            grids[name] = value
+    kinds = prefix_attention._kinds(base, ids)
+    return base.model.get_rope_index(ids, kinds, **grids, attention_mask=mask)
 
 
 def cut_at_images(plan: Tensor, is_image: list[bool]) -> Tensor:
