@@ -354,7 +354,7 @@ class _Row:
         mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
         columns = self._columns(range(len(lines)), dict.fromkeys(self.branches, 0))
         prompts = [branch.sequence.group for branch in self.branches]
-        return PackedBatch(ids, positions, mask, None, *columns, prompts)
+        return PackedBatch(ids, positions, mask, None, *columns, prompts=prompts)
 
     def _shared(self) -> PackedBatch:
         """One line in which a common beginning stands once: segments, parents before children."""
@@ -379,7 +379,12 @@ class _Row:
         columns = self._columns([0] * len(self.branches), starts)
         prompts = self._prompts(segments)
         return PackedBatch(
-            torch.cat(ids)[None], positions[None], None, torch.tensor(plan), *columns, prompts
+            torch.cat(ids)[None],
+            positions[None],
+            None,
+            torch.tensor(plan),
+            *columns,
+            prompts=prompts,
         )
 
     def _columns(self, lines: Sequence[int], starts: dict[_Branch, int]) -> Any:
@@ -466,7 +471,9 @@ def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
             starts = [list(accumulate(map(len, side), initial=0)) for side in sides]
             cumulative = [torch.tensor(start, dtype=torch.int32).to(device) for start in starts]
             longest = [max(map(len, side)) for side in sides]
-            blocks.append(_Block(level, is_causal, len(call), *places, [*cumulative, *longest]))
+            blocks.append(
+                _Block(level, is_causal, len(call), *places, lengths=[*cumulative, *longest])
+            )
     return blocks
 
 
@@ -640,24 +647,23 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface, [B, H, T, D] -> [B, T, H, D]; plain without `segments`."""
-    tensors: Any = [query, key, value]
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
-        tensors = [tensor.to(dtype) for tensor in tensors]
+        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     plan = options.get("segments")
     sinks = options.get("s_aux")
     has_softcap = options.get("softcap") is not None
     if plan is None and sinks is None and not has_softcap:
-        return sdpa_attention_forward(module, *tensors, attention_mask, **options)
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     scale = options.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
-    if plan is not None and not has_softcap and _has_kernel(*tensors):
+    if plan is not None and not has_softcap and _has_kernel(query, key, value):
         window = options.get("sliding_window")
         if window is None or _longest(plan) <= window:
-            return _in_kernels(*tensors, sinks, plan, scale), None
-    return _rare().attention(*tensors, attention_mask, scale, options), None
+            return _in_kernels(query, key, value, sinks, plan, scale), None
+    return _rare().attention(query, key, value, attention_mask, scale, options), None
 
 
 def _in_kernels(

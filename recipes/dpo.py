@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import training.rare_attention  # noqa: F401  # for models of any family
 from prefix_attention import attach, completion_logprobs, pack
 
 BATCH_SIZE, LEARNING_RATE, BETA = 8, 1e-6, 0.1

@@ -10,14 +10,14 @@ from helpers import ROOT
 TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "utils"}
 ROOMS = {
     "rollouts": {"data", "stream", "scoring", "workers", "replay"},
-    "training": {"model", "checkpoints", "logs"},
+    "training": {"model", "rare_attention", "checkpoints", "logs"},
 }
 FLOORS = {
     "train": 4, "rollouts": 3, "training": 3, "vllm_client": 2, "vllm_server": 2, "prefix_attention": 2, "utils": 1,
     "config": 0,
 }  # fmt: skip
 ALL_LINES, FILE_LINES, FUNCTION_LINES, COLUMNS = 5250, 530, 60, 120
-FILE_LIMITS = {"prefix_attention": 1013, "vllm_client": 570}  # where it is not FILE_LINES
+FILE_LIMITS = {"prefix_attention": 1300, "vllm_client": 570}  # where it is not FILE_LINES
 
 
 def files():

@@ -53,6 +53,7 @@ from rollouts.data import (
 from rollouts.replay import DECODER, restore, saved_group
 from rollouts.stream import Rollouts, sample_group, sampling_params
 from train import Dealer, micro_batches, train_batch
+from training import rare_attention
 from training.model import (
     build_policy,
     build_reference,
@@ -602,7 +603,7 @@ def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
             token_logprobs(policy, micro.packed, micro.images, config),
         )
         monkeypatch.setattr(
-            prefix_attention, "_rope_positions", lambda base, row, inputs: row.position_ids
+            rare_attention, "rope_positions", lambda base, row, inputs: row.position_ids
         )
         assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
     assert "share_prefix is off" in capsys.readouterr().out

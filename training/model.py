@@ -29,7 +29,14 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
-from prefix_attention import PackedBatch, attach, base_model, completion_logprobs, device_of
+from prefix_attention import (
+    PackedBatch,
+    attach,
+    base_model,
+    completion_logprobs,
+    device_of,
+    needs_rare_attention,
+)
 from rollouts.data import Prompt, placeholder_ids
 from utils import broadcast_object, gather_objects, is_main, naming
 
@@ -310,6 +317,12 @@ def build_policy(
     return parallelize(model.train(), config, device)
 
 
+def import_rare_attention(model: Any) -> None:
+    """Import what a few families need for shared prefixes, if the model is of one of them."""
+    if needs_rare_attention(model):
+        import training.rare_attention  # noqa: F401
+
+
 def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = None) -> TrainConfig:
     """Swap shared-prefix attention into the policy, and prove it; the config has it off if that fails. Collective."""
     if not config.share_prefix:
@@ -317,6 +330,7 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
     reason = None
     try:
         with autocast(config, device_of(policy)):
+            import_rare_attention(policy)
             attach(
                 policy,
                 verify=True,
@@ -346,6 +360,7 @@ def build_reference(
         if config.share_prefix:  # which `share_prefixes` has proved on the policy alone
             with naming("reference_id: set share_prefix=false"), autocast(config, device):
                 images = (example.token_ids, example.inputs) if example else None
+                import_rare_attention(model)
                 attach(model, verify=config.reference_id is not None, example=images)
 
     def reference(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
