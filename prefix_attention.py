@@ -46,7 +46,7 @@ RARE: Any = None  # the module training/rare_attention.py, which puts itself her
 
 
 def _rare() -> Any:
-    """The only way to what few families need, and `attach` refuses without; see that file."""
+    """The only way to what few families need."""
     if RARE is None:
         raise ValueError("attention that few models need: import training.rare_attention first")
     return RARE
@@ -57,8 +57,9 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-# On a GPU, one pass over memory.
-_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+_fused: Any = torch.compile(
+    dynamic=True, disable=not torch.cuda.is_available()
+)  # one pass on a GPU
 
 
 # -- Rows ------------------------------------------------------------------------------------------
@@ -66,11 +67,11 @@ _fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward's worth of tokens, in R rows of T positions; N are of completions.
+    """One forward's worth of tokens.
 
-    R is 1, or with padding the number of sequences. `segments` has for each start, length, parent
-    or -1, how many of the parent's tokens come before it, and 1 where its tokens also see later
-    ones of it (an image; 0 here).
+    R rows of T positions, one or padded ones, hold N completion tokens. `segments` has for each
+    start, length, parent or -1, how many of the parent's tokens come before it, and 1 where its
+    tokens also see later ones of it (an image; 0 here).
     """
 
     input_ids: Tensor  # [R, T] int64
@@ -91,7 +92,7 @@ class PackedBatch:
         return self.input_ids.numel()
 
     def to(self, device: torch.device | str) -> Self:
-        """The same row on `device`; `segments` stay on the CPU, where attention reads them."""
+        """The same row on `device`; attention reads `segments` on the CPU."""
         tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
         tensors.pop("segments", None)
         moved: Any = {name: tensor.to(device) for name, tensor in tensors.items()}
@@ -120,18 +121,15 @@ def pack(
     into segments. The last token of a completion predicts nothing.
 
     Args:
-        groups: `(prompt_ids, completions)` of one prompt each. A completion is its tokens, or,
-            where its history was rewritten, a list of segments `(prompt_ids, tokens)`; an empty one
-            contributes nothing.
+        groups: `(prompt_ids, completions)` of one prompt each. A completion is its tokens, or with
+            a history that was rewritten a list of segments `(prompt_ids, tokens)`; or empty.
         max_tokens: bound on R·T of a batch; None puts everything into one.
-        share_prefix: False gives one right-padded row per completion, for any model's own
-            attention.
+        share_prefix: False gives a right-padded row per completion, for any model's own attention.
         apart: numbers of groups that share nothing with others: those with images, which token ids
             do not tell apart. Prompts of their segments begin with the group's.
 
     Raises:
-        ValueError: an empty prompt, or a prompt and completion that alone exceed `max_tokens`,
-            named by number.
+        ValueError: an empty prompt, or a completion that with its prompt exceeds `max_tokens`.
     """
     budget = math.inf if max_tokens is None else max_tokens
     rows: list[_Row] = []
@@ -158,7 +156,7 @@ SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups, or 
 
 
 class _Sequence(NamedTuple):
-    """The prompt of a completion, or of a segment of it, and its tokens but the last."""
+    """A completion's prompt, or a segment's, and its tokens but the last."""
 
     key: tuple[int, bytes]  # the family that may share, and the ids: neighbours in order are alike
     ids: Any  # [n] int64, of numpy
@@ -181,7 +179,7 @@ class _Sequence(NamedTuple):
 def _sequences(
     groups: Groups, shares: bool, apart: Collection[int], budget: float
 ) -> Iterator[list[list[_Sequence]]]:
-    """For every group the sequences of each of its completions; none for an empty one."""
+    """For every group the sequences of each completion; none if empty."""
     num_completions = 0
     place = 0
     for group, (prompt_ids, completions) in enumerate(groups):
@@ -204,7 +202,7 @@ def _sequences(
 
 
 def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]]:
-    """A completion's segments: of its own, or itself behind its group's prompt."""
+    """A completion's own segments, or itself behind its group's prompt."""
     pairs = [(prompt_ids, completion)]
     if len(completion) and isinstance(completion[0], tuple):
         pairs = completion
@@ -225,7 +223,7 @@ def _check(prompt: Tensor, tokens: Tensor, group: int, completion: int, budget: 
 def _units(
     group: list[list[_Sequence]], empty: "_Row", budget: float
 ) -> Iterator[tuple[list[_Sequence], "_Row"]]:
-    """The largest parts of a group that may share and fit, each with a row of its own."""
+    """The largest parts of a group that fit, each with a row."""
     whole = _flat(group)
     if whole and not empty.is_padded:
         row = empty.and_also(whole)
@@ -243,7 +241,7 @@ def _units(
 
 
 def _add_unit(rows: list["_Row"], unit: list[_Sequence], alone: "_Row", budget: float) -> None:
-    """Put a unit where it adds the fewest tokens, or into the row `alone` where it fits nowhere."""
+    """Put a unit where it adds the fewest tokens, or into `alone`."""
     place = len(rows)
     fewest = math.inf
     for number, row in enumerate(rows):
@@ -260,7 +258,7 @@ def _add_unit(rows: list["_Row"], unit: list[_Sequence], alone: "_Row", budget: 
 
 @dataclass(eq=False)  # a key of dictionaries
 class _Branch:
-    """A sequence in a row: its tokens from `depth` on are a segment, the others stand above."""
+    """A sequence in a row: a segment from `depth` on."""
 
     sequence: _Sequence
     depth: int
@@ -268,7 +266,7 @@ class _Branch:
 
     @classmethod
     def of(cls, sequence: _Sequence, neighbours: "list[_Branch]") -> Self:
-        """The branch off what a sequence has in common with a neighbour, if that saves enough."""
+        """The branch off a neighbour, where that saves enough."""
         depth = 0
         path: list[_Branch] = []
         for neighbour in neighbours:
@@ -291,12 +289,12 @@ class _Branch:
 
     @property
     def length(self) -> int:
-        """The number of tokens that it adds; 0 where its sequence is the beginning of another."""
+        """Tokens that it adds; 0 for the beginning of another sequence."""
         return len(self.sequence.ids) - self.depth
 
     @property
     def order(self) -> tuple[int, int, int, int]:
-        """By level; within a level, what sees the same part of the same parent side by side."""
+        """By level, then what sees the same of a parent together."""
         parent = self.above[0].sequence.place if self.above else -1
         return len(self.above), parent, self.depth, self.sequence.place
 
@@ -321,7 +319,7 @@ class _Row:
     branches: list[_Branch] = field(default_factory=list)
 
     def and_also(self, *units: list[_Sequence]) -> "_Row":
-        """The row with more sequences; the longest of a unit come first, others branch off them."""
+        """The row with more sequences; others branch off the longest."""
         branches = list(self.branches)
         for unit in units:
             for sequence in sorted(unit, key=lambda sequence: len(sequence.ids), reverse=True):
@@ -347,17 +345,18 @@ class _Row:
         return self._shared()
 
     def _padded(self) -> PackedBatch:
-        """One right-padded line for every sequence, which any model's own attention takes."""
+        """A right-padded line for every sequence, for any model's own attention."""
         lines = [torch.from_numpy(branch.sequence.ids) for branch in self.branches]
         ids = pad_sequence(lines, batch_first=True)
         positions = pad_sequence([torch.arange(len(line)) for line in lines], batch_first=True)
         mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
-        columns = self._columns(range(len(lines)), dict.fromkeys(self.branches, 0))
+        starts = dict.fromkeys(self.branches, 0)
         prompts = [branch.sequence.group for branch in self.branches]
-        return PackedBatch(ids, positions, mask, None, *columns, prompts=prompts)
+        columns = self._columns(range(len(lines)), starts, prompts)
+        return PackedBatch(ids, positions, mask, None, *columns)
 
     def _shared(self) -> PackedBatch:
-        """One line in which a common beginning stands once: segments, parents before children."""
+        """One line of segments, parents before children."""
         segments = [branch for branch in self.branches if branch.length > 0]
         segments.sort(key=attrgetter("order"))
         numbers: dict[_Branch, int] = {}
@@ -376,19 +375,13 @@ class _Row:
 
         ids = [torch.from_numpy(segment.sequence.ids[segment.depth :]) for segment in segments]
         positions = _ranges([(segment.depth, segment.length) for segment in segments])
-        columns = self._columns([0] * len(self.branches), starts)
-        prompts = self._prompts(segments)
+        columns = self._columns([0] * len(self.branches), starts, self._prompts(segments))
         return PackedBatch(
-            torch.cat(ids)[None],
-            positions[None],
-            None,
-            torch.tensor(plan),
-            *columns,
-            prompts=prompts,
+            torch.cat(ids)[None], positions[None], None, torch.tensor(plan), *columns
         )
 
-    def _columns(self, lines: Sequence[int], starts: dict[_Branch, int]) -> Any:
-        """The fields of a batch from `row` to `index`; every branch's tokens are in one line."""
+    def _columns(self, lines: Sequence[int], starts: dict[_Branch, int], prompts: list[Any]) -> Any:
+        """The fields from `row` on; `lines` has each branch's row."""
         sequences = [branch.sequence for branch in self.branches]
         sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
         groups = [sequence.group for sequence in sequences]
@@ -398,10 +391,10 @@ class _Row:
         position = _ranges(_flat(branch.cells(starts) for branch in self.branches))
         targets = torch.cat([sequence.tokens for sequence in sequences])
         index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
-        return columns[0], position, targets, columns[1], columns[2], index
+        return columns[0], position, targets, columns[1], columns[2], index, prompts
 
     def _prompts(self, segments: list[_Branch]) -> list[int | None]:
-        """For every root the one group below it; None where several groups share it."""
+        """For every root the one group below it, or None."""
         below: dict[_Branch, set[int | None]] = {}
         for segment in segments:
             if not segment.above:
@@ -415,7 +408,7 @@ class _Row:
 
 
 def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
-    """`range(start, start + length)` of every (start, length), joined: [sum of lengths] int64."""
+    """Every `range(start, start + length)`, joined: [sum of lengths] int64."""
     starts, lengths = torch.tensor(pairs).T
     shifts = starts - lengths.cumsum(0) + lengths
     return torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
@@ -433,7 +426,7 @@ def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
 
 
 def _paths(plan: Tensor) -> list[list[range]]:
-    """Of each segment its own tokens, then the parts that it sees of its parents, nearest first."""
+    """Of each segment its tokens, then those it sees of its parents."""
     paths: list[list[range]] = []
     for start, length, parent, num_seen, _ in plan.tolist():
         path = [range(start, start + length)]
@@ -448,7 +441,7 @@ Piece = tuple[range, range]  # tokens of a row: queries, and the keys that they 
 
 
 class _Block(NamedTuple):
-    """One kernel call for several pieces of queries and keys, of the same sizes on the CPU."""
+    """One kernel call for several pieces, alike in size on the CPU."""
 
     level: int
     is_causal: bool
@@ -460,25 +453,25 @@ class _Block(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
-    """The kernel calls of a row, from level 0 on, made once for both passes of all layers."""
+    """The kernel calls of a row, once for both passes of all layers."""
     segments = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5)
     blocks = []
     for (level, sees_all), pieces in sorted(_pieces_by_level(segments).items()):
         is_causal = level == 0 and not sees_all
         for call in _calls(pieces, int(segments[-1, :2].sum()), is_cuda):
             sides = list(zip(*call, strict=True))
-            places: Any = [_places(side, device) for side in sides]
+            places = [_places(side, device) for side in sides]
             starts = [list(accumulate(map(len, side), initial=0)) for side in sides]
             cumulative = [torch.tensor(start, dtype=torch.int32).to(device) for start in starts]
             longest = [max(map(len, side)) for side in sides]
             blocks.append(
-                _Block(level, is_causal, len(call), *places, lengths=[*cumulative, *longest])
+                _Block(level, is_causal, len(call), places[0], places[1], [*cumulative, *longest])
             )
     return blocks
 
 
 def _pieces_by_level(plan: Tensor) -> dict[tuple[int, int], list[Piece]]:
-    """Queries and keys by (level, whether they see later ones); level 0 is a segment on itself."""
+    """Pieces by level (0: of a segment itself) and whether queries see later keys."""
     levels: dict[tuple[int, int], list[Piece]] = {}
     for segment, path in zip(plan.tolist(), _paths(plan), strict=True):
         own = path[0]
@@ -515,7 +508,7 @@ def _places(pieces: Sequence[range], device: torch.device) -> slice | Tensor:
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tuple[Tensor, ...]:
-    """Flash attention of a block: q [L, H, D], k, v [K, H_kv, D] -> out, log-sum-exp [L, H]."""
+    """Flash attention of a block: out [L, H, D] and log-sum-exp [L, H]."""
     if not q.is_cuda:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return _flash_on_cpu(on_cpu, (q, k, v), block, scale)
@@ -526,7 +519,7 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tupl
 
 
 def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, ...]:
-    """The block's part of the gradients, of grad, q, k, v, and the merged out and lse."""
+    """The block's part, of grad, q, k, v, merged out and lse."""
     if not tensors[0].is_cuda:
         on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return _flash_on_cpu(on_cpu, tensors, block, scale)
@@ -542,7 +535,7 @@ def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> t
 def _flash_on_cpu(
     kernel: Any, tensors: Sequence[Tensor], block: _Block, scale: float
 ) -> tuple[Tensor, ...]:
-    """Call a kernel on [pieces, H, L, ...] with tensors [pieces * L, H, ...]; returns such."""
+    """Call a kernel for [pieces, H, L, ...] with [pieces * L, H, ...]."""
     pieces = [tensor.unflatten(0, (block.num_pieces, -1)) for tensor in tensors]
     heads_first = [piece.transpose(1, 2) for piece in pieces]
     results = kernel(*heads_first, 0.0, block.is_causal, scale=scale)
@@ -551,7 +544,7 @@ def _flash_on_cpu(
 
 @_fused
 def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention [L, H, D] over the keys of both, log-sum-exp [L, H], in the latter's dtype."""
+    """Attention over the keys of both, in the log-sum-exps' dtype."""
     lse = torch.logaddexp(a_lse, b_lse)
     a_weight = (a_lse - lse).exp()[..., None]
     b_weight = (b_lse - lse).exp()[..., None]
@@ -562,7 +555,7 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 def _cascade(
     q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attention of a row: q [T, H, D], k, v [T, H_kv, D], sink [H] -> out, log-sum-exp [T, H]."""
+    """Attention [T, H, D] of a row, and its log-sum-exp [T, H]."""
     out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
     lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
@@ -604,7 +597,7 @@ def _cascade_backward(
 
 
 def _add_part(total: Tensor, part: Tensor, places: slice | Tensor, level: int) -> None:
-    """Add a block's part of a gradient; blocks of level 0 come first, and fill it."""
+    """Add a block's part of a gradient; level 0 comes first."""
     if level == 0:
         total[places] = part.to(total.dtype)
     elif isinstance(places, slice):
@@ -633,7 +626,7 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | N
 
 
 def _sink_gradient(grad: Tensor, sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """d/ds of softmax with one more key: -p(sink) · grad·out, summed over tokens: [H]."""
+    """d/ds of softmax with one more key: -p(sink) · grad·out, summed."""
     delta = (grad.to(lse.dtype) * out).sum(-1)
     p = (sink.to(lse.dtype) - lse).exp()
     return -(p * delta).sum(0).to(sink.dtype)
@@ -646,7 +639,7 @@ def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention interface, [B, H, T, D] -> [B, T, H, D]; plain without `segments`."""
+    """transformers' attention interface: [B, H, T, D] -> [B, T, H, D]."""
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -669,7 +662,7 @@ def _attention(
 def _in_kernels(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Tensor, scale: float
 ) -> Tensor:
-    """The cascade of a row [1, H, T, D] -> [1, T, H, D_v]."""
+    """The cascade of a row: [1, T, H, D_v]."""
     head_size = value.shape[-1]
     if head_size < query.shape[-1]:  # the kernels want one head size
         value = F.pad(value, (0, query.shape[-1] - head_size))
@@ -679,7 +672,7 @@ def _in_kernels(
 
 
 def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tells if the flash kernels take this device, dtype and head sizes."""
+    """Tells if flash kernels take this device, dtype and head sizes."""
     head_size = query.shape[-1]
     if head_size < value.shape[-1]:
         return False
@@ -811,7 +804,7 @@ def base_model(model: Any) -> Any:
 
 
 def _refusal(base: Any) -> str | None:
-    """The reason why prefixes cannot be shared, or None where nothing speaks against it."""
+    """The reason why prefixes cannot be shared, or None."""
     if getattr(base.config, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
     if not base._can_set_attn_implementation():
@@ -864,7 +857,7 @@ def _use(base: Any, name: str) -> None:
 
 
 def _verify(model: Any, example: Example | None) -> None:
-    """Compare a few groups in shared rows with plain ones through eager attention."""
+    """Compare shared rows with plain ones through eager attention."""
     base = base_model(model)
     groups, images = _trial_groups(base.config, example)
     before = {weight: weight.grad for weight in base.parameters() if weight.requires_grad}
@@ -888,7 +881,7 @@ def _verify(model: Any, example: Example | None) -> None:
 
 
 def _trial_groups(config: Any, example: Example | None) -> tuple[list[Any], dict[str, Any]]:
-    """Three groups of random tokens, and images: the prompt of the third one is the example's."""
+    """Random groups, the third with the example's prompt, and its images."""
     kinds = ("image", "video", "audio")
     placeholders = {getattr(config, f"{kind}_token_id", None) for kind in kinds}
     vocab_size = config.get_text_config(decoder=True).vocab_size
@@ -939,7 +932,7 @@ def _own_gradient(weight: Any) -> Tensor:
 def _errors(
     expected: Tensor, plain: list[Tensor], got: Tensor, shared: list[Tensor], is_half: bool
 ) -> list[float]:
-    """Relative errors of log-probs and, as these are ten times as rough, a tenth of gradients'."""
+    """Relative errors of log-probs, and a tenth of those of gradients."""
     spread = 1.0
     if is_half:  # a random model's log-probs are all nearly the same
         spread = expected.std().item()
@@ -954,7 +947,7 @@ def _errors(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device that computes, not the one where FSDP2 keeps weights that it offloads."""
+    """The device that computes; FSDP2 may keep weights elsewhere."""
     weight: Any = next(model.parameters())
     if hasattr(weight, "device_mesh"):
         return torch.device(weight.device_mesh.device_type)
@@ -965,7 +958,7 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 class _Logits(NamedTuple):
-    """The rule from the head's product z to logits: factor·z, or cap·tanh(factor·z / cap)."""
+    """Logits of the head's product z: factor·z, or cap·tanh(factor·z / cap)."""
 
     factor: float
     cap: float | None = None
@@ -973,7 +966,7 @@ class _Logits(NamedTuple):
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log softmax at the targets, and entropies, of a head's `_factors`, chunk by chunk."""
+    """Log softmax at the targets, and entropies, of a head's `_factors`."""
 
     @staticmethod
     def forward(
@@ -1017,7 +1010,7 @@ def _add_products(
     dz: Tensor, part: slice, xs: Sequence[Tensor], weights: Sequence[Tensor], dxs: list[Tensor],
     dws: list[Tensor | None],
 ) -> None:  # fmt: skip
-    """Put a chunk's gradients of x into `dxs`, and add those of the weights to `dws`."""
+    """Put a chunk's gradients into `dxs`, and add to `dws`."""
     for x, weight, dx, dw in zip(xs, weights, dxs, dws, strict=True):
         torch.mm(dz, weight, out=dx[part])
         if dw is not None:
@@ -1025,7 +1018,7 @@ def _add_products(
 
 
 def _summed_in(total: Tensor, x: Tensor) -> dict[str, Any]:
-    """The option of a product of 16-bit factors that is summed in fp32, which CUDA knows."""
+    """CUDA's option to sum products of 16-bit factors in fp32."""
     if x.dtype == total.dtype:
         return {}
     return {"out_dtype": total.dtype}
@@ -1033,7 +1026,7 @@ def _summed_in(total: Tensor, x: Tensor) -> dict[str, Any]:
 
 @_fused
 def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, log Σ exp and entropies (or zeros), each [n], of logits [n, V], targets [n, 1]."""
+    """Log-probs, log Σ exp and entropies (or zeros), each [n]."""
     top = logits.amax(-1, keepdim=True)
     # compiled, in place would cost a pass
     shifted = logits - top if logits.is_cuda else logits.sub_(top)
@@ -1051,7 +1044,7 @@ def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, 
 def _derive(
     logits: Tensor, targets: Tensor, normalizers: Tensor, g: Tensor, cap: Any, dtype: torch.dtype
 ) -> Tensor:
-    """g·(onehot - p) [n, V], times the slope of a softcap; all but logits are [n, 1]."""
+    """g·(onehot - p) [n, V], times the slope of a softcap."""
     # of more digits than dz + g
     chosen = torch.expm1(logits.gather(-1, targets) - normalizers) * -g
     slope = None if cap is None else 1 - (logits / cap).square_()
@@ -1064,7 +1057,7 @@ def _derive(
 
 
 def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Some tokens and their logits [n, V], one chunk after the other, all in the same memory."""
+    """Chunks of tokens and their logits [n, V], in the same memory."""
     xs, weights = _halves(factors)
     num_tokens = len(xs[0])
     vocab_size = len(weights[0])
@@ -1091,7 +1084,7 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
 
 @dataclass(eq=False)
 class _LogprobHead:
-    """A head's forward, which answers with log-probs and entropies [1, N, 2] if `cells` are set."""
+    """A head's forward; with `cells`, gives log-probs and entropies [1, N, 2]."""
 
     head: Any
     original: Any
@@ -1130,7 +1123,7 @@ class _LogprobHead:
 
 
 def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
-    """A head as [x, x', ..., W, W', ...], logits x·Wᵀ + x'·W'ᵀ + ...: matrix, bias, LoRAs."""
+    """A head as [x, x', ..., W, W', ...], logits x·Wᵀ + x'·W'ᵀ + ..."""
     if hasattr(head, "modules_to_save"):  # peft: a trained copy beside the original
         trained = head.modules_to_save
         head = head.original_module if head.disable_adapters else trained[head.active_adapters[0]]
@@ -1165,7 +1158,7 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Iterator[_Logits]:
-    """Take what a model does to its head's output out of its config; yields it as a rule."""
+    """Take the rule for logits out of the config, and yield it."""
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
     divisor = 1.0
@@ -1190,29 +1183,25 @@ def completion_logprobs(
     model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
     forbidden: Sequence[int] = (), inputs_embeds: Tensor | None = None, **images: Any,
 ) -> Any:  # fmt: skip
-    """log p(token | all before) at a sampling temperature, for every completion token of `row`.
+    """log p(token | what is before) for every completion token of a row.
 
     Args:
-        model: a Hugging Face causal language model, wrapped or not; attached where the row shares
-            prefixes.
+        model: a causal language model, wrapped or not; attached where the row shares prefixes.
         row: from `pack`, on the model's device.
         temperature: logits are divided by it; above 0.
         return_entropy: also return the entropy of each of the N distributions, without a gradient.
-        forbidden: tokens that the sampler could not draw (the placeholders of images): they have no
-            probability.
+        forbidden: tokens without probability, as the sampler could not draw them (placeholders).
         inputs_embeds: [R, T, hidden], features that the model reads in place of embedding
             `row.input_ids` (a soft prompt, another modality), differentiable. Targets stay token
             ids. Not together with images.
-        images: what the processor makes of the images of `row.prompts`, in that order
-            (`pixel_values`, ...).
+        images: what the processor makes of images of `row.prompts`, in order (`pixel_values`, ...).
 
     Returns:
         [N] fp32 (fp64 for an fp64 model), nats, in the order group, completion, token;
         differentiable. With `return_entropy` a pair: those, and the entropies [N], nats.
 
     Raises:
-        ValueError: arguments that do not fit; a row that shares prefixes without `attach`; a head
-            that is not linear.
+        ValueError: arguments that do not fit, a shared row without `attach`, a head not linear.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
@@ -1244,7 +1233,7 @@ def completion_logprobs(
 
 
 def _keep_predicting(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:
-    """Keep others from the head if the model can; the flat places [N] among what reaches it."""
+    """Flat places [N] among what reaches the head; others do not."""
     if "logits_to_keep" not in inspect.signature(base.forward).parameters:
         return row.row * row.input_ids.shape[1] + row.position
     kept, column = row.position.unique(return_inverse=True)
@@ -1255,7 +1244,7 @@ def _keep_predicting(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Ten
 def _inputs(
     base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None
 ) -> dict[str, Any]:
-    """A model's arguments for a row: token ids and maybe images, or features in their place."""
+    """A model's arguments for a row: token ids, or features instead."""
     inputs = {"use_cache": False, **images}
     if row.segments is not None:
         inputs |= _shared_inputs(base, row, images)
@@ -1283,7 +1272,7 @@ def _inputs(
 
 
 def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
-    """The plan of a row, its positions, and a mask that says nothing."""
+    """A row's plan, its positions, and a mask that says nothing."""
     text_config = base.config.get_text_config()
     in_use = NAME in (base.config._attn_implementation, text_config._attn_implementation)
     if not (in_use and getattr(base, "shares_prefixes", False)):
@@ -1305,7 +1294,7 @@ def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[
 
 
 def _kinds(base: Any, ids: Tensor) -> Tensor:
-    """0 for text, 1 for the placeholder of an image, 2 for that of a video."""
+    """0 for text, 1 for placeholders of images, 2 for videos."""
     is_image = ids == base.config.image_token_id
     is_video = ids == getattr(base.config, "video_token_id", -1)
     return is_image.int() + 2 * is_video.int()

@@ -1,4 +1,4 @@
-"""Attention of a few families, which prefix_attention.py finds here once this file is imported.
+"""Attention of few families: imported, this file registers with prefix_attention.
 
 It holds what flash kernels do not do: windows that bind (Mistral, Gemma, gpt-oss), softcaps
 (Gemma2), sinks in ordinary batches, fp32 on a GPU. Then gated delta nets (Qwen3-Next, Qwen3.5), and
@@ -35,7 +35,7 @@ def attention(
     scale: float,
     options: dict[str, Any],
 ) -> Tensor:
-    """Attention that no flash kernel does, of a row with a plan or of ordinary batches.
+    """Attention that no flash kernel does, with a plan or without.
 
     q [B, H, L, D], k and v [B, H_kv, K, D], mask [B, 1, L, K] of bool -> [B, L, H, D_v].
     """
@@ -63,10 +63,12 @@ def _attend(
     """Attention written out: [B, H, L, D_v]."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+
     num_copies = q.shape[1] // k.shape[1]
     keys = k.repeat_interleave(num_copies, dim=1)
     values = v.repeat_interleave(num_copies, dim=1)
-    scores = q @ keys.mT * scale
+    scores = q @ keys.mT
+    scores = scores * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
 
@@ -76,7 +78,9 @@ def _attend(
     if sinks is not None:
         sink_scores = sinks.to(wide).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, sink_scores], -1)
-    return scores.softmax(-1)[..., : k.shape[2]].to(v.dtype) @ values
+
+    p = scores.softmax(-1)[..., : k.shape[2]]
+    return p.to(v.dtype) @ values
 
 
 def _loop(
@@ -87,7 +91,7 @@ def _loop(
     window: int | None,
     *rules: Any,
 ) -> Tensor:
-    """`_attend` of a row, segment by segment and `QUERY_BLOCK` queries at a time.
+    """`_attend` of a row, `QUERY_BLOCK` queries of a segment at a time.
 
     Each block works on copies of the keys that it sees, which are made again in backward.
     """
@@ -104,6 +108,7 @@ def _loop(
             if window is not None:
                 seen = slice(max(first - window + 1, 0), seen.stop)
             keys = context[seen]
+
             out = checkpoint(
                 _attend,
                 q[:, :, shift + first : shift + stop],
@@ -117,8 +122,12 @@ def _loop(
     return torch.cat(outs, dim=2)
 
 
-def _mask(distance: Tensor, sees_all: bool, window: int | None) -> Tensor:
-    """Which keys are seen that stand `distance` [L, K] before their query: [1, 1, L, K] of bool."""
+def _mask(
+    distance: Tensor,
+    sees_all: bool,
+    window: int | None,
+) -> Tensor:
+    """Keys that are seen, of those `distance` [L, K] before their query."""
     mask = (distance >= 0) | sees_all
     if window is not None:
         mask &= distance < window
@@ -129,48 +138,62 @@ def _mask(distance: Tensor, sees_all: bool, window: int | None) -> Tensor:
 
 
 def prepare(base: nn.Module) -> None:
-    """Give a model's gated delta nets a forward that takes a plan, where they have none yet."""
+    """Give gated delta nets a forward that takes a plan."""
     for module in filter(prefix_attention.is_delta_net, base.modules()):
         if getattr(module.forward, "func", None) is not delta_net:
             module.forward = partial(delta_net, module.forward, module.layer_idx)
 
 
 class Handover:
-    """A gated delta net's cache, which hands it its parents' states, and keeps its last one."""
+    """A gated delta net's cache: takes parents' states, keeps the last one."""
 
     record_past = True  # the way that does not update states in place
 
     def __init__(self, layer: int, above: Sequence[Any]):
         self.layers = {layer: self}
+
         # the last inputs of the convolution [B, channels, K - 1]
         self.inputs: Tensor | None = None
         # the state of the delta rule [B, heads, d_k, d_v], in a list of one
         self.recurrent_states: list[Tensor] = []
         if above:
             self.inputs = torch.cat([state.inputs for state in above])
-            self.recurrent_states = [torch.cat([state.recurrent_states[0] for state in above])]
+            recurrent = [state.recurrent_states[0] for state in above]
+            self.recurrent_states = [torch.cat(recurrent)]
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         """Called by the net."""
         return self.inputs is not None
 
-    def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
-        """Called by the net: the inputs with those before; keeps the last ones."""
+    def update_conv_state(
+        self,
+        inputs: Tensor,
+        _: int,
+        conv_kernel_size: int,
+        **__: Any,
+    ) -> Tensor:
+        """Called by the net: inputs with those before."""
         num_past = conv_kernel_size - 1
         if self.inputs is None:
             seen = F.pad(inputs, (num_past, 0))
         else:
             seen = torch.cat([self.inputs, inputs], -1)
+
         self.inputs = seen[..., seen.shape[-1] - num_past :]
         return seen
 
-    def update_recurrent_state(self, state: Tensor, _: int, **__: Any) -> None:
+    def update_recurrent_state(
+        self,
+        state: Tensor,
+        _: int,
+        **__: Any,
+    ) -> None:
         """Called by the net."""
         self.recurrent_states = [state]
 
 
 class _Run(NamedTuple):
-    """One forward of a gated delta net, for the tokens from `first` to `stop` of a row."""
+    """One forward, for the tokens from `first` to `stop` of a row."""
 
     begin: int  # where the forward begins, maybe before the tokens
     first: int
@@ -186,13 +209,14 @@ def delta_net(
     segments: Tensor | None = None,
     **more: Any,
 ) -> Tensor:
-    """The forward of a gated delta net that takes a plan: [1, T, hidden] -> [1, T, hidden]."""
+    """The forward of a gated delta net that takes a plan."""
     if segments is None:
         return forward(hidden_states, **more)
 
     runs, leaves = _runs(segments.tolist())
     outs: dict[int, Tensor] = {}  # by the place where they begin
     states: dict[int, Handover] = {}  # by the place behind which they stand
+
     for run in runs:
         above = [states[run.behind]] if run.behind else []
         states[run.stop] = Handover(layer, above)
@@ -207,15 +231,17 @@ def delta_net(
         for run in leaves:
             piece = hidden_states[0, run.first : run.stop]
             pieces.append(F.pad(piece, (0, 0, 0, longest - len(piece))))
+
         below = Handover(layer, [states[run.behind] for run in leaves])
         batch = forward(torch.stack(pieces), cache_params=below)
         for run, out in zip(leaves, batch, strict=True):
             outs[run.first] = out[: run.stop - run.first]
+
     return torch.cat([outs[first] for first in sorted(outs)])[None]
 
 
 def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
-    """The runs of segments up to their last forks, and those of what is left, for one batch.
+    """Runs up to the last forks of segments, and leaves, for one batch.
 
     A root without forks runs whole. One token behind a state would take decoding kernels: its run
     begins where the one before began.
@@ -244,6 +270,7 @@ def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
                 from_state = behind
             runs.append(_Run(begin, first, stop, from_state))
             first = behind = stop
+
         if first < start + length:
             leaves.append(_Run(first, first, start + length, behind))
     return runs, leaves
@@ -252,20 +279,29 @@ def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
 # -- Images ----------------------------------------------------------------------------------------
 
 
-def inputs_of_images(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that images change in a row's forward: its plan, its positions."""
+def inputs_of_images(
+    base: Any,
+    row: PackedBatch,
+    images: dict[str, Any],
+) -> dict[str, Any]:
+    """The arguments that images change: plan and positions."""
     inputs: dict[str, Any] = {}
     if base.config.model_type in prefix_attention.WHOLE_IMAGES:
         assert row.segments is not None
         is_image = row.input_ids[0] == base.config.image_token_id
         inputs["segments"] = cut_at_images(row.segments, is_image.tolist())
+
     if any(name.endswith("_grid_thw") for name in images):
         inputs["position_ids"] = rope_positions(base, row, images)
     return inputs
 
 
-def rope_positions(base: Any, row: PackedBatch, images: dict[str, Any]) -> Tensor:
-    """M-RoPE positions [3, 1, T]: the model's own for prompts, from which completions go on."""
+def rope_positions(
+    base: Any,
+    row: PackedBatch,
+    images: dict[str, Any],
+) -> Tensor:
+    """M-RoPE positions [3, 1, T], of which the model makes those of prompts."""
     assert row.segments is not None
     paths = prefix_attention._paths(row.segments)
     roots = [path[0] for path in paths if len(path) == 1]
@@ -283,20 +319,29 @@ def rope_positions(base: Any, row: PackedBatch, images: dict[str, Any]) -> Tenso
     return positions
 
 
-def _rope_of_prompts(base: Any, prompts: list[Tensor], images: dict[str, Any]) -> Any:
-    """Positions [3, prompts, tokens], and what follows each prompt adds to its place in the row."""
+def _rope_of_prompts(
+    base: Any,
+    prompts: list[Tensor],
+    images: dict[str, Any],
+) -> Any:
+    """Positions [3, prompts, tokens], and shifts for what follows each prompt."""
     ids = pad_sequence(prompts, batch_first=True)
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
+
     grids = {}
     for name, value in images.items():
         if name.endswith(("_grid_thw", "second_per_grid_ts")):
             grids[name] = value
+
     kinds = prefix_attention._kinds(base, ids)
     return base.model.get_rope_index(ids, kinds, **grids, attention_mask=mask)
 
 
-def cut_at_images(plan: Tensor, is_image: list[bool]) -> Tensor:
-    """The plan with runs of image tokens as segments that see all of themselves."""
+def cut_at_images(
+    plan: Tensor,
+    is_image: list[bool],
+) -> Tensor:
+    """The plan with segments for images, which see themselves whole."""
     cut: list[tuple[int, ...]] = []
     pieces: list[range] = []  # numbers in `cut` of each segment's
     for segment, path in zip(plan.tolist(), prefix_attention._paths(plan), strict=True):
@@ -313,5 +358,7 @@ def cut_at_images(plan: Tensor, is_image: list[bool]) -> Tensor:
             cut.append((places[0], len(places), parent, num_seen, int(kind)))
             parent = len(cut) - 1  # of the next run
             num_seen = len(places)
+
         pieces.append(range(first, len(cut)))
+
     return torch.tensor(cut)
