@@ -34,10 +34,10 @@ from transformers.masking_utils import sdpa_mask
 NAME = "shared_prefix"  # of the attention function in transformers
 HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at a time
 HALF = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels on a GPU
-# Of the tokens below a fork: sharing what saves less would only make more and smaller kernel calls.
-MIN_SAVED = 0.05
-# On the CPU, calls of at most SMALL² scores are made together: each costs more than its work.
-SMALL = 64
+MIN_SAVED = 0.05  # of the tokens below a fork: less would only make more and smaller kernel calls
+SMALL = (
+    64  # on the CPU, calls of at most SMALL² scores, which cost more than their work, are joined
+)
 
 Tokens = Sequence[int] | Tensor  # a tensor is [n] int64, on the CPU
 Groups = Sequence[tuple[Tokens, Sequence[Any]]]  # (prompt_ids, [completion_ids, ...]), see `pack`
@@ -78,8 +78,8 @@ class PackedBatch:
     position_ids: Tensor  # [R, T] int64; they restart in every segment where it branches off
     attention_mask: Tensor | None  # [R, T] int64, 1 on tokens, by length; None with segments
     segments: Tensor | None  # [S, 5] int64 on the CPU; None in padded rows
-    row: Tensor  # [N] int64, and the next: where the logits stand that predict a completion token
-    position: Tensor  # [N] int64
+    row: Tensor  # [N] int64, and `position`: where the logits that predict a token stand
+    position: Tensor
     targets: Tensor  # [N] int64, the completion tokens
     group: Tensor  # [N] int64, number of the group among all given to `pack`
     completion: Tensor  # [N] int64, number of the completion among all given to `pack`
@@ -103,8 +103,7 @@ def as_tokens(ids: Tokens) -> Tensor:
     """Token ids as [n] int64."""
     if isinstance(ids, Tensor) or not len(ids):
         return torch.as_tensor(ids, dtype=torch.int64)
-    # many times as fast as `torch.tensor` of a long list
-    return torch.frombuffer(array("q", ids), dtype=torch.int64)
+    return torch.frombuffer(array("q", ids), dtype=torch.int64)  # faster than `torch.tensor`
 
 
 def pack(
@@ -145,11 +144,7 @@ def num_packed_tokens(
 ) -> int:
     """Positions of a single row of all groups."""
     sequences = _sequences(groups, share_prefix, apart, math.inf)
-    return _Row(not share_prefix).and_also(*map(_flat, sequences)).num_tokens
-
-
-def _flat(lists: Iterable[list[Any]]) -> list[Any]:
-    return list(chain.from_iterable(lists))
+    return _Row(not share_prefix).and_also(*map(chain.from_iterable, sequences)).num_tokens
 
 
 SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups, or of single sequences
@@ -224,7 +219,7 @@ def _units(
     group: list[list[_Sequence]], empty: "_Row", budget: float
 ) -> Iterator[tuple[list[_Sequence], "_Row"]]:
     """The largest parts of a group that fit, each with a row."""
-    whole = _flat(group)
+    whole = list(chain.from_iterable(group))
     if whole and not empty.is_padded:
         row = empty.and_also(whole)
         if row.num_tokens <= budget:
@@ -318,7 +313,7 @@ class _Row:
     is_padded: bool
     branches: list[_Branch] = field(default_factory=list)
 
-    def and_also(self, *units: list[_Sequence]) -> "_Row":
+    def and_also(self, *units: Iterable[_Sequence]) -> "_Row":
         """The row with more sequences; others branch off the longest."""
         branches = list(self.branches)
         for unit in units:
@@ -388,17 +383,15 @@ class _Row:
         completions = [sequence.completion for sequence in sequences]
         columns = torch.tensor([[*lines], groups, completions]).repeat_interleave(sizes, dim=1)
 
-        position = _ranges(_flat(branch.cells(starts) for branch in self.branches))
+        cells = [branch.cells(starts) for branch in self.branches]
+        position = _ranges(list(chain.from_iterable(cells)))
         targets = torch.cat([sequence.tokens for sequence in sequences])
         index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
         return columns[0], position, targets, columns[1], columns[2], index, prompts
 
     def _prompts(self, segments: list[_Branch]) -> list[int | None]:
         """For every root the one group below it, or None."""
-        below: dict[_Branch, set[int | None]] = {}
-        for segment in segments:
-            if not segment.above:
-                below[segment] = set()
+        below: dict[_Branch, set[Any]] = {each: set() for each in segments if not each.above}
         for branch in self.branches:
             below[[branch, *branch.above][-1]].add(branch.sequence.group)
         prompts = []
@@ -565,6 +558,7 @@ def _cascade(
             part, part_lse = _merge(out[queries], lse[queries], part, part_lse)
         out[queries] = part
         lse[queries] = part_lse
+
     if sink is not None:  # a key without a value in every softmax
         out, lse = _merge(out, lse, torch.zeros_like(out), sink.to(lse.dtype).expand_as(lse))
     return out, lse
@@ -652,6 +646,7 @@ def _attention(
     scale = options.get("scaling")
     if scale is None:
         scale = query.shape[-1] ** -0.5
+
     if plan is not None and not has_softcap and _has_kernel(query, key, value):
         window = options.get("sliding_window")
         if window is None or _longest(plan) <= window:
@@ -696,8 +691,7 @@ TESTED = frozenset({
     "gpt_oss", "glm4", "deepseek_v3", "cohere2", "granite", "smollm3", "qwen3_next", "qwen3_5_text",
     "qwen2_5_vl", "qwen3_vl", "gemma3",
 })  # fmt: skip
-# tested with images (LLaVA's text part may be any)
-VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})
+VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})  # with images (LLaVA's text: any)
 WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their image
 Example = tuple[list[int], dict[str, Any]]  # tokens of a prompt with images, and these as inputs
 
@@ -909,6 +903,7 @@ def _trial(
     for name, value in images.items():  # as often as the third group's prompt is there
         copies = [value.to(row.input_ids.device)] * row.prompts.count(2)
         images = images | {name: torch.cat(copies)}
+
     with torch.set_grad_enabled(bool(weights)):  # whatever the caller's mode
         if is_shared:
             logprobs: Tensor = completion_logprobs(model, row, **images)
@@ -992,6 +987,7 @@ class _TokenLogprobs(torch.autograd.Function):
         dws: list[Tensor | None] = []
         for weight, is_wanted in zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True):
             dws.append(torch.zeros_like(weight, dtype=normalizers.dtype) if is_wanted else None)
+
         for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
             columns = (targets[part, None], normalizers[part, None])
             g = grad[part, None] * ctx.rule.factor
@@ -1139,16 +1135,15 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
     if linear.bias is not None:
         xs.append(hidden.new_ones(len(hidden), 1))
         weights.append(linear.bias[:, None])
+
     if has_lora and head.disable_adapters and head.merged:
         head.unmerge()
     if has_lora and not head.disable_adapters and not head.merged:
         for name in head.active_adapters:
             if name in head.lora_A:
                 if name in head.lora_variant or head.lora_B[name].bias is not None:
-                    raise ValueError(
-                        "the language-model head has an adapter other than plain LoRA (DoRA, or "
-                        "with a bias)"
-                    )
+                    odd = "an adapter other than plain LoRA (DoRA, or with a bias)"
+                    raise ValueError(f"the language-model head has {odd}")
                 down = head.lora_A[name]
                 low_rank = down(head.lora_dropout[name](hidden.to(down.weight.dtype)))
                 xs.append((low_rank * head.scaling[name]).to(hidden.dtype))
@@ -1170,6 +1165,7 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
         (vars(base), "logit_scale", scale, 1.0),
         (own, "logits_scaling", divisor, 1.0),
     ]
+
     with ExitStack() as stack:
         for attributes, name, value, without in neutral:
             if value != without:
@@ -1212,6 +1208,7 @@ def completion_logprobs(
     not_sampled = None
     if forbidden:
         not_sampled = torch.tensor(forbidden, device=cells.device)
+
     with _bare_logits(base, temperature, not_sampled) as rule:
         head.cells = cells
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
@@ -1226,6 +1223,7 @@ def completion_logprobs(
         finally:
             head.cells = None
             head.answer = None
+
     logprobs, entropy = answer[0].unbind(-1)
     if return_entropy:
         return logprobs, entropy.detach()
@@ -1282,6 +1280,7 @@ def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[
     if images and not base.shares_images:
         kind = base.config.model_type
         raise ValueError(f"a {kind} with images: attach(model, example=...) first, to compare it")
+
     inputs = {
         "segments": row.segments,
         "position_ids": row.position_ids,

@@ -41,8 +41,10 @@ def attention(
     """
     rules = (scale, options.get("softcap"), options.get("s_aux"))
     plan = options.get("segments")
+
     if plan is not None:
-        out = _loop(q, k, v, plan, options.get("sliding_window"), *rules)
+        window = options.get("sliding_window")
+        out = _loop(q, k, v, plan, window, *rules)
     else:
         if mask is None:
             ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
@@ -67,8 +69,7 @@ def _attend(
     num_copies = q.shape[1] // k.shape[1]
     keys = k.repeat_interleave(num_copies, dim=1)
     values = v.repeat_interleave(num_copies, dim=1)
-    scores = q @ keys.mT
-    scores = scores * scale
+    scores = q @ keys.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
 
@@ -76,8 +77,9 @@ def _attend(
     smallest = torch.finfo(wide).min  # finite: padding may see nothing
     scores = scores.to(wide).masked_fill(~mask, smallest)
     if sinks is not None:
-        sink_scores = sinks.to(wide).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat([scores, sink_scores], -1)
+        sinks = sinks.to(wide).view(-1, 1, 1)
+        sink_scores = sinks.expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink_scores], dim=-1)
 
     p = scores.softmax(-1)[..., : k.shape[2]]
     return p.to(v.dtype) @ values
@@ -97,7 +99,8 @@ def _loop(
     """
     row = torch.arange(q.shape[2], device=q.device)  # so that the host never waits for the device
     outs = []
-    for segment, path in zip(plan.tolist(), prefix_attention._paths(plan), strict=True):
+    paths = prefix_attention._paths(plan)
+    for segment, path in zip(plan.tolist(), paths, strict=True):
         context = torch.cat([row[piece.start : piece.stop] for piece in reversed(path)])
         sees_all = bool(segment[4])
         shift = path[0].stop - len(context)  # from a place on the path to one in the row
@@ -119,6 +122,7 @@ def _loop(
                 use_reentrant=False,
             )
             outs.append(out)
+
     return torch.cat(outs, dim=2)
 
 
@@ -149,7 +153,11 @@ class Handover:
 
     record_past = True  # the way that does not update states in place
 
-    def __init__(self, layer: int, above: Sequence[Any]):
+    def __init__(
+        self,
+        layer: int,
+        above: Sequence[Any],
+    ):
         self.layers = {layer: self}
 
         # the last inputs of the convolution [B, channels, K - 1]
@@ -161,7 +169,11 @@ class Handover:
             recurrent = [state.recurrent_states[0] for state in above]
             self.recurrent_states = [torch.cat(recurrent)]
 
-    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+    def has_previous_state(
+        self,
+        *_: Any,
+        **__: Any,
+    ) -> bool:
         """Called by the net."""
         return self.inputs is not None
 
@@ -230,17 +242,21 @@ def delta_net(
         pieces = []
         for run in leaves:
             piece = hidden_states[0, run.first : run.stop]
-            pieces.append(F.pad(piece, (0, 0, 0, longest - len(piece))))
+            num_missing = longest - len(piece)
+            pieces.append(F.pad(piece, (0, 0, 0, num_missing)))
 
         below = Handover(layer, [states[run.behind] for run in leaves])
         batch = forward(torch.stack(pieces), cache_params=below)
         for run, out in zip(leaves, batch, strict=True):
             outs[run.first] = out[: run.stop - run.first]
 
-    return torch.cat([outs[first] for first in sorted(outs)])[None]
+    in_order = [outs[first] for first in sorted(outs)]
+    return torch.cat(in_order)[None]
 
 
-def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
+def _runs(
+    plan: list[list[int]],
+) -> tuple[list[_Run], list[_Run]]:
     """Runs up to the last forks of segments, and leaves, for one batch.
 
     A root without forks runs whole. One token behind a state would take decoding kernels: its run
@@ -273,6 +289,7 @@ def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
 
         if first < start + length:
             leaves.append(_Run(first, first, start + length, behind))
+
     return runs, leaves
 
 
@@ -344,7 +361,8 @@ def cut_at_images(
     """The plan with segments for images, which see themselves whole."""
     cut: list[tuple[int, ...]] = []
     pieces: list[range] = []  # numbers in `cut` of each segment's
-    for segment, path in zip(plan.tolist(), prefix_attention._paths(plan), strict=True):
+    paths = prefix_attention._paths(plan)
+    for segment, path in zip(plan.tolist(), paths, strict=True):
         parent = -1
         num_seen = 0
         if segment[2] >= 0:  # below the last piece that begins before the fork
