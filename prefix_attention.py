@@ -199,7 +199,8 @@ def _sequences(
 def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]]:
     """A completion's own segments, or itself behind its group's prompt."""
     pairs = [(prompt_ids, completion)]
-    if len(completion) and isinstance(completion[0], tuple):
+    is_tensor = isinstance(completion, Tensor)
+    if not is_tensor and len(completion) and isinstance(completion[0], tuple):
         pairs = completion
     return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in pairs]
 
@@ -424,8 +425,8 @@ def _paths(plan: Tensor) -> list[list[range]]:
     for start, length, parent, num_seen, _ in plan.tolist():
         path = [range(start, start + length)]
         if parent >= 0:
-            of_parent, *further = paths[parent]
-            path += [of_parent[:num_seen], *further]
+            path += paths[parent]
+            path[1] = path[1][:num_seen]
         paths.append(path)
     return paths
 

@@ -39,6 +39,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
+import training.rare_attention  # noqa: F401  # for fp32 where there is a GPU
 from benchmarks.common import Rows, device_here, durations, median, memory_mb, report, reset_peak
 from prefix_attention import NAME, PackedBatch, _attention, attach, completion_logprobs, pack
 from recipes.flash4 import use_flash_attention_4
@@ -68,7 +69,9 @@ METHODS = ("padded", "packed", "grouper", "ours")
 REPEATS = {"quick": (1, 0.0), "4 layers": (3, 15.0)}
 # on a GPU: tokens of a row, of which those of the 8B model have to fit 80 GB beside its weights and gradients
 BUDGETS = {"quick": 4096, "1.5B": 131072, "8B": 65536}
-LARGEST = 200_000  # repeated tokens: packed rows of more would take the 8B model out of nine minutes
+LARGEST = (
+    200_000  # repeated tokens: packed rows of more would take the 8B model out of nine minutes
+)
 
 
 def make_groups(shape: str, vocab: int) -> Groups:
@@ -79,9 +82,15 @@ def make_groups(shape: str, vocab: int) -> Groups:
         return [rng.randrange(vocab) for _ in range(count)]
 
     if shape == "ragged":
-        return [(tokens(rng.randint(200, 2000)), [tokens(rng.randint(20, 600)) for _ in range(8)]) for _ in range(6)]
+        return [
+            (tokens(rng.randint(200, 2000)), [tokens(rng.randint(20, 600)) for _ in range(8)])
+            for _ in range(6)
+        ]
     prompt, completion, size, *more = map(int, shape.split(","))
-    return [(tokens(prompt), [tokens(completion) for _ in range(size)]) for _ in range(more[0] if more else 1)]
+    return [
+        (tokens(prompt), [tokens(completion) for _ in range(size)])
+        for _ in range(more[0] if more else 1)
+    ]
 
 
 def make_model(size: str, device: torch.device) -> Any:
@@ -102,14 +111,23 @@ def padded_logprobs(model: Any, row: PackedBatch) -> Tensor:
     """(a), by the model's own logits from the first position that predicts."""
     first = int(row.position.min())
     logits = model(
-        input_ids=row.input_ids, attention_mask=row.attention_mask, logits_to_keep=row.input_ids.shape[1] - first
+        input_ids=row.input_ids,
+        attention_mask=row.attention_mask,
+        logits_to_keep=row.input_ids.shape[1] - first,
     ).logits
     chosen = logits[row.row, row.position - first].float()
     return chosen.gather(-1, row.targets[:, None])[:, 0] - chosen.logsumexp(-1)
 
 
 def grouper_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, prefix_grouper: Any, scaling: float, **__: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _: Any,
+    prefix_grouper: Any,
+    scaling: float,
+    **__: Any,
 ) -> tuple[Tensor, None]:
     """The package's attention through sdpa. Its masks are of padding [B, K]; causality goes from the end of the keys.
 
@@ -121,11 +139,15 @@ def grouper_attention(
         if q.shape[2] == k.shape[2] and padding.all():
             mask = None
         elif (mask := getattr(padding, "causal", None)) is None:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(
+                k.shape[2] - q.shape[2]
+            )
             mask = mask & padding[:, None, None]
             mask |= ~mask.any(-1, keepdim=True)  # queries that are padding: anything but nothing
             padding.causal = mask
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scaling, enable_gqa=True
+        )
         return out.transpose(1, 2)
 
     return AttentionForward(sdpa)(prefix_grouper, query, key, value), None
@@ -134,13 +156,19 @@ def grouper_attention(
 @lru_cache(maxsize=2)
 def forest_mask(plan: bytes, device: torch.device) -> Any:
     """flex_attention's mask of a row, none of whose segments has more than one above it."""
-    start, length, parent, seen, _ = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5).T
+    start, length, parent, seen, _ = (
+        torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5).T
+    )
     own = torch.arange(len(start)).repeat_interleave(length)
-    first = torch.where(parent < 0, 0, start[parent])[own].to(device)  # of what is seen of the parent
+    first = torch.where(parent < 0, 0, start[parent])[own].to(
+        device
+    )  # of what is seen of the parent
     behind, own = first + torch.where(parent < 0, 0, seen)[own].to(device), own.to(device)
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return ((own[query] == own[key]) & (query >= key)) | ((key >= first[query]) & (key < behind[query]))
+        return ((own[query] == own[key]) & (query >= key)) | (
+            (key >= first[query]) & (key < behind[query])
+        )
 
     return compiled(create_block_mask)(sees, None, None, len(own), len(own), device=device)
 
@@ -152,11 +180,20 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 def forest_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, _: Any, segments: Tensor, scaling: float, **__: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    _: Any,
+    segments: Tensor,
+    scaling: float,
+    **__: Any,
 ) -> tuple[Tensor, None]:
     """(d)'s rows by flex_attention."""
     mask = forest_mask(segments.cpu().numpy().tobytes(), query.device)
-    out = compiled(flex_attention)(query, key, value, block_mask=mask, scale=scaling, enable_gqa=True)
+    out = compiled(flex_attention)(
+        query, key, value, block_mask=mask, scale=scaling, enable_gqa=True
+    )
     return out.transpose(1, 2), None
 
 
@@ -165,7 +202,10 @@ def padded_batches(groups: Groups, max_tokens: int) -> list[Groups]:
     batches: list[Groups] = []
     for group in groups:
         together = [*batches[-1], group] if batches else []
-        longest = max((len(prompt) + sum(map(len, completions)) for prompt, completions in together), default=0)
+        longest = max(
+            (len(prompt) + sum(map(len, completions)) for prompt, completions in together),
+            default=0,
+        )
         if not together or longest * len(together) > max_tokens:
             batches.append([])
         batches[-1].append(group)
@@ -181,11 +221,15 @@ def grouper_logprobs(model: Any, groups: Groups) -> Tensor:
     def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
         tensors = [torch.tensor(row) for row in rows]
         ids = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True).to(device)
-        mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(t) for t in tensors], batch_first=True).to(device)
+        mask = torch.nn.utils.rnn.pad_sequence(
+            [torch.ones_like(t) for t in tensors], batch_first=True
+        ).to(device)
         return ids, mask
 
     prompt_ids, prompt_mask = padded([prompt for prompt, _ in groups])
-    completion_ids, completion_mask = padded([ids for _, completions in groups for ids in completions])
+    completion_ids, completion_mask = padded(
+        [ids for _, completions in groups for ids in completions]
+    )
     grouper = PrefixGrouper.from_ungrouped_masks(
         prefix_mask=prompt_mask,
         suffix_mask=completion_mask,
@@ -212,14 +256,18 @@ def grouper_logprobs(model: Any, groups: Groups) -> Tensor:
     return (suffix.gather(-1, targets[..., None])[..., 0] - suffix.logsumexp(-1))[kept]
 
 
-def make_batches(method: str, groups: Groups, max_tokens: int, device: torch.device) -> Sequence[Any]:
+def make_batches(
+    method: str, groups: Groups, max_tokens: int, device: torch.device
+) -> Sequence[Any]:
     """What `method` forwards at a time, within the same token budget."""
     if method == "grouper":
         return padded_batches(groups, max_tokens)
     if method == "padded":  # a group's rows are equally long but for the completions
         rows = [row for group in groups for row in pack([group], max_tokens, share_prefix=False)]
     elif method == "packed":
-        alone = [(prompt, [completion]) for prompt, completions in groups for completion in completions]
+        alone = [
+            (prompt, [completion]) for prompt, completions in groups for completion in completions
+        ]
         rows = pack(alone, max_tokens, apart=range(len(alone)))
     else:
         rows = pack(groups, max_tokens)
@@ -272,7 +320,10 @@ def flops(groups: Groups, size: str, share: bool) -> float:
     """Of forward and backward, each completion's last token left out: 3 x linear and head, 3.5 x attention."""
     s = SIZES[size]
     heads = s["num_attention_heads"] * s["head_dim"]
-    projections = 2 * s["hidden_size"] * heads + 2 * s["hidden_size"] * s["num_key_value_heads"] * s["head_dim"]
+    projections = (
+        2 * s["hidden_size"] * heads
+        + 2 * s["hidden_size"] * s["num_key_value_heads"] * s["head_dim"]
+    )
     weights = projections + 3 * s["hidden_size"] * s["intermediate_size"]
     tokens = pairs = predicted = 0
     for prompt, completions in groups:
@@ -282,7 +333,9 @@ def flops(groups: Groups, size: str, share: bool) -> float:
         pairs += sum((n := len(ids) - 1) * p + n * (n + 1) // 2 for ids in completions)
         predicted += sum(map(len, completions))
     per_layer = 3 * 2 * weights * tokens + 3.5 * 4 * heads * pairs
-    return s["num_hidden_layers"] * per_layer + 3 * 2 * s["vocab_size"] * s["hidden_size"] * predicted
+    return (
+        s["num_hidden_layers"] * per_layer + 3 * 2 * s["vocab_size"] * s["hidden_size"] * predicted
+    )
 
 
 def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
@@ -290,7 +343,16 @@ def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
     found: dict[str, list[dict[str, Any]]] = {}
     processes, seconds = REPEATS[size]
     for method in (*METHODS, *("packed", "ours") * (processes - 1)):
-        command = [sys.executable, __file__, "--measure", method, size, shape, str(seconds), str(max_tokens)]
+        command = [
+            sys.executable,
+            __file__,
+            "--measure",
+            method,
+            size,
+            shape,
+            str(seconds),
+            str(max_tokens),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             if "out of memory" not in done.stderr.lower() and done.returncode != -9:
@@ -298,16 +360,21 @@ def compare(size: str, shape: str, max_tokens: int) -> dict[str, Any]:
             continue
         found.setdefault(method, []).append(json.loads(done.stdout.splitlines()[-1]))
     results = {
-        method: of[-1] | {name: median([result[name] for result in of]) for name in ("seconds", "memory_mb")}
+        method: of[-1]
+        | {name: median([result[name] for result in of]) for name in ("seconds", "memory_mb")}
         for method, of in found.items()
     }
     return compared(size, shape, METHODS, results)
 
 
-def compared(size: str, shape: str, methods: Sequence[str], results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def compared(
+    size: str, shape: str, methods: Sequence[str], results: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
     """The row of a table, from each method's seconds, memory and log-probs."""
     groups = make_groups(shape, SIZES[size]["vocab_size"])
-    row: dict[str, Any] = {f"{method}_s": results[method]["seconds"] for method in methods if method in results}
+    row: dict[str, Any] = {
+        f"{method}_s": results[method]["seconds"] for method in methods if method in results
+    }
     row |= {f"{method}_mb": results[method]["memory_mb"] for method in methods if method in results}
     row["bound"] = flops(groups, size, share=False) / flops(groups, size, share=True)
     if {"packed", "ours"} <= results.keys():
@@ -325,11 +392,20 @@ def compared(size: str, shape: str, methods: Sequence[str], results: dict[str, d
 
 
 def compare_in_one_process(
-    size: str, shapes: Sequence[str], rows: Rows, device: torch.device, is_compiled: bool, more: dict[str, str]
+    size: str,
+    shapes: Sequence[str],
+    rows: Rows,
+    device: torch.device,
+    is_compiled: bool,
+    more: dict[str, str],
 ) -> None:
     """The methods on one attached model, shape by shape; `more` is said of every row."""
     model = attach(make_model(size, device))
-    attentions: dict[str, Callable[..., Any]] = {"packed": _attention, "ours": _attention, "grouper": grouper_attention}
+    attentions: dict[str, Callable[..., Any]] = {
+        "packed": _attention,
+        "ours": _attention,
+        "grouper": grouper_attention,
+    }
     if device.type == "cuda":  # on a CPU flex_attention has no backward
         attentions["flex"] = forest_attention
     if is_compiled:
@@ -357,7 +433,9 @@ def compare_in_one_process(
     def measured(shape: str) -> dict[str, Any]:
         groups = make_groups(shape, SIZES[size]["vocab_size"])
         results: dict[str, dict[str, Any]] = {}
-        failed: dict[str, str] = {}  # why a rival has no figures: no package, no room for its logits, ...
+        failed: dict[
+            str, str
+        ] = {}  # why a rival has no figures: no package, no room for its logits, ...
         for method, attention in attentions.items():
             AttentionInterface.register(NAME, attention)
             batches = make_batches(method, groups, BUDGETS[size], device)
@@ -375,21 +453,39 @@ def compare_in_one_process(
 
 def shapes_for_gpu(size: str) -> list[str]:
     """Many short groups, then prompts of 16k tokens together, those of fewest repeated tokens first."""
-    long = [(p, p // part, g, max(1, 16384 // p)) for p in (4096, 8192, 16384) for g in (8, 16) for part in (16, 4)]
+    long = [
+        (p, p // part, g, max(1, 16384 // p))
+        for p in (4096, 8192, 16384)
+        for g in (8, 16)
+        for part in (16, 4)
+    ]
     repeated = {shape: (shape[0] + shape[1]) * shape[2] * shape[3] for shape in long}
-    long = sorted((shape for shape in long if size != "8B" or repeated[shape] <= LARGEST), key=repeated.__getitem__)
+    long = sorted(
+        (shape for shape in long if size != "8B" or repeated[shape] <= LARGEST),
+        key=repeated.__getitem__,
+    )
     return ["128,128,8,10", "128,128,8,40", *(",".join(map(str, shape)) for shape in long)]
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--quick", action="store_true", help="a tiny model and one small shape, in under a minute")
-    parser.add_argument("--models", default="1.5B,8B", help="on a GPU: which of them (each under nine minutes)")
-    parser.add_argument("--shapes", nargs="+", help="on a GPU: P,S,G or P,S,G,groups in place of the usual ones")
+    parser.add_argument(
+        "--quick", action="store_true", help="a tiny model and one small shape, in under a minute"
+    )
+    parser.add_argument(
+        "--models", default="1.5B,8B", help="on a GPU: which of them (each under nine minutes)"
+    )
+    parser.add_argument(
+        "--shapes", nargs="+", help="on a GPU: P,S,G or P,S,G,groups in place of the usual ones"
+    )
     parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
-    parser.add_argument("--flash4", action="store_true", help="on a Hopper GPU: by FlashAttention 4")
+    parser.add_argument(
+        "--flash4", action="store_true", help="on a Hopper GPU: by FlashAttention 4"
+    )
     parser.add_argument("--one-process", action="store_true", help="on a CPU, too: as on a GPU")
     parser.add_argument("--measure", nargs=5, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -407,7 +503,10 @@ def main() -> None:
             usual = ["128,32,4", "32,16,4,10"] if args.quick else shapes_for_gpu(size)
             compare_in_one_process(size, args.shapes or usual, rows, device, args.compile, more)
         return
-    cases = [("4 layers", shape, 8192) for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")]
+    cases = [
+        ("4 layers", shape, 8192)
+        for shape in ("512,512,8", "1024,256,8", "2048,128,8", "4096,64,16", "ragged")
+    ]
     table: list[dict[str, Any]] = []
     for size, shape, max_tokens in [("quick", "128,32,4", 4096)] if args.quick else cases:
         table.append({"model": size, "shape": shape} | compare(size, shape, max_tokens))

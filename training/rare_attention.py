@@ -107,9 +107,14 @@ def _loop(
 
         for first in range(path[0].start - shift, len(context), QUERY_BLOCK):
             stop = min(first + QUERY_BLOCK, len(context))
-            seen = slice(0, len(context) if sees_all else stop)
+            oldest = 0
             if window is not None:
-                seen = slice(max(first - window + 1, 0), seen.stop)
+                oldest = max(first - window + 1, 0)
+
+            newest = stop
+            if sees_all:
+                newest = len(context)
+            seen = slice(oldest, newest)
             keys = context[seen]
 
             out = checkpoint(
@@ -232,6 +237,7 @@ def delta_net(
     for run in runs:
         above = [states[run.behind]] if run.behind else []
         states[run.stop] = Handover(layer, above)
+
         piece = hidden_states[:, run.begin : run.stop]
         out = forward(piece, cache_params=states[run.stop])[0]
         outs[run.first] = out[run.first - run.begin :]
