@@ -14,7 +14,7 @@ ROOMS = {
         "servers", "proofs", "rollouts", "evaluation", "references", "replay",
     },
     "training": {
-        "batching", "model", "vision", "checkpoints", "logs", "metrics", "terminal", "wandb_log",
+        "batching", "model", "rare_attention", "vision", "checkpoints", "logs", "metrics", "terminal", "wandb_log",
         "hooks",
     },
     "weights": {"publish", "transfer", "cuda_ipc"},
@@ -24,7 +24,7 @@ FLOORS = {  # of a file, or else of its room
     "rollouts.group": 3, "prefix_attention": 2, "utils": 1, "config": 0,
 }  # fmt: skip
 ALL_LINES, FILE_LINES, FUNCTION_LINES, COLUMNS = 5250, 530, 60, 120
-FILE_LIMITS = {"prefix_attention": 1013, "vllm_client": 570}  # where it is not FILE_LINES
+FILE_LIMITS = {"prefix_attention": 1300, "vllm_client": 570}  # where it is not FILE_LINES
 
 
 def files():

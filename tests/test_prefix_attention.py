@@ -2,10 +2,9 @@
 
 import contextlib
 import copy
+import dataclasses
 import re
 import sys
-import types
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import torch._dynamo.testing
 import transformers
 from helpers import ROOT
 from test_prefix_models import (
+    FAMILIES,
     SIZES,
     assert_equal_gradients,
     gradients,
@@ -28,7 +28,16 @@ from test_prefix_models import (
 from transformers import AutoModelForCausalLM
 
 import prefix_attention
-from prefix_attention import PackedBatch, attach, completion_logprobs, num_packed_tokens, pack
+from prefix_attention import (
+    PackedBatch,
+    attach,
+    completion_logprobs,
+    needs_rare_attention,
+    num_packed_tokens,
+    pack,
+)
+from training import rare_attention
+from training.model import import_rare_attention
 
 GROUPS = [
     ([5, 6, 7], [[8, 9, 2], [2], []]),
@@ -642,7 +651,7 @@ def test_adapters_of_the_head(kind):
 @pytest.mark.parametrize("block", [1, 3, 512])
 def test_blocks_of_queries(block, monkeypatch):
     """Windows that bind by one token, in blocks smaller than a segment."""
-    monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(rare_attention, "QUERY_BLOCK", block)
     for family in ("Mistral", "Gemma2", "GptOss"):
         plain, shared = make_model(family, stock(family)), attach(make_model(family))
         for length in (
@@ -764,60 +773,247 @@ def test_gradients_that_are_nan_are_refused(monkeypatch):
         attach(make_model("Llama", stock("Llama")), verify=True)
 
 
-# -- mutations -------------------------------------------------------------------------------------------------------
+# -- the second file -------------------------------------------------------------------------------------------------
 
-MUTATIONS = [
-    ("the merge", "Llama", "lse = torch.logaddexp(a_lse, b_lse)", "lse = a_lse"),
-    ("the weight of a part", "Llama", "b * (b_lse - lse).exp()", "b * (b_lse - a_lse).exp()"),
-    ("the gradient's lse", "Llama", "out[queries], lse[queries]), block", "out[queries], lse[queries] + 0.1), block"),
-    ("the gradient's sum", "Llama", "total[where] += part", "total[where] += 0 * part"),
-    ("causality", "Llama", "kernel(*heads_first, 0.0, block.is_causal", "kernel(*heads_first, 0.0, False"),
-    ("the pieces of a call", "Llama", "_places(side, device) for side in sides",
-     "_places(side[::step], device) for side, step in zip(sides, (1, -1))"),
-    ("positions", "Llama", "_ranges([(segment.depth, ", "_ranges([(0, "),
-    ("where a branch leaves its parent", "Llama", "paths[parent][0][:seen]", "paths[parent][0]"),
-    ("the parent's parents", "Llama", "*paths[parent][1:]]", "*paths[parent][2:]]"),
-    ("the ancestor rule", "Llama", "if level and pieces and pieces[-1][1] == keys and", "if level and pieces and"),
-    ("the parent's number", "Llama", "(numbers[s.above[0]], s.depth", "(numbers[s.above[-1]], s.depth"),
-    ("the order of tokens", "Llama",
-     "ids[segment.depth :]) for segment in segments]",
-     "ids[segment.depth :]) for segment in segments[::-1]]"),
-    ("the source of first tokens", "Llama",
-     "starts[segment] + start - segment.depth, stop",
-     "starts[segment] + max(start - segment.depth - 1, 0), stop"),
-    ("the window", "Mistral", "(distance < (window or math.inf))", "(distance <= (window or math.inf))"),
-    ("the loop's mask", "Gemma2", "((distance >= 0) |", "((distance >= -1) |"),
-    ("softcap", "Gemma2", "scores = softcap * torch.tanh(scores / softcap)", "scores = torch.tanh(scores / softcap)"),
-    ("logit softcap", "Gemma3", "1 - (logits / cap).square_()", "1 + 0 * (logits / cap).square_()"),
-    ("sinks", "GptOss", "sink.to(lse.dtype).expand_as(lse)", "sink.to(lse.dtype).expand_as(lse) - 1"),
-    ("the gradient of sinks", "GptOss", "dsinks = -(", "dsinks = ("),
-    ("the logit scale", "Cohere2", "_Logits(scale / divisor", "_Logits(1.0"),
-    ("the handed state", "Qwen3Next", "state.recurrent_states[0] for", "0 * state.recurrent_states[0] for"),
-    ("the state at a fork", "Qwen3_5", "states.get((parent, seen))", "states.get((parent, plan[parent][1]))"),
-    ("the handed inputs", "Qwen3_5", "torch.cat([state.inputs for", "torch.cat([0 * state.inputs for"),
+RARE = {"Mistral", "Gemma2", "Gemma3", "GptOss", "Cohere2", "Qwen3Next", "Qwen3_5"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rare_families_need_the_second_file(family, monkeypatch):
+    """Without it they are refused when they are attached; the others never miss it."""
+    monkeypatch.setattr(prefix_attention, "RARE", None)
+    model = make_model(family)
+    assert needs_rare_attention(model) == (family in RARE)
+    if family in RARE:
+        with pytest.raises(ValueError, match="import training.rare_attention first"):
+            attach(model)
+        return
+    groups = [*make_groups(), *make_agents()]
+    expected = plain_rows(make_model(family, stock(family)), groups)
+    got = shared_rows(attach(model, verify=True), groups)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_fp32_on_a_gpu_needs_the_second_file(monkeypatch):
+    full, half = make_model("Llama"), make_model("Llama", dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert needs_rare_attention(full)
+    assert not needs_rare_attention(half)
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    assert not needs_rare_attention(full)
+
+
+def test_what_is_seen_only_in_a_forward_is_not_silent(monkeypatch):
+    """A softcap under a name that no rule knows."""
+    model = attach(make_model("Gemma2"))
+    monkeypatch.setattr(prefix_attention, "RARE", None)
+    for share_prefix in (True, False):
+        (row,) = pack(make_groups(), share_prefix=share_prefix)
+        with pytest.raises(ValueError, match="import training.rare_attention first"):
+            completion_logprobs(model, row)
+
+
+def test_the_trainer_imports_the_second_file_where_it_is_needed(monkeypatch):
+    monkeypatch.setattr(prefix_attention, "RARE", None)
+    monkeypatch.delitem(sys.modules, "training.rare_attention")
+    import_rare_attention(make_model("Llama"))
+    assert prefix_attention.RARE is None
+    import_rare_attention(make_model("Gemma2"))
+    assert prefix_attention.RARE is sys.modules["training.rare_attention"]
+
+
+# -- mutations -------------------------------------------------------------------------------------------------------
+# Each takes a function and returns it with a fault.
+
+
+def heavier(merge):
+    """The other part is weighed against the first instead of both."""
+
+    def broken(a, a_lse, b, b_lse):
+        out, lse = merge(a, a_lse, b, b_lse)
+        return out + b * ((b_lse - a_lse).exp() - (b_lse - lse).exp())[..., None], lse
+
+    return broken
+
+
+def sinks_off_by_one(merge):
+    """The key without a value is a nat smaller."""
+
+    def broken(a, a_lse, b, b_lse):
+        return merge(a, a_lse, b, b_lse if b.any() else b_lse - 1)
+
+    return broken
+
+
+def no_sum(add_part):
+    """What comes after the first level is left out, where it is a slice."""
+
+    def broken(total, part, places, level):
+        if level == 0 or not isinstance(places, slice):
+            add_part(total, part, places, level)
+
+    return broken
+
+
+def swapped(calls):
+    """Within a call, each piece of queries sees another's keys."""
+
+    def broken(*args):
+        return [
+            [(queries, keys) for (queries, _), (_, keys) in zip(call, call[::-1], strict=True)]
+            for call in calls(*args)
+        ]
+
+    return broken
+
+
+def uncut(paths):
+    """A branch sees all of its parent."""
+
+    def broken(plan):
+        plan, is_below = plan.clone(), plan[:, 2] >= 0
+        plan[is_below, 3] = plan[plan[is_below, 2], 1]
+        return paths(plan)
+
+    return broken
+
+
+def run_together(pieces_by_level):
+    """Queries that stand side by side make one piece, whatever they see."""
+
+    def broken(plan):
+        levels = pieces_by_level(plan)
+        for (level, _), pieces in levels.items():
+            for n in reversed(range(1, len(pieces))):
+                (before, _), (queries, keys) = pieces[n - 1 : n + 1]
+                if level and before.stop == queries.start:
+                    pieces[n - 1 : n + 1] = [(range(before.start, queries.stop), keys)]
+        return levels
+
+    return broken
+
+
+def from_zero(shared):
+    """Positions begin at 0 in every segment."""
+
+    def broken(self):
+        batch = shared(self)
+        positions = [torch.arange(length) for length in batch.segments[:, 1].tolist()]
+        return dataclasses.replace(batch, position_ids=torch.cat(positions)[None])
+
+    return broken
+
+
+def below_roots(shared):
+    """The parent of a branch is its root."""
+
+    def broken(self):
+        batch = shared(self)
+        plan = batch.segments.clone()
+        for segment in plan:
+            while segment[2] >= 0 and plan[segment[2], 2] >= 0:
+                segment[2] = plan[segment[2], 2]
+        return dataclasses.replace(batch, segments=plan)
+
+    return broken
+
+
+def reordered(shared):
+    """The tokens of segments stand in the opposite order."""
+
+    def broken(self):
+        batch = shared(self)
+        pieces = batch.input_ids[0].split(batch.segments[:, 1].tolist())
+        return dataclasses.replace(batch, input_ids=torch.cat(pieces[::-1])[None])
+
+    return broken
+
+
+def zeroed(attribute):
+    """What a gated delta net takes over is 0."""
+
+    def make(init):
+        def broken(self, *args):
+            init(self, *args)
+            if attribute == "inputs" and self.inputs is not None:
+                self.inputs = 0 * self.inputs
+            if attribute == "states":
+                self.recurrent_states = [0 * state for state in self.recurrent_states]
+
+        return broken
+
+    return make
+
+
+def too_late(runs):
+    """Branches go on from the end of their parent instead of their fork."""
+
+    def broken(plan):
+        ends = [plan[parent][1] if parent >= 0 else 0 for _, _, parent, _, _ in plan]
+        return runs([[*segment[:3], end, 0] for segment, end in zip(plan, ends, strict=True)])
+
+    return broken
+
+
+OURS, SECOND = prefix_attention, rare_attention
+MUTATIONS: list[tuple[str, str, Any, str, Any]] = [
+    ("the merge", "Llama", torch, "logaddexp", lambda right: lambda a, b: a),
+    ("the weight of a part", "Llama", OURS, "_merge", heavier),
+    ("the gradient's lse", "Llama", OURS, "_flash_backward",
+     lambda right: lambda tensors, *rest: right((*tensors[:5], tensors[5] + 0.1), *rest)),
+    ("the gradient's sum", "Llama", OURS, "_add_part", no_sum),
+    ("causality", "Llama", OURS, "_flash_on_cpu",
+     lambda right: lambda kernel, q, block, scale: right(kernel, q, block._replace(is_causal=False), scale)),
+    ("the pieces of a call", "Llama", OURS, "_calls", swapped),
+    ("positions", "Llama", OURS._Row, "_shared", from_zero),
+    ("where a branch leaves its parent", "Llama", OURS, "_paths", uncut),
+    ("the parent's parents", "Llama", OURS, "_paths",
+     lambda right: lambda plan: [path[:2] + path[3:] for path in right(plan)]),
+    ("the ancestor rule", "Llama", OURS, "_pieces_by_level", run_together),
+    ("the parent's number", "Llama", OURS._Row, "_shared", below_roots),
+    ("the order of tokens", "Llama", OURS._Row, "_shared", reordered),
+    ("the source of first tokens", "Llama", OURS._Branch, "cells",
+     lambda right: lambda self, starts: [(max(first - 1, 0), num) for first, num in right(self, starts)]),
+    ("the window", "Mistral", SECOND, "_mask",
+     lambda right: lambda distance, sees_all, window: right(distance, sees_all, window + 1)),
+    ("the loop's mask", "Gemma2", SECOND, "_mask",
+     lambda right: lambda distance, sees_all, window: right(distance + 1, sees_all, window and window + 1)),
+    ("softcap", "Gemma2", torch, "tanh", lambda right: lambda x: right(x) / 2),  # not times the cap, which is 2
+    ("logit softcap", "Gemma3", OURS, "_derive", lambda right: lambda *args: right(*args[:4], None, args[5])),
+    ("sinks", "GptOss", OURS, "_merge", sinks_off_by_one),
+    ("the gradient of sinks", "GptOss", OURS, "_sink_gradient", lambda right: lambda *args: -right(*args)),
+    ("the logit scale", "Cohere2", OURS, "_Logits", lambda right: lambda factor, *rest: right(1.0, *rest)),
+    ("the handed state", "Qwen3Next", SECOND.Handover, "__init__", zeroed("states")),
+    ("the state at a fork", "Qwen3_5", SECOND, "_runs", too_late),
+    ("the handed inputs", "Qwen3_5", SECOND.Handover, "__init__", zeroed("inputs")),
 ]  # fmt: skip
 
 
+@pytest.fixture
+def no_blocks():
+    """Kernel calls are not kept from before a mutation, nor for after."""
+    prefix_attention._blocks.cache_clear()
+    yield
+    prefix_attention._blocks.cache_clear()
+
+
+@pytest.mark.usefixtures("no_blocks")
 @pytest.mark.parametrize(
-    ("what", "family", "right", "wrong"), MUTATIONS, ids=[m[0] for m in MUTATIONS]
+    ("family", "owner", "name", "mutate"),
+    [m[1:] for m in MUTATIONS],
+    ids=[m[0] for m in MUTATIONS],
 )
-def test_the_comparison_notices(what, family, right, wrong):
-    """The module with one line broken fails the comparison of `test_prefix_models.py`."""
-    source = Path(prefix_attention.__file__).read_text()
-    assert source.count(right) == 1, f"{what}: its line has changed"
-    broken = types.ModuleType("broken")
-    sys.modules["broken"] = broken
-    source = source.replace(right, wrong).replace(
-        '"prefix_attention::', f'"broken_{abs(hash(what))}::'
-    )
-    exec(compile(source.replace('NAME = "', 'NAME = "broken_'), "broken.py", "exec"), vars(broken))
-    plain, shared = make_model(family, stock(family)), broken.attach(make_model(family))
+def test_the_comparison_notices(family, owner, name, mutate, monkeypatch):
+    """With one function broken, the comparison of `test_prefix_models.py` fails."""
+    plain = make_model(family, stock(family))
     groups = [*make_groups(), *make_agents()]
-    expected, got = (
-        plain_rows(plain, groups),
-        broken.completion_logprobs(shared, *broken.pack(groups)),
-    )
-    right_gradients, wrong_gradients = gradients(plain, expected), gradients(shared, got)
+    expected = plain_rows(plain, groups)
+    right_gradients = gradients(plain, expected)
+    monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
+    shared = attach(make_model(family))
+    (row,) = pack(groups)
+    got = completion_logprobs(shared, row)
+    wrong_gradients = gradients(shared, got)
     errors = [
         ((wrong_gradients[n] - g).norm() / g.norm()).item() for n, g in right_gradients.items()
     ]

@@ -744,7 +744,7 @@ def test_buckets_and_pieces(monkeypatch):
     assert [list(bucket) for bucket in joined] == [["w0", "w1", "w2", "w3"], ["w4"], ["w5"]]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [store, TCPStore("127.0.0.1", store.port, is_master=False)]
-    join = lambda rank: TransferGroup(stores[rank], rank, 2, torch.device("cpu"), 30.0)  # noqa: E731
+    join = lambda rank: TransferGroup(stores[rank], rank, 2, torch.device("cpu"), 30.0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         trainer, worker = pool.map(join, (0, 1))
         for bucket in joined:

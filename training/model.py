@@ -29,7 +29,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
-from prefix_attention import PackedBatch, attach, base_model, completion_logprobs, device_of
+from prefix_attention import (
+    PackedBatch,
+    attach,
+    base_model,
+    completion_logprobs,
+    device_of,
+    needs_rare_attention,
+)
 from rollouts.group import Prompt
 from rollouts.processor import placeholder_ids
 from utils import gather_objects, is_main, naming
@@ -137,11 +144,18 @@ def _load_reference(config: TrainConfig, device: torch.device, example: Prompt |
 def _attach(model: Any, config: TrainConfig, example: Prompt | None, verify: bool) -> None:
     """Swap shared-prefix attention into a model; ValueError where it would not be exact."""
     with autocast(config, device_of(model)):
+        import_rare_attention(model)
         attach(
             model,
             verify=verify,
             example=(example.token_ids, example.inputs) if example else None,
         )
+
+
+def import_rare_attention(model: Any) -> None:
+    """Import the attention of a few families, if the model is of one of them."""
+    if needs_rare_attention(model):
+        import training.rare_attention  # noqa: F401
 
 
 # -- Loading ---------------------------------------------------------------------------------------
