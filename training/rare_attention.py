@@ -85,6 +85,7 @@ def _attend(
     return p.to(v.dtype) @ values
 
 
+@torch.compiler.disable  # which could not follow it
 def _loop(
     q: Tensor,
     k: Tensor,
