@@ -131,14 +131,12 @@ def grpo_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """The unnormalized policy loss of a micro-batch: a sum over tokens.
 
-    The ratio ρ is exp(logprobs - old_logprobs); for importance_level sequence it is its geometric
-    mean over the completion, with the gradient of the token's own log-prob (GSPO-token,
+    The ratio ρ is exp(logprobs - old_logprobs); for importance_level sequence its geometric mean
+    over the completion, with the gradient of the token's own log-prob (GSPO-token,
     arXiv:2507.18071). A token's loss is -min(ρA, clip(ρ, 1-ε, 1+ε_high)·A), with ρ ≤ δ in the first
-    term (two-sided clip, arXiv:2505.07291), or for cispo (arXiv:2506.13585)
-    -sg(clip(ρ))·A·logprobs. To it come β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1, or
-    β·ρ·k3 for kl_gradient reverse. For loss_type grpo it is divided by the trained tokens of its
-    completion. The caller divides the gradient of the sum over all micro-batches by
-    `loss_normalizer`, once.
+    term (arXiv:2505.07291), or for cispo (arXiv:2506.13585) -sg(clip(ρ))·A·logprobs. To it come
+    β·k3, k3 = exp(ref - logprobs) - (ref - logprobs) - 1, or β·ρ·k3 for kl_gradient reverse. For
+    loss_type grpo it is divided by the trained tokens of its completion.
 
     Args:
         logprobs: [N], one a completion token, nats, under the policy; they alone have a gradient.
@@ -146,22 +144,19 @@ def grpo_loss(
         ref_logprobs: [N], nats, under the reference; may be None where config.beta is 0.
         advantages: [N].
         mask: [N], 1 on tokens that train, 0 elsewhere; any type.
-        completion: [N] int64, which completion each token belongs to. Micro-batches split one only
-            between segments, and where no loss looks at the others
+        completion: [N] int64, the completion of each token, whole if a loss looks at all of it
             (`TrainConfig.weighs_whole_completions`).
-        config: loss_type, importance_level, epsilon, epsilon_high, delta, beta, kl_gradient.
+        config: the fields of the loss.
 
     Returns:
-        The loss sum, 0-d, and 0-d sums over tokens for the metrics: `clip_ratio/low`,
-        `clip_ratio/high`, and `kl` (nats) where config.beta is above 0.
+        The loss, and sums over tokens: `clip_ratio/low`, `clip_ratio/high`, `kl` (nats); all 0-d.
     """
     mask = mask.to(logprobs.dtype)
     num_tokens = completion_sums(mask, completion).clamp(min=1)
     log_ratio = bounded_log_ratio(logprobs, old_logprobs, mask)
     token_ratio = log_ratio.exp()
     ratio = token_ratio
-    if config.importance_level == "sequence":
-        # A token's gradient is its own: a correction may give the others weight 0.
+    if config.importance_level == "sequence":  # with a gradient of each token's own
         mean = completion_sums(log_ratio.detach(), completion) / num_tokens
         ratio = (mean + log_ratio - log_ratio.detach()).exp()
 
@@ -178,7 +173,6 @@ def grpo_loss(
         "clip_ratio/low": is_clipped_low.to(mask.dtype) @ mask,
         "clip_ratio/high": is_clipped_high.to(mask.dtype) @ mask,
     }
-
     if config.beta > 0:
         assert ref_logprobs is not None
         log_gap = bounded_log_ratio(ref_logprobs, logprobs, mask)
@@ -324,10 +318,7 @@ def add_gradient(
     policy: Any, reference: Callable[..., Tensor] | None, micro_batch: MicroBatch,
     token_sums: TokenSums, compares_servers: bool, config: TrainConfig,
 ) -> Tensor:  # fmt: skip
-    """Forward and backward of one micro-batch; returns its loss sum, 0-d.
-
-    Its tokens are counted into `token_sums`, and by server where `compares_servers`.
-    """
+    """Forward and backward of one micro-batch, counted in; returns its loss sum, 0-d."""
     row = micro_batch.packed
     mask = micro_batch.mask
     sampler_logprobs = micro_batch.sampler_logprobs
@@ -378,10 +369,7 @@ def optimizer_step(
 
 
 def main(config: TrainConfig) -> None:
-    """Train; under torchrun on every rank.
-
-    A UserError or ServerError in training is raised after the last save.
-    """
+    """Train; under torchrun on every rank. Errors are raised after the last save."""
     config = with_bf16(config)
     if config.loss_fn:
         from training.hooks import check_loss
@@ -440,11 +428,17 @@ def main(config: TrainConfig) -> None:
 
         is_last = step == rollouts.num_steps
         checkpoints.finish(step, rollouts.state() | log.state(), is_last)
-        if is_main() and rollouts.failure:
-            raise rollouts.failure
-        if is_main() and num_skipped >= config.max_skipped_steps:
-            cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
-            raise UserError(f"{num_skipped} steps in a row had no finite gradient: {cure}")
+        if is_main():
+            raise_failure(rollouts, num_skipped, config)
+
+
+def raise_failure(rollouts: Rollouts, num_skipped: int, config: TrainConfig) -> None:
+    """Raise the error that ended the run before its last step, if any. On rank 0."""
+    if rollouts.failure:
+        raise rollouts.failure
+    if num_skipped >= config.max_skipped_steps:
+        cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
+        raise UserError(f"{num_skipped} steps in a row had no finite gradient: {cure}")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,8 @@ from prefix_attention import PackedBatch, attach, pack
 from recipes.rewards import exact_match
 from train import train_batch
 from training.batching import MicroBatch, Share
-from training.model import add_lora, build_optimizer, parallelize
+from training.lora import add_lora
+from training.model import build_optimizer, parallelize
 from utils import process_group
 
 MODELS: dict[str, dict[str, Any]] = {

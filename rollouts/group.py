@@ -144,37 +144,58 @@ class Group:
     started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0
+    # From `fill`, where it has completions:
     tokens: TokenColumns = field(init=False, repr=False)
     # The prompt, and each completion as (prompt, tokens) of its segments: what `pack` takes.
     sequences: tuple[Tensor, list[list[tuple[Tensor, Tensor]]]] = field(init=False, repr=False)
+    lengths: list[int] = field(
+        init=False, repr=False
+    )  # [completion], with the tokens of an environment
+    num_sampled: list[int] = field(
+        init=False, repr=False
+    )  # [completion], tokens that a policy sampled
+    versions: list[list[int]] = field(
+        init=False, repr=False
+    )  # [completion], the policies, in order
 
     def __post_init__(self) -> None:
         if self.completions:
             self.fill(self.completions)
 
     def fill(self, completions: list[Completion]) -> None:
-        """Take the completions, and join the columns of their tokens."""
+        """Take the completions, and join the columns of their tokens.
+
+        This is done once, in the rollout's thread; all others read columns.
+        """
         own_prompt = as_tokens(self.prompt.token_ids)
         all_segments = []
-        lengths = []
-        pairs_of_completions = []
+        completions_pairs = []
         for completion in completions:
             pairs = []
             for segment in completion.segments:
                 prompt_ids = own_prompt if segment.prompt_ids is None else segment.prompt_ids
                 pairs.append((prompt_ids, segment.token_ids))
                 all_segments.append(segment)
-            pairs_of_completions.append(pairs)
-            lengths.append(sum(len(token_ids) for _, token_ids in pairs))
+            completions_pairs.append(pairs)
 
         self.completions = completions
-        self.sequences = (own_prompt, pairs_of_completions)
-        numbers = torch.arange(len(lengths))
+        self.sequences = (own_prompt, completions_pairs)
+        self.lengths = []
+        for pairs in completions_pairs:
+            self.lengths.append(sum(len(token_ids) for _, token_ids in pairs))
+        numbers = torch.arange(len(completions))
         self.tokens = TokenColumns(
-            completion=numbers.repeat_interleave(torch.tensor(lengths)),
+            completion=numbers.repeat_interleave(torch.tensor(self.lengths)),
             sampler_logprobs=torch.cat([segment.sampler_logprobs for segment in all_segments]),
             weight_versions=torch.cat([segment.weight_versions for segment in all_segments]),
         )
+
+        self.num_sampled = []
+        self.versions = []
+        for versions in self.tokens.weight_versions.split(self.lengths):
+            sampled = versions[versions != ENVIRONMENT]
+            self.num_sampled.append(len(sampled))
+            self.versions.append(sampled.unique().tolist())
 
     @property
     def num_tokens(self) -> int:
@@ -186,29 +207,10 @@ class Group:
         return total
 
     @property
-    def lengths(self) -> list[int]:
-        """Tokens of each completion, those of an environment included."""
-        return self._per_completion(self.tokens.completion)
-
-    @property
-    def num_sampled(self) -> list[int]:
-        """Tokens of each completion that a policy sampled."""
-        return self._per_completion(self.tokens.completion[self.tokens.loss_mask])
-
-    def _per_completion(self, completion: Tensor) -> list[int]:
-        return completion.bincount(minlength=len(self.completions)).tolist()
-
-    @property
-    def versions(self) -> list[list[int]]:
-        """The policy versions that sampled each completion, in order."""
-        versions = self.tokens.weight_versions.split(self.lengths)
-        return [part[part != ENVIRONMENT].unique().tolist() for part in versions]
-
-    @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled one of its tokens."""
-        sampled = self.tokens.weight_versions[self.tokens.loss_mask]
-        return int(sampled.min()) if len(sampled) else self.finished_version
+        oldest = [versions[0] for versions in self.versions if versions]
+        return min(oldest, default=self.finished_version)
 
     @property
     def can_teach(self) -> bool:

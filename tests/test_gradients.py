@@ -24,8 +24,8 @@ from prefix_attention import attach, completion_logprobs, pack
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from train import loss_normalizer, optimizer_step, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
+from training.lora import add_lora
 from training.model import (
-    add_lora,
     build_optimizer,
     build_policy,
     build_reference,

@@ -14,7 +14,7 @@ ROOMS = {
         "servers", "proofs", "rollouts", "evaluation", "references", "replay",
     },
     "training": {
-        "batching", "model", "rare_attention", "vision", "checkpoints", "logs", "metrics", "terminal", "wandb_log",
+        "batching", "lora", "model", "rare_attention", "vision", "checkpoints", "logs", "metrics", "terminal", "wandb_log",
         "hooks",
     },
     "weights": {"publish", "transfer", "cuda_ipc"},
@@ -31,7 +31,7 @@ FILE_LIMITS = {  # a library that nobody must read, and fields that are their ow
 ALL_NODES, NODES_OF_TINY = 35_000, 30_500  # of the syntax tree, without annotations and docstrings
 # What a run of recipes/tiny.py does not import; the server is a process of its own.
 OPTIONAL = {
-    "vllm_server", "rollouts.images", "rollouts.references", "rollouts.replay", "training.hooks",
+    "vllm_server", "rollouts.images", "rollouts.references", "rollouts.replay", "training.hooks", "training.lora",
     "training.rare_attention", "training.vision", "training.wandb_log", "weights.cuda_ipc",
 }  # fmt: skip
 

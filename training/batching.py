@@ -29,11 +29,6 @@ class MicroBatch:
     trainer_logprobs: Tensor | None = None  # nats, before the first of several updates
     images: dict[str, Tensor] = field(default_factory=dict)  # of the row's prompts, joined
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens forwarded, padding included."""
-        return self.packed.num_tokens
-
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
         moved: dict[str, Any] = {}
@@ -63,7 +58,7 @@ def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
 
     It is 0 without a reward, and for a cut completion where `mask_truncated_completions` is set.
     """
-    lengths = group.num_sampled
+    lengths = list(group.num_sampled)
     for number, completion in enumerate(group.completions):
         is_cut = config.mask_truncated_completions and completion.finish_reason == "length"
         has_no_reward = bool(group.reward) and math.isnan(group.reward[number])
@@ -243,13 +238,13 @@ class Dealer:
             idlest_first = sorted(range(num_ranks), key=self.loads.__getitem__)
             for rank, row in zip(idlest_first, largest_first, strict=True):
                 dealt[rank].append(row)
-                self.loads[rank] += row.num_tokens
+                self.loads[rank] += num_tokens(row)
         return dealt
 
 
 def num_tokens(row: MicroBatch) -> int:
-    """A key to sort rows by."""
-    return row.num_tokens
+    """Tokens forwarded, padding included."""
+    return row.packed.num_tokens
 
 
 def all_trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:

@@ -1,0 +1,53 @@
+"""LoRA adapters, imported where the config asks for them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+
+from config import TrainConfig, UserError
+from utils import naming
+
+
+def add_lora(
+    model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkpoint: Path | None = None
+) -> Any:
+    """Wrap a model in LoRA adapters, fresh or of a checkpoint, except for its frozen modules."""
+    if checkpoint:
+        return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+
+    _check_lora_targets(model, config)
+    with naming("lora_target_modules"):
+        lora_config = LoraConfig(
+            r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
+            target_modules=config.lora_target_modules or "all-linear",
+            exclude_modules=list(frozen) or None, task_type="CAUSAL_LM",
+        )  # fmt: skip
+        model = get_peft_model(model, lora_config)
+    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+        raise UserError(
+            "lora_target_modules: adapters of experts in one tensor cannot be sent: "
+            "name attention layers"
+        )
+    return model
+
+
+def _check_lora_targets(model: Any, config: TrainConfig) -> None:
+    """Refuse targets that name no module, or an embedding that is tied to the head."""
+    modules = dict(model.named_modules())
+    embedding = model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    is_tied = head is not None and head.weight is embedding.weight
+    for target in config.lora_target_modules or ():
+        matched = {module for name, module in modules.items() if f".{name}".endswith(f".{target}")}
+        # One matrix cannot take the adapter of one of its two uses.
+        if not matched or (is_tied and matched & {embedding, head}):
+            leaves = {
+                name.rpartition(".")[2] for name, module in modules.items() if module._parameters
+            }
+            raise UserError(
+                f"lora_target_modules: {target} is no module, or a tied embedding; "
+                f"the model has {', '.join(sorted(leaves))}"
+            )
