@@ -10,167 +10,267 @@ from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, HEIGHT = 900, 658
-INK, PALE, PATH = "#1f2937", "#5b6472", "#c2410c"  # text, small text, the way of a Group
-SANS = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
-MONO = "ui-monospace, SFMono-Regular, Menlo, Consolas, monospace"
-BLUE, ORANGE, GREEN, PURPLE, PINK, GREY = (
-    "#e6f0fb",
-    "#fdf0db",
-    "#e6f4ea",
-    "#efe9fa",
-    "#fce8f0",
-    "#eceff3",
-)
-ROW = [
-    (46, 92, ORANGE),
-    (140, 60, BLUE),
-    (202, 40, BLUE),
-    (244, 82, BLUE),
-]  # of tokens: x, width, colour
-STREAM = ("Groups, sampled", "ahead within", "max_staleness;", "of a lost server:", "sampled anew")
-SERVER = ("vLLM, in processes", "of its own, on this", "or other machines")
-PREFIX = (
-    "A row holds each prompt once, and all of its",
-    "completions, which do not see each other:",
-)
-NAMES = ["prompt", "first", "2nd", "third"]
+WIDTH = 900
+HEIGHT = 908
+HEAD = f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"
+ width="{WIDTH}" height="{HEIGHT}" role="img"
+ aria-label="The files, and the way of a Group through them">
+<style>
+text{{font:11px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif;fill:#5b6472}}
+.name{{font:600 12px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#1f2937}}
+.says{{font-size:11.5px;fill:#1f2937}}
+.mid{{text-anchor:middle}}
+.count{{font-weight:600;fill:#fff;text-anchor:middle}}
+rect{{stroke:#9aa5b4}}
+.page{{fill:#fff;stroke:#d5dae1}}
+.house{{fill:#f7f8fa;stroke:#3b4656}}
+.floor{{fill:#fff}}
+.blue{{fill:#e6f0fb}}
+.orange{{fill:#fdf0db}}
+.green{{fill:#e6f4ea}}
+.purple{{fill:#efe9fa}}
+.pink{{fill:#fce8f0}}
+.grey{{fill:#eceff3}}
+.rare{{fill-opacity:.35;stroke-dasharray:3 3}}
+.way{{fill:none;stroke:#c2410c;stroke-width:2}}
+.dashed{{stroke-width:1;stroke-dasharray:4 3}}
+circle{{fill:#c2410c}}
+</style>
+<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" markerHeight="9"
+ markerUnits="userSpaceOnUse" orient="auto">
+<path d="M0,0 L8,4 L0,8 z" fill="#c2410c"/></marker></defs>"""
+
+# The rooms by subject: files, and what each is for.
+PROMPTS = {
+    "data.py": "dataset rows to\ntoken ids, once",
+    "processor.py": "chat template\nand tokenizer",
+    "images.py": "of a row, for\npolicy and server",
+    "replay.py": "saved Groups, in\nplace of servers",
+}
+ORDER = {
+    "stream.py": "order of Groups,\nsampled ahead up\nto max_staleness;\neach ends once",
+    "rollouts.py": "the loop's side:\nGroups to train,\nheld-out scores,\nweights to servers",
+}
+GROUPS = {
+    "sampling.py": "completions of\na Group",
+    "scoring.py": "rewards of\na Group",
+    "workers.py": "reward calls, with\na time-out",
+    "group.py": "Group: a prompt,\nits completions",
+}
+SERVERS = {
+    "servers.py": "leases; lost and\nreturned servers",
+    "proofs.py": "servers have the\ntrainer's weights",
+    "references.py": "servers of the\nreference",
+    "evaluation.py": "held-out\nproblems",
+}
+RECORDS = {
+    "batching.py": "rows, for the ranks",
+    "metrics.py": "of a batch",
+    "logs.py": "files of a run",
+    "terminal.py": "lines of a run",
+    "wandb_log.py": "Weights & Biases",
+}
+POLICY = {
+    "model.py": "load, LoRA, FSDP2",
+    "vision.py": "its vision tower",
+    "rare_attention.py": "for a few families",
+    "checkpoints.py": "save, and go on",
+    "hooks.py": "trial of own code",
+}
+PREFIXES = {
+    "prefix_attention.py": "a row holds each prompt once;\nits completions do not see\neach other",
+}
+SENDING = {"publish.py": "whole tensors", "transfer.py": "on the wire"}
+ON_ONE_GPU = {"cuda_ipc.py": "on one GPU"}
+SETTINGS = {"config.py": "every setting, checked first"}
+RANKS = {"utils.py": "ranks, signals, exits"}
+SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other machines"}
+CLIENT = {"vllm_client.py": ""}
+ONLY_WHERE_USED = {
+    "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
+    "rare_attention.py", "hooks.py", "cuda_ipc.py",
+}  # fmt: skip
+
+BOXES = [  # x, y, width, height, css: what is no file
+    (1, 1, WIDTH - 2, HEIGHT - 2, "page"),
+    (16, 62, 712, 830, "house"),
+    (758, 88, 124, 736, "purple"),  # more servers
+    (753, 83, 124, 736, "purple"),
+    (83, 14, 122, 30, "grey"),  # the dataset row
+    (446, 849, 26, 18, "green rare"),  # the legend
+]
+FLOORS = {  # x, y, width, height: a wall around rooms
+    "rollouts/": (32, 78, 564, 300),
+    "train.py": (32, 412, 564, 94),
+    "training/": (32, 540, 320, 284),
+    "weights/": (364, 706, 232, 118),
+}
+COLUMNS = [  # x and y of the first room, width and height of each, css, the rooms downwards
+    (44, 106, 123, 56, "blue", PROMPTS),
+    (183, 106, 123, 124, "blue", ORDER),
+    (322, 106, 123, 56, "blue", GROUPS),
+    (461, 106, 123, 56, "blue", SERVERS),
+    (44, 566, 141, 40, "green", RECORDS),
+    (199, 566, 141, 40, "green", POLICY),
+    (364, 540, 198, 154, "pink", PREFIXES),
+    (482, 716, 102, 43, "purple", SENDING),
+    (374, 771, 102, 43, "purple", ON_ONE_GPU),
+    (32, 836, 192, 44, "grey", SETTINGS),
+    (236, 836, 192, 44, "grey", RANKS),
+    (604, 78, 114, 746, "purple", CLIENT),
+    (748, 78, 124, 736, "purple", SERVER),
+]
+GAP = 12  # between rooms of a column
+LOOP = [44, 229, 414]  # x of train.py's parts
+ROW = {"prompt": 64, "first": 40, "2nd": 30, "third": 40}  # widths of its parts
+NOTES = [  # x, y, words
+    (552, 54, "the trainer: one process a rank"),
+    (748, 68, "any number of servers"),
+    (613, 174, "one server,\nover HTTP"),
+    (613, 750, "over NCCL,\nCUDA IPC\nor gloo"),
+    (373, 668, "log-probs as if each had\nits own prompt"),
+    (480, 862, "imported only where used"),
+]
+STEPS = [  # x and y of its number, words
+    (155, 119, ""),
+    (294, 119, ""),
+    (433, 119, ""),
+    (765, 168, "samples\ncompletions"),
+    (433, 187, ""),
+    (61, 460, "advantages\nin each Group"),
+    (173, 579, ""),
+    (549, 554, ""),
+    (246, 460, "loss and backward\nof each row"),
+    (431, 460, "one division, then\nclip and AdamW"),
+    (386, 739, "weights,\nversion + 1"),
+    (765, 762, "loads weights,\neven in a\ncompletion"),
+]
+PASSED = [  # x, y, what goes along an arrow
+    (613, 128, "token ids"),
+    (613, 154, "completions"),
+    (254, 399, "scored Groups"),
+    (159, 529, "Groups"),
+    (391, 529, "log-probs"),
+]
+WAY = [  # points of arrows: the way of a Group, and of the weights back to the servers
+    "144,44 144,106",  # a dataset row
+    "167,134 183,134",
+    "306,124 322,124",  # its Group, to a server
+    "445,124 461,124",
+    "584,124 604,124",
+    "718,124 748,124",
+    "748,150 718,150",  # and back
+    "604,150 584,150",
+    "461,150 445,150",
+    "384,162 384,174",  # scored
+    "322,202 306,202",
+    "244,230 244,242",
+    "244,366 244,395 150,395 150,438",  # trained
+    "150,494 150,566",
+    "185,586 199,586",
+    "340,586 364,586",
+    "382,540 382,494",
+    "399,466 414,466",
+    "574,494 574,716",  # weights
+    "533,759 533,771",
+    "584,792 604,792",
+    "718,792 748,792",
+]
+INSTEAD = "167,338 183,338"  # the way of saved Groups
 
 
-def rect(
-    x: int, y: int, width: int, height: int, fill: str, line: str = "#9aa5b4", radius: int = 6
-) -> str:
-    """A room."""
-    box = f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}"'
-    return f'{box} fill="{fill}" stroke="{line}"/>'
+def rect(x: int, y: int, width: int, height: int, css: str) -> str:
+    """Draw a box; `css` are its classes."""
+    corner = f'<rect x="{x}" y="{y}" width="{width}" height="{height}"'
+    return f'{corner} rx="6" class="{css}"/>'
 
 
-def text(x: int, y: int, words: str, size: float = 11, css: str = "", fill: str = PALE) -> str:
-    """One line; `css` are classes: b(old), m(onospaced), c(entred)."""
+def text(x: int, y: int, words: str, css: str = "") -> str:
+    """Draw lines below each other, the first one's baseline at `y`."""
     names = f' class="{css}"' if css else ""
-    return f'<text x="{x}" y="{y}" font-size="{size}" fill="{fill}"{names}>{escape(words, quote=False)}</text>'
+    drawn = []
+    for line in words.splitlines():
+        drawn.append(f'<text x="{x}" y="{y}"{names}>{escape(line, quote=False)}</text>')
+        y += 14
+
+    return "\n".join(drawn)
 
 
-def room(x: int, y: int, width: int, height: int, fill: str, name: str, *lines: str) -> str:
-    """A file with what it is for."""
-    parts = [rect(x, y, width, height, fill), text(x + 9, y + 17, name, 12, "m b", INK)]
-    parts += [text(x + 9, y + 32 + 14 * number, line) for number, line in enumerate(lines)]
-    return "\n".join(parts)
+def column(x: int, y: int, width: int, height: int, css: str, rooms: dict[str, str]) -> list[str]:
+    """Draw files below each other, lighter if they are imported only where used."""
+    drawn = []
+    for name, purpose in rooms.items():
+        lighter = " rare" if name in ONLY_WHERE_USED else ""
+        drawn.append(rect(x, y, width, height, css + lighter))
+        drawn.append(text(x + 9, y + 17, name, "name"))
+        drawn.append(text(x + 9, y + 32, purpose))
+        y += height + GAP
+
+    return drawn
 
 
-def floor(x: int, y: int, width: int, height: int, name: str) -> str:
-    """A folder: rooms with a wall around them."""
-    return rect(x, y, width, height, "#ffffff") + "\n" + text(x + 9, y + 16, name, 12, "m b", INK)
+def rooms() -> list[str]:
+    """Draw the house, its rooms, and the servers outside."""
+    drawn = []
+    for box in BOXES:
+        drawn.append(rect(*box))
+
+    for name, (x, y, width, height) in FLOORS.items():
+        drawn.append(rect(x, y, width, height, "floor"))
+        drawn.append(text(x + 9, y + 16, name, "name"))
+
+    for place in COLUMNS:
+        drawn += column(*place)
+
+    for x in LOOP:
+        drawn.append(rect(x, 438, 170, 56, "orange"))
+
+    return drawn
 
 
-def arrow(*points: tuple[int, int], css: str = "way") -> str:
-    """A line with a head, along points."""
-    way = " ".join(f"{x},{y}" for x, y in points)
-    return f'<polyline points="{way}" class="{css}" marker-end="url(#head)"/>'
+def packed_row() -> list[str]:
+    """Draw a row of tokens, in the room of prefix_attention.py."""
+    drawn = []
+    x = 373
+
+    for name, width in ROW.items():
+        css = "orange" if name == "prompt" else "blue"
+        drawn.append(rect(x, 618, width, 26, css))
+        drawn.append(text(x + width // 2, 635, name, "mid"))
+        x += width + 2
+
+    return drawn
 
 
-def step(x: int, y: int, number: int, *lines: str) -> str:
-    """The number of a step in a circle, and what happens there."""
-    parts = [f'<circle cx="{x}" cy="{y}" r="9" fill="{PATH}"/>']
-    parts.append(text(x, y + 4, str(number), 11, "b c", "#ffffff"))
-    parts += [
-        text(x + 14, y + 4 + 14 * place, line, 11.5, "", INK)
-        for place, line in enumerate(lines)
-        if line
-    ]
-    return "\n".join(parts)
+def arrow(points: str, css: str = "way") -> str:
+    """Draw a line with a head, along `points`."""
+    return f'<polyline points="{points}" class="{css}" marker-end="url(#head)"/>'
+
+
+def way() -> list[str]:
+    """Draw the way of a Group with its numbered steps."""
+    drawn = [arrow(points) for points in WAY]
+    drawn.append(arrow(INSTEAD, "way dashed"))
+
+    for number, (x, y, words) in enumerate(STEPS, start=1):
+        drawn.append(f'<circle cx="{x}" cy="{y}" r="9"/>')
+        drawn.append(text(x, y + 4, str(number), "count"))
+        drawn.append(text(x + 14, y + 4, words, "says"))
+
+    for x, y, words in PASSED:
+        drawn.append(text(x, y, words, "says"))
+
+    return drawn
 
 
 def draw() -> str:
-    """The picture as SVG."""
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}"'
-        f' font-family="{SANS}" role="img" aria-label="The files, and the way of a Group through them">',
-        f"<style>.m{{font-family:{MONO}}}.b{{font-weight:600}}.c{{text-anchor:middle}}"
-        f".way{{fill:none;stroke:{PATH};stroke-width:2}}.use{{fill:none;stroke:{PATH};stroke-dasharray:4 3}}</style>",
-        '<defs><marker id="head" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="9" markerHeight="9"'
-        f' markerUnits="userSpaceOnUse" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="{PATH}"/></marker></defs>',
-        rect(1, 1, WIDTH - 2, HEIGHT - 2, "#ffffff", "#d5dae1", 10),
-        # the house, and what stands outside
-        rect(16, 62, 694, 580, "#f7f8fa", "#3b4656", 10),
-        text(532, 54, "the trainer: one process a rank"),
-        text(736, 68, "any number of servers"),
-        rect(748, 88, 134, 470, PURPLE, "#b8a6dd"),
-        rect(742, 83, 134, 470, PURPLE, "#b8a6dd"),
-        room(736, 78, 134, 470, PURPLE, "vllm_server.py", *SERVER),
-        rect(79, 14, 122, 30, GREY),
-        text(140, 33, "dataset row", 12, "c b", INK),
-        # rollouts/
-        floor(32, 78, 556, 196, "rollouts/"),
-        room(46, 106, 140, 62, BLUE, "data.py", "template, images,", "tokens: made once"),
-        room(46, 194, 140, 66, BLUE, "replay.py", "saved Groups, in", "place of servers"),
-        room(228, 106, 128, 154, BLUE, "stream.py", *STREAM),
-        room(388, 212, 88, 48, BLUE, "scoring.py", "rewards"),
-        room(488, 212, 88, 48, BLUE, "workers.py", "time-outs"),
-        # train.py
-        floor(32, 312, 556, 114, "train.py"),
-        *(rect(46 + 138 * place, 338, 116, 74, ORANGE) for place in range(4)),
-        step(60, 360, 6, "advantages", "in each Group"),
-        step(198, 360, 7, "rows, dealt", "to the ranks"),
-        step(336, 360, 8, "loss and", "backward of", "each row"),
-        step(474, 360, 9, "one division,", "then clip", "and AdamW"),
-        # prefix_attention.py, training/
-        room(32, 446, 308, 122, PINK, "prefix_attention.py", *PREFIX),
-        *(rect(x, 506, width, 26, fill, radius=3) for x, width, fill in ROW),
-        *(
-            text(x + width // 2, 523, name, 11, "c", INK)
-            for (x, width, _), name in zip(ROW, NAMES, strict=True)
-        ),
-        text(41, 554, "log-probs as if each had its own prompt"),
-        floor(356, 446, 232, 122, "training/"),
-        room(368, 470, 78, 44, GREEN, "vision.py", "images"),
-        room(456, 470, 120, 44, GREEN, "model.py", "load, LoRA, FSDP2"),
-        room(368, 524, 120, 32, GREEN, "checkpoints.py"),
-        room(498, 524, 78, 32, GREEN, "logs.py"),
-        # the client and the foundation
-        rect(596, 78, 104, 490, PURPLE),
-        text(602, 95, "vllm_client.py", 11, "m b", INK),
-        text(604, 163, "HTTP"),
-        text(604, 520, "over nccl,"),
-        text(604, 534, "CUDA IPC"),
-        text(604, 548, "or gloo"),
-        room(32, 584, 190, 46, GREY, "config.py", "every setting, checked first"),
-        room(234, 584, 172, 46, GREY, "utils.py", "ranks, signals, exits"),
-        floor(418, 584, 282, 46, "weights/"),
-        room(490, 593, 98, 28, PURPLE, "transfer.py"),
-        room(596, 593, 98, 28, PURPLE, "cuda_ipc.py"),
-        # the way
-        arrow((140, 44), (140, 106)),
-        step(158, 53, 1, "prompt, images, columns"),
-        arrow((186, 136), (228, 136)),
-        arrow((186, 227), (228, 227), css="use"),
-        step(372, 126, 2, "prompt: token ids"),
-        arrow((356, 142), (596, 142)),
-        arrow((700, 142), (736, 142)),
-        step(372, 170, 3, "tokens, log-probs, versions"),
-        arrow((736, 186), (700, 186)),
-        arrow((596, 186), (356, 186)),
-        text(745, 168, "samples completions"),
-        step(372, 222, 4, ""),
-        arrow((356, 240), (388, 240)),
-        arrow((476, 240), (488, 240)),
-        step(310, 290, 5, "the scored Group"),
-        arrow((292, 260), (292, 302), (104, 302), (104, 338)),
-        *(arrow((162 + 138 * place, 376), (184 + 138 * place, 376)) for place in range(3)),
-        arrow((222, 412), (222, 446)),
-        text(229, 440, "rows", 11.5, "", INK),
-        arrow((331, 446), (331, 412)),
-        text(338, 440, "log-probs", 11.5, "", INK),
-        arrow((532, 412), (532, 470)),
-        step(614, 448, 10, ""),
-        text(604, 472, "weights,", 11.5, "", INK),
-        text(604, 486, "version + 1", 11.5, "", INK),
-        arrow((576, 500), (596, 500)),
-        arrow((700, 500), (736, 500)),
-        text(745, 504, "loads the weights,"),
-        text(745, 518, "even mid-completion"),
-    ]
-    return "\n".join([*parts, "</svg>", ""])
+    """Draw the picture as SVG."""
+    notes = [text(x, y, words) for x, y, words in NOTES]
+    row = text(144, 33, "dataset row", "says mid")
+    parts = [HEAD, *rooms(), *packed_row(), *notes, row, *way(), "</svg>"]
+
+    return "".join(part + "\n" for part in parts if part)
 
 
 def main() -> None:
