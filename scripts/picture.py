@@ -72,7 +72,8 @@ RECORDS = {
     "wandb_log.py": "Weights & Biases",
 }
 POLICY = {
-    "model.py": "load, LoRA, FSDP2",
+    "model.py": "load, DDP, FSDP2",
+    "lora.py": "adapters",
     "vision.py": "its vision tower",
     "rare_attention.py": "for a few families",
     "checkpoints.py": "save, and go on",
@@ -89,7 +90,7 @@ SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other m
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
-    "rare_attention.py", "hooks.py", "cuda_ipc.py",
+    "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file
@@ -106,22 +107,21 @@ FLOORS = {  # x, y, width, height: a wall around rooms
     "training/": (32, 540, 320, 284),
     "weights/": (364, 706, 232, 118),
 }
-COLUMNS = [  # x and y of the first room, width and height of each, css, the rooms downwards
-    (44, 106, 123, 56, "blue", PROMPTS),
-    (183, 106, 123, 124, "blue", ORDER),
-    (322, 106, 123, 56, "blue", GROUPS),
-    (461, 106, 123, 56, "blue", SERVERS),
-    (44, 566, 141, 40, "green", RECORDS),
-    (199, 566, 141, 40, "green", POLICY),
-    (364, 540, 198, 154, "pink", PREFIXES),
-    (482, 716, 102, 43, "purple", SENDING),
-    (374, 771, 102, 43, "purple", ON_ONE_GPU),
-    (32, 836, 192, 44, "grey", SETTINGS),
-    (236, 836, 192, 44, "grey", RANKS),
-    (604, 78, 114, 746, "purple", CLIENT),
-    (748, 78, 124, 736, "purple", SERVER),
+COLUMNS = [  # x and y of the first room, width, height and gap of each, css, the rooms downwards
+    (44, 106, 123, 56, 12, "blue", PROMPTS),
+    (183, 106, 123, 124, 12, "blue", ORDER),
+    (322, 106, 123, 56, 12, "blue", GROUPS),
+    (461, 106, 123, 56, 12, "blue", SERVERS),
+    (44, 566, 141, 40, 12, "green", RECORDS),
+    (199, 563, 141, 37, 7, "green", POLICY),
+    (364, 540, 198, 154, 12, "pink", PREFIXES),
+    (482, 716, 102, 43, 12, "purple", SENDING),
+    (374, 771, 102, 43, 12, "purple", ON_ONE_GPU),
+    (32, 836, 192, 44, 12, "grey", SETTINGS),
+    (236, 836, 192, 44, 12, "grey", RANKS),
+    (604, 78, 114, 746, 12, "purple", CLIENT),
+    (748, 78, 124, 736, 12, "purple", SERVER),
 ]
-GAP = 12  # between rooms of a column
 LOOP = [44, 229, 414]  # x of train.py's parts
 ROW = {"prompt": 64, "first": 40, "2nd": 30, "third": 40}  # widths of its parts
 NOTES = [  # x, y, words
@@ -197,15 +197,17 @@ def text(x: int, y: int, words: str, css: str = "") -> str:
     return "\n".join(drawn)
 
 
-def column(x: int, y: int, width: int, height: int, css: str, rooms: dict[str, str]) -> list[str]:
+def column(
+    x: int, y: int, width: int, height: int, gap: int, css: str, rooms: dict[str, str]
+) -> list[str]:
     """Draw files below each other, lighter if they are imported only where used."""
     drawn = []
     for name, purpose in rooms.items():
         lighter = " rare" if name in ONLY_WHERE_USED else ""
         drawn.append(rect(x, y, width, height, css + lighter))
-        drawn.append(text(x + 9, y + 17, name, "name"))
-        drawn.append(text(x + 9, y + 32, purpose))
-        y += height + GAP
+        drawn.append(text(x + 9, y + 16, name, "name"))
+        drawn.append(text(x + 9, y + 30, purpose))
+        y += height + gap
 
     return drawn
 
