@@ -426,17 +426,15 @@ def main(config: TrainConfig) -> None:
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())
 
-        is_last = step == rollouts.num_steps
-        checkpoints.finish(step, rollouts.state() | log.state(), is_last)
-        if is_main():
-            raise_failure(rollouts, num_skipped, config)
+        checkpoints.finish(step, rollouts.state() | log.state(), step == rollouts.num_steps)
+        raise_failure(rollouts, num_skipped, config)
 
 
 def raise_failure(rollouts: Rollouts, num_skipped: int, config: TrainConfig) -> None:
-    """Raise the error that ended the run before its last step, if any. On rank 0."""
-    if rollouts.failure:
+    """Raise the error, if any, that ended the run before its last step, on rank 0."""
+    if is_main() and rollouts.failure:
         raise rollouts.failure
-    if num_skipped >= config.max_skipped_steps:
+    if is_main() and num_skipped >= config.max_skipped_steps:
         cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
         raise UserError(f"{num_skipped} steps in a row had no finite gradient: {cure}")
 

@@ -190,7 +190,11 @@ def check_options(command):
     """The script or module of a command exists, and knows its options."""
     words = shlex.split(command)
     if words[1] == "-m":
-        assert words[2].removeprefix("recipes.") in ("dpo", "score")  # test_recipes.py
+        assert words[2].removeprefix("recipes.") in (
+            "dpo",
+            "score",
+            "plain_loop",
+        )  # test_recipes.py, test_stream.py
     elif words[1] != "train.py":  # whose fields are tested as flags
         source = (ROOT / words[1]).read_text()
         fields = (
