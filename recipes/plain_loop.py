@@ -1,71 +1,82 @@
 """The whole algorithm on one screen: synchronous GRPO on one rank, by the project's own functions.
 
-    python -m recipes.plain_loop recipes/tiny.py [--field value ...]
+    python -m recipes.plain_loop recipes/tiny.py --max_staleness 0 [--field value ...]
 
-At max_staleness 0 train.py ends with the same weights, to the bit. It adds ranks, rollouts ahead of
-the trainer, proofs of the servers' weights, references, images, checkpoints and logs.
+train.py ends with the same weights, to the bit. It adds ranks, rollouts ahead of the trainer,
+proofs of the servers' weights, references, several updates a batch, checkpoints, evaluations, logs.
 """
 
+import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import islice
+from typing import Any
 
 import torch
 
 from config import TrainConfig, UserError, parse_args
-from rollouts.data import epochs, load_prompts
+from rollouts.data import epochs, leave_out_long, load_prompts
 from rollouts.group import Group, Prompt
 from rollouts.processor import load_processor, tokenizer_of
-from rollouts.sampling import sampling_params
+from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer
 from rollouts.servers import ServerPool
 from train import grpo_loss, loss_normalizer, off_policy_weights, optimizer_step, set_advantages
 from training.batching import Dealer, all_trained_lengths
-from training.model import build_optimizer, build_policy, share_prefixes, token_logprobs
+from training.model import (
+    build_optimizer,
+    build_policy,
+    share_prefixes,
+    token_logprobs,
+    with_bf16,
+)
 from utils import exits, process_group
 from vllm_client import ServerError
 from weights.publish import published_weights
 
 
-def plain_loop(config: TrainConfig, pool: ServerPool, scorer: Scorer, device: torch.device) -> None:
-    """Publish the policy, sample, score, weigh, learn: `max_steps` times."""
-    prompts = load_prompts(config.dataset_id, config.dataset_split, scorer.tokenizer, config)
-    order = epochs(len(prompts), config.seed)
-    num_steps = config.max_steps or len(prompts) // config.batch_size
+def plain_loop(
+    prompts: list[Prompt], pool: ServerPool, scorer: Scorer, device: Any, config: TrainConfig
+) -> None:
+    """Publish the policy, sample, score, weigh, learn; and again."""
     torch.manual_seed(config.seed)
     policy = build_policy(config, device)
     config = share_prefixes(policy, config)
+    num_steps = config.max_steps or math.ceil(config.num_epochs * len(prompts) / config.batch_size)
     optimizer, scheduler = build_optimizer(policy, num_steps, config)
+    in_order = enumerate(epochs(len(prompts), config.seed))
 
-    def sample_and_score(prompt: Prompt) -> Group:
-        group = Group(prompt)
-        with pool.lease() as server:
-            group.fill(server.generate(prompt.token_ids, sampling_params(config)))
+    def sample_and_score(group: Group) -> None:
+        sample_group(group, pool, scorer.tokenizer, sampling_params(config), config)
         scorer.score(group)
-        return group
 
     for step in range(num_steps):
+        # 1. The servers get the policy; the first time it lets them serve.
         for server in pool.update_weights(published_weights(policy), version=step):
-            pool.admit(server)  # at the first step: all of them
+            pool.admit(server)
 
-        batch = [prompts[index] for index in islice(order, config.batch_size)]
+        # 2. A group of completions for each prompt, their rewards, and advantages within the group.
+        batch = islice(in_order, config.batch_size)
+        groups = [Group(prompts[index], id=number) for number, index in batch]
         with ThreadPoolExecutor(config.batch_size) as threads:
-            groups = list(threads.map(sample_and_score, batch))
+            list(threads.map(sample_and_score, groups))
         set_advantages(groups, config)
 
-        (share,) = Dealer(num_ranks=1, config=config).deal(groups, is_complete=True)[0]
-        for row in share.micro_batches:  # each prompt once, and all its completions
-            logprobs = token_logprobs(policy, row.packed, row.images, config)
-            old, mask, completion = logprobs.detach(), row.mask, row.packed.completion
-            old = logprobs.detach()
-            mask = row.mask
+        # 3. Rows that hold each prompt once; their losses add up.
+        shares_of_ranks = Dealer(num_ranks=1, config=config).deal(groups, is_complete=True)
+        for micro_batch in shares_of_ranks[0][0].micro_batches:
+            row = micro_batch.to(device)
             completion = row.packed.completion
+            mask = row.mask
+            logprobs = token_logprobs(policy, row.packed, row.images, config)
+            old = logprobs.detach()  # as this is the batch's only update
             weights = off_policy_weights(old, row.sampler_logprobs, mask, completion, config)
             advantages = row.advantages * weights
             loss, _ = grpo_loss(logprobs, old, None, advantages, mask, completion, config)
             loss.backward()
 
+        # 4. One division for all rows, and a step.
         normalizer = loss_normalizer(all_trained_lengths(groups, config), config)
         norm = optimizer_step(policy, optimizer, scheduler, normalizer, config)
         reward = sum(sum(group.reward) for group in groups) / len(groups) / config.num_generations
@@ -74,22 +85,25 @@ def plain_loop(config: TrainConfig, pool: ServerPool, scorer: Scorer, device: to
 
 
 def main(config: TrainConfig) -> None:
-    """Connect the servers and the reward workers, and train.
+    """Load the prompts, connect servers and reward workers, and train.
 
     Raises:
         UserError: the config asks for a part of train.py that this loop leaves out.
     """
-    if config.has_reference or config.updates_per_batch > 1 or config.rollout_fn:
-        raise UserError("plain_loop has no reference, rollout_fn or second update: use train.py")
+    if config.has_reference or config.updates_per_batch > 1 or config.max_staleness:
+        raise UserError("plain_loop has no reference, second update or max_staleness: use train.py")
+    config = with_bf16(config)
     tokenizer = tokenizer_of(load_processor(config))
+    prompts = load_prompts(config.dataset_id, config.dataset_split, tokenizer, config)
     with (
         process_group(config.collective_timeout) as device,
         closing(ServerPool(config, tokenizer)) as pool,
         closing(Scorer(tokenizer, config)) as scorer,
     ):
-        pool.wait_until_ready()
+        longest = min(pool.wait_until_ready(), config.max_tokens_per_gpu)
+        prompts = leave_out_long(prompts, longest - config.max_completion_len, config)
         pool.connect(device)
-        plain_loop(config, pool, scorer, device)
+        plain_loop(prompts, pool, scorer, device, config)
 
 
 if __name__ == "__main__":
