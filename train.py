@@ -78,10 +78,9 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     Raises:
         UserError: `advantage_fn` gives no finite numbers in the shape of the rewards.
     """
-    # In one tensor, rounding would depend on which groups arrived together.
-    parts = [[group] for group in groups]
-    if config.weighs_whole_batch:
-        parts = [groups]
+    parts = [groups]
+    if not config.weighs_whole_batch:  # else rounding would depend on who arrived together
+        parts = [[group] for group in groups]
     advantage_fn: Any = config.advantage_fn
     for part in parts:
         rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
@@ -190,11 +189,9 @@ def grpo_loss(
 def loss_normalizer(trained_lengths: list[int], config: TrainConfig) -> float:
     """The number that divides an update's summed gradient.
 
-    grpo: the completions. dr_grpo: completions x max_completion_len. bnpo: the tokens. dapo, cispo:
-    the batch's tokens / num_minibatches, as a token weighs the same in every mini-batch.
-
     Args:
-        trained_lengths: trained tokens of each completion: the mini-batch's, or dapo's whole batch.
+        trained_lengths: the number of trained tokens of each completion, which may be 0: of the
+            mini-batch, or of the whole batch where `config.weighs_tokens_alike` (dapo, cispo).
         config: loss_type, max_completion_len, num_minibatches.
     """
     if config.loss_type == "grpo":
@@ -202,9 +199,9 @@ def loss_normalizer(trained_lengths: list[int], config: TrainConfig) -> float:
     if config.loss_type == "dr_grpo":
         return max(len(trained_lengths), 1) * config.max_completion_len
     num_tokens = max(sum(trained_lengths), 1)
-    if config.weighs_tokens_alike:
+    if config.weighs_tokens_alike:  # in every mini-batch of the batch
         return num_tokens / config.num_minibatches
-    return num_tokens
+    return num_tokens  # bnpo
 
 
 def off_policy_weights(
@@ -219,19 +216,19 @@ def off_policy_weights(
     and `geometric_mask` give w within [floor, cap] and 0 outside; `none` gives 1, and so does
     config.old_logprobs `sampler`, where the ratio itself corrects. Tensors are as for `grpo_loss`.
     """
-    level, _, _ = config.off_policy_correction.partition("_")
-    if config.old_logprobs == "sampler" or level == "none":
+    method = config.off_policy_correction
+    if config.old_logprobs == "sampler" or method == "none":
         return torch.ones_like(trainer_logprobs)
 
     log_weights = bounded_log_ratio(trainer_logprobs, sampler_logprobs, mask)
-    if level in ("sequence", "geometric"):
+    if method.startswith(("sequence", "geometric")):
         log_weights = completion_sums(log_weights, completion)
-    if level == "geometric":
+    if method.startswith("geometric"):
         num_tokens = completion_sums(mask.to(log_weights.dtype), completion).clamp(min=1)
         log_weights = log_weights / num_tokens
 
-    weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()
-    if not config.off_policy_correction.endswith("mask"):
+    weights = log_weights.clamp(max=MAX_LOG_RATIO).exp()  # products exceed their factors' bound
+    if not method.endswith("mask"):
         return weights.clamp(max=config.correction_cap)
     is_within = (weights >= config.correction_floor) & (weights <= config.correction_cap)
     return weights.where(is_within, 0.0)
@@ -268,7 +265,7 @@ def train_batch(
     learning_rate = optimizer.param_groups[0]["lr"]
     token_sums = TokenSums(device)
     grad_norms: list[float] = []
-    if config.updates_per_batch > 1:
+    if config.updates_per_batch > 1:  # with one, the shares are iterated over only once
         shares = list(shares)
         if config.old_logprobs == "trainer":
             keep_trainer_logprobs(policy, shares, config, device)
@@ -281,9 +278,9 @@ def train_batch(
                 # DDP reduces gradients in an update's last backward; FSDP2 does not look at this.
                 is_last = micro_batch is share.micro_batches[-1]
                 policy.require_backward_grad_sync = is_last and ends_update
-                # Servers are compared with the policy before the first update, each token once.
-                is_before_update = micro_batch.trainer_logprobs is not None or not grad_norms
-                compares_servers = iteration == 0 and is_before_update
+                # Servers are compared once, with log-probs of the policy before any update.
+                are_kept = micro_batch.trainer_logprobs is not None
+                compares_servers = iteration == 0 and (are_kept or not grad_norms)
                 loss_sum += add_gradient(
                     policy, reference, micro_batch.to(device), token_sums, compares_servers, config
                 )
@@ -327,7 +324,7 @@ def add_gradient(
     )
 
     trainer_logprobs = micro_batch.trainer_logprobs
-    if trainer_logprobs is None:  # this is the only update, or no ratio is taken against them
+    if trainer_logprobs is None:  # none are kept: for the only update, or for metrics alone
         trainer_logprobs = policy_logprobs.detach()
     old_logprobs = sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
     ref_logprobs = micro_batch.ref_logprobs
@@ -356,7 +353,7 @@ def optimizer_step(
     """
     gradients = [p.grad for p in policy.parameters() if p.grad is not None]
     torch._foreach_div_(gradients, normalizer)
-    max_norm = config.grad_norm or math.inf
+    max_norm = config.grad_norm or math.inf  # 0 clips nothing
     norm = full_tensor(nn.utils.clip_grad_norm_(policy.parameters(), max_norm)).item()
     if math.isfinite(norm):
         optimizer.step()
@@ -390,7 +387,7 @@ def main(config: TrainConfig) -> None:
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = share_prefixes(policy, config, rollouts.example)
-        rollouts.config = config
+        rollouts.config = config  # `take` and the probes pack rows as the trainer does
         reference = build_reference(policy, config, device, rollouts.example)
         num_updates = rollouts.num_steps * config.updates_per_batch
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
@@ -398,17 +395,16 @@ def main(config: TrainConfig) -> None:
         step = checkpoints.resume(checkpoint)
         num_skipped = 0
         with closing(RunLog(config, rollouts.num_steps, resumed)) as log, suppress(Stopped):
-            rollouts.publish(policy, step)
+            rollouts.publish(policy, step)  # from now on threads sample and score groups
             if step == 0:
                 evaluated, held_out = rollouts.evaluate(0)
                 log.step(0, evaluated, held_out=held_out)
-            # `publish` lets groups be sampled and scored, in threads, until the batch is taken.
             while step < rollouts.num_steps and num_skipped < config.max_skipped_steps:
-                # Seed dropout per step, so that a resumed run repeats it.
+                # Seed LoRA's dropout per step, so that a resumed run repeats it.
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))
                 metrics: dict[str, float] = {"policy_version": step}
                 with timed("time/step_s", metrics):
-                    with timed("time/train_s", metrics):
+                    with timed("time/train_s", metrics):  # the log takes the waiting out
                         shares = arriving_shares(rollouts, config)
                         trained, gaps = train_batch(
                             policy, reference, optimizer, scheduler, shares, config, device

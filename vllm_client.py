@@ -273,7 +273,7 @@ class Server:
             prompt: ids of the prompt and of earlier turns, a list or a tensor [n]; the placeholders
                 of `images` stand first.
             sampling: vLLM's own parameters.
-            images: `rollouts.data.Images` of the prompt.
+            images: `rollouts.images.Images` of the prompt.
             timeout_s: as in `request`.
             read: takes the number of completions and the reply, as `all_choices`.
             extra: so many more are sampled, and all are streamed to `read`, whose return aborts the

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from config import TrainConfig, UserError, parse_args
-from rollouts.data import epochs, leave_out_long, load_prompts
+from rollouts.data import leave_out_long, load_prompts, new_groups
 from rollouts.group import Group, Prompt
 from rollouts.processor import load_processor, tokenizer_of
-from rollouts.sampling import sample_group, sampling_params
+from rollouts.sampling import sample_group
 from rollouts.scoring import Scorer
 from rollouts.servers import ServerPool
 from train import grpo_loss, loss_normalizer, off_policy_weights, optimizer_step, set_advantages
@@ -45,10 +45,10 @@ def plain_loop(
     config = share_prefixes(policy, config)
     num_steps = config.max_steps or math.ceil(config.num_epochs * len(prompts) / config.batch_size)
     optimizer, scheduler = build_optimizer(policy, num_steps, config)
-    in_order = enumerate(epochs(len(prompts), config.seed))
+    endless_groups = new_groups(prompts, ended=(), seed=config.seed)
 
     def sample_and_score(group: Group) -> None:
-        sample_group(group, pool, scorer.tokenizer, sampling_params(config), config)
+        sample_group(group, pool, scorer.tokenizer, config)
         scorer.score(group)
 
     for step in range(num_steps):
@@ -57,8 +57,7 @@ def plain_loop(
             pool.admit(server)
 
         # 2. A group of completions for each prompt, their rewards, and advantages within the group.
-        batch = islice(in_order, config.batch_size)
-        groups = [Group(prompts[index], id=number) for number, index in batch]
+        groups = list(islice(endless_groups, config.batch_size))
         with ThreadPoolExecutor(config.batch_size) as threads:
             list(threads.map(sample_and_score, groups))
         set_advantages(groups, config)

@@ -3,7 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from config import TrainConfig, UserError
-from rollouts.group import Prompt
+from rollouts.group import Group, Prompt
 from rollouts.processor import as_text, placeholder_ids, tokenizer_of
 from rollouts.scoring import check_rewards
 from utils import naming
@@ -186,6 +186,13 @@ def epochs(num_items: int, seed: int) -> Iterator[int]:
     for epoch in itertools.count():
         generator = torch.Generator().manual_seed(seed + epoch)
         yield from torch.randperm(num_items, generator=generator).tolist()
+
+
+def new_groups(prompts: list[Prompt], ended: Collection[int], seed: int) -> Iterator[Group]:
+    """Endless groups of the prompts, epoch by epoch, without those numbers that `ended`."""
+    for number, index in enumerate(epochs(len(prompts), seed)):
+        if number not in ended:
+            yield Group(prompts[index], id=number)
 
 
 def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt]]:

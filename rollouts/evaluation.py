@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from functools import partial
 from itertools import chain
-from typing import Any
 
 from config import TrainConfig
 from rollouts.group import Group, Prompt
-from rollouts.sampling import sampling_params
 from rollouts.scoring import mean, reward_means
 from rollouts.stream import MAX_GROUPS
 
@@ -16,25 +15,19 @@ from rollouts.stream import MAX_GROUPS
 class Round:
     """An evaluation under way: a group of every held-out prompt.
 
-    Threads sample and score them, all at once, by `fill(group, sampling)`.
+    Threads sample and score them, all at once, by `fill(group, n=..., temperature=...)`.
     """
 
     def __init__(
-        self,
-        held_out: dict[str, list[Prompt]],
-        fill: Callable[[Group, dict[str, Any]], None],
-        config: TrainConfig,
+        self, held_out: dict[str, list[Prompt]], fill: Callable[..., None], config: TrainConfig
     ):
         self.sets = {}  # groups by the name of their set
         for name, prompts in held_out.items():
             self.sets[name] = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
         self._groups = list(chain.from_iterable(self.sets.values()))
         self._threads = ThreadPoolExecutor(MAX_GROUPS)
-        sampling = sampling_params(config)
-        sampling |= {"n": config.eval_generations, "temperature": config.eval_temperature}
-        self._answers = [
-            self._threads.submit(fill, group, dict(sampling)) for group in self._groups
-        ]
+        fill = partial(fill, n=config.eval_generations, temperature=config.eval_temperature)
+        self._answers = [self._threads.submit(fill, group) for group in self._groups]
 
     def is_complete(self) -> bool:
         """Wait a second at most for all groups; raises an error of one."""

@@ -12,7 +12,7 @@ from config import TrainConfig
 from prefix_attention import as_tokens, num_packed_tokens
 
 # In place of the policy version that sampled a token:
-FOREIGN = -1  # weights that no trainer sent sampled it
+FOREIGN = -1  # it was sampled by weights that this trainer never sent
 ENVIRONMENT = -2  # an environment wrote it, so it does not train
 
 
@@ -112,10 +112,9 @@ class TokenColumns:
     sampler_logprobs: Tensor  # float32, nats
     weight_versions: Tensor  # int64, the policy version that sampled it, or ENVIRONMENT
 
-    @property
-    def loss_mask(self) -> Tensor:
-        """True on the tokens that a policy sampled: [n] bool."""
-        return self.weight_versions != ENVIRONMENT
+
+# A prompt, and of each completion its segments as (prompt, tokens): what `pack` takes as a group.
+Sequences = tuple[Tensor, list[list[tuple[Tensor, Tensor]]]]
 
 
 @dataclass(eq=False)
@@ -127,15 +126,13 @@ class Group:
 
     prompt: Prompt
     completions: list[Completion] = field(default_factory=list)
-    texts: list[str] = field(
-        default_factory=list
-    )  # the completions, decoded for rewards and people
-    rewards: list[list[float | None]] = field(default_factory=list)  # [completion][function]
-    reward: list[float] = field(default_factory=list)  # [completion], weighted sums; NaN: no reward
-    advantages: list[float] = field(default_factory=list)  # [completion]
-    ref_logprobs: Tensor | None = (
-        None  # [n] float32, nats, a column of its tokens: `reference_urls`
-    )
+
+    # Of each completion, from its scoring on:
+    texts: list[str] = field(default_factory=list)  # decoded, for rewards and people
+    rewards: list[list[float | None]] = field(default_factory=list)  # of each function
+    reward: list[float] = field(default_factory=list)  # their weighted sum, NaN without any
+    advantages: list[float] = field(default_factory=list)
+
     id: int = 0  # its place in the order of admission
     started_version: int = -1  # the policy version when its request was sent, -1 before
     finished_version: int = 0  # the policy version when its rewards were known
@@ -144,19 +141,16 @@ class Group:
     started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0
-    # From `fill`, where it has completions:
+
+    # Of each completion token, from `fill`; and log-probs [n], nats, of `reference_urls`:
     tokens: TokenColumns = field(init=False, repr=False)
-    # The prompt, and each completion as (prompt, tokens) of its segments: what `pack` takes.
-    sequences: tuple[Tensor, list[list[tuple[Tensor, Tensor]]]] = field(init=False, repr=False)
-    lengths: list[int] = field(
-        init=False, repr=False
-    )  # [completion], with the tokens of an environment
-    num_sampled: list[int] = field(
-        init=False, repr=False
-    )  # [completion], tokens that a policy sampled
-    versions: list[list[int]] = field(
-        init=False, repr=False
-    )  # [completion], the policies, in order
+    ref_logprobs: Tensor | None = None
+
+    # Of each completion, from `fill`: tokens, tokens that a policy sampled, policies (ascending).
+    lengths: list[int] = field(init=False, repr=False)
+    num_sampled: list[int] = field(init=False, repr=False)
+    versions: list[list[int]] = field(init=False, repr=False)
+    sequences: Sequences = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.completions:
@@ -293,12 +287,12 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
         config: max_tokens_per_gpu, share_prefix, and the loss, which may need whole completions.
     """
     own_prompt, completions = group.sequences
-    num_image_tokens = len(own_prompt) if group.prompt.images else 0
+    num_fixed = len(own_prompt) if group.prompt.images else 0  # a prompt with images stands first
     placeholders = torch.tensor(forbidden, dtype=torch.int64)
     for pairs in completions:
         longest = max(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
         if config.weighs_whole_completions:
-            apart = {0} if num_image_tokens else ()
+            apart = {0} if num_fixed else ()
             num_row_tokens = num_packed_tokens([(own_prompt, [pairs])], config.share_prefix, apart)
             longest = max(longest, num_row_tokens + 1)  # a row has no place for the last token
         if longest > config.max_tokens_per_gpu:
@@ -307,13 +301,13 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
             )
 
         for prompt_ids, token_ids in pairs:
-            begins_alike = torch.equal(prompt_ids[:num_image_tokens], own_prompt[:num_image_tokens])
+            begins_alike = torch.equal(prompt_ids[:num_fixed], own_prompt[:num_fixed])
             if len(prompt_ids) == 0 or not begins_alike:
                 raise ValueError(
                     "a segment's prompt is empty, or does not begin with the group's, which has "
                     "images"
                 )
-            text_ids = torch.cat([prompt_ids[num_image_tokens:], token_ids])
+            text_ids = torch.cat([prompt_ids[num_fixed:], token_ids])
             if torch.isin(text_ids, placeholders).any():
                 raise ValueError(
                     "a completion has a placeholder of an image, which no policy takes"

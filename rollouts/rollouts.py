@@ -3,7 +3,7 @@
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from enum import Enum
@@ -17,7 +17,7 @@ from rollouts import data
 from rollouts.group import Batch, Group, Prompt
 from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
 from rollouts.proofs import Proofs
-from rollouts.sampling import on_one_server, sample_group, sampling_params
+from rollouts.sampling import on_one_server, sample_group
 from rollouts.scoring import Scorer
 from rollouts.servers import ServerPool
 from rollouts.stream import GroupStream
@@ -142,26 +142,22 @@ class Rollouts:
         num_steps = config.max_steps or math.ceil(
             config.num_epochs * len(self.prompts) / config.batch_size
         )
-        return GroupStream(self._new_groups(), self._fill, num_steps, config)
-
-    def _new_groups(self) -> Iterator[Group]:
-        """Give groups of the prompts, epoch by epoch, without `ended` ones."""
-        for number, index in enumerate(data.epochs(len(self.prompts), self.config.seed)):
-            if number not in self.ended:
-                yield Group(self.prompts[index], id=number)
+        groups = data.new_groups(self.prompts, self.ended, config.seed)
+        return GroupStream(groups, self._fill, num_steps, config)
 
     # -- Groups, from here to the trainer --
 
     def _fill(self, group: Group) -> None:
         """Sample and score a group; ask for its log-probs under the reference."""
-        self._sample_and_score(group, sampling_params(self.config))
+        self._sample_and_score(group)
         if self.references:
             group.ref_logprobs = on_one_server(
                 group, self.references, lambda server: server.logprobs(group)
             )
 
-    def _sample_and_score(self, group: Group, sampling: dict[str, Any]) -> None:
-        sample_group(group, self.pool, self.processor, sampling, self.config)
+    def _sample_and_score(self, group: Group, **instead: Any) -> None:
+        """As `sample_group`, and its rewards."""
+        sample_group(group, self.pool, self.processor, self.config, **instead)
         self.scorer.score(group)
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:

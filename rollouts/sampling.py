@@ -28,9 +28,11 @@ def sampling_params(config: TrainConfig) -> dict[str, Any]:
 
 
 def sample_group(
-    group: Group, pool: ServerPool, processor: Any, sampling: dict[str, Any], config: TrainConfig
+    group: Group, pool: ServerPool, processor: Any, config: TrainConfig, **instead: Any
 ) -> None:
     """Fill in a group's completions, all from one server.
+
+    `instead` are parameters of vLLM in place of the config's.
 
     Raises:
         UserError: an image cannot be read, or `rollout_fn` fails.
@@ -40,8 +42,9 @@ def sample_group(
         from rollouts.images import with_images
 
         group.prompt = with_images(group.prompt, processor, config)
+    sampling = sampling_params(config) | instead
     if config.max_staleness == 0 and not config.rollout_fn:
-        sampling = {"seed": group_seed(group, sampling["n"], config), **sampling}
+        sampling.setdefault("seed", group_seed(group, sampling["n"], config))
 
     sample = partial(sample_on, group=group, pool=pool, sampling=sampling, config=config)
     on_one_server(group, pool, sample)

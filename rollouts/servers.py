@@ -90,7 +90,7 @@ class ServerPool:
     @property
     def serving(self) -> list[Server]:
         """Servers with the current weights."""
-        return [server for server in self.servers if server.has_weights]
+        return [server for server in self.servers if server.state is State.SERVING]
 
     @property
     def returned(self) -> list[Server]:
@@ -195,7 +195,7 @@ class ServerPool:
         """The server with the fewest groups, once one has room. The caller holds the lock."""
         while True:
             for server in sorted(self.servers, key=lambda server: server.in_flight):
-                if server.has_weights and server.in_flight < self._limit:
+                if server.state is State.SERVING and server.in_flight < self._limit:
                     return server
 
             if self._is_closed.is_set():
@@ -246,7 +246,7 @@ class ServerPool:
     def lose(self, server: Server, error: BaseException) -> None:
         """Leave a server out that served, until it answers again and has the current weights."""
         with self._slots:
-            if not server.has_weights:
+            if server.state is not State.SERVING:
                 return
             # One that the list does not name any more is not asked again.
             until = "until it answers again" if server in self.servers else "from now on"
@@ -413,7 +413,7 @@ class ServerPool:
 
         Its workers get an error instead of waiting for the rest of the weights.
         """
-        if server.has_weights:
+        if server.state is State.SERVING:
             self.lose(server, error)
         else:
             self.keep_out(server, error)

@@ -41,7 +41,7 @@ class GroupStream:
         self._fill = fill
         self._pool = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
         self._changed = threading.Condition()
-        self._running: dict[int, Group] = {}
+        self._running: dict[int, Group] = {}  # by id
         self._ready: list[Group] = []  # accepted and not yet taken, in the order of completion
         self._batch = Batch()  # the one under way
         self._num_accepted = 0  # of the whole run: all that were taken, and all that are ready
@@ -63,7 +63,7 @@ class GroupStream:
             BaseException: the first that sampling or scoring raised, or that closed the stream.
         """
         with self._changed:
-            group = self._changed.wait_for(self._next, timeout=1)
+            group = self._changed.wait_for(self._next, timeout=1)  # which may drop groups, or raise
             if group is None:
                 self._remind()
                 return None
@@ -166,7 +166,7 @@ class GroupStream:
     def _first_admitted(self) -> Group | None:
         """Choose in the order of admission, so that latencies change nothing."""
         first = min(self._ready, key=lambda group: group.id, default=None)
-        if first is None or any(number < first.id for number in self._running):
+        if first is None or any(group_id < first.id for group_id in self._running):
             return None
         return first
 
@@ -192,13 +192,12 @@ class GroupStream:
 
     def _leaves_room(self, group: Group) -> bool:
         """True if groups begun earlier find a place in time after this one."""
+        # Groups that have not begun fall due later than all others.
         waiting = [*self._running.values(), *self._ready]
-        deadlines = [  # the last versions to train the groups that have begun
-            begun.started_version + self.max_staleness
-            for begun in waiting
-            if begun.started_version >= 0
-        ]
+        begun = [other for other in waiting if other.started_version >= 0]
+        deadlines = [other.started_version + self.max_staleness for other in begun]
 
+        # All that fall due by a version must find a place in the batches up to that version.
         num_places = self.missing - 1
         for version in range(self.version, group.started_version + self.max_staleness):
             num_due = sum(deadline <= version for deadline in deadlines)

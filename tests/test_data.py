@@ -298,7 +298,7 @@ def rolled_out(rollout_fn):
     """The group that the recipe's function fills in."""
     client: Any = OneServer()
     group, config = Group(Prompt(0, [5], "", {})), make_config(rollout_fn=rollout_fn)
-    sample_group(group, client, None, {"n": 1}, config)
+    sample_group(group, client, None, config, n=1)
     return group
 
 
@@ -493,6 +493,6 @@ def test_a_group_begins_when_it_has_a_server():
             )
 
     group, client = Group(Prompt(0, [5], "", {})), Busy()
-    sample_group(group, client, None, {"n": 1}, make_config())  # type: ignore[arg-type]
+    sample_group(group, client, None, make_config(), n=1)  # type: ignore[arg-type]
     assert group.started_version == 3
     assert 0 < group.started_s <= group.sampled_s

@@ -31,6 +31,7 @@ from rollouts.group import Completion, Group, Prompt
 from rollouts.proofs import Probe, Proofs
 from rollouts.references import ReferenceServer
 from rollouts.rollouts import Rollouts
+from rollouts.sampling import sampling_params
 from rollouts.scoring import Scorer
 from train import grpo_loss, main
 from training.model import build_policy, build_reference, token_logprobs
@@ -221,7 +222,9 @@ def test_what_held_out_completions_are_sampled_with(monkeypatch):
     seen, asked = [], []
     monkeypatch.setattr(
         "rollouts.rollouts.sample_group",
-        lambda group, pool, processor, sampling, config: seen.append(sampling),
+        lambda group, pool, processor, config, **instead: seen.append(
+            sampling_params(config) | instead
+        ),
     )
     monkeypatch.setattr(
         "rollouts.rollouts.on_one_server", lambda group, pool, ask: asked.append(group)

@@ -44,7 +44,7 @@ from rollouts.images import Images, image_source, joined_images, open_image, wit
 from rollouts.processor import load_processor
 from rollouts.replay import restore, restored, saved_group
 from rollouts.rollouts import Rollouts
-from rollouts.sampling import sample_group, sampling_params
+from rollouts.sampling import sample_group
 from train import train_batch
 from training import rare_attention
 from training.batching import Dealer, micro_batches
@@ -671,7 +671,7 @@ def worst_mismatch(rollouts, policy, config, device):
     groups: list[Group] = []
     for prompt in rollouts.prompts if is_main() else ():
         group = Group(prompt, advantages=[0.0] * config.num_generations)
-        sample_group(group, rollouts.pool, rollouts.processor, sampling_params(config), config)
+        sample_group(group, rollouts.pool, rollouts.processor, config)
         groups.append(group)
     groups = broadcast_object(groups)
     worst = 0.0
@@ -891,7 +891,6 @@ def test_what_the_server_refuses_names_the_row(vlm, url):
                 Group(rollouts.prompts[0]),
                 rollouts.pool,
                 rollouts.processor,
-                sampling_params(config),
                 config,
             )
         rollouts.close()
@@ -924,7 +923,7 @@ def test_a_second_turn_after_an_image(vlm, url):
         with pytest.raises(
             ValueError, match="rollout_fn on dataset row 0: .*placeholder of an image"
         ):
-            sample_group(Group(prompt), rollouts.pool, rollouts.processor, {"n": 1}, config)
+            sample_group(Group(prompt), rollouts.pool, rollouts.processor, config, n=1)
         rollouts.close()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from prefix_attention import PackedBatch, num_packed_tokens, pack
-from rollouts.group import Group, Prompt
+from rollouts.group import ENVIRONMENT, Group, Prompt
 
 
 @dataclass
@@ -42,15 +42,18 @@ class MicroBatch:
 # -- From columns to rows --------------------------------------------------------------------------
 
 
-def with_images(groups: Sequence[Group]) -> set[int]:
-    """The numbers of groups with images, which share nothing with others."""
+def groups_apart(groups: Sequence[Group]) -> set[int]:
+    """The numbers of groups with images, which share nothing with others.
+
+    Their token ids do not tell the images apart.
+    """
     return {number for number, group in enumerate(groups) if group.prompt.images}
 
 
 def row_tokens(groups: Sequence[Group], config: TrainConfig) -> int:
     """Positions of the smallest row that holds all groups."""
     sequences = [group.sequences for group in groups]
-    return num_packed_tokens(sequences, config.share_prefix, apart=with_images(groups))
+    return num_packed_tokens(sequences, config.share_prefix, apart=groups_apart(groups))
 
 
 def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
@@ -61,6 +64,7 @@ def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
     lengths = list(group.num_sampled)
     for number, completion in enumerate(group.completions):
         is_cut = config.mask_truncated_completions and completion.finish_reason == "length"
+        # Groups that only measure the servers have not been scored.
         has_no_reward = bool(group.reward) and math.isnan(group.reward[number])
         if is_cut or has_no_reward:
             lengths[number] = 0
@@ -71,12 +75,12 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     """Pack groups and their columns into rows of at most `max_tokens`."""
     columns = token_columns(groups, config)
     sequences = [group.sequences for group in groups]
-    groups_apart = with_images(groups)
+    apart = groups_apart(groups)
     found = []
-    for row in pack(sequences, max_tokens, config.share_prefix, apart=groups_apart):
+    for row in pack(sequences, max_tokens, config.share_prefix, apart=apart):
         row_columns: Any = {name: column[row.index] for name, column in columns.items()}
         micro_batch = MicroBatch(row, **row_columns)
-        if groups_apart:
+        if apart:
             prompts = [groups[number].prompt for number in row.prompts if number is not None]
             micro_batch.images = row_images(prompts)
         found.append(micro_batch)
@@ -84,7 +88,7 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
 
 
 def row_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """The images of a row's prompts, joined."""
+    """The images of a row's prompts, joined; text alone never imports them."""
     from rollouts.images import joined_images
 
     return joined_images(prompts)
@@ -102,9 +106,10 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
         tokens = group.tokens
         advantages = torch.tensor(group.advantages).float()
         trains = torch.tensor(trained_lengths(group, config)) > 0
-        is_current = tokens.weight_versions == group.trained_version
+        versions = tokens.weight_versions
+        is_current = versions == group.trained_version
         columns["advantages"].append(advantages[tokens.completion])
-        columns["mask"].append(tokens.loss_mask & trains[tokens.completion])
+        columns["mask"].append((versions != ENVIRONMENT) & trains[tokens.completion])
         columns["sampler_logprobs"].append(tokens.sampler_logprobs)
         columns["servers"].append(is_current.to(torch.int16) * (1 + group.server))
         if group.ref_logprobs is not None:
@@ -151,7 +156,7 @@ class Dealer:
         config = self.config
         if config.max_staleness > 0 or config.updates_per_batch > 1 or config.weighs_whole_batch:
             return math.inf
-        num_rows = len(self.loads) - len(self.rows)
+        num_rows = len(self.loads) - len(self.rows)  # that the round lacks
         return num_rows * config.max_tokens_per_gpu - row_tokens(self.waiting, config)
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
@@ -189,7 +194,7 @@ class Dealer:
         return [Share(rows, lengths) for rows in self._deal_whole_rounds()]
 
     def _add(self, group: Group) -> None:
-        """Put a group into the open row, or into a new one."""
+        """Let a group wait for others to share a row with; pack these first, if it does not fit."""
         if self.waiting and not self._has_room_for(group):
             self._pack_waiting(self.config.max_tokens_per_gpu)
         self.waiting.append(group)
@@ -217,7 +222,7 @@ class Dealer:
         num_ranks = len(self.loads)
         num_missing = num_ranks - len(self.rows) % num_ranks
         tokens_each = math.ceil(row_tokens(self.waiting, self.config) / num_missing)
-        longest = longest_completion(self.waiting, self.config)  # a row holds one at least
+        longest = longest_single_row(self.waiting, self.config)  # a row holds one at least
         self._pack_waiting(min(max(tokens_each, longest), self.config.max_tokens_per_gpu))
 
     def _fill_the_last_round(self) -> None:
@@ -255,7 +260,7 @@ def all_trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
     return lengths
 
 
-def longest_completion(groups: list[Group], config: TrainConfig) -> int:
+def longest_single_row(groups: list[Group], config: TrainConfig) -> int:
     """Positions of the longest row of one completion with its prompt."""
     longest = 0
     for group in groups:
