@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
@@ -35,9 +35,8 @@ NAME = "shared_prefix"  # of the attention function in transformers
 HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at a time
 HALF = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels on a GPU
 MIN_SAVED = 0.05  # of the tokens below a fork: less would only make more and smaller kernel calls
-SMALL = (
-    64  # on the CPU, calls of at most SMALL² scores, which cost more than their work, are joined
-)
+# On the CPU, calls of at most SMALL² scores, which cost more than their work, are joined.
+SMALL = 64
 
 Tokens = Sequence[int] | Tensor  # a tensor is [n] int64, on the CPU
 Groups = Sequence[tuple[Tokens, Sequence[Any]]]  # (prompt_ids, [completion_ids, ...]), see `pack`
@@ -52,14 +51,20 @@ def _rare() -> Any:
     return RARE
 
 
+def _computed_in(dtype: torch.dtype, kind: str) -> torch.dtype:
+    """The dtype of products on a kind of device: autocast's, or that of their factors."""
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return dtype
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     """The dtype of sums and log-sum-exps: fp64 for an fp64 tensor, else fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-_fused: Any = torch.compile(
-    dynamic=True, disable=not torch.cuda.is_available()
-)  # one pass on a GPU
+# one pass on a GPU
+_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 
 # -- Rows ------------------------------------------------------------------------------------------
@@ -144,7 +149,7 @@ def num_packed_tokens(
 ) -> int:
     """Positions of a single row of all groups."""
     sequences = _sequences(groups, share_prefix, apart, math.inf)
-    return _Row(not share_prefix).and_also(*map(chain.from_iterable, sequences)).num_tokens
+    return _Row(not share_prefix).and_also(*sequences).num_tokens
 
 
 SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups, or of single sequences
@@ -173,26 +178,35 @@ class _Sequence(NamedTuple):
 
 def _sequences(
     groups: Groups, shares: bool, apart: Collection[int], budget: float
-) -> Iterator[list[list[_Sequence]]]:
-    """For every group the sequences of each completion; none if empty."""
+) -> Iterator[list[_Sequence]]:
+    """For every group its sequences; none for an empty completion."""
     num_completions = 0
     place = 0
     for group, (prompt_ids, completions) in enumerate(groups):
-        sequences: list[list[_Sequence]] = []
-        for completion in completions:
-            sequences.append([])
+        sequences = []
+        for number, completion in enumerate(completions):
             for prompt, tokens in _segments(prompt_ids, completion):
-                _check(prompt, tokens, group, len(sequences) - 1, budget)
+                num_tokens = prompt.numel() + tokens.numel()
+                if not prompt.numel():
+                    problem = "has an empty prompt: nothing predicts the first completion token"
+                    raise ValueError(f"group {group} {problem}")
+                if num_tokens - 1 > budget:
+                    where = f"completion {number} of group {group}"
+                    raise ValueError(
+                        f"{where} has {num_tokens} tokens with its prompt, over {budget}"
+                    )
+
                 family = group if group in apart else SHARES_WITH_ALL
                 if not shares:
                     family = place
                 if tokens.numel():
                     ids = torch.cat([prompt, tokens[:-1]]).numpy()
-                    sequences[-1].append(_Sequence(
-                        (family, ids.tobytes()), ids, tokens, group, num_completions, place
-                    ))  # fmt: skip
+                    key = (family, ids.tobytes())
+                    sequences.append(
+                        _Sequence(key, ids, tokens, group, num_completions + number, place)
+                    )
                 place += tokens.numel()
-            num_completions += 1
+        num_completions += len(completions)
         yield sequences
 
 
@@ -205,29 +219,17 @@ def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]
     return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in pairs]
 
 
-def _check(prompt: Tensor, tokens: Tensor, group: int, completion: int, budget: float) -> None:
-    if not prompt.numel():
-        raise ValueError(
-            f"group {group} has an empty prompt: nothing predicts the first completion token"
-        )
-    num = prompt.numel() + tokens.numel()
-    if num - 1 > budget:
-        where = f"completion {completion} of group {group}"
-        raise ValueError(f"{where} has {num} tokens with its prompt, over {budget}")
-
-
 def _units(
-    group: list[list[_Sequence]], empty: "_Row", budget: float
+    group: list[_Sequence], empty: "_Row", budget: float
 ) -> Iterator[tuple[list[_Sequence], "_Row"]]:
     """The largest parts of a group that fit, each with a row."""
-    whole = list(chain.from_iterable(group))
-    if whole and not empty.is_padded:
-        row = empty.and_also(whole)
-        if row.num_tokens <= budget:
-            yield whole, row
-            return
+    row = empty.and_also(group)
+    if row.num_tokens <= budget and group and not empty.is_padded:
+        yield group, row
+        return
 
-    for completion in filter(None, group):
+    for _, segments in groupby(group, key=attrgetter("completion")):
+        completion = list(segments)
         row = empty.and_also(completion)
         if row.num_tokens <= budget:
             yield completion, row
@@ -635,9 +637,8 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: [B, H, T, D] -> [B, T, H, D]."""
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    dtype = _computed_in(query.dtype, query.device.type)
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     plan = options.get("segments")
     sinks = options.get("s_aux")
     has_softcap = options.get("softcap") is not None
@@ -648,7 +649,9 @@ def _attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
 
-    if plan is not None and not has_softcap and _has_kernel(query, key, value):
+    head_size = query.shape[-1]
+    fits = value.shape[-1] <= head_size and _has_kernel(query.device, dtype, head_size)
+    if plan is not None and fits and not has_softcap:
         window = options.get("sliding_window")
         if window is None or _longest(plan) <= window:
             return _in_kernels(query, key, value, sinks, plan, scale), None
@@ -667,15 +670,11 @@ def _in_kernels(
     return out[None, ..., :head_size]
 
 
-def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tells if flash kernels take this device, dtype and head sizes."""
-    head_size = query.shape[-1]
-    if head_size < value.shape[-1]:
-        return False
-    kind = query.device.type
-    if kind == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 0):
-        return query.dtype in HALF and head_size % 8 == 0 and head_size <= 256
-    return kind == "cpu"
+def _has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Tells if flash kernels take queries of this kind."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return dtype in HALF and head_size % 8 == 0 and head_size <= 256
+    return device.type == "cpu"
 
 
 @torch.compiler.disable
@@ -686,12 +685,16 @@ def _longest(plan: Tensor) -> int:
 
 # -- attach ----------------------------------------------------------------------------------------
 
-# Compared with one plain row per completion by the tests; any other type is when it is attached.
-TESTED = frozenset({
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe",
-    "gpt_oss", "glm4", "deepseek_v3", "cohere2", "granite", "smollm3", "qwen3_next", "qwen3_5_text",
-    "qwen2_5_vl", "qwen3_vl", "gemma3",
+# Types of language models that do without training/rare_attention.py, if flash kernels take them.
+COMMON = frozenset({
+    "llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "qwen3_moe", "glm4", "deepseek_v3",
+    "granite", "smollm3",
 })  # fmt: skip
+# Compared with one plain row per completion by the tests; any other type is when it is attached.
+TESTED = COMMON | {
+    "gemma2", "gemma3_text", "gpt_oss", "cohere2", "qwen3_next", "qwen3_5_text", "qwen2_5_vl",
+    "qwen3_vl", "gemma3",
+}  # fmt: skip
 VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})  # with images (LLaVA's text: any)
 WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their image
 Example = tuple[list[int], dict[str, Any]]  # tokens of a prompt with images, and these as inputs
@@ -747,22 +750,22 @@ def attach(model: Any, verify: bool = False, example: Example | None = None) -> 
 
 
 def needs_rare_attention(model: Any) -> bool:
-    """Tells for which models training/rare_attention.py must be imported before `attach`."""
+    """Tells for which models training/rare_attention.py must be imported before `attach`.
+
+    Types outside `COMMON`, windows, and on a GPU what no flash kernel takes: fp32, odd head sizes,
+    and anything on a GPU older than Ampere.
+    """
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
-    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
-    has_mrope = hasattr(getattr(base, "model", None), "get_rope_index")
-    sees_images_whole = base.config.model_type in WHOLE_IMAGES
-    dtype = next(base.parameters()).dtype
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-    has_kernel = dtype in HALF or not torch.cuda.is_available()
-    if has_softcap or has_mrope or sees_images_whole or _has_window(config) or not has_kernel:
+    if config.model_type not in COMMON or _has_window(config):
         return True
-    for module in base.modules():
-        if is_delta_net(module) or getattr(module, "sinks", None) is not None:
-            return True
-    return False
+    if not torch.cuda.is_available():
+        return False
+    head_size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    if head_size is None:
+        head_size = config.hidden_size // config.num_attention_heads
+    dtype = _computed_in(next(base.parameters()).dtype, "cuda")
+    return not _has_kernel(torch.device("cuda"), dtype, head_size)
 
 
 def _has_window(config: Any) -> bool:
@@ -854,89 +857,85 @@ def _use(base: Any, name: str) -> None:
 def _verify(model: Any, example: Example | None) -> None:
     """Compare shared rows with plain ones through eager attention."""
     base = base_model(model)
-    groups, images = _trial_groups(base.config, example)
-    before = {weight: weight.grad for weight in base.parameters() if weight.requires_grad}
+    groups = _trial_groups(base.config)
+    images: dict[str, Any] = {}
+    if example is not None:
+        groups[2] = (example[0], groups[2][1])
+        images = example[1]
+    gradients = {weight: weight.grad for weight in base.parameters()}
     was_training = model.training
     model.eval()  # dropout would be another one every time
     try:
-        plain = _trial(model, "eager", groups, images, list(before))
-        shared = _trial(model, NAME, groups, images, list(before))
+        plain = _trial(model, "eager", groups, images)
+        shared = _trial(model, NAME, groups, images)
     finally:
         model.train(was_training)
-        for weight, gradient in before.items():
+        for weight, gradient in gradients.items():
             weight.grad = gradient
 
     is_half = _LogprobHead.of(base).dtype in HALF
     limit = 5e-2 if is_half else 1e-4
-    errors = _errors(*plain, *shared, is_half)
+    errors = _errors(plain, shared, is_half)
     if not all(error <= limit for error in errors):  # NaN is over it, too
         raise ValueError(
             f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}"
         )
 
 
-def _trial_groups(config: Any, example: Example | None) -> tuple[list[Any], dict[str, Any]]:
-    """Random groups, the third with the example's prompt, and its images."""
-    kinds = ("image", "video", "audio")
-    placeholders = {getattr(config, f"{kind}_token_id", None) for kind in kinds}
-    vocab_size = config.get_text_config(decoder=True).vocab_size
-    words = [token for token in range(min(vocab_size, 1000)) if token not in placeholders]
-    tokens = partial(random.Random(0).choices, words)
-    if example is None:
-        example = (tokens(k=6), {})
-    groups = [
-        (tokens(k=9), [tokens(k=5), tokens(k=2), tokens(k=7)]),
-        (tokens(k=4), [tokens(k=6), tokens(k=3)]),
+def _trial_groups(config: Any) -> list[tuple[list[int], list[list[int]]]]:
+    """Three groups of random words."""
+    placeholders = [
+        getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")
     ]
-    groups.append((example[0], [tokens(k=5), tokens(k=3)]))
-    return groups, example[1]
+    vocab_size = min(config.get_text_config(decoder=True).vocab_size, 1000)
+    words = sorted(set(range(vocab_size)).difference(placeholders))
+    generator = random.Random(0)
+    groups = []
+    for lengths in ((9, 5, 2, 7), (4, 6, 3), (6, 5, 3)):
+        texts = [generator.choices(words, k=length) for length in lengths]
+        groups.append((texts[0], texts[1:]))
+    return groups
 
 
-def _trial(
-    model: Any, attention: str, groups: Groups, images: dict[str, Any], weights: list[Any]
-) -> tuple[Tensor, list[Tensor]]:
-    """Log-probs of the groups and their gradients, where weights have any."""
+def _trial(model: Any, attention: str, groups: Groups, images: dict[str, Any]) -> list[Tensor]:
+    """Log-probs of the groups, then this rank's gradients, where weights have any."""
     base = base_model(model)
-    is_shared = attention == NAME
     base.zero_grad()
     _use(base, attention)
-    row = pack(groups, share_prefix=is_shared, apart={2})[0].to(device_of(base))
+    row = pack(groups, share_prefix=attention == NAME, apart={2})[0].to(device_of(base))
     for name, value in images.items():  # as often as the third group's prompt is there
         copies = [value.to(row.input_ids.device)] * row.prompts.count(2)
         images = images | {name: torch.cat(copies)}
 
-    with torch.set_grad_enabled(bool(weights)):  # whatever the caller's mode
-        if is_shared:
-            logprobs: Tensor = completion_logprobs(model, row, **images)
+    with torch.enable_grad():  # whatever the caller's mode
+        if row.segments is not None:
+            logprobs = completion_logprobs(model, row, **images)
         else:
             logits = model(**_inputs(base, row, images)).logits[row.row, row.position]
             logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
-        if weights:
+        if logprobs.requires_grad:
             factors = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
             (logprobs * factors).sum().backward()
-    return logprobs.detach(), [_own_gradient(each) for each in weights if each.grad is not None]
+
+    results = [logprobs.detach()]
+    for weight in base.parameters():
+        gradient: Any = weight.grad
+        if hasattr(gradient, "to_local"):
+            gradient = gradient.to_local()
+        if gradient is not None:
+            results.append(gradient.clone())
+    return results
 
 
-def _own_gradient(weight: Any) -> Tensor:
-    """A copy of what this rank has of a gradient."""
-    gradient = weight.grad
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()
-    return gradient.detach().clone()
-
-
-def _errors(
-    expected: Tensor, plain: list[Tensor], got: Tensor, shared: list[Tensor], is_half: bool
-) -> list[float]:
+def _errors(plain: list[Tensor], shared: list[Tensor], is_half: bool) -> list[float]:
     """Relative errors of log-probs, and a tenth of those of gradients."""
-    spread = 1.0
-    if is_half:  # a random model's log-probs are all nearly the same
-        spread = expected.std().item()
-    errors = [(got - expected).abs().mean().item() / spread]
-    norms = [gradient.double().norm().item() for gradient in plain]
+    # a random model's log-probs are all nearly the same
+    spread = plain[0].std().item() if is_half else 1.0
+    errors = [(shared[0] - plain[0]).abs().mean().item() / spread]
+    norms = [gradient.double().norm().item() for gradient in plain[1:]]
     # some gradients, as of a bias of all keys, are nothing but rounding
     least = 0.01 * max(norms, default=0.0) or 1.0
-    for right, found, norm in zip(plain, shared, norms, strict=True):
+    for right, found, norm in zip(plain[1:], shared[1:], norms, strict=True):
         error = (found - right).double().norm().item() / max(norm, least)
         errors.append(error / 10)
     return errors
@@ -1106,13 +1105,10 @@ class _LogprobHead:
         if self.cells is None:
             return self.original(hidden, *args, **kwargs)
 
-        kind = hidden.device.type
-        self.dtype = hidden.dtype
-        if torch.is_autocast_enabled(kind):
-            self.dtype = torch.get_autocast_dtype(kind)
+        self.dtype = _computed_in(hidden.dtype, hidden.device.type)
         factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, self.cells))
         dtype = _wide(hidden)
-        if kind == "cuda":  # which sums products of 16-bit factors in fp32
+        if hidden.is_cuda:  # which sums products of 16-bit factors in fp32
             dtype = self.dtype
         found = self.logprobs_of(*[factor.to(dtype) for factor in factors])
         self.answer = torch.stack(found, -1)[None]
