@@ -98,9 +98,10 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same row on `device`; attention reads `segments` on the CPU."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        tensors.pop("segments", None)
-        moved: Any = {name: tensor.to(device) for name, tensor in tensors.items()}
+        moved: Any = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name != "segments":
+                moved[name] = value.to(device)
         return replace(self, **moved)
 
 
@@ -186,10 +187,12 @@ def _sequences(
         sequences = []
         for number, completion in enumerate(completions):
             for prompt, tokens in _segments(prompt_ids, completion):
-                num_tokens = prompt.numel() + tokens.numel()
                 if not prompt.numel():
-                    problem = "has an empty prompt: nothing predicts the first completion token"
-                    raise ValueError(f"group {group} {problem}")
+                    raise ValueError(
+                        f"group {group} has an empty prompt: "
+                        "nothing predicts the first completion token"
+                    )
+                num_tokens = prompt.numel() + tokens.numel()
                 if num_tokens - 1 > budget:
                     where = f"completion {number} of group {group}"
                     raise ValueError(
@@ -223,10 +226,11 @@ def _units(
     group: list[_Sequence], empty: "_Row", budget: float
 ) -> Iterator[tuple[list[_Sequence], "_Row"]]:
     """The largest parts of a group that fit, each with a row."""
-    row = empty.and_also(group)
-    if row.num_tokens <= budget and group and not empty.is_padded:
-        yield group, row
-        return
+    if group and not empty.is_padded:
+        row = empty.and_also(group)
+        if row.num_tokens <= budget:
+            yield group, row
+            return
 
     for _, segments in groupby(group, key=attrgetter("completion")):
         completion = list(segments)
@@ -455,15 +459,23 @@ def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
     for (level, sees_all), pieces in sorted(_pieces_by_level(segments).items()):
         is_causal = level == 0 and not sees_all
         for call in _calls(pieces, int(segments[-1, :2].sum()), is_cuda):
-            sides = list(zip(*call, strict=True))
-            places = [_places(side, device) for side in sides]
-            starts = [list(accumulate(map(len, side), initial=0)) for side in sides]
-            cumulative = [torch.tensor(start, dtype=torch.int32).to(device) for start in starts]
-            longest = [max(map(len, side)) for side in sides]
-            blocks.append(
-                _Block(level, is_causal, len(call), places[0], places[1], [*cumulative, *longest])
-            )
+            queries = [piece[0] for piece in call]
+            keys = [piece[1] for piece in call]
+            lengths = [
+                _cumulative(queries, device),
+                _cumulative(keys, device),
+                max(map(len, queries)),
+                max(map(len, keys)),
+            ]
+            places = (_places(queries, device), _places(keys, device))
+            blocks.append(_Block(level, is_causal, len(call), *places, lengths))
     return blocks
+
+
+def _cumulative(pieces: Sequence[range], device: torch.device) -> Tensor:
+    """Where pieces begin when they are joined, and the end: [pieces + 1] int32."""
+    starts = list(accumulate(map(len, pieces), initial=0))
+    return torch.tensor(starts, dtype=torch.int32).to(device)
 
 
 def _pieces_by_level(plan: Tensor) -> dict[tuple[int, int], list[Piece]]:
@@ -523,9 +535,19 @@ def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> t
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
     offset = torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse.T.contiguous(), *block.lengths, 0.0, block.is_causal, seed, offset,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse.T.contiguous(),
+        *block.lengths,
+        0.0,
+        block.is_causal,
+        seed,
+        offset,
         scale=scale,
-    )  # fmt: skip
+    )
 
 
 def _flash_on_cpu(
@@ -553,7 +575,7 @@ def _cascade(
 ) -> tuple[Tensor, Tensor]:
     """Attention [T, H, D] of a row, and its log-sum-exp [T, H]."""
     out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
-    lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
+    lse = q.new_empty(q.shape[:2], dtype=_wide(q))
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries = block.queries
         part, part_lse = _flash(q[queries], k[block.keys], v[block.keys], block, scale)
@@ -574,13 +596,19 @@ _cascade.register_fake(
 
 @torch.library.custom_op("prefix_attention::cascade_backward", mutates_args=())
 def _cascade_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: the sum of every block's."""
     dq = q.new_empty(q.shape)
-    dk = torch.empty(k.shape, dtype=_wide(k), device=k.device)
-    dv = torch.empty(v.shape, dtype=_wide(v), device=v.device)
+    dk = k.new_empty(k.shape, dtype=_wide(k))
+    dv = v.new_empty(v.shape, dtype=_wide(v))
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries = block.queries
         keys = block.keys
@@ -633,9 +661,13 @@ _cascade.register_autograd(_differentiate, setup_context=_save)
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, T, D] -> [B, T, H, D]."""
     dtype = _computed_in(query.dtype, query.device.type)
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -761,9 +793,9 @@ def needs_rare_attention(model: Any) -> bool:
         return True
     if not torch.cuda.is_available():
         return False
-    head_size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
-    if head_size is None:
-        head_size = config.hidden_size // config.num_attention_heads
+    head_size = config.hidden_size // config.num_attention_heads
+    for name in ("head_dim", "qk_head_dim"):  # the first may be of the rotated part alone
+        head_size = getattr(config, name, None) or head_size
     dtype = _computed_in(next(base.parameters()).dtype, "cuda")
     return not _has_kernel(torch.device("cuda"), dtype, head_size)
 
@@ -828,8 +860,11 @@ def _refusal(base: Any) -> str | None:
         return (
             "output_router_logits adds an auxiliary loss that counts forwarded tokens, prompts once"
         )
-    reasons = (_refusal_of_module(base, name, module) for name, module in base.named_modules())
-    return next(filter(None, reasons), None)
+    for name, module in base.named_modules():
+        reason = _refusal_of_module(base, name, module)
+        if reason:
+            return reason
+    return None
 
 
 def _refusal_of_module(base: Any, name: str, module: nn.Module) -> str | None:
@@ -884,9 +919,8 @@ def _verify(model: Any, example: Example | None) -> None:
 
 def _trial_groups(config: Any) -> list[tuple[list[int], list[list[int]]]]:
     """Three groups of random words."""
-    placeholders = [
-        getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")
-    ]
+    kinds = ("image_token_id", "video_token_id", "audio_token_id")
+    placeholders = [getattr(config, kind, None) for kind in kinds]
     vocab_size = min(config.get_text_config(decoder=True).vocab_size, 1000)
     words = sorted(set(range(vocab_size)).difference(placeholders))
     generator = random.Random(0)
@@ -902,20 +936,21 @@ def _trial(model: Any, attention: str, groups: Groups, images: dict[str, Any]) -
     base = base_model(model)
     base.zero_grad()
     _use(base, attention)
-    row = pack(groups, share_prefix=attention == NAME, apart={2})[0].to(device_of(base))
+    device = device_of(base)
+    row = pack(groups, share_prefix=attention == NAME, apart={2})[0].to(device)
+    inputs: dict[str, Any] = {}
     for name, value in images.items():  # as often as the third group's prompt is there
-        copies = [value.to(row.input_ids.device)] * row.prompts.count(2)
-        images = images | {name: torch.cat(copies)}
+        inputs[name] = torch.cat([value.to(device)] * row.prompts.count(2))
 
     with torch.enable_grad():  # whatever the caller's mode
         if row.segments is not None:
-            logprobs = completion_logprobs(model, row, **images)
+            logprobs = completion_logprobs(model, row, **inputs)
         else:
-            logits = model(**_inputs(base, row, images)).logits[row.row, row.position]
+            logits = model(**_inputs(base, row, inputs)).logits[row.row, row.position]
             logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
         if logprobs.requires_grad:
-            factors = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
-            (logprobs * factors).sum().backward()
+            factors = torch.linspace(-1, 1, len(logprobs))
+            logprobs.backward(factors.to(logprobs))
 
     results = [logprobs.detach()]
     for weight in base.parameters():
@@ -967,7 +1002,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, targets: Tensor, rule: _Logits, with_entropy: bool, *factors: Tensor
     ) -> tuple[Tensor, ...]:
-        logprobs = torch.empty(len(targets), dtype=_wide(factors[0]), device=targets.device)
+        logprobs = factors[0].new_empty(len(targets), dtype=_wide(factors[0]))
         normalizers = torch.empty_like(logprobs)
         entropies = torch.zeros_like(logprobs)
         for part, logits in _chunks(rule, factors):
@@ -992,7 +1027,10 @@ class _TokenLogprobs(torch.autograd.Function):
             columns = (targets[part, None], normalizers[part, None])
             g = grad[part, None] * ctx.rule.factor
             dz = _derive(logits, *columns, g, ctx.rule.cap, weights[0].dtype)
-            _add_products(dz, part, xs, weights, dxs, dws)
+            for x, weight, dx, dw in zip(xs, weights, dxs, dws, strict=True):
+                torch.mm(dz, weight, out=dx[part])
+                if dw is not None:
+                    torch.addmm(dw, dz.T, x[part], out=dw, **_summed_in(dw, x))
         return None, None, None, *dxs, *dws  # autograd casts sums to the dtype of their weight
 
 
@@ -1000,17 +1038,6 @@ def _halves(factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tenso
     """The xs and the weights of `_factors`."""
     num = len(factors) // 2
     return factors[:num], factors[num:]
-
-
-def _add_products(
-    dz: Tensor, part: slice, xs: Sequence[Tensor], weights: Sequence[Tensor], dxs: list[Tensor],
-    dws: list[Tensor | None],
-) -> None:  # fmt: skip
-    """Put a chunk's gradients into `dxs`, and add to `dws`."""
-    for x, weight, dx, dw in zip(xs, weights, dxs, dws, strict=True):
-        torch.mm(dz, weight, out=dx[part])
-        if dw is not None:
-            torch.addmm(dw, dz.T, x[part], out=dw, **_summed_in(dw, x))
 
 
 def _summed_in(total: Tensor, x: Tensor) -> dict[str, Any]:
@@ -1059,12 +1086,13 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
     vocab_size = len(weights[0])
     size = max(1, HEAD_CHUNK["cuda" if xs[0].is_cuda else "cpu"] // vocab_size)
     num_rows = min(size, num_tokens)
-    memory = torch.empty(num_rows, vocab_size, dtype=_wide(xs[0]), device=xs[0].device)
+    memory = xs[0].new_empty(num_rows, vocab_size, dtype=_wide(xs[0]))
     wider = _summed_in(memory, xs[0])
     for start in range(0, num_tokens, size):
-        part = slice(start, min(start + size, num_tokens))
-        logits = memory[: part.stop - start]
-        torch.mm(xs[0][part], weights[0].T, out=logits, **wider)
+        part = slice(start, start + size)
+        x = xs[0][part]
+        logits = memory[: len(x)]
+        torch.mm(x, weights[0].T, out=logits, **wider)
         for x, weight in zip(xs[1:], weights[1:], strict=True):
             torch.addmm(logits, x[part], weight.T, out=logits, **wider)
 
@@ -1173,9 +1201,14 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
 
 
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
-    forbidden: Sequence[int] = (), inputs_embeds: Tensor | None = None, **images: Any,
-) -> Any:  # fmt: skip
+    model: Any,
+    row: PackedBatch,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    forbidden: Sequence[int] = (),
+    inputs_embeds: Tensor | None = None,
+    **images: Any,
+) -> Any:
     """log p(token | what is before) for every completion token of a row.
 
     Args:
@@ -1201,13 +1234,12 @@ def completion_logprobs(
     base = base_model(model)
     head = _LogprobHead.of(base)
     inputs = _inputs(base, row, images, inputs_embeds)
-    cells = _keep_predicting(base, row, inputs)
     not_sampled = None
     if forbidden:
-        not_sampled = torch.tensor(forbidden, device=cells.device)
+        not_sampled = torch.tensor(forbidden, device=row.targets.device)
 
     with _bare_logits(base, temperature, not_sampled) as rule:
-        head.cells = cells
+        head.cells = _keep_predicting(base, row, inputs)
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
         try:
             answer = model(**inputs).logits
@@ -1268,9 +1300,8 @@ def _inputs(
 
 def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
     """A row's plan, its positions, and a mask that says nothing."""
-    text_config = base.config.get_text_config()
-    in_use = NAME in (base.config._attn_implementation, text_config._attn_implementation)
-    if not (in_use and getattr(base, "shares_prefixes", False)):
+    in_use = base.config.get_text_config()._attn_implementation
+    if in_use != NAME or not getattr(base, "shares_prefixes", False):
         raise ValueError(
             "this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)"
         )

@@ -41,16 +41,21 @@ def attention(
         out = _loop(q, k, v, plan, options.get("sliding_window"), *rules)
     else:
         if mask is None:
-            ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+            ones = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool)
             mask = ones.tril(k.shape[2] - q.shape[2])[None, None]
         out = _attend(q, k, v, mask, *rules)
     return out.transpose(1, 2)
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    scale: float,
+    softcap: float | None,
     sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention written out: [B, H, L, D_v]."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
@@ -62,7 +67,7 @@ def _attend(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
 
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = prefix_attention._wide(q)
     smallest = torch.finfo(wide).min  # finite: padding may see nothing
     scores = scores.to(wide).masked_fill(~mask, smallest)
     if sinks is not None:
@@ -216,11 +221,11 @@ def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
     origins = []  # the place behind which each segment begins; 0 for a root
     forks: list[set[int]] = [set() for _ in plan]  # places in it behind which others begin
     for _, _, parent, num_seen, _ in plan:
-        origin = 0
+        behind = 0
         if parent >= 0:
-            origin = plan[parent][0] + num_seen
-            forks[parent].add(origin)
-        origins.append(origin)
+            behind = plan[parent][0] + num_seen
+            forks[parent].add(behind)
+        origins.append(behind)
 
     runs = []
     leaves = []
