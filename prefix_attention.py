@@ -139,7 +139,7 @@ def pack(
     budget = math.inf if max_tokens is None else max_tokens
     rows: list[_Row] = []
     empty = _Row(is_padded=not share_prefix)
-    for group in _sequences(groups, share_prefix, apart, budget):
+    for group in _sequences(groups, apart, budget):
         for unit, alone in _units(group, empty, budget):
             _add_unit(rows, unit, alone, budget)
     return [row.batch() for row in rows]
@@ -149,11 +149,11 @@ def num_packed_tokens(
     groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()
 ) -> int:
     """Positions of a single row of all groups."""
-    sequences = _sequences(groups, share_prefix, apart, math.inf)
+    sequences = _sequences(groups, apart, math.inf)
     return _Row(not share_prefix).and_also(*sequences).num_tokens
 
 
-SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups, or of single sequences
+SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups
 
 
 class _Sequence(NamedTuple):
@@ -177,13 +177,12 @@ class _Sequence(NamedTuple):
         return shortest
 
 
-def _sequences(
-    groups: Groups, shares: bool, apart: Collection[int], budget: float
-) -> Iterator[list[_Sequence]]:
+def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterator[list[_Sequence]]:
     """For every group its sequences; none for an empty completion."""
     num_completions = 0
     place = 0
     for group, (prompt_ids, completions) in enumerate(groups):
+        family = group if group in apart else SHARES_WITH_ALL
         sequences = []
         for number, completion in enumerate(completions):
             for prompt, tokens in _segments(prompt_ids, completion):
@@ -199,9 +198,6 @@ def _sequences(
                         f"{where} has {num_tokens} tokens with its prompt, over {budget}"
                     )
 
-                family = group if group in apart else SHARES_WITH_ALL
-                if not shares:
-                    family = place
                 if tokens.numel():
                     ids = torch.cat([prompt, tokens[:-1]]).numpy()
                     key = (family, ids.tobytes())
@@ -285,7 +281,8 @@ class _Branch:
         forks += [branch.depth for branch in path]
         for fork in sorted(forks, reverse=True):
             may_move = depth != prompt_length if fork else sequence.key[0] == SHARES_WITH_ALL
-            if may_move and 0 < depth - fork < MIN_SAVED * (num_tokens - fork):
+            least = MIN_SAVED * (num_tokens - fork)
+            if may_move and 0 < depth - fork < least:
                 depth = fork
         return cls(sequence, depth, [branch for branch in path if branch.depth < depth])
 
@@ -328,6 +325,8 @@ class _Row:
                 place = bisect_left(branches, sequence.key, key=attrgetter("sequence.key"))
                 # with one of its neighbours it has the most in common
                 neighbours = branches[max(place - 1, 0) : place + 1]
+                if self.is_padded:
+                    neighbours = []
                 branches.insert(place, _Branch.of(sequence, neighbours))
         return _Row(self.is_padded, branches)
 
@@ -394,7 +393,15 @@ class _Row:
         position = _ranges(list(chain.from_iterable(cells)))
         targets = torch.cat([sequence.tokens for sequence in sequences])
         index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
-        return columns[0], position, targets, columns[1], columns[2], index, prompts
+        return (
+            columns[0],
+            position,
+            targets,
+            columns[1],
+            columns[2],
+            index,
+            prompts,
+        )
 
     def _prompts(self, segments: list[_Branch]) -> list[int | None]:
         """For every root the one group below it, or None."""
@@ -613,7 +620,16 @@ def _cascade_backward(
         queries = block.queries
         keys = block.keys
         parts = _flash_backward(
-            (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale
+            (
+                grad[queries],
+                q[queries],
+                k[keys],
+                v[keys],
+                out[queries],
+                lse[queries],
+            ),
+            block,
+            scale,
         )
         _add_part(dq, parts[0], queries, block.level)
         _add_part(dk, parts[1], keys, block.level)
@@ -949,8 +965,7 @@ def _trial(model: Any, attention: str, groups: Groups, images: dict[str, Any]) -
             logits = model(**_inputs(base, row, inputs)).logits[row.row, row.position]
             logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
         if logprobs.requires_grad:
-            factors = torch.linspace(-1, 1, len(logprobs))
-            logprobs.backward(factors.to(logprobs))
+            logprobs.backward(torch.linspace(-1, 1, len(logprobs)).to(logprobs))
 
     results = [logprobs.detach()]
     for weight in base.parameters():
@@ -1020,7 +1035,8 @@ class _TokenLogprobs(torch.autograd.Function):
         xs, weights = _halves(factors)
         dxs = list(map(torch.empty_like, xs))
         dws: list[Tensor | None] = []
-        for weight, is_wanted in zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True):
+        wanted = ctx.needs_input_grad[-len(weights) :]
+        for weight, is_wanted in zip(weights, wanted, strict=True):
             dws.append(torch.zeros_like(weight, dtype=normalizers.dtype) if is_wanted else None)
 
         for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
@@ -1056,11 +1072,12 @@ def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, 
     chosen = shifted.gather(-1, targets)[:, 0]
     p = shifted.exp() if with_entropy else shifted.exp_()
     total = p.sum(-1)
+    log_total = total.log()
     if with_entropy:  # Σ p·logit by no product that autocast would round
-        entropies = total.log() - p.mul_(shifted).sum(-1) / total
+        entropies = log_total - p.mul_(shifted).sum(-1) / total
     else:
         entropies = torch.zeros_like(total)
-    return chosen - total.log(), top[:, 0] + total.log(), entropies
+    return chosen - log_total, top[:, 0] + log_total, entropies
 
 
 @_fused
@@ -1084,9 +1101,9 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
     xs, weights = _halves(factors)
     num_tokens = len(xs[0])
     vocab_size = len(weights[0])
-    size = max(1, HEAD_CHUNK["cuda" if xs[0].is_cuda else "cpu"] // vocab_size)
-    num_rows = min(size, num_tokens)
-    memory = xs[0].new_empty(num_rows, vocab_size, dtype=_wide(xs[0]))
+    kind = "cuda" if xs[0].is_cuda else "cpu"
+    size = max(1, HEAD_CHUNK[kind] // vocab_size)
+    memory = xs[0].new_empty(min(size, num_tokens), vocab_size, dtype=_wide(xs[0]))
     wider = _summed_in(memory, xs[0])
     for start in range(0, num_tokens, size):
         part = slice(start, start + size)

@@ -32,7 +32,7 @@ def attention(
 ) -> Tensor:
     """Attention that no flash kernel does, with a plan or without.
 
-    q [B, H, L, D], k and v [B, H_kv, K, D], mask [B, 1, L, K] of bool -> [B, L, H, D_v].
+    q [B, H, L, D], k and v [B, H_kv, K, D], mask [L, K] or [B, 1, L, K] of bool -> [B, L, H, D_v].
     """
     rules = (scale, options.get("softcap"), options.get("s_aux"))
     plan = options.get("segments")
@@ -42,7 +42,7 @@ def attention(
     else:
         if mask is None:
             ones = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool)
-            mask = ones.tril(k.shape[2] - q.shape[2])[None, None]
+            mask = ones.tril(k.shape[2] - q.shape[2])
         out = _attend(q, k, v, mask, *rules)
     return out.transpose(1, 2)
 
@@ -119,8 +119,7 @@ def _loop(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, window: int | None, *ru
 def _mask(distance: Tensor, sees_all: bool, window: int) -> Tensor:
     """Keys that are seen, of those `distance` [L, K] before their query."""
     mask = (distance >= 0) | sees_all
-    mask &= distance < window
-    return mask[None, None]
+    return mask & (distance < window)
 
 
 # -- Gated delta nets: recurrent layers, whose state goes from a segment to those below it ---------
