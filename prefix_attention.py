@@ -376,7 +376,8 @@ class _Row:
 
         ids = [torch.from_numpy(segment.sequence.ids[segment.depth :]) for segment in segments]
         positions = _ranges([(segment.depth, segment.length) for segment in segments])
-        columns = self._columns([0] * len(self.branches), starts, self._prompts(segments))
+        lines = [0] * len(self.branches)
+        columns = self._columns(lines, starts, self._prompts(segments))
         return PackedBatch(
             torch.cat(ids)[None], positions[None], None, torch.tensor(plan), *columns
         )
@@ -519,7 +520,8 @@ def _places(pieces: Sequence[range], device: torch.device) -> slice | Tensor:
     """The tokens of pieces as an index: a slice where they are adjacent."""
     if all(before.stop == piece.start for before, piece in pairwise(pieces)):
         return slice(pieces[0].start, pieces[-1].stop)
-    return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(device)
+    places = [torch.arange(piece.start, piece.stop) for piece in pieces]
+    return torch.cat(places).to(device)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tuple[Tensor, ...]:
@@ -698,7 +700,9 @@ def _attention(
         scale = query.shape[-1] ** -0.5
 
     head_size = query.shape[-1]
-    fits = value.shape[-1] <= head_size and _has_kernel(query.device, dtype, head_size)
+    fits = _has_kernel(query.device, dtype, head_size)
+    if value.shape[-1] > head_size:
+        fits = False
     if plan is not None and fits and not has_softcap:
         window = options.get("sliding_window")
         if window is None or _longest(plan) <= window:
@@ -728,7 +732,8 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
 @torch.compiler.disable
 def _longest(plan: Tensor) -> int:
     """Tokens of the longest path from a root to a leaf."""
-    return max(sum(map(len, path)) for path in _paths(plan))
+    lengths = [sum(map(len, path)) for path in _paths(plan)]
+    return max(lengths)
 
 
 # -- attach ----------------------------------------------------------------------------------------

@@ -91,7 +91,8 @@ def _loop(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, window: int | None, *ru
     outs = []
     paths = prefix_attention._paths(plan)
     for segment, path in zip(plan.tolist(), paths, strict=True):
-        context = torch.cat([row[piece.start : piece.stop] for piece in reversed(path)])
+        pieces = [row[piece.start : piece.stop] for piece in reversed(path)]
+        context = torch.cat(pieces)
         sees_all = bool(segment[4])
         shift = path[0].stop - len(context)  # from a place on the path to one in the row
 
