@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
@@ -35,9 +35,8 @@ NAME = "shared_prefix"  # of the attention function in transformers
 HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at a time
 HALF = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels on a GPU
 MIN_SAVED = 0.05  # of the tokens below a fork: less would only make more and smaller kernel calls
-SMALL = (
-    64  # on the CPU, calls of at most SMALL² scores, which cost more than their work, are joined
-)
+# On the CPU, calls of at most SMALL² scores, which cost more than their work, are joined.
+SMALL = 64
 
 Tokens = Sequence[int] | Tensor  # a tensor is [n] int64, on the CPU
 Groups = Sequence[tuple[Tokens, Sequence[Any]]]  # (prompt_ids, [completion_ids, ...]), see `pack`
@@ -52,14 +51,20 @@ def _rare() -> Any:
     return RARE
 
 
+def _computed_in(dtype: torch.dtype, kind: str) -> torch.dtype:
+    """The dtype of products on a kind of device: autocast's, or that of their factors."""
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return dtype
+
+
 def _wide(tensor: Tensor) -> torch.dtype:
     """The dtype of sums and log-sum-exps: fp64 for an fp64 tensor, else fp32."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-_fused: Any = torch.compile(
-    dynamic=True, disable=not torch.cuda.is_available()
-)  # one pass on a GPU
+# one pass on a GPU
+_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 
 # -- Rows ------------------------------------------------------------------------------------------
@@ -93,9 +98,10 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same row on `device`; attention reads `segments` on the CPU."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        tensors.pop("segments", None)
-        moved: Any = {name: tensor.to(device) for name, tensor in tensors.items()}
+        moved: Any = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name != "segments":
+                moved[name] = value.to(device)
         return replace(self, **moved)
 
 
@@ -133,7 +139,7 @@ def pack(
     budget = math.inf if max_tokens is None else max_tokens
     rows: list[_Row] = []
     empty = _Row(is_padded=not share_prefix)
-    for group in _sequences(groups, share_prefix, apart, budget):
+    for group in _sequences(groups, apart, budget):
         for unit, alone in _units(group, empty, budget):
             _add_unit(rows, unit, alone, budget)
     return [row.batch() for row in rows]
@@ -143,11 +149,11 @@ def num_packed_tokens(
     groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()
 ) -> int:
     """Positions of a single row of all groups."""
-    sequences = _sequences(groups, share_prefix, apart, math.inf)
-    return _Row(not share_prefix).and_also(*map(chain.from_iterable, sequences)).num_tokens
+    sequences = _sequences(groups, apart, math.inf)
+    return _Row(not share_prefix).and_also(*sequences).num_tokens
 
 
-SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups, or of single sequences
+SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups
 
 
 class _Sequence(NamedTuple):
@@ -171,28 +177,35 @@ class _Sequence(NamedTuple):
         return shortest
 
 
-def _sequences(
-    groups: Groups, shares: bool, apart: Collection[int], budget: float
-) -> Iterator[list[list[_Sequence]]]:
-    """For every group the sequences of each completion; none if empty."""
+def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterator[list[_Sequence]]:
+    """For every group its sequences; none for an empty completion."""
     num_completions = 0
     place = 0
     for group, (prompt_ids, completions) in enumerate(groups):
-        sequences: list[list[_Sequence]] = []
-        for completion in completions:
-            sequences.append([])
+        family = group if group in apart else SHARES_WITH_ALL
+        sequences = []
+        for number, completion in enumerate(completions):
             for prompt, tokens in _segments(prompt_ids, completion):
-                _check(prompt, tokens, group, len(sequences) - 1, budget)
-                family = group if group in apart else SHARES_WITH_ALL
-                if not shares:
-                    family = place
+                if not prompt.numel():
+                    raise ValueError(
+                        f"group {group} has an empty prompt: "
+                        "nothing predicts the first completion token"
+                    )
+                num_tokens = prompt.numel() + tokens.numel()
+                if num_tokens - 1 > budget:
+                    where = f"completion {number} of group {group}"
+                    raise ValueError(
+                        f"{where} has {num_tokens} tokens with its prompt, over {budget}"
+                    )
+
                 if tokens.numel():
                     ids = torch.cat([prompt, tokens[:-1]]).numpy()
-                    sequences[-1].append(_Sequence(
-                        (family, ids.tobytes()), ids, tokens, group, num_completions, place
-                    ))  # fmt: skip
+                    key = (family, ids.tobytes())
+                    sequences.append(
+                        _Sequence(key, ids, tokens, group, num_completions + number, place)
+                    )
                 place += tokens.numel()
-            num_completions += 1
+        num_completions += len(completions)
         yield sequences
 
 
@@ -205,29 +218,18 @@ def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]
     return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in pairs]
 
 
-def _check(prompt: Tensor, tokens: Tensor, group: int, completion: int, budget: float) -> None:
-    if not prompt.numel():
-        raise ValueError(
-            f"group {group} has an empty prompt: nothing predicts the first completion token"
-        )
-    num = prompt.numel() + tokens.numel()
-    if num - 1 > budget:
-        where = f"completion {completion} of group {group}"
-        raise ValueError(f"{where} has {num} tokens with its prompt, over {budget}")
-
-
 def _units(
-    group: list[list[_Sequence]], empty: "_Row", budget: float
+    group: list[_Sequence], empty: "_Row", budget: float
 ) -> Iterator[tuple[list[_Sequence], "_Row"]]:
     """The largest parts of a group that fit, each with a row."""
-    whole = list(chain.from_iterable(group))
-    if whole and not empty.is_padded:
-        row = empty.and_also(whole)
+    if group and not empty.is_padded:
+        row = empty.and_also(group)
         if row.num_tokens <= budget:
-            yield whole, row
+            yield group, row
             return
 
-    for completion in filter(None, group):
+    for _, segments in groupby(group, key=attrgetter("completion")):
+        completion = list(segments)
         row = empty.and_also(completion)
         if row.num_tokens <= budget:
             yield completion, row
@@ -279,7 +281,8 @@ class _Branch:
         forks += [branch.depth for branch in path]
         for fork in sorted(forks, reverse=True):
             may_move = depth != prompt_length if fork else sequence.key[0] == SHARES_WITH_ALL
-            if may_move and 0 < depth - fork < MIN_SAVED * (num_tokens - fork):
+            least = MIN_SAVED * (num_tokens - fork)
+            if may_move and 0 < depth - fork < least:
                 depth = fork
         return cls(sequence, depth, [branch for branch in path if branch.depth < depth])
 
@@ -322,6 +325,8 @@ class _Row:
                 place = bisect_left(branches, sequence.key, key=attrgetter("sequence.key"))
                 # with one of its neighbours it has the most in common
                 neighbours = branches[max(place - 1, 0) : place + 1]
+                if self.is_padded:
+                    neighbours = []
                 branches.insert(place, _Branch.of(sequence, neighbours))
         return _Row(self.is_padded, branches)
 
@@ -371,7 +376,8 @@ class _Row:
 
         ids = [torch.from_numpy(segment.sequence.ids[segment.depth :]) for segment in segments]
         positions = _ranges([(segment.depth, segment.length) for segment in segments])
-        columns = self._columns([0] * len(self.branches), starts, self._prompts(segments))
+        lines = [0] * len(self.branches)
+        columns = self._columns(lines, starts, self._prompts(segments))
         return PackedBatch(
             torch.cat(ids)[None], positions[None], None, torch.tensor(plan), *columns
         )
@@ -388,7 +394,15 @@ class _Row:
         position = _ranges(list(chain.from_iterable(cells)))
         targets = torch.cat([sequence.tokens for sequence in sequences])
         index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
-        return columns[0], position, targets, columns[1], columns[2], index, prompts
+        return (
+            columns[0],
+            position,
+            targets,
+            columns[1],
+            columns[2],
+            index,
+            prompts,
+        )
 
     def _prompts(self, segments: list[_Branch]) -> list[int | None]:
         """For every root the one group below it, or None."""
@@ -453,15 +467,23 @@ def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
     for (level, sees_all), pieces in sorted(_pieces_by_level(segments).items()):
         is_causal = level == 0 and not sees_all
         for call in _calls(pieces, int(segments[-1, :2].sum()), is_cuda):
-            sides = list(zip(*call, strict=True))
-            places = [_places(side, device) for side in sides]
-            starts = [list(accumulate(map(len, side), initial=0)) for side in sides]
-            cumulative = [torch.tensor(start, dtype=torch.int32).to(device) for start in starts]
-            longest = [max(map(len, side)) for side in sides]
-            blocks.append(
-                _Block(level, is_causal, len(call), places[0], places[1], [*cumulative, *longest])
-            )
+            queries = [piece[0] for piece in call]
+            keys = [piece[1] for piece in call]
+            lengths = [
+                _cumulative(queries, device),
+                _cumulative(keys, device),
+                max(map(len, queries)),
+                max(map(len, keys)),
+            ]
+            places = (_places(queries, device), _places(keys, device))
+            blocks.append(_Block(level, is_causal, len(call), *places, lengths))
     return blocks
+
+
+def _cumulative(pieces: Sequence[range], device: torch.device) -> Tensor:
+    """Where pieces begin when they are joined, and the end: [pieces + 1] int32."""
+    starts = list(accumulate(map(len, pieces), initial=0))
+    return torch.tensor(starts, dtype=torch.int32).to(device)
 
 
 def _pieces_by_level(plan: Tensor) -> dict[tuple[int, int], list[Piece]]:
@@ -498,7 +520,8 @@ def _places(pieces: Sequence[range], device: torch.device) -> slice | Tensor:
     """The tokens of pieces as an index: a slice where they are adjacent."""
     if all(before.stop == piece.start for before, piece in pairwise(pieces)):
         return slice(pieces[0].start, pieces[-1].stop)
-    return torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces]).to(device)
+    places = [torch.arange(piece.start, piece.stop) for piece in pieces]
+    return torch.cat(places).to(device)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tuple[Tensor, ...]:
@@ -521,9 +544,19 @@ def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> t
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout
     offset = torch.empty(0, device=q.device)
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse.T.contiguous(), *block.lengths, 0.0, block.is_causal, seed, offset,
+        grad,
+        q,
+        k,
+        v,
+        out,
+        lse.T.contiguous(),
+        *block.lengths,
+        0.0,
+        block.is_causal,
+        seed,
+        offset,
         scale=scale,
-    )  # fmt: skip
+    )
 
 
 def _flash_on_cpu(
@@ -551,7 +584,7 @@ def _cascade(
 ) -> tuple[Tensor, Tensor]:
     """Attention [T, H, D] of a row, and its log-sum-exp [T, H]."""
     out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
-    lse = torch.empty(q.shape[:2], dtype=_wide(q), device=q.device)
+    lse = q.new_empty(q.shape[:2], dtype=_wide(q))
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries = block.queries
         part, part_lse = _flash(q[queries], k[block.keys], v[block.keys], block, scale)
@@ -572,18 +605,33 @@ _cascade.register_fake(
 
 @torch.library.custom_op("prefix_attention::cascade_backward", mutates_args=())
 def _cascade_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: the sum of every block's."""
     dq = q.new_empty(q.shape)
-    dk = torch.empty(k.shape, dtype=_wide(k), device=k.device)
-    dv = torch.empty(v.shape, dtype=_wide(v), device=v.device)
+    dk = k.new_empty(k.shape, dtype=_wide(k))
+    dv = v.new_empty(v.shape, dtype=_wide(v))
     for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
         queries = block.queries
         keys = block.keys
         parts = _flash_backward(
-            (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale
+            (
+                grad[queries],
+                q[queries],
+                k[keys],
+                v[keys],
+                out[queries],
+                lse[queries],
+            ),
+            block,
+            scale,
         )
         _add_part(dq, parts[0], queries, block.level)
         _add_part(dk, parts[1], keys, block.level)
@@ -631,13 +679,16 @@ _cascade.register_autograd(_differentiate, setup_context=_save)
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, T, D] -> [B, T, H, D]."""
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+    dtype = _computed_in(query.dtype, query.device.type)
+    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
     plan = options.get("segments")
     sinks = options.get("s_aux")
     has_softcap = options.get("softcap") is not None
@@ -648,7 +699,11 @@ def _attention(
     if scale is None:
         scale = query.shape[-1] ** -0.5
 
-    if plan is not None and not has_softcap and _has_kernel(query, key, value):
+    head_size = query.shape[-1]
+    fits = _has_kernel(query.device, dtype, head_size)
+    if value.shape[-1] > head_size:
+        fits = False
+    if plan is not None and fits and not has_softcap:
         window = options.get("sliding_window")
         if window is None or _longest(plan) <= window:
             return _in_kernels(query, key, value, sinks, plan, scale), None
@@ -667,31 +722,32 @@ def _in_kernels(
     return out[None, ..., :head_size]
 
 
-def _has_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Tells if flash kernels take this device, dtype and head sizes."""
-    head_size = query.shape[-1]
-    if head_size < value.shape[-1]:
-        return False
-    kind = query.device.type
-    if kind == "cuda" and torch.cuda.get_device_capability(query.device) >= (8, 0):
-        return query.dtype in HALF and head_size % 8 == 0 and head_size <= 256
-    return kind == "cpu"
+def _has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    """Tells if flash kernels take queries of this kind."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return dtype in HALF and head_size % 8 == 0 and head_size <= 256
+    return device.type == "cpu"
 
 
 @torch.compiler.disable
 def _longest(plan: Tensor) -> int:
     """Tokens of the longest path from a root to a leaf."""
-    return max(sum(map(len, path)) for path in _paths(plan))
+    lengths = [sum(map(len, path)) for path in _paths(plan)]
+    return max(lengths)
 
 
 # -- attach ----------------------------------------------------------------------------------------
 
-# Compared with one plain row per completion by the tests; any other type is when it is attached.
-TESTED = frozenset({
-    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "olmo2", "qwen3_moe",
-    "gpt_oss", "glm4", "deepseek_v3", "cohere2", "granite", "smollm3", "qwen3_next", "qwen3_5_text",
-    "qwen2_5_vl", "qwen3_vl", "gemma3",
+# Types of language models that do without training/rare_attention.py, if flash kernels take them.
+COMMON = frozenset({
+    "llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "qwen3_moe", "glm4", "deepseek_v3",
+    "granite", "smollm3",
 })  # fmt: skip
+# Compared with one plain row per completion by the tests; any other type is when it is attached.
+TESTED = COMMON | {
+    "gemma2", "gemma3_text", "gpt_oss", "cohere2", "qwen3_next", "qwen3_5_text", "qwen2_5_vl",
+    "qwen3_vl", "gemma3",
+}  # fmt: skip
 VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})  # with images (LLaVA's text: any)
 WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their image
 Example = tuple[list[int], dict[str, Any]]  # tokens of a prompt with images, and these as inputs
@@ -747,22 +803,22 @@ def attach(model: Any, verify: bool = False, example: Example | None = None) -> 
 
 
 def needs_rare_attention(model: Any) -> bool:
-    """Tells for which models training/rare_attention.py must be imported before `attach`."""
+    """Tells for which models training/rare_attention.py must be imported before `attach`.
+
+    Types outside `COMMON`, windows, and on a GPU what no flash kernel takes: fp32, odd head sizes,
+    and anything on a GPU older than Ampere.
+    """
     base = base_model(model)
     config = base.config.get_text_config(decoder=True)
-    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
-    has_mrope = hasattr(getattr(base, "model", None), "get_rope_index")
-    sees_images_whole = base.config.model_type in WHOLE_IMAGES
-    dtype = next(base.parameters()).dtype
-    if torch.is_autocast_enabled("cuda"):
-        dtype = torch.get_autocast_dtype("cuda")
-    has_kernel = dtype in HALF or not torch.cuda.is_available()
-    if has_softcap or has_mrope or sees_images_whole or _has_window(config) or not has_kernel:
+    if config.model_type not in COMMON or _has_window(config):
         return True
-    for module in base.modules():
-        if is_delta_net(module) or getattr(module, "sinks", None) is not None:
-            return True
-    return False
+    if not torch.cuda.is_available():
+        return False
+    head_size = config.hidden_size // config.num_attention_heads
+    for name in ("head_dim", "qk_head_dim"):  # the first may be of the rotated part alone
+        head_size = getattr(config, name, None) or head_size
+    dtype = _computed_in(next(base.parameters()).dtype, "cuda")
+    return not _has_kernel(torch.device("cuda"), dtype, head_size)
 
 
 def _has_window(config: Any) -> bool:
@@ -825,8 +881,11 @@ def _refusal(base: Any) -> str | None:
         return (
             "output_router_logits adds an auxiliary loss that counts forwarded tokens, prompts once"
         )
-    reasons = (_refusal_of_module(base, name, module) for name, module in base.named_modules())
-    return next(filter(None, reasons), None)
+    for name, module in base.named_modules():
+        reason = _refusal_of_module(base, name, module)
+        if reason:
+            return reason
+    return None
 
 
 def _refusal_of_module(base: Any, name: str, module: nn.Module) -> str | None:
@@ -854,89 +913,84 @@ def _use(base: Any, name: str) -> None:
 def _verify(model: Any, example: Example | None) -> None:
     """Compare shared rows with plain ones through eager attention."""
     base = base_model(model)
-    groups, images = _trial_groups(base.config, example)
-    before = {weight: weight.grad for weight in base.parameters() if weight.requires_grad}
+    groups = _trial_groups(base.config)
+    images: dict[str, Any] = {}
+    if example is not None:
+        groups[2] = (example[0], groups[2][1])
+        images = example[1]
+    gradients = {weight: weight.grad for weight in base.parameters()}
     was_training = model.training
     model.eval()  # dropout would be another one every time
     try:
-        plain = _trial(model, "eager", groups, images, list(before))
-        shared = _trial(model, NAME, groups, images, list(before))
+        plain = _trial(model, "eager", groups, images)
+        shared = _trial(model, NAME, groups, images)
     finally:
         model.train(was_training)
-        for weight, gradient in before.items():
+        for weight, gradient in gradients.items():
             weight.grad = gradient
 
     is_half = _LogprobHead.of(base).dtype in HALF
     limit = 5e-2 if is_half else 1e-4
-    errors = _errors(*plain, *shared, is_half)
+    errors = _errors(plain, shared, is_half)
     if not all(error <= limit for error in errors):  # NaN is over it, too
         raise ValueError(
             f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}"
         )
 
 
-def _trial_groups(config: Any, example: Example | None) -> tuple[list[Any], dict[str, Any]]:
-    """Random groups, the third with the example's prompt, and its images."""
-    kinds = ("image", "video", "audio")
-    placeholders = {getattr(config, f"{kind}_token_id", None) for kind in kinds}
-    vocab_size = config.get_text_config(decoder=True).vocab_size
-    words = [token for token in range(min(vocab_size, 1000)) if token not in placeholders]
-    tokens = partial(random.Random(0).choices, words)
-    if example is None:
-        example = (tokens(k=6), {})
-    groups = [
-        (tokens(k=9), [tokens(k=5), tokens(k=2), tokens(k=7)]),
-        (tokens(k=4), [tokens(k=6), tokens(k=3)]),
-    ]
-    groups.append((example[0], [tokens(k=5), tokens(k=3)]))
-    return groups, example[1]
+def _trial_groups(config: Any) -> list[tuple[list[int], list[list[int]]]]:
+    """Three groups of random words."""
+    kinds = ("image_token_id", "video_token_id", "audio_token_id")
+    placeholders = [getattr(config, kind, None) for kind in kinds]
+    vocab_size = min(config.get_text_config(decoder=True).vocab_size, 1000)
+    words = sorted(set(range(vocab_size)).difference(placeholders))
+    generator = random.Random(0)
+    groups = []
+    for lengths in ((9, 5, 2, 7), (4, 6, 3), (6, 5, 3)):
+        texts = [generator.choices(words, k=length) for length in lengths]
+        groups.append((texts[0], texts[1:]))
+    return groups
 
 
-def _trial(
-    model: Any, attention: str, groups: Groups, images: dict[str, Any], weights: list[Any]
-) -> tuple[Tensor, list[Tensor]]:
-    """Log-probs of the groups and their gradients, where weights have any."""
+def _trial(model: Any, attention: str, groups: Groups, images: dict[str, Any]) -> list[Tensor]:
+    """Log-probs of the groups, then this rank's gradients, where weights have any."""
     base = base_model(model)
-    is_shared = attention == NAME
     base.zero_grad()
     _use(base, attention)
-    row = pack(groups, share_prefix=is_shared, apart={2})[0].to(device_of(base))
+    device = device_of(base)
+    row = pack(groups, share_prefix=attention == NAME, apart={2})[0].to(device)
+    inputs: dict[str, Any] = {}
     for name, value in images.items():  # as often as the third group's prompt is there
-        copies = [value.to(row.input_ids.device)] * row.prompts.count(2)
-        images = images | {name: torch.cat(copies)}
+        inputs[name] = torch.cat([value.to(device)] * row.prompts.count(2))
 
-    with torch.set_grad_enabled(bool(weights)):  # whatever the caller's mode
-        if is_shared:
-            logprobs: Tensor = completion_logprobs(model, row, **images)
+    with torch.enable_grad():  # whatever the caller's mode
+        if row.segments is not None:
+            logprobs = completion_logprobs(model, row, **inputs)
         else:
-            logits = model(**_inputs(base, row, images)).logits[row.row, row.position]
+            logits = model(**_inputs(base, row, inputs)).logits[row.row, row.position]
             logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
-        if weights:
-            factors = torch.linspace(-1, 1, len(logprobs), device=logprobs.device)
-            (logprobs * factors).sum().backward()
-    return logprobs.detach(), [_own_gradient(each) for each in weights if each.grad is not None]
+        if logprobs.requires_grad:
+            logprobs.backward(torch.linspace(-1, 1, len(logprobs)).to(logprobs))
+
+    results = [logprobs.detach()]
+    for weight in base.parameters():
+        gradient: Any = weight.grad
+        if hasattr(gradient, "to_local"):
+            gradient = gradient.to_local()
+        if gradient is not None:
+            results.append(gradient.clone())
+    return results
 
 
-def _own_gradient(weight: Any) -> Tensor:
-    """A copy of what this rank has of a gradient."""
-    gradient = weight.grad
-    if hasattr(gradient, "to_local"):
-        gradient = gradient.to_local()
-    return gradient.detach().clone()
-
-
-def _errors(
-    expected: Tensor, plain: list[Tensor], got: Tensor, shared: list[Tensor], is_half: bool
-) -> list[float]:
+def _errors(plain: list[Tensor], shared: list[Tensor], is_half: bool) -> list[float]:
     """Relative errors of log-probs, and a tenth of those of gradients."""
-    spread = 1.0
-    if is_half:  # a random model's log-probs are all nearly the same
-        spread = expected.std().item()
-    errors = [(got - expected).abs().mean().item() / spread]
-    norms = [gradient.double().norm().item() for gradient in plain]
+    # a random model's log-probs are all nearly the same
+    spread = plain[0].std().item() if is_half else 1.0
+    errors = [(shared[0] - plain[0]).abs().mean().item() / spread]
+    norms = [gradient.double().norm().item() for gradient in plain[1:]]
     # some gradients, as of a bias of all keys, are nothing but rounding
     least = 0.01 * max(norms, default=0.0) or 1.0
-    for right, found, norm in zip(plain, shared, norms, strict=True):
+    for right, found, norm in zip(plain[1:], shared[1:], norms, strict=True):
         error = (found - right).double().norm().item() / max(norm, least)
         errors.append(error / 10)
     return errors
@@ -968,7 +1022,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, targets: Tensor, rule: _Logits, with_entropy: bool, *factors: Tensor
     ) -> tuple[Tensor, ...]:
-        logprobs = torch.empty(len(targets), dtype=_wide(factors[0]), device=targets.device)
+        logprobs = factors[0].new_empty(len(targets), dtype=_wide(factors[0]))
         normalizers = torch.empty_like(logprobs)
         entropies = torch.zeros_like(logprobs)
         for part, logits in _chunks(rule, factors):
@@ -986,14 +1040,18 @@ class _TokenLogprobs(torch.autograd.Function):
         xs, weights = _halves(factors)
         dxs = list(map(torch.empty_like, xs))
         dws: list[Tensor | None] = []
-        for weight, is_wanted in zip(weights, ctx.needs_input_grad[-len(weights) :], strict=True):
+        wanted = ctx.needs_input_grad[-len(weights) :]
+        for weight, is_wanted in zip(weights, wanted, strict=True):
             dws.append(torch.zeros_like(weight, dtype=normalizers.dtype) if is_wanted else None)
 
         for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
             columns = (targets[part, None], normalizers[part, None])
             g = grad[part, None] * ctx.rule.factor
             dz = _derive(logits, *columns, g, ctx.rule.cap, weights[0].dtype)
-            _add_products(dz, part, xs, weights, dxs, dws)
+            for x, weight, dx, dw in zip(xs, weights, dxs, dws, strict=True):
+                torch.mm(dz, weight, out=dx[part])
+                if dw is not None:
+                    torch.addmm(dw, dz.T, x[part], out=dw, **_summed_in(dw, x))
         return None, None, None, *dxs, *dws  # autograd casts sums to the dtype of their weight
 
 
@@ -1001,17 +1059,6 @@ def _halves(factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tenso
     """The xs and the weights of `_factors`."""
     num = len(factors) // 2
     return factors[:num], factors[num:]
-
-
-def _add_products(
-    dz: Tensor, part: slice, xs: Sequence[Tensor], weights: Sequence[Tensor], dxs: list[Tensor],
-    dws: list[Tensor | None],
-) -> None:  # fmt: skip
-    """Put a chunk's gradients into `dxs`, and add to `dws`."""
-    for x, weight, dx, dw in zip(xs, weights, dxs, dws, strict=True):
-        torch.mm(dz, weight, out=dx[part])
-        if dw is not None:
-            torch.addmm(dw, dz.T, x[part], out=dw, **_summed_in(dw, x))
 
 
 def _summed_in(total: Tensor, x: Tensor) -> dict[str, Any]:
@@ -1030,11 +1077,12 @@ def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, 
     chosen = shifted.gather(-1, targets)[:, 0]
     p = shifted.exp() if with_entropy else shifted.exp_()
     total = p.sum(-1)
+    log_total = total.log()
     if with_entropy:  # Σ p·logit by no product that autocast would round
-        entropies = total.log() - p.mul_(shifted).sum(-1) / total
+        entropies = log_total - p.mul_(shifted).sum(-1) / total
     else:
         entropies = torch.zeros_like(total)
-    return chosen - total.log(), top[:, 0] + total.log(), entropies
+    return chosen - log_total, top[:, 0] + log_total, entropies
 
 
 @_fused
@@ -1058,14 +1106,15 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
     xs, weights = _halves(factors)
     num_tokens = len(xs[0])
     vocab_size = len(weights[0])
-    size = max(1, HEAD_CHUNK["cuda" if xs[0].is_cuda else "cpu"] // vocab_size)
-    num_rows = min(size, num_tokens)
-    memory = torch.empty(num_rows, vocab_size, dtype=_wide(xs[0]), device=xs[0].device)
+    kind = "cuda" if xs[0].is_cuda else "cpu"
+    size = max(1, HEAD_CHUNK[kind] // vocab_size)
+    memory = xs[0].new_empty(min(size, num_tokens), vocab_size, dtype=_wide(xs[0]))
     wider = _summed_in(memory, xs[0])
     for start in range(0, num_tokens, size):
-        part = slice(start, min(start + size, num_tokens))
-        logits = memory[: part.stop - start]
-        torch.mm(xs[0][part], weights[0].T, out=logits, **wider)
+        part = slice(start, start + size)
+        x = xs[0][part]
+        logits = memory[: len(x)]
+        torch.mm(x, weights[0].T, out=logits, **wider)
         for x, weight in zip(xs[1:], weights[1:], strict=True):
             torch.addmm(logits, x[part], weight.T, out=logits, **wider)
 
@@ -1106,13 +1155,10 @@ class _LogprobHead:
         if self.cells is None:
             return self.original(hidden, *args, **kwargs)
 
-        kind = hidden.device.type
-        self.dtype = hidden.dtype
-        if torch.is_autocast_enabled(kind):
-            self.dtype = torch.get_autocast_dtype(kind)
+        self.dtype = _computed_in(hidden.dtype, hidden.device.type)
         factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, self.cells))
         dtype = _wide(hidden)
-        if kind == "cuda":  # which sums products of 16-bit factors in fp32
+        if hidden.is_cuda:  # which sums products of 16-bit factors in fp32
             dtype = self.dtype
         found = self.logprobs_of(*[factor.to(dtype) for factor in factors])
         self.answer = torch.stack(found, -1)[None]
@@ -1177,9 +1223,14 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
 
 
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
-    forbidden: Sequence[int] = (), inputs_embeds: Tensor | None = None, **images: Any,
-) -> Any:  # fmt: skip
+    model: Any,
+    row: PackedBatch,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    forbidden: Sequence[int] = (),
+    inputs_embeds: Tensor | None = None,
+    **images: Any,
+) -> Any:
     """log p(token | what is before) for every completion token of a row.
 
     Args:
@@ -1205,13 +1256,12 @@ def completion_logprobs(
     base = base_model(model)
     head = _LogprobHead.of(base)
     inputs = _inputs(base, row, images, inputs_embeds)
-    cells = _keep_predicting(base, row, inputs)
     not_sampled = None
     if forbidden:
-        not_sampled = torch.tensor(forbidden, device=cells.device)
+        not_sampled = torch.tensor(forbidden, device=row.targets.device)
 
     with _bare_logits(base, temperature, not_sampled) as rule:
-        head.cells = cells
+        head.cells = _keep_predicting(base, row, inputs)
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
         try:
             answer = model(**inputs).logits
@@ -1272,9 +1322,8 @@ def _inputs(
 
 def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
     """A row's plan, its positions, and a mask that says nothing."""
-    text_config = base.config.get_text_config()
-    in_use = NAME in (base.config._attn_implementation, text_config._attn_implementation)
-    if not (in_use and getattr(base, "shares_prefixes", False)):
+    in_use = base.config.get_text_config()._attn_implementation
+    if in_use != NAME or not getattr(base, "shares_prefixes", False):
         raise ValueError(
             "this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)"
         )

@@ -794,13 +794,25 @@ def test_rare_families_need_the_second_file(family, monkeypatch):
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_fp32_on_a_gpu_needs_the_second_file(monkeypatch):
+def test_what_no_flash_kernel_takes_needs_the_second_file(monkeypatch):
+    """On a GPU: fp32 without autocast, head sizes no multiple of 8 or over 256, old GPUs."""
     full, half = make_model("Llama"), make_model("Llama", dtype=torch.bfloat16)
+    deepseek = make_model("DeepseekV3", dtype=torch.bfloat16)  # heads of 16 + 8, head_dim is 8
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert needs_rare_attention(full)
     assert not needs_rare_attention(half)
+    for head_dim, is_rare in ((12, True), (256, False), (264, True), (None, False)):
+        half.config.head_dim = head_dim  # None: hidden_size / num_attention_heads, 8
+        assert needs_rare_attention(half) == is_rare
+    assert not needs_rare_attention(deepseek)
+    deepseek.config.qk_head_dim = 20
+    assert needs_rare_attention(deepseek)
+
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
     assert not needs_rare_attention(full)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert needs_rare_attention(full)
 
 
 def test_what_is_seen_only_in_a_forward_is_not_silent(monkeypatch):

@@ -28,27 +28,21 @@ prefix_attention.RARE = sys.modules[__name__]
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    options: dict[str, Any],
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, options: dict[str, Any]
 ) -> Tensor:
     """Attention that no flash kernel does, with a plan or without.
 
-    q [B, H, L, D], k and v [B, H_kv, K, D], mask [B, 1, L, K] of bool -> [B, L, H, D_v].
+    q [B, H, L, D], k and v [B, H_kv, K, D], mask [L, K] or [B, 1, L, K] of bool -> [B, L, H, D_v].
     """
     rules = (scale, options.get("softcap"), options.get("s_aux"))
     plan = options.get("segments")
 
     if plan is not None:
-        window = options.get("sliding_window")
-        out = _loop(q, k, v, plan, window, *rules)
+        out = _loop(q, k, v, plan, options.get("sliding_window"), *rules)
     else:
         if mask is None:
-            ones = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-            mask = ones.tril(k.shape[2] - q.shape[2])[None, None]
+            ones = q.new_ones(q.shape[2], k.shape[2], dtype=torch.bool)
+            mask = ones.tril(k.shape[2] - q.shape[2])
         out = _attend(q, k, v, mask, *rules)
     return out.transpose(1, 2)
 
@@ -73,7 +67,7 @@ def _attend(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
 
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = prefix_attention._wide(q)
     smallest = torch.finfo(wide).min  # finite: padding may see nothing
     scores = scores.to(wide).masked_fill(~mask, smallest)
     if sinks is not None:
@@ -86,35 +80,26 @@ def _attend(
 
 
 @torch.compiler.disable  # which could not follow it
-def _loop(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    plan: Tensor,
-    window: int | None,
-    *rules: Any,
-) -> Tensor:
+def _loop(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, window: int | None, *rules: Any) -> Tensor:
     """`_attend` of a row, `QUERY_BLOCK` queries of a segment at a time.
 
     Each block works on copies of the keys that it sees, which are made again in backward.
     """
+    if window is None:
+        window = q.shape[2]
     row = torch.arange(q.shape[2], device=q.device)  # so that the host never waits for the device
     outs = []
     paths = prefix_attention._paths(plan)
     for segment, path in zip(plan.tolist(), paths, strict=True):
-        context = torch.cat([row[piece.start : piece.stop] for piece in reversed(path)])
+        pieces = [row[piece.start : piece.stop] for piece in reversed(path)]
+        context = torch.cat(pieces)
         sees_all = bool(segment[4])
         shift = path[0].stop - len(context)  # from a place on the path to one in the row
 
         for first in range(path[0].start - shift, len(context), QUERY_BLOCK):
             stop = min(first + QUERY_BLOCK, len(context))
-            oldest = 0
-            if window is not None:
-                oldest = max(first - window + 1, 0)
-
-            newest = stop
-            if sees_all:
-                newest = len(context)
+            oldest = max(first - window + 1, 0)
+            newest = len(context) if sees_all else stop
             seen = slice(oldest, newest)
             keys = context[seen]
 
@@ -132,16 +117,10 @@ def _loop(
     return torch.cat(outs, dim=2)
 
 
-def _mask(
-    distance: Tensor,
-    sees_all: bool,
-    window: int | None,
-) -> Tensor:
+def _mask(distance: Tensor, sees_all: bool, window: int) -> Tensor:
     """Keys that are seen, of those `distance` [L, K] before their query."""
     mask = (distance >= 0) | sees_all
-    if window is not None:
-        mask &= distance < window
-    return mask[None, None]
+    return mask & (distance < window)
 
 
 # -- Gated delta nets: recurrent layers, whose state goes from a segment to those below it ---------
@@ -159,11 +138,7 @@ class Handover:
 
     record_past = True  # the way that does not update states in place
 
-    def __init__(
-        self,
-        layer: int,
-        above: Sequence[Any],
-    ):
+    def __init__(self, layer: int, above: Sequence[Any]):
         self.layers = {layer: self}
 
         # the last inputs of the convolution [B, channels, K - 1]
@@ -175,21 +150,11 @@ class Handover:
             recurrent = [state.recurrent_states[0] for state in above]
             self.recurrent_states = [torch.cat(recurrent)]
 
-    def has_previous_state(
-        self,
-        *_: Any,
-        **__: Any,
-    ) -> bool:
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
         """Called by the net."""
         return self.inputs is not None
 
-    def update_conv_state(
-        self,
-        inputs: Tensor,
-        _: int,
-        conv_kernel_size: int,
-        **__: Any,
-    ) -> Tensor:
+    def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
         """Called by the net: inputs with those before."""
         num_past = conv_kernel_size - 1
         if self.inputs is None:
@@ -200,12 +165,7 @@ class Handover:
         self.inputs = seen[..., seen.shape[-1] - num_past :]
         return seen
 
-    def update_recurrent_state(
-        self,
-        state: Tensor,
-        _: int,
-        **__: Any,
-    ) -> None:
+    def update_recurrent_state(self, state: Tensor, _: int, **__: Any) -> None:
         """Called by the net."""
         self.recurrent_states = [state]
 
@@ -221,11 +181,7 @@ class _Run(NamedTuple):
 
 @torch.compiler.disable
 def delta_net(
-    forward: Any,
-    layer: int,
-    hidden_states: Tensor,
-    segments: Tensor | None = None,
-    **more: Any,
+    forward: Any, layer: int, hidden_states: Tensor, segments: Tensor | None = None, **more: Any
 ) -> Tensor:
     """The forward of a gated delta net that takes a plan."""
     if segments is None:
@@ -244,70 +200,58 @@ def delta_net(
         outs[run.first] = out[run.first - run.begin :]
 
     if leaves:
-        longest = max(run.stop - run.first for run in leaves)
-        longest = max(longest, 2)  # not 1, as in `_runs`
-        pieces = []
-        for run in leaves:
-            piece = hidden_states[0, run.first : run.stop]
-            num_missing = longest - len(piece)
-            pieces.append(F.pad(piece, (0, 0, 0, num_missing)))
-
+        pieces = [hidden_states[0, run.first : run.stop] for run in leaves]
+        batch = pad_sequence(pieces, batch_first=True)
+        if batch.shape[1] == 1:  # would take decoding kernels, as in `_runs`
+            batch = F.pad(batch, (0, 0, 0, 1))
         below = Handover(layer, [states[run.behind] for run in leaves])
-        batch = forward(torch.stack(pieces), cache_params=below)
-        for run, out in zip(leaves, batch, strict=True):
+        for run, out in zip(leaves, forward(batch, cache_params=below), strict=True):
             outs[run.first] = out[: run.stop - run.first]
 
     in_order = [outs[first] for first in sorted(outs)]
     return torch.cat(in_order)[None]
 
 
-def _runs(
-    plan: list[list[int]],
-) -> tuple[list[_Run], list[_Run]]:
+def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
     """Runs up to the last forks of segments, and leaves, for one batch.
 
     A root without forks runs whole. One token behind a state would take decoding kernels: its run
     begins where the one before began.
     """
-    forks: list[set[int]] = [
-        set() for _ in plan
-    ]  # places in each segment behind which others begin
+    origins = []  # the place behind which each segment begins; 0 for a root
+    forks: list[set[int]] = [set() for _ in plan]  # places in it behind which others begin
     for _, _, parent, num_seen, _ in plan:
-        if parent >= 0:
-            forks[parent].add(plan[parent][0] + num_seen)
-
-    runs = []
-    leaves = []
-    for (start, length, parent, num_seen, _), stops in zip(plan, forks, strict=True):
         behind = 0
         if parent >= 0:
             behind = plan[parent][0] + num_seen
-        elif not stops:
-            stops = {start + length}
+            forks[parent].add(behind)
+        origins.append(behind)
 
-        first = begin = start
+    runs = []
+    leaves = []
+    for segment, behind, stops in zip(plan, origins, forks, strict=True):
+        first = begin = segment[0]
+        end = first + segment[1]
+        if not behind and not stops:
+            stops = {end}
+
         from_state = behind
         for stop in sorted(stops):
-            if not behind or stop - first > 1:
+            if stop - first > 1:
                 begin = first
                 from_state = behind
             runs.append(_Run(begin, first, stop, from_state))
             first = behind = stop
 
-        if first < start + length:
-            leaves.append(_Run(first, first, start + length, behind))
-
+        if first < end:
+            leaves.append(_Run(first, first, end, behind))
     return runs, leaves
 
 
 # -- Images ----------------------------------------------------------------------------------------
 
 
-def inputs_of_images(
-    base: Any,
-    row: PackedBatch,
-    images: dict[str, Any],
-) -> dict[str, Any]:
+def inputs_of_images(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
     """The arguments that images change: plan and positions."""
     inputs: dict[str, Any] = {}
     if base.config.model_type in prefix_attention.WHOLE_IMAGES:
@@ -320,11 +264,7 @@ def inputs_of_images(
     return inputs
 
 
-def rope_positions(
-    base: Any,
-    row: PackedBatch,
-    images: dict[str, Any],
-) -> Tensor:
+def rope_positions(base: Any, row: PackedBatch, images: dict[str, Any]) -> Tensor:
     """M-RoPE positions [3, 1, T], of which the model makes those of prompts."""
     assert row.segments is not None
     paths = prefix_attention._paths(row.segments)
@@ -334,20 +274,17 @@ def rope_positions(
 
     positions = row.position_ids.expand(3, 1, -1).clone()
     numbers = {root.start: number for number, root in enumerate(roots)}
-    for own, *above in paths:
-        of_path = positions[:, 0, own.start : own.stop]
-        if above:
-            of_path += deltas[numbers[above[-1].start]]
+    for path in paths:
+        number = numbers[path[-1].start]
+        own = positions[:, 0, path[0].start : path[0].stop]
+        if len(path) > 1:
+            own += deltas[number]
         else:
-            of_path[:] = of_prompts[:, numbers[own.start], : len(own)]
+            own[:] = of_prompts[:, number, : len(path[0])]
     return positions
 
 
-def _rope_of_prompts(
-    base: Any,
-    prompts: list[Tensor],
-    images: dict[str, Any],
-) -> Any:
+def _rope_of_prompts(base: Any, prompts: list[Tensor], images: dict[str, Any]) -> Any:
     """Positions [3, prompts, tokens], and shifts for what follows each prompt."""
     ids = pad_sequence(prompts, batch_first=True)
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
@@ -361,10 +298,7 @@ def _rope_of_prompts(
     return base.model.get_rope_index(ids, kinds, **grids, attention_mask=mask)
 
 
-def cut_at_images(
-    plan: Tensor,
-    is_image: list[bool],
-) -> Tensor:
+def cut_at_images(plan: Tensor, is_image: list[bool]) -> Tensor:
     """The plan with segments for images, which see themselves whole."""
     cut: list[tuple[int, ...]] = []
     pieces: list[range] = []  # numbers in `cut` of each segment's
