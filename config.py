@@ -1,4 +1,4 @@
-"""The configuration of a run: one frozen dataclass, its validation, and its command line.
+"""A run's configuration: a frozen dataclass, its validation and its command line.
 
     torchrun --nproc_per_node=N train.py [recipe.py] [--field value ...]
 
@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass
 
 
 class UserError(ValueError):
-    """A mistake in what the user gave; the message is one line that says what, and what to do."""
+    """A user's mistake; the one-line message names the mistake and its cure."""
 
 
 class _OneLineErrors(type):
@@ -392,7 +392,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:
-        """Raise `UserError` for a field that was set, and that another setting leaves unread."""
+        """Raise `UserError` for a changed field that another setting leaves unread."""
         refuse = self._refuse_changed
         if not self.use_peft:
             refuse(
@@ -440,7 +440,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             refuse("with loss_type=cispo", "delta")
 
     def _refuse_changed(self, condition: str, *fields: str) -> None:
-        """Raise `UserError` for the first of these fields that is not at its default."""
+        """Raise `UserError` for the first of `fields` not at its default."""
         for name in fields:
             default = _DEFAULTS[name]
             if getattr(self, name) != default:
@@ -450,14 +450,14 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     @property
     def clip_low(self) -> float:
-        """The lower clip actually used: `epsilon`, or what its None stands for."""
+        """The lower clip in use: `epsilon`, or its stand-in where None."""
         if self.epsilon is not None:
             return self.epsilon
         return math.inf if self.loss_type == "cispo" else 0.2
 
     @property
     def clip_high(self) -> float:
-        """The upper clip actually used: `epsilon_high`, or what its None stands for."""
+        """The upper clip in use: `epsilon_high`, or its stand-in where None."""
         if self.epsilon_high is not None:
             return self.epsilon_high
         if self.epsilon is not None:
@@ -474,7 +474,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     @property
     def weighs_whole_completions(self) -> bool:
-        """True where a token's loss may depend on the others of its completion.
+        """True where a token's loss may depend on its completion's other tokens.
 
         They then stand in one row.
         """
@@ -487,7 +487,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     @property
     def eval_sets(self) -> dict[str, Any]:
-        """Held-out data sets by name; a single one has the name ""."""
+        """Held-out data sets by name; a single set has the name ""."""
         if isinstance(self.eval_dataset_id, dict):
             return self.eval_dataset_id
         return {"": self.eval_dataset_id} if self.eval_dataset_id else {}
@@ -499,7 +499,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     @property
     def weighs_tokens_alike(self) -> bool:
-        """True where a token weighs the same in every mini-batch of a batch."""
+        """True where tokens weigh the same in all mini-batches of a batch."""
         return self.loss_type in ("dapo", "cispo")
 
     @property
@@ -514,12 +514,12 @@ _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field 
 
 
 def _is_dataset_name(source: Any) -> bool:
-    """True for the name of a data set, which is neither a file nor a function."""
+    """True for a data set's name, which is neither file nor function."""
     return isinstance(source, str) and not source.endswith((".jsonl", ".parquet"))
 
 
 def changed_fields(config: TrainConfig) -> set[str]:
-    """The fields whose values differ from the defaults, or that have none."""
+    """The fields whose values differ from the defaults, or without a default."""
     return {name for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
 
 
@@ -582,7 +582,7 @@ def to_json(config: TrainConfig) -> dict[str, Any]:
 
 
 def load_recipe(path: str) -> ModuleType:
-    """Import a recipe by a name under which reward workers can import it, too.
+    """Import a recipe under a name that reward workers can import.
 
     Raises `UserError` where another module has that name.
     """
@@ -658,7 +658,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _type_in_words(hint: Any) -> str:
-    """A field's type as messages and `--help` write it: `a | b`, `int >= 1 | none`."""
+    """A field's type in the words of messages and `--help`.
+
+    For instance `a | b`, or `int >= 1 | none`.
+    """
     if isinstance(hint, str):  # an option of a Literal
         return hint
     origin = get_origin(hint)
@@ -673,7 +676,7 @@ def _type_in_words(hint: Any) -> str:
 
 
 def _parsed(word: Any, hint: Any, recipe: ModuleType | None) -> Any:
-    """Turn a word of the command line into a value of the type.
+    """Turn a command line's word into a value of the type.
 
     A word that does not fit stays text, which `TrainConfig` refuses.
     """

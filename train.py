@@ -104,7 +104,7 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
 
 
 def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
-    """For each token the sum of values over its completion; differentiable.
+    """The sum of values over its completion, for each token; differentiable.
 
     Args:
         values: [N].
@@ -315,7 +315,10 @@ def add_gradient(
     policy: Any, reference: Callable[..., Tensor] | None, micro_batch: MicroBatch,
     token_sums: TokenSums, compares_servers: bool, config: TrainConfig,
 ) -> Tensor:  # fmt: skip
-    """Forward and backward of one micro-batch, counted in; returns its loss sum, 0-d."""
+    """Run a micro-batch forward and backward, and count its tokens.
+
+    Returns its loss sum, 0-d.
+    """
     row = micro_batch.packed
     mask = micro_batch.mask
     sampler_logprobs = micro_batch.sampler_logprobs
@@ -366,7 +369,7 @@ def optimizer_step(
 
 
 def main(config: TrainConfig) -> None:
-    """Train; under torchrun on every rank. Errors are raised after the last save."""
+    """Train, on all of torchrun's ranks; raise errors after the last save."""
     config = with_bf16(config)
     if config.loss_fn:
         from training.hooks import check_loss
@@ -427,7 +430,7 @@ def main(config: TrainConfig) -> None:
 
 
 def raise_failure(rollouts: Rollouts, num_skipped: int, config: TrainConfig) -> None:
-    """Raise the error, if any, that ended the run before its last step, on rank 0."""
+    """Raise, on rank 0, any error that ended the run early."""
     if is_main() and rollouts.failure:
         raise rollouts.failure
     if is_main() and num_skipped >= config.max_skipped_steps:

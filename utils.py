@@ -1,4 +1,4 @@
-"""Ranks and collectives, errors and clocks, signals, and the end of a process."""
+"""Ranks and collectives, errors, clocks, signals, and a process's end."""
 
 import ctypes
 import io
@@ -43,7 +43,7 @@ _from_main: Any = None  # the gloo group that carries objects from rank 0 to the
 
 @contextmanager
 def process_group(timeout_s: float) -> Iterator[torch.device]:
-    """Bring the world of this run up and down, and yield this rank's device.
+    """Bring the run's world up and down, and yield the rank's device.
 
     The world is torchrun's ranks, or a world of one.
     """
@@ -99,9 +99,9 @@ def broadcast_object(value: Any) -> Any:
 
 
 def scatter_objects(values: list[Any] | None) -> Any:
-    """Item r of rank 0's list, on rank r; the others pass None.
+    """Item r of rank 0's list, on rank r.
 
-    Collective: every rank calls it.
+    Collective: every rank calls it, those other than 0 with None.
     """
     box: list[Any] = [None]
     dist.scatter_object_list(box, values, src=0, group=_from_main)
@@ -109,7 +109,7 @@ def scatter_objects(values: list[Any] | None) -> Any:
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """Every rank's `value`, on every rank. Collective: every rank calls it."""
+    """Every rank's `value`, on every rank. Collective."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -153,7 +153,10 @@ def timed(name: str, metrics: dict[str, float]) -> Iterator[None]:
 
 
 class Stopped(Exception):
-    """The run is to end after its last whole step: by a signal, or as no server is left."""
+    """The end of the run after its last whole step.
+
+    A signal came, or no server is left.
+    """
 
 
 @contextmanager
@@ -188,7 +191,7 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel (Linux) end this process with its parent, however that ends."""
+    """Let Linux end this process with its parent, however the parent ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:  # it has ended already
         os._exit(1)

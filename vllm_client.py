@@ -1,4 +1,7 @@
-"""The HTTP side of one rollout server: completions from it, and weights to it, without vLLM."""
+"""The HTTP client of a rollout server, which needs no vLLM.
+
+Completions come from the server, and weights go to it.
+"""
 
 import math
 import os
@@ -41,7 +44,10 @@ class ServerError(RuntimeError):
 
 
 class ServerLost(ServerError):
-    """A server is silent or answers with errors of its own: another may do its work."""
+    """The loss of a server: another may do its work.
+
+    The server is silent, or answers with errors of its own.
+    """
 
 
 # -- Replies ---------------------------------------------------------------------------------------
@@ -58,7 +64,7 @@ class _Span(TypedDict):
 
 
 class _Choice(msgspec.Struct):
-    """The fields we read of a choice of /inference/v1/generate, or of a part of one in a stream."""
+    """The fields read of a choice of /inference/v1/generate, or its streamed part."""
 
     index: int = 0
     finish_reason: str | None = None
@@ -114,7 +120,7 @@ def completion_of(choice: _Choice) -> Completion:
 
 
 def all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
-    """The `num` completions of a reply, and the prompt's tokens as the server expanded them.
+    """A reply's `num` completions, and the prompt's tokens, expanded by the server.
 
     Raises:
         ValueError: the reply has another number of completions, or one that makes no sense.
@@ -144,7 +150,7 @@ def _session() -> requests.Session:
 
 
 def _refusal(method: str, url: str, reply: requests.Response) -> ServerError:
-    """The error that a reply of status 400 or more stands for, in one line."""
+    """The one-line error for a reply of status 400 or more."""
     status = reply.status_code
     cure = ""
     if status == 401:
@@ -158,7 +164,7 @@ def _refusal(method: str, url: str, reply: requests.Response) -> ServerError:
 
 
 def _root_cause(error: BaseException) -> BaseException:
-    """The error itself, or what stands below the "max retries exceeded" of a connection."""
+    """The error, or the cause below a connection's "max retries exceeded"."""
     cause = error
     if isinstance(error, requests.ConnectionError):
         while cause.__context__:
@@ -208,7 +214,7 @@ class Server:
 
     @property
     def has_weights(self) -> bool:
-        """True while it serves, as it has the current weights."""
+        """True while the server serves, and so has the current weights."""
         return self.state is State.SERVING
 
     # -- requests ----------------------------------------------------------------------------------
@@ -217,7 +223,7 @@ class Server:
         self, method: str, path: str, timeout_s: Any = None,
         read: Callable[[requests.Response], Any] = json_of, json: Any = None,
     ) -> Any:  # fmt: skip
-        """Send a request; returns what `read` makes of the reply.
+        """Send a request; returns the result of `read` on the reply.
 
         Args:
             method: of HTTP.
@@ -298,7 +304,7 @@ class Server:
         return [replace(completion, prompt_ids=own_prompt) for completion in completions]
 
     def _prompt_body(self, prompt_ids: list[int], images: Any) -> dict[str, Any]:
-        """The part of a request's body that holds the prompt, with its images as URLs."""
+        """The prompt in a request's body, with the images as URLs."""
         text_ids = prompt_ids[images.num_tokens :] if images else prompt_ids
         if not set(self.forbidden).isdisjoint(text_ids):
             raise UserError(
@@ -347,7 +353,7 @@ class Server:
     def _open_group(
         self, world_size: int, device: torch.device, timeout_s: float, gpus: Sequence[str | None]
     ) -> None:
-        """Invite the server's workers into a transfer group, and enter it with them."""
+        """Invite the server's workers into a transfer group, and enter with them."""
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
         limit = timedelta(seconds=timeout_s)
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -382,7 +388,7 @@ class Server:
             transfer.close()
 
     def break_off(self, timeout_s: float = 5.0) -> None:
-        """Leave the transfer group, and then end what is in flight, if the server still listens."""
+        """Leave the transfer group, then abort requests if the server still listens."""
         # In this order: a server that waits for the rest of a stream would not hear the request.
         self.disconnect()
         with suppress(ServerError):
@@ -405,13 +411,13 @@ class Server:
             self.post("/start_weight_update")
 
     def start_loading(self) -> None:
-        """Let the server load all buckets that are sent from now on, up to an empty one."""
+        """Let the server load the coming buckets, up to an empty bucket."""
         # Each broadcast has a time-out, so the request itself needs none.
         limits_s = (5, None)  # to connect, and to answer
         self.loading = self.pool.submit(self.post, "/update_weights", {"update_info": {}}, limits_s)
 
     def try_to_send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> bool:
-        """Begin to send a bucket, if the one before has arrived; returns False otherwise.
+        """Begin to send a bucket; returns False until the previous has arrived.
 
         `buffers` are those of `TransferGroup.send`.
         """
@@ -428,7 +434,7 @@ class Server:
         return True
 
     def end_update(self, version: int, timeout_s: float) -> None:
-        """Wait until everything is loaded, and let the server sample on as `version`."""
+        """Let the server sample on as `version`, once everything is loaded."""
         try:
             self.loading.result(timeout_s)
         except TimeoutError:

@@ -1,4 +1,4 @@
-"""Rollout server: vLLM's own, with the RL routes, weight transfer and an access guard.
+"""Rollout server: vLLM's, with RL routes, weight transfer and an access guard.
 
 Start it by `python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct`, with any option of
 `vllm serve`.
@@ -183,7 +183,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
             raise
 
     def finish_weight_update(self) -> None:
-        """Close the reload and refresh what it leaves behind."""
+        """Close the reload, and refresh everything that the reload left alone."""
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type != "cpu":
             return
@@ -267,7 +267,10 @@ def _announce(state: Any) -> None:
 
 
 def share_cpu(args: Any, parser: Any) -> None:
-    """Choose what the user left open so that a trainer fits beside the server, and print it."""
+    """Make room for a trainer by options that the user left open.
+
+    The options chosen are printed.
+    """
     given = {name for name, value in vars(args).items() if value != parser.get_default(name)}
     given |= {name for name, value in os.environ.items() if value}
 
@@ -297,7 +300,11 @@ def share_cpu(args: Any, parser: Any) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Start the server and serve until a signal; SystemExit for options that it refuses."""
+    """Start the server, and serve until a signal.
+
+    Raises:
+        SystemExit: the server refuses an option.
+    """
     # By this path the workers find this file.
     paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -38,18 +38,18 @@ def reinforce_plus_plus(rewards: Tensor, groups: list[Group]) -> Tensor:
 
 
 def maxrl(rewards: Tensor, groups: list[Group]) -> Tensor:
-    """Maximum likelihood RL (arXiv:2602.02710): A = (r - mean) / mean of the group.
+    """Maximum likelihood RL (arXiv:2602.02710): advantages relative to the group's mean.
 
-    0 where the mean is not above 0. For rewards of 0 and 1. In expectation over groups of n, mean(A
-    ∇log π) is Σ_{k<n} ∇pass@k / k, the gradient of the first n - 1 terms of log p = -Σ_k (1 - p)^k
-    / k, where p is the probability to be right.
+    A = (r - mean) / mean of the group, and 0 where the mean is not above 0. For rewards of 0 and 1.
+    In expectation over groups of n, mean(A ∇log π) is Σ_{k<n} ∇pass@k / k, the gradient of the
+    first n - 1 terms of log p = -Σ_k (1 - p)^k / k, where p is the probability to be right.
     """
     mean = rewards.nanmean(dim=1, keepdim=True)
     return ((rewards - mean) / mean).where(mean > 0, 0.0).nan_to_num(0.0)
 
 
 def gdpo(rewards: Tensor, groups: list[Group]) -> Tensor:
-    """GDPO (arXiv:2601.05242): each function normalized in its group, the sum over the batch.
+    """GDPO (arXiv:2601.05242): each function normalized by group, the sum by batch.
 
     A_f = (r_f - mean) / (std + ε) in the group, for each function f; A' = Σ_f A_f, where all
     functions weigh the same, whatever `reward_weights` says; A = (A' - mean(A')) / (std(A') + ε)
@@ -63,9 +63,9 @@ def gdpo(rewards: Tensor, groups: list[Group]) -> Tensor:
 
 
 def _normalized(values: Tensor) -> Tensor:
-    """(value - mean) / (std + ε) over all that are not NaN, which become 0.
+    """Values normalized over all that are not NaN.
 
-    The standard deviation is the unbiased one.
+    (value - mean) / (std + ε), with the unbiased standard deviation; 0 where the value is NaN.
     """
     valid = values[~values.isnan()]
     std = valid.std() if len(valid) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Qwen2.5-3B learns the countdown game: make a number of three or four others.
+"""Qwen2.5-3B learns countdown: make a number of three or four others.
 
     python scripts/launch.py recipes/countdown.py --trainers 2
 
@@ -24,7 +24,7 @@ PROMPT = (
 
 
 def problems(num: int, held_out: bool) -> list[dict[str, Any]]:
-    """`num` problems, seeded: numbers up to 99, and a target that they can make."""
+    """`num` seeded problems: numbers up to 99, and a reachable target."""
     rng = random.Random(held_out)
     rows: list[dict[str, Any]] = []
     while len(rows) < num:

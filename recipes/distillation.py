@@ -15,7 +15,7 @@ from train import bounded_log_ratio
 
 
 def k3(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """A sampled estimate of KL(teacher || student) of each next token, when differentiated.
+    """A sampled estimate of each next token's KL(teacher || student), when differentiated.
 
     exp(Δ) - Δ - 1 with Δ = log p_teacher - log p_student (arguments as `grpo_loss`, [N]). Its
     gradient is bounded where the teacher would never say what the student said. That of KL(student

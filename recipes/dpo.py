@@ -28,9 +28,10 @@ Pair = tuple[list[int], list[list[int]]]
 
 
 def dpo_loss(policy: Any, reference: Any, pairs: list[Pair]) -> torch.Tensor:
-    """-log σ(β·(Δ chosen - Δ rejected)), the mean over the pairs, 0-d.
+    """The DPO loss, the mean over the pairs, 0-d.
 
-    Δ = log p(answer) under the policy minus under the reference.
+    -log σ(β·(Δ chosen - Δ rejected)), where Δ = log p(answer) under the policy minus under the
+    reference.
 
     Args:
         policy: the model that trains, which went through `attach`.
@@ -48,7 +49,10 @@ def dpo_loss(policy: Any, reference: Any, pairs: list[Pair]) -> torch.Tensor:
 
 
 def read_pairs(path: str, tokenizer: Any) -> list[Pair]:
-    """The rows of a JSONL file as token ids; every answer ends with the end-of-sequence token."""
+    """The rows of a JSONL file as token ids.
+
+    Every answer ends with the end-of-sequence token.
+    """
     pairs = []
     for line in Path(path).read_text("utf-8").split("\n"):
         if not line.strip():
@@ -68,7 +72,7 @@ def load(model_id: str) -> Any:
 
 
 def main(model_id: str, path: str, output: str) -> None:
-    """One pass over the pairs; prints each step's loss and saves the model."""
+    """Train on the pairs once; print each step's loss, save the model."""
     tokenizer = AutoTokenizer.from_pretrained(model_id)
     policy = load(model_id)
     reference = load(model_id)

@@ -1,4 +1,4 @@
-"""Two completions more than a group needs; the last to finish are aborted.
+"""Two completions more than a group needs: the last two are aborted.
 
     bash scripts/demo.sh recipes/first_to_finish.py
 
@@ -15,7 +15,7 @@ EXTRA = 2
 
 
 def first_to_finish(num, reply):
-    """The `num` completions of a stream that end first, and the prompt's tokens as served."""
+    """The first `num` completions to end, and the prompt's tokens as served."""
     columns: dict[int, tuple[list, list]] = {}  # token ids and log-probs of a completion, so far
     finished = []
     prompt_ids: list[int] = []
@@ -42,7 +42,7 @@ def first_to_finish(num, reply):
 
 
 def sample(server, prompt, sampling):
-    """One request for all; an evaluation of one completion needs no others."""
+    """Sample all by one request; evaluating one completion needs no others."""
     if sampling["n"] == 1:
         return server.generate(prompt.token_ids, sampling, prompt.images)
     how = {"read": first_to_finish, "extra": EXTRA}

@@ -22,7 +22,7 @@ flash_2_backward = prefix_attention._flash_backward
 
 
 def use_flash_attention_4() -> None:
-    """From now on, in this process, take the kernels of FlashAttention 4.
+    """Take the kernels of FlashAttention 4 in this process from now on.
 
     SystemExit in the first forward where it does not fit or vLLM lacks it.
     """
@@ -31,7 +31,7 @@ def use_flash_attention_4() -> None:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, block: Any, scale: float) -> tuple[Tensor, ...]:
-    """As `prefix_attention._flash`: output and log-sum-exp of a block's tokens."""
+    """The output and log-sum-exp of a block's tokens, as `prefix_attention._flash`."""
     if has_many_pieces(block):
         return flash_2(q, k, v, block, scale)
     results = kernels(q, k)._flash_attn_fwd(q, k, v, return_lse=True, **options(block, scale))
@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, block: Any, scale: float) -> tuple[
 
 
 def backward(tensors: Sequence[Tensor], block: Any, scale: float) -> tuple[Tensor, ...]:
-    """As `prefix_attention._flash_backward`: the block's part of the gradients.
+    """The block's part of the gradients, as `prefix_attention._flash_backward`.
 
     By the output and the log-sum-exp of all blocks, merged.
     """
@@ -51,7 +51,7 @@ def backward(tensors: Sequence[Tensor], block: Any, scale: float) -> tuple[Tenso
 
 
 def has_many_pieces(block: Any) -> bool:
-    """More than 256 pieces, for which FlashAttention 4 would compile other kernels.
+    """True above 256 pieces, for which FlashAttention 4 would compile other kernels.
 
     These have not been tried: such blocks stay with FlashAttention 2.
     """
@@ -59,7 +59,7 @@ def has_many_pieces(block: Any) -> bool:
 
 
 def kernels(q: Tensor, k: Tensor) -> Any:
-    """vLLM's module. An exit, where an error would only turn `share_prefix` off."""
+    """vLLM's module; exits where an error would only turn `share_prefix` off."""
     is_hopper = q.is_cuda and torch.cuda.get_device_capability(q.device)[0] == 9
     _, num_heads, size = q.shape
     _, num_kv_heads, _ = k.shape

@@ -17,7 +17,10 @@ INSTRUCTION = "Reason step by step, and put the final answer in \\boxed{}."
 
 
 def with_answer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """`question` and the number after `####` of the worked `answer`, as rows with a `prompt`."""
+    """Rows with the `question` as `prompt`, and the answer's number.
+
+    The number stands after `####` in the worked `answer`.
+    """
     problems = []
     for row in rows:
         number = row["answer"].rpartition("####")[2].strip().replace(",", "")

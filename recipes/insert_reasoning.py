@@ -1,4 +1,4 @@
-r"""Half of a group thinks again: cut at random, given a cue, sampled on.
+r"""Half of a group thinks again: cut at random, cued, sampled on.
 
     bash scripts/demo.sh recipes/insert_reasoning.py
 
@@ -29,7 +29,10 @@ def begin(turn: Completion, num: int) -> Completion:
 
 
 def sample_on(server, prompt, sampling, turn):
-    """Cut a turn at a random place, where it may be cut, and sample on from there and the cue."""
+    """Cut a turn at random, and sample on after the cue.
+
+    The cut is at a place where the turn may be cut, after a token that ends with `BREAK`.
+    """
     cue = server.tokenizer(CUE, add_special_tokens=False)["input_ids"]
     last = min(len(turn.token_ids), sampling["max_tokens"] - len(cue))  # leave room for a token
     texts = [server.tokenizer.decode(token) for token in turn.token_ids.tolist()]
@@ -45,7 +48,10 @@ def sample_on(server, prompt, sampling, turn):
 
 
 def think_again(server, prompt, sampling):
-    """Sample half of the group (all of one), and as many more from random places in it."""
+    """Sample half of a group, then as many from random places within.
+
+    A group of one is sampled whole.
+    """
     num_again = sampling["n"] // 2
     first = {**sampling, "n": sampling["n"] - num_again}
     turns = server.generate(prompt.token_ids, first, prompt.images)

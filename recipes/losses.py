@@ -78,12 +78,12 @@ def off_policy_sequence_mask(
 
 
 def _probability_of_others(logprobs):
-    """1 - p, at least 1e-7."""
+    """The probability of the other tokens, 1 - p, at least 1e-7."""
     return -logprobs.expm1().clamp(max=-1e-7)
 
 
 def _mean(values, mask, completion):
-    """For every token the mean of `values` over its completion's tokens that train.
+    """The mean of `values` over its completion's trained tokens, for each token.
 
     Where the mask is 0, so must `values` be.
     """
@@ -92,7 +92,7 @@ def _mean(values, mask, completion):
 
 
 def _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """-ρ·A·log π of the tokens that stay within the bounds of the divergence."""
+    """The loss -ρ·A·log π of tokens within the bounds of the divergence."""
     ratio = bounded_log_ratio(logprobs.detach(), old_logprobs, mask).exp()
     low = (divergence > config.clip_low) & (advantages < 0) & (ratio < 1)
     high = (divergence > config.clip_high) & (advantages > 0) & (ratio > 1)
@@ -103,7 +103,7 @@ def _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, co
 
 
 def _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts=()):
-    """The loss sum of the tokens that train, with β·k3, and the sums for metrics.
+    """The loss sum of trained tokens, with β·k3, and sums for metrics.
 
     Args:
         per_token: the loss of each token [N].

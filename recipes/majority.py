@@ -19,7 +19,7 @@ from recipes.rewards import exact_match, last_boxed, normalized
 
 
 def answer_of(text: str) -> str:
-    r"""The last `\boxed{...}`, normalized, or all of a completion that has none.
+    r"""The last `\boxed{...}`, normalized, or all of a completion without a box.
 
     Empty where the box has no end.
     """
@@ -29,9 +29,9 @@ def answer_of(text: str) -> str:
 
 
 def majority_vote(completions: list[str], **_) -> list[float]:
-    """1 where a completion's answer is the one that most of its group give, else 0.
+    """1 where a completion gives its group's most frequent answer, else 0.
 
-    Of equally many, the first.
+    Of equally frequent answers, the first.
     """
     answers = [answer_of(text) for text in completions]
     counts = Counter(answer for answer in answers if answer)
@@ -42,7 +42,7 @@ def majority_vote(completions: list[str], **_) -> list[float]:
 
 
 def majority_is_right(completions: list[str], answer: list[Any], **_) -> list[float]:
-    """maj@n: 1 for all n completions where the answer that most of them give is right, else 0."""
+    """maj@n: 1 for all n completions whose majority is right, else 0."""
     right = exact_match([answer_of(text) for text in completions], answer)
     votes = majority_vote(completions)
     is_right = max(vote * value for vote, value in zip(votes, right, strict=True))

@@ -2,9 +2,11 @@
 
 A loopback `/v1/chat/completions` stands in front of the rollout server.
 
-    def solve(base_url, prompt):            # the agent, as it runs anywhere else; `prompt.content`
-        is the data's client = openai.OpenAI(base_url=base_url, api_key="none") ... return
-        {"solved": 1.0}              # columns for the rewards, or None
+    def solve(base_url, prompt):  # the agent, as it runs anywhere else
+        # `prompt.content` is the data's
+        client = openai.OpenAI(base_url=base_url, api_key="none")
+        ...
+        return {"solved": 1.0}  # columns for the rewards, or None
 
     config = TrainConfig(..., rollout_fn=trained(solve, max_len=4096), reward_funcs=[...])
 
@@ -49,11 +51,11 @@ from vllm_client import ServerError
 def trained(
     agent: Callable[[str, Any], Any], max_len: int, parse_calls: Any = hermes_calls
 ) -> Callable[..., list[list[Completion]]]:
-    """A `rollout_fn` that runs `agent(base_url, prompt)` for every rollout, each in a thread.
+    """A `rollout_fn` that runs `agent(base_url, prompt)` in a thread per rollout.
 
     Args:
         agent: asks `base_url`; returns columns for the rewards, or None. What it raises ends the
-        run. May be async.
+            run. May be async.
         max_len: tokens of a prompt and its reply at most; longer prompts get OpenAI's
             `context_length_exceeded`. Not over `max_tokens_per_gpu` and the server's
             `--max-model-len`.
@@ -90,12 +92,12 @@ class _Call:
 
     @property
     def is_answered(self) -> bool:
-        """True once the reply is there; False if there was an error instead."""
+        """True once the reply is there; False after an error instead."""
         return self.answer.done() and not self.answer.exception()
 
     @property
     def said(self) -> dict[str, Any]:
-        """The message that answers."""
+        """The message that answers the request."""
         return plain_message(self.answer.result()["choices"][0]["message"])
 
 
@@ -152,7 +154,10 @@ class _Rollout:
         return info or {}
 
     def call(self, request: dict[str, Any], is_retry: bool) -> _Call:
-        """Answer a request; a client that repeats one whose reply was lost gets the same."""
+        """Answer a request.
+
+        A client that repeats a request whose reply was lost gets the same reply.
+        """
         call = _Call(json.dumps(request, sort_keys=True))
         alike = []
         with self.lock:
@@ -175,7 +180,11 @@ class _Rollout:
         return call
 
     def _sample(self, call: _Call, request: dict[str, Any]) -> None:
-        """Sample the reply to a request, and fill in the call; ValueError where it is refused."""
+        """Sample the reply to a request, and fill in the call.
+
+        Raises:
+            ValueError: the request is refused.
+        """
         check_parameters(request)
         call.messages = [plain_message(message) for message in request["messages"]]
         if request.get("tools"):
@@ -225,7 +234,10 @@ class _Rollout:
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def _continued(self, call: _Call) -> tuple[_Call | None, list[int]]:
-        """The earlier call whose reply a request goes on from, and the tokens between; or None."""
+        """The earlier call that a request continues, and the tokens between.
+
+        The request goes on from that call's reply. None, [] where there is no such call.
+        """
         keys = [identity(message) for message in call.messages]
         for previous in sorted(self.calls, key=_longest_history_first):
             num = len(previous.messages)
@@ -250,7 +262,11 @@ class _Rollout:
         return None, []
 
     def _room(self, call: _Call, request: dict[str, Any]) -> int:
-        """The most tokens that the reply may have; `_TooLong` where there is no room for one."""
+        """The most tokens that the reply may have.
+
+        Raises:
+            _TooLong: there is no room for a token.
+        """
         most = self.sampling["max_tokens"]
         wanted = request.get("max_completion_tokens") or request.get("max_tokens") or most
         room = min(wanted, most, self.max_len - len(call.ids))
@@ -263,7 +279,11 @@ class _Rollout:
         return room
 
     def segments(self, info: dict[str, Any]) -> list[Completion]:
-        """The replies that the agent got, each once, in their order; ValueError without any."""
+        """The replies that the agent got, each once, in their order.
+
+        Raises:
+            ValueError: there is no reply.
+        """
         arrived = sorted((call for call in self.calls if call.arrived_s), key=_arrival)
         if not arrived:
             raise ValueError("the agent got no reply: has it asked its base_url?")
@@ -295,7 +315,7 @@ class _Loopback(ThreadingHTTPServer):
 
 @cache
 def _loopback() -> ThreadingHTTPServer:
-    """The server of all rollouts of this process, on a free port of 127.0.0.1."""
+    """The server of this process's rollouts, on a free port of 127.0.0.1."""
     server = _Loopback(("127.0.0.1", 0), _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
@@ -306,12 +326,12 @@ class _Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        """The list of models."""
+        """Send the list of models."""
         model = {"id": "policy", "object": "model", "owned_by": "grpo"}
         self._send(200, {"object": "list", "data": [model]})
 
     def do_POST(self) -> None:
-        """A chat completion."""
+        """Answer with a chat completion."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         rollout = ROLLOUTS.get(self.path.split("/")[1])
         if rollout is None or not self.path.endswith("/chat/completions"):
@@ -362,7 +382,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def _stream(self, answer: dict[str, Any], with_usage: bool) -> None:
-        """The reply as server-sent events."""
+        """Send the reply as server-sent events."""
         events = chunks_of(answer, with_usage)
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
@@ -373,4 +393,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection = True
 
     def log_message(self, *_: object) -> None:
-        """No line for every request."""
+        """Print no line for every request."""

@@ -40,7 +40,10 @@ def stop_words(request: dict[str, Any]) -> list[str]:
 
 
 def plain_message(message: Message) -> Message:
-    """A message as templates take it: text in one piece, arguments as dictionaries, no None."""
+    """A message in the form that templates take.
+
+    Text is in one piece, arguments are dictionaries, and nothing is None.
+    """
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
@@ -65,7 +68,10 @@ def plain_call(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def identity(message: Message) -> Any:
-    """Equal for two plain messages that are the same; an agent may strip what was said."""
+    """A key, equal for plain messages that are the same.
+
+    An agent may strip the text of a reply.
+    """
     content = message["content"]
     if message["role"] == "assistant":
         content = content.strip()
@@ -73,7 +79,7 @@ def identity(message: Message) -> Any:
 
 
 def hermes_calls(text: str) -> tuple[str, Calls]:
-    """A reply's words and its calls of tools, as Qwen and Hermes models write them.
+    """A reply's words and tool calls, in Qwen's and Hermes models' form.
 
     Where one call has not the right form, the whole reply is text.
     """
@@ -122,7 +128,10 @@ def chat_completion(
 
 
 def chunks_of(completion: dict[str, Any], with_usage: bool) -> list[dict[str, Any]]:
-    """The reply as the events of a stream: all of it in one, and then why it ended."""
+    """The reply as a stream's events.
+
+    The first has the whole reply, the second the reason why it ended.
+    """
     (choice,) = completion["choices"]
     delta = dict(choice["message"])
     if delta.get("tool_calls"):

@@ -1,4 +1,4 @@
-"""`recipes/tiny.py` with a loss of its own: REINFORCE, whose ratio is not clipped.
+"""`recipes/tiny.py` with a loss of its own: REINFORCE without a clipped ratio.
 
     bash scripts/demo.sh recipes/own_loss.py
 
@@ -11,7 +11,7 @@ from recipes.rewards import exact_match
 
 
 def reinforce(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
-    """-A log p, summed over the tokens that train; no sums for metrics."""
+    """The sum of -A log p over trained tokens, without metrics."""
     return -(advantages * logprobs * mask).sum(), {}
 
 

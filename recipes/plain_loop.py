@@ -1,4 +1,4 @@
-"""The whole algorithm on one screen: synchronous GRPO on one rank, by the project's own functions.
+"""Synchronous GRPO on one rank and one screen, by the project's functions.
 
     python -m recipes.plain_loop recipes/tiny.py --max_staleness 0 [--field value ...]
 

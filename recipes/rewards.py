@@ -41,7 +41,7 @@ OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
 
 
 def exact_match(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    """1 where the completion is the `answer` column to the letter, else 0.
+    """1 where completion and `answer` column agree to the letter, else 0.
 
     White space around the completion is free.
     """
@@ -50,7 +50,7 @@ def exact_match(completions: list[str], answer: list[Any], **_: Any) -> list[flo
 
 
 def math_answer(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    r"""1 where the completion's answer equals the `answer` column as mathematics, else 0.
+    r"""1 where the answer equals the `answer` column as mathematics, else 0.
 
     By math-verify. The answer is in the last `\boxed{...}`; without one, math-verify looks for one,
     such as a last number. An answer that takes longer than `MATH_TIMEOUT_S` is wrong; only the main
@@ -80,9 +80,9 @@ def _without_spaces(answer: str) -> str:
 
 
 def _is_text(given: str, wanted: str) -> bool:
-    """True of words, and of others that are not to be looked at as mathematics.
+    """True of words, and of other answers not to read as mathematics.
 
-    Numbers of another base only look like it, and some powers no alarm would interrupt.
+    Numbers of another base only look like mathematics, and some powers no alarm would interrupt.
     """
     text = _plain(wanted)
     if text.isalpha() and len(text) > 2:
@@ -101,16 +101,16 @@ def _verified(text: str, truth: str) -> bool:
 
 
 def _limit() -> int | None:
-    """The seconds that math-verify may take; None where its SIGALRM is of no use."""
+    """The seconds for math-verify; None where its SIGALRM is of no use."""
     is_main = threading.current_thread() is threading.main_thread()
     return MATH_TIMEOUT_S if is_main else None
 
 
 def boxed_exact(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    r"""1 where the last `\boxed{...}` is the `answer` column, once both are normalized, else 0.
+    r"""1 where the last `\boxed{...}` is the normalized `answer` column, else 0.
 
-    To the letter. The normalization is that of the MATH data set (Hendrycks et al.,
-    arXiv:2103.03874), and a little more; see `normalized`.
+    To the letter, once both are normalized. The normalization is that of the MATH data set
+    (Hendrycks et al., arXiv:2103.03874), and a little more; see `normalized`.
     """
     rewards = []
     for text, truth in zip(completions, answer, strict=True):
@@ -120,13 +120,13 @@ def boxed_exact(completions: list[str], answer: list[Any], **_: Any) -> list[flo
 
 
 def sympy_equal(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    r"""1 where the last `\boxed{...}` equals the `answer` column, element by element, else 0.
+    r"""1 where the last `\boxed{...}` equals the `answer` column, else 0.
 
-    The elements are those of a tuple or an interval. By normalized text, or exactly as mathematics
-    (Lightman et al., arXiv:2305.20050): where an integer is wanted one must be written (`2.0` is
-    one), and a fraction in its lowest terms; decimals are the fractions that they are, and only the
-    members of a `\{set\}` have no order. Nothing is evaluated; an answer that takes longer than
-    `MATH_TIMEOUT_S` is wrong.
+    Element by element, where they are tuples or intervals. By normalized text, or exactly as
+    mathematics (Lightman et al., arXiv:2305.20050): where an integer is wanted one must be written
+    (`2.0` is one), and a fraction in its lowest terms; decimals are the fractions that they are,
+    and only the members of a `\{set\}` have no order. Nothing is evaluated; an answer that takes
+    longer than `MATH_TIMEOUT_S` is wrong.
     """
     rewards = []
     for text, truth in zip(completions, answer, strict=True):
@@ -156,7 +156,10 @@ def _same(given: str, wanted: str) -> bool:
 
 
 def _plain(answer: str) -> str:
-    """Normalized further, as Lightman et al. do: without units, words in small letters."""
+    """An answer normalized further, as Lightman et al. do.
+
+    Without units, and with words in small letters.
+    """
     answer = re.sub(r"(\d)\s+(\d+/\d+)", r"\1+\2", answer)  # 7 1/2
     answer = TEXT.sub(r"\1", normalized(answer)).strip().removeprefix("+")
     answer = re.sub(r"^(-?\d+)\.0+$", r"\1", UNIT.sub("", answer))
@@ -211,7 +214,9 @@ def _as_fraction(decimal: re.Match[str]) -> str:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{...}`, or after `\boxed `, or else of `\fbox{...}`.
+    r"""The content of the last `\boxed{...}`, or else of `\fbox{...}`.
+
+    After `\boxed `, without braces, the content goes up to a `$` or the end.
 
     Args:
         text: a completion.
@@ -291,7 +296,7 @@ def normalized(answer: str) -> str:
 def countdown(
     completions: list[str], nums: list[list[int]], target: list[int], **_: Any
 ) -> list[float]:
-    """1 where the completion makes `target` of `nums`, each used once, else 0.
+    """1 where the completion makes `target` of `nums`, each once, else 0.
 
     By + - * / and brackets. Looks at the last `<answer>`, or at all of a completion without one; a
     final `= target` may stand there. Exact, on a parsed tree: nothing is evaluated.
@@ -325,7 +330,9 @@ def _makes(text: str, nums: list[int], target: int) -> bool:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """The value of a tree of numbers under the four operations; `used` gets the numbers.
+    """The value of a tree of numbers under the four operations.
+
+    The numbers are appended to `used`.
 
     Raises:
         ValueError: anything else is in the tree.
@@ -365,7 +372,7 @@ def length_penalty(
 
     Args:
         max_tokens: length from which a completion is not punished further; `max_completion_len`, as
-        a rule.
+            a rule.
         cushion: tokens before it over which the punishment grows; see `SoftOverlong`.
         verifier: in place of `cushion`: a reward function that gives 1 or 0; see `Cosine`.
 
@@ -381,9 +388,10 @@ def length_penalty(
 
 @dataclass
 class SoftOverlong:
-    """0 up to `max_tokens - cushion`, then down to -1 at `max_tokens`, and beyond.
+    """A punishment of length, which grows from 0 to -1.
 
-    DAPO (arXiv:2503.14476, eq. 13).
+    0 up to `max_tokens - cushion`, then down to -1 at `max_tokens`, and beyond. DAPO
+    (arXiv:2503.14476, eq. 13).
     """
 
     max_tokens: int
@@ -398,7 +406,7 @@ class SoftOverlong:
         self.__qualname__ = f"length_penalty({self.max_tokens}, {self.cushion})"
 
     def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """As any reward function."""
+        """The rewards, as of any reward function."""
         free = self.max_tokens - self.cushion
         over = [(len(ids) - free) / self.cushion for ids in completion_ids]
         return [-min(max(share, 0.0), 1.0) for share in over]
@@ -406,14 +414,14 @@ class SoftOverlong:
 
 @dataclass
 class Cosine:
-    """A verdict of 1 or 0, scaled by the length along a cosine.
+    """A verdict of 1 or 0, scaled by length along a cosine.
 
     end + (start - end)·(1 + cos(πL/max_tokens))/2, where L is the length in tokens. A short right
     answer earns more than a long one, and a short wrong one less (Yeo et al., arXiv:2502.03373).
 
     Args:
         max_tokens: L at which a completion, cut off as a rule, earns `exceeded` in place of the
-        cosine's end.
+            cosine's end.
         verifier: a reward function that gives 1 or 0.
         right: (start, end) of right ones.
         wrong: (start, end) of wrong ones.
@@ -436,7 +444,7 @@ class Cosine:
         )
 
     def __call__(self, completion_ids: list[list[int]], **arguments: Any) -> list[float | None]:
-        """As any reward function; None where the verifier gives none."""
+        """The rewards, as of any function; None where the verifier gives none."""
         verdicts = self.verifier(completion_ids=completion_ids, **arguments)
         rows = zip(verdicts, completion_ids, strict=True)
         return [self._scaled(verdict, len(ids)) for verdict, ids in rows]
@@ -473,7 +481,7 @@ class best_of:  # called like a function; a class, as a worker process can be se
         self.__qualname__ = self.__name__
 
     def __call__(self, **arguments: Any) -> list[float | None]:
-        """As any reward function."""
+        """The rewards, as of any reward function."""
         columns = [function(**arguments) for function in self.functions]
         best = []
         for row in zip(*columns, strict=True):

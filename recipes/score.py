@@ -18,7 +18,10 @@ from prefix_attention import attach, completion_logprobs, pack
 
 @torch.no_grad()
 def scores(model: Any, tokenizer: Any, context: str, answers: list[str]) -> list[float]:
-    """Sum up log p(answer and its end | context), nats; `model` went through `attach`."""
+    """The sums of log p(answer and its end | context), in nats.
+
+    `model` went through `attach`.
+    """
     completions = tokenizer(answers, add_special_tokens=False).input_ids
     for token_ids in completions:
         token_ids.append(tokenizer.eos_token_id)

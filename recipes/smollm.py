@@ -15,7 +15,7 @@ from config import TrainConfig
 
 
 def likeness(completions, answer, **_):
-    """The squared `SequenceMatcher` similarity of text and answer: 1 if they are equal."""
+    """The squared `SequenceMatcher` similarity of text and answer; 1 if equal."""
     pairs = zip(completions, answer, strict=True)
     return [
         SequenceMatcher(None, text.strip(), truth, autojunk=False).ratio() ** 2

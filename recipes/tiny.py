@@ -1,4 +1,4 @@
-"""The embedded default: a model of 0.8 M parameters learns to sort eight digits.
+"""The embedded default: 0.8 M parameters learn to sort eight digits.
 
     bash scripts/demo.sh
 

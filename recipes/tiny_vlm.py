@@ -1,9 +1,9 @@
-"""A tiny Qwen2.5-VL learns to name the colour of a square, on two CPU cores.
+"""A tiny Qwen2.5-VL learns to name the colour of a square.
 
     bash scripts/demo.sh recipes/tiny_vlm.py
 
 `scripts/build_tiny_vlm.py` makes the model, half-taught. Expected: 39 % of the held-out squares,
-and 68 to 81 % after 120 steps, which take 3 min.
+and 68 to 81 % after 120 steps, which take 3 min on two CPU cores.
 """
 
 import random
@@ -30,7 +30,7 @@ QUESTION = "Colour?"
 
 
 def squares(num: int, seed: int) -> list[dict[str, Any]]:
-    """`num` problems: a square of some colour on grey noise, and the colour's name."""
+    """`num` problems: a coloured square on grey noise, and the colour's name."""
     rng = random.Random(seed)
     rows = []
     for _ in range(num):

@@ -26,7 +26,7 @@ TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
 
 @cache
 def client() -> Any:
-    """The client of all rollouts: to make one takes longer than a rollout."""
+    """The client of all rollouts: making another takes longer than a rollout."""
     return OpenAI(api_key="none")
 
 
@@ -40,7 +40,7 @@ def parse_calls(text):
 
 
 def use(name, of):
-    """Say what a tool says of an expression: `347+482` or `829~`."""
+    """A tool's word on an expression: `347+482` or `829~`."""
     left, _, right = re.split("([-+~])", of)
     if name == "mirror":
         return left[::-1]

@@ -1,4 +1,4 @@
-"""Two turns with a tool: a tiny model asks a calculator and copies its answer.
+"""Two turns with a tool: a tiny model copies a calculator's answer.
 
     bash scripts/demo.sh recipes/tool_calculator.py
 
@@ -22,7 +22,7 @@ def calculate(call: str) -> str:
 
 
 def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[Any]:
-    """A first turn up to a question mark, the calculator's word, and a second turn."""
+    """A turn up to a question mark, the calculator's word, another turn."""
 
     def second_turn(turn: Any) -> Any:
         call = client.tokenizer.decode(turn.token_ids)

@@ -10,7 +10,7 @@ def turn_ids(
     then: list[dict[str, Any]],
     **template: Any,
 ) -> list[int] | None:
-    """The ids that the chat template puts between a reply, as it was sampled, and the next.
+    """The chat template's ids between a sampled reply and the next.
 
     The difference of two renderings, from the end of the reply on: of `messages`, and of these with
     the reply and `then`. No sampled token is tokenized again, and `Completion.then` joins them.
@@ -56,7 +56,10 @@ def turn_ids(
 
 
 def end_of(reply: str, text: str) -> int | None:
-    """The place where a reply ends that a text begins with, white space aside; None without it."""
+    """The end of the reply with which a text begins, or None.
+
+    A place in the text. White space does not count; None where the text begins otherwise.
+    """
     letters = "".join(reply.split())
     if not "".join(text.split()).startswith(letters):
         return None

@@ -1,4 +1,4 @@
-"""From the rows of a data set to prompts: read, tokenized, checked."""
+"""Prompts from the rows of a data set: read, tokenized, checked."""
 
 import itertools
 import json
@@ -160,7 +160,7 @@ def _has_parts(row: dict[str, Any]) -> bool:
 def leave_out_long(
     prompts: list[Prompt], max_len: int, config: TrainConfig, name: str = "dataset_id"
 ) -> list[Prompt]:
-    """The prompts of 1 to `max_len` tokens; prints how many others there are.
+    """The prompts of 1 to `max_len` tokens; prints the others' number.
 
     Raises:
         UserError: all prompts of the data set `name` are left out.
@@ -196,7 +196,7 @@ def new_groups(prompts: list[Prompt], ended: Collection[int], seed: int) -> Iter
 
 
 def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt]]:
-    """Load all data sets, by the field of the config that names them, `dataset_id` first.
+    """Load all data sets, keyed by config field, `dataset_id` first.
 
     Raises:
         UserError: a row makes no prompt, or a reward function does not take its columns.

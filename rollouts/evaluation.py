@@ -30,7 +30,11 @@ class Round:
         self._answers = [self._threads.submit(fill, group) for group in self._groups]
 
     def is_complete(self) -> bool:
-        """Wait a second at most for all groups; raises an error of one."""
+        """True once all groups are done; waits a second at most.
+
+        Raises:
+            BaseException: the error of a group.
+        """
         done, running = wait(self._answers, 1, FIRST_EXCEPTION)
         for answer in done:
             answer.result()
@@ -41,7 +45,7 @@ class Round:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def metrics(self, config: TrainConfig) -> dict[str, float]:
-        """Give `eval/...` of all groups, and `eval/<set>/...` of each named set."""
+        """The `eval/...` of all groups, and `eval/<set>/...` of each named set."""
         metrics = {}
         for set_name, groups in ({"": self._groups} | self.sets).items():
             prefix = f"eval/{set_name}/" if set_name else "eval/"
@@ -51,7 +55,7 @@ class Round:
 
 
 def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:
-    """Give `reward`, `rewards/<function>`, `accuracy` and `pass@k` of held-out groups.
+    """The `reward`, `rewards/<function>`, `accuracy` and `pass@k` of held-out groups.
 
     `accuracy` is the share of completions with a reward of at least 1. Of n = `eval_generations`
     completions a problem, c of them right, `pass@k`, for k = 2, 4, ... and n, is the mean of
@@ -76,6 +80,6 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
 
 
 def tries(most: int) -> list[int]:
-    """Give 2, 4, 8, ... below `most`, and `most`, without 1."""
+    """The numbers 2, 4, 8, ... below `most`, and `most`, without 1."""
     powers = [2**exponent for exponent in range(most.bit_length())]
     return sorted({*powers, most} - {1})

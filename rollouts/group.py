@@ -29,7 +29,7 @@ class Prompt:
 
     @property
     def inputs(self) -> dict[str, Tensor]:
-        """Its images for the policy; {} for text, or before it is sampled."""
+        """The images for the policy; {} for text, or before sampling."""
         if self.images is None:
             return {}
         return self.images.inputs
@@ -202,13 +202,13 @@ class Group:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled one of its tokens."""
+        """The oldest policy version that sampled a token of the group."""
         oldest = [versions[0] for versions in self.versions if versions]
         return min(oldest, default=self.finished_version)
 
     @property
     def can_teach(self) -> bool:
-        """True where its rewards differ, so that its advantages do."""
+        """True where the group's rewards differ, so that its advantages do."""
         valid = {reward for reward in self.reward if not math.isnan(reward)}
         return len(valid) > 1
 

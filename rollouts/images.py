@@ -1,4 +1,4 @@
-"""Images: from a row of the data set to the policy and the server."""
+"""Images, from a data set's row to the policy and the server."""
 
 import base64
 import io

@@ -46,7 +46,7 @@ def load_processor(config: TrainConfig) -> Any:
 
 
 def _check_arguments(processor: Any, config: TrainConfig) -> None:
-    """UserError for one of `processor_kwargs` that the processor would ignore."""
+    """Raise UserError for one of `processor_kwargs` that the processor would ignore."""
     known = set(inspect.signature(type(processor)).parameters)
     image_arguments = getattr(getattr(processor, "image_processor", None), "valid_kwargs", None)
     if image_arguments:
@@ -59,7 +59,7 @@ def _check_arguments(processor: Any, config: TrainConfig) -> None:
 
 
 def _check_vocabulary(processor: Any, config: TrainConfig) -> None:
-    """UserError where the reference has another vocabulary than the policy."""
+    """Raise UserError where the reference has another vocabulary than the policy."""
     from transformers import AutoTokenizer
 
     with naming(f"reference_id={config.reference_id}"):

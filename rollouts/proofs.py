@@ -65,7 +65,7 @@ class Proofs:
                 self.pool.lose(server, ServerLost(MISMATCH.format(gap)))
 
     def overdue(self) -> list[Server]:
-        """Give some servers that nothing has proved for `probe_steps` versions."""
+        """Some servers that nothing has proved for `probe_steps` versions."""
         due_version = self.version - self.config.probe_steps
         serving = [server for server in self.pool.servers if server.has_weights]
         overdue = [server for server in serving if server.proved_version <= due_version]
@@ -73,7 +73,7 @@ class Proofs:
         return overdue[: 1 + len(serving) // self.config.probe_steps]
 
     def prove(self, servers: list[Server], is_first: bool = False) -> None:
-        """Compare each server's log-probs of a probe, and act on it. Collective.
+        """Compare each server's log-probs of a probe, and act accordingly. Collective.
 
         Args:
             servers: on rank 0; none on the others.
@@ -98,9 +98,9 @@ class Proofs:
                 self._act_on(server, probe, server in waiting)
 
     def _act_on(self, server: Server, probe: Probe, is_waiting: bool) -> None:
-        """Let a server serve that agrees, and leave it out where it differs.
+        """Let a server serve that agrees; leave out a server that differs.
 
-        One that serves already, and does not answer, may be busy.
+        A server that serves already, and does not answer, may be busy.
         """
         if not probe.failure:
             server.proved_version = self.version
@@ -130,7 +130,10 @@ class Proofs:
         return Probe(server.url, completions)
 
     def _difference(self, completions: list[Completion]) -> str:
-        """Say how far the policy's log-probs differ; "" where they are close. Collective."""
+        """The message where log-probs differ from the policy's, else "".
+
+        The message says how far they differ. Collective.
+        """
         token_ids = [completion.token_ids for completion in completions]
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
         groups = [(self.prompt.token_ids, token_ids)]

@@ -33,19 +33,25 @@ def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
 
 
 class ReferenceServer(Server):
-    """A server of the reference: it gets no weights, and gives log-probs at a temperature."""
+    """A server of the reference, for log-probs at a temperature.
+
+    It gets no weights.
+    """
 
     def __init__(self, url: str, temperature: float, **others: Any):
         super().__init__(url, **others)
         self.temperature = temperature  # of the run
 
     def connect(self, *_: Any, **others: Any) -> None:
-        """Tell it the temperature: it serves from then on."""
+        """Tell the server the temperature; from then on it serves."""
         self.post("/init_weight_transfer_engine", {"init_info": {"temperature": self.temperature}})
         self.state = State.SERVING
 
     def logprobs(self, group: Group) -> Tensor:
-        """The log-probs of a group's completion tokens: [n] float32, nats, a column of `tokens`."""
+        """The log-probs of a group's completion tokens: [n] float32, nats.
+
+        They are a column of the group's `tokens`.
+        """
         if self.temperature != 1:  # it may have been restarted meanwhile
             self.connect()
 
@@ -57,7 +63,7 @@ class ReferenceServer(Server):
         return torch.cat(columns)
 
     def _segment_logprobs(self, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
-        """Let the server read a segment as a prompt, whose log-probs are asked for."""
+        """The log-probs of a segment, which the server reads as a prompt."""
         body = {
             "token_ids": prompt_ids + token_ids,
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},

@@ -91,7 +91,7 @@ def _restored_completion(saved: dict[str, Any]) -> Completion:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a file: a crash may leave half of one."""
+    """The file's whole lines: a crash may leave half a line."""
     with path.open(encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
@@ -99,7 +99,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
-    """The number of whole steps that a run saved, and their groups in order.
+    """The number of whole steps that a run saved, and their groups.
+
+    The groups come in order.
 
     Raises:
         UserError: there are no rollouts, or they are of a run with other settings.
@@ -132,7 +134,7 @@ def _groups(path: Path) -> Iterator[Group]:
 
 
 def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: TrainConfig) -> None:
-    """Give a saved group its prompt, its texts and this run's reward.
+    """Fill in a saved group's prompt, its texts and this run's reward.
 
     Raises:
         UserError: the row of the data set has another prompt than the group, or no row takes it.
@@ -157,7 +159,7 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
 def replay_stream(
     prompts: list[Prompt], processor: Any, ended: Collection[int], config: TrainConfig
 ) -> GroupStream:
-    """Give the groups that another run trained, in their order, without `ended` ones."""
+    """The groups that another run trained, in order, but for `ended` ids."""
     num_steps, groups = saved_groups(config)
     by_row = {prompt.index: prompt for prompt in prompts}
     fill = partial(restore, prompts=by_row, processor=processor, config=config)

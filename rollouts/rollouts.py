@@ -29,7 +29,10 @@ from weights.transfer import gpu_of
 
 
 class Word(Enum):
-    """A word from rank 0, which alone sees groups and servers, to all ranks."""
+    """A word from rank 0 to all ranks.
+
+    Rank 0 alone sees groups and servers.
+    """
 
     RESYNC = "resync"  # a server came back: all ranks send it the policy, and wait on
     ENOUGH = "enough"  # groups of the batch with the tokens that were asked for have come
@@ -133,7 +136,7 @@ class Rollouts:
         self.held_out = dict(zip(config.eval_sets, sets.values(), strict=True))
 
     def _open_stream(self) -> GroupStream:
-        """Give groups of this run's prompts, or those that another saved."""
+        """The stream of this run's groups, or of another run's saved groups."""
         config = self.config
         if config.replay:
             from rollouts.replay import replay_stream
@@ -216,7 +219,7 @@ class Rollouts:
         return Word.STOP
 
     def end_batch(self) -> Batch:
-        """Give the groups trained and dropped, with metrics, on rank 0."""
+        """The batch of groups trained and dropped, with metrics, on rank 0."""
         if not is_main():
             return Batch()
         batch = self.stream.end_batch()
@@ -313,7 +316,7 @@ class Rollouts:
         """Stream the policy to the servers. Collective.
 
         Returns:
-            On rank 0, the servers that came back and now have it.
+            On rank 0, the servers that came back and now have the policy.
         """
         if self.config.replay:  # there are no servers
             return []
@@ -330,7 +333,7 @@ class Rollouts:
             self.proofs.check(gaps)
 
     def state(self) -> dict[str, Any]:
-        """Give all that a later run needs to go on, on rank 0."""
+        """All that a later run needs to go on, on rank 0."""
         if not is_main():
             return {}
         return {

@@ -1,4 +1,4 @@
-"""The completions of a group, from one server, or another where that is lost."""
+"""A group's completions from one server, or from another after a loss."""
 
 import time
 import traceback
@@ -15,7 +15,7 @@ from vllm_client import Server, ServerError, ServerLost
 
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
-    """Give vLLM's sampling parameters for a group, without fields that are None."""
+    """vLLM's sampling parameters for a group, without fields that are None."""
     params: dict[str, Any] = {
         "n": config.num_generations,
         "max_tokens": config.max_completion_len,
@@ -52,7 +52,7 @@ def sample_group(
 
 
 def group_seed(group: Group, num_generations: int, config: TrainConfig) -> int:
-    """Give the seed of a group's request, for runs that can be repeated.
+    """The seed of a group's request, for runs that can be repeated.
 
     vLLM samples completion i with seed + i, and takes 63 bits. So the seeds of two groups are at
     least `num_generations` apart (twice that, in fact), and those of two runs 2^40.
@@ -110,7 +110,7 @@ def fill_by_rollout_fn(
 
 
 def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> Any:
-    """Return `ask(server)`, asked again of another server where one is lost.
+    """The result of `ask(server)`; another server is asked where one is lost.
 
     Raises:
         ServerError: no server is left, one refused, or healthy ones failed three times.

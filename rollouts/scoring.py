@@ -1,4 +1,4 @@
-"""The rewards of a group, and what becomes of calls that fail."""
+"""The rewards of a group, and the fate of calls that fail."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ from utils import naming
 
 
 def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
-    """Try the signature of each reward function on the columns of every row.
+    """Try each reward function's signature on the columns of every row.
 
     Raises:
         UserError: a function cannot be called with them, or not be sent to a worker.
@@ -43,7 +43,7 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
 
 
 def check_signature(function: Any, names: list[str], config: TrainConfig) -> None:
-    """TypeError where a function does not take arguments of these names.
+    """Raise TypeError where a function does not take arguments of the `names`.
 
     `best_of` has several functions, each of which is tried.
     """
@@ -65,7 +65,7 @@ def decoded(group: Group, tokenizer: Any) -> list[str]:
 
 
 def mean(values: list[float]) -> float:
-    """Their mean, NaN where there are none."""
+    """The mean of the values, NaN where there are none."""
     return sum(values) / len(values) if values else math.nan
 
 
@@ -165,7 +165,7 @@ class Scorer:
         return arguments
 
     def _call(self, function: Any, arguments: dict[str, Any], group: Group) -> list[float | None]:
-        """Its rewards, one per completion; `failed_reward` for all of them where the call fails."""
+        """A function's rewards, one per completion; all `failed_reward` after a failed call."""
         num = len(group.completions)
         where = f"reward {function.__name__} on dataset row {group.prompt.index}"
         try:

@@ -1,4 +1,4 @@
-"""The rollout servers of a run: leases, lost and returned ones, weights to all of them."""
+"""The rollout servers of a run: leases, losses, returns, and new weights."""
 
 import math
 import re
@@ -100,7 +100,7 @@ class ServerPool:
     # -- the start ---------------------------------------------------------------------------------
 
     def wait_until_ready(self) -> int:
-        """Wait for all servers; returns the longest sequence that they take, in tokens.
+        """Wait for all servers; returns the longest sequence they take, in tokens.
 
         Raises:
             ServerError: one does not answer in time, or cannot be used.
@@ -114,7 +114,11 @@ class ServerPool:
         return self._longest
 
     def _wait_for(self, server: Server, deadline_s: float) -> None:
-        """Wait until a server answers, or raise a ServerError that says how to start one."""
+        """Wait until a server answers.
+
+        Raises:
+            ServerError: there is no answer in time; the message says how to start a server.
+        """
         port = urlsplit(server.url).port or 80
         hint = f"`python vllm_server.py --model {self.config.model_id} --port {port}`"
         while not server.answers():
@@ -152,7 +156,7 @@ class ServerPool:
         return model["max_model_len"]
 
     def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:
-        """Connect all servers; from now on lost ones are watched for and taken back.
+        """Connect all servers, and watch for lost servers to take back.
 
         Args:
             device: that the weights are sent from.
@@ -173,7 +177,9 @@ class ServerPool:
 
     @contextmanager
     def lease(self) -> Iterator[Server]:
-        """The server with the fewest groups in flight, for all turns of a group, which it caches.
+        """The server with the fewest groups in flight, for one group.
+
+        All turns of the group go to this server, which caches them.
 
         Raises:
             ServerError: the run has ended, or no server came back in time.
@@ -192,7 +198,10 @@ class ServerPool:
                 self._slots.notify()
 
     def _wait_for_slot(self) -> Server:
-        """The server with the fewest groups, once one has room. The caller holds the lock."""
+        """The server with the fewest groups, once there is room.
+
+        The caller holds the lock.
+        """
         while True:
             for server in sorted(self.servers, key=lambda server: server.in_flight):
                 if server.state is State.SERVING and server.in_flight < self._limit:
@@ -210,9 +219,9 @@ class ServerPool:
 
     @contextmanager
     def drained(self, stop: threading.Event) -> Iterator[None]:
-        """No server samples in this block; groups wait for its end.
+        """Stop all sampling for the block; groups wait for its end.
 
-        It begins at once where `stop` is set.
+        The block begins at once where `stop` is set.
         """
         with self._slots:
             self._limit = 0
@@ -226,7 +235,7 @@ class ServerPool:
                 self._slots.notify_all()
 
     def idle_seconds(self) -> float:
-        """Seconds without a group in flight since this was last asked, mean over the servers."""
+        """A server's mean seconds without groups in flight, since the last call."""
         with self._slots:
             for server in self.servers:
                 if server.in_flight == 0:
@@ -236,7 +245,7 @@ class ServerPool:
             return mean_s
 
     def _count_idle(self, server: Server) -> None:
-        """Add the time for which a server has had no groups. The caller holds the lock."""
+        """Add a server's time without groups. The caller holds the lock."""
         now_s = time.monotonic()
         self._idle_s += now_s - server.idle_since_s
         server.idle_since_s = now_s
@@ -244,7 +253,10 @@ class ServerPool:
     # -- lost and returned servers -----------------------------------------------------------------
 
     def lose(self, server: Server, error: BaseException) -> None:
-        """Leave a server out that served, until it answers again and has the current weights."""
+        """Leave out a server that served.
+
+        It is left out until it answers again and has the current weights.
+        """
         with self._slots:
             if server.state is not State.SERVING:
                 return
@@ -279,7 +291,7 @@ class ServerPool:
             print(f"{server.url} is back", flush=True)
 
     def _watch(self) -> None:
-        """Connect new servers, and lost ones that answer again, until the run ends."""
+        """Connect new servers and lost servers that answer, until the run ends."""
         while not self._is_closed.wait(PROBE_S):
             if self.version < 0:  # the servers of the start come first
                 continue
@@ -303,7 +315,7 @@ class ServerPool:
         self._connect(server)
 
     def _read_list(self) -> None:
-        """Take in what files of addresses name now, and leave what they do not name any more."""
+        """Read the files of addresses: take in new servers, drop unlisted servers."""
         try:
             urls = server_urls(self.config)
         except UserError as error:
@@ -366,7 +378,7 @@ class ServerPool:
                 raise
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
-        """Do a step on all servers, side by side; returns those that did it, without the others."""
+        """Do a step on all servers at once; returns the successful servers."""
         replies = {server: self._control.submit(step, server) for server in servers}
 
         def has_replied(server: Server) -> bool:
@@ -378,7 +390,7 @@ class ServerPool:
         return self._until(servers, has_replied)
 
     def _until(self, servers: list[Server], is_done: Callable[[Server], bool]) -> list[Server]:
-        """Poll servers until all are done; returns those that are, in their order.
+        """Poll servers until all are done; returns the done servers, in order.
 
         A server that fails is left out. So is one that keeps the others waiting: its time counts
         once half of them are done.
@@ -420,7 +432,7 @@ class ServerPool:
         server.disconnect()
 
     def close(self) -> None:
-        """Leave the transfer groups and drop what is still waiting."""
+        """Leave the transfer groups, and drop all that still waits."""
         self._is_closed.set()
         self._control.shutdown(wait=False, cancel_futures=True)
         with self._slots:

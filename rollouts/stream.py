@@ -13,7 +13,7 @@ MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server o
 
 
 class GroupStream:
-    """Scored groups for the trainer, sampled ahead of it. Lives on rank 0.
+    """Scored groups for the trainer, sampled ahead. Lives on rank 0.
 
     `groups` are admitted in their order, while
     accepted + running < (max_staleness + version + 1) x batch_size. So a dropped group makes room
@@ -57,7 +57,7 @@ class GroupStream:
             self._admit()
 
     def take(self) -> Group | None:
-        """Take a group for the batch; None where none comes within a second.
+        """Take a group for the batch; None if a second brings none.
 
         Raises:
             BaseException: the first that sampling or scoring raised, or that closed the stream.
@@ -87,7 +87,7 @@ class GroupStream:
         return self.config.batch_size - len(self._batch.groups)
 
     def end_batch(self) -> Batch:
-        """Give the groups taken and dropped since the last call, with metrics."""
+        """The groups taken and dropped since the last call, with metrics."""
         with self._changed:
             batch = self._batch
             self._batch = Batch()
@@ -107,7 +107,7 @@ class GroupStream:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _admit(self) -> None:
-        """Start groups, as many as the bound allows. The caller holds the lock."""
+        """Start as many groups as allowed. The caller holds the lock."""
         num_batches = min(self.max_staleness + self.version + 1, self.num_steps)
         limit = num_batches * self.config.batch_size
         while self._num_accepted + len(self._running) < limit and not self._failure:
@@ -149,10 +149,12 @@ class GroupStream:
         self._changed.notify_all()
 
     def _next(self) -> Group | None:
-        """Choose the group to train next; None where none is ready.
+        """The group to train next; None where none is ready.
 
-        With `stale_policy` drop, groups that are too stale are dropped. Raises what ended the
-        stream.
+        With `stale_policy` drop, groups that are too stale are dropped.
+
+        Raises:
+            BaseException: the cause that ended the stream.
         """
         if self._failure:
             raise self._failure
@@ -164,7 +166,7 @@ class GroupStream:
         return self._first_to_fall_due()
 
     def _first_admitted(self) -> Group | None:
-        """Choose in the order of admission, so that latencies change nothing."""
+        """The next group in order of admission, so that latencies change nothing."""
         first = min(self._ready, key=lambda group: group.id, default=None)
         if first is None or any(group_id < first.id for group_id in self._running):
             return None
@@ -180,7 +182,7 @@ class GroupStream:
         self._admit()
 
     def _first_to_fall_due(self) -> Group | None:
-        """Choose the first begun that leaves the others a place in time.
+        """The first group begun that leaves the others a place in time.
 
         Groups begun under the same version go in the order in which they were completed.
         """
@@ -191,7 +193,7 @@ class GroupStream:
         return None
 
     def _leaves_room(self, group: Group) -> bool:
-        """True if groups begun earlier find a place in time after this one."""
+        """True where groups begun earlier find a place in time after `group`."""
         # Groups that have not begun fall due later than all others.
         waiting = [*self._running.values(), *self._ready]
         begun = [other for other in waiting if other.started_version >= 0]

@@ -78,7 +78,7 @@ class CallPool:
         return value
 
     def _own_worker(self) -> "_Worker":
-        """This thread's worker, a new one where there is none, or none alive."""
+        """This thread's worker, a new one where none is alive."""
         thread_id = threading.get_ident()
         with self._lock:
             if self.is_closed:
@@ -98,7 +98,10 @@ class CallPool:
 
 
 def _pickled(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
-    """A call as bytes, with the function's code where a worker could not import its module."""
+    """A call as bytes, if need be with the function's code.
+
+    The code goes along where a worker could not import the function's module.
+    """
     import cloudpickle  # here, as a worker starts with the standard library only
 
     module = sys.modules.get(function.__module__)

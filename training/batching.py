@@ -1,4 +1,4 @@
-"""From the token columns of groups to rows, and on to ranks."""
+"""Token columns of groups, packed into rows and dealt to ranks."""
 
 import math
 from collections.abc import Sequence
@@ -124,7 +124,7 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
 
 
 class Share(NamedTuple):
-    """Rows that a rank trains next; an update follows where lengths are given."""
+    """A rank's next rows; an update follows where lengths are given."""
 
     micro_batches: list[MicroBatch]
     trained_lengths: list[int] | None = None  # of each completion that the gradient is a mean over
@@ -147,7 +147,7 @@ class Dealer:
         self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
 
     def missing_tokens(self) -> float:
-        """Tokens that still fill a row on every rank; infinity for the whole batch.
+        """Tokens that still fill every rank's row; infinity for the whole batch.
 
         Training while a batch arrives hides the sampling of a synchronous run. With rollouts ahead
         of the trainer the batch is there, or sampling is the bottleneck: nothing is gained

@@ -1,4 +1,4 @@
-"""Checkpoints: saved in the background, found again, and a run goes on from them."""
+"""Checkpoints: saved in the background, found again, and resumed from."""
 
 import copy
 import json
@@ -44,7 +44,7 @@ TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's sha
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint that the run goes on from; None where it starts anew.
+    """The checkpoint that the run continues; None where it starts anew.
 
     `resume_from_checkpoint` of `auto` starts anew where there is none.
     """
@@ -95,7 +95,7 @@ def _newest(folder: Path) -> Path | None:
 
 
 def saved_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder that a run can go on from, by step."""
+    """The checkpoints in a folder that a run can continue, by step."""
     saved = {}
     for path in folder.glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
@@ -152,7 +152,7 @@ class Checkpoints:
         self._check_folder()
 
     def _check_folder(self) -> None:
-        """Raise a UserError if a rank does not see a folder that rank 0 makes."""
+        """Raise a UserError unless every rank sees rank 0's new folder."""
         probe: Any = nullcontext()
         if is_main():
             probe = TemporaryDirectory(".part", "checkpoint-", self.folder)
@@ -197,7 +197,7 @@ class Checkpoints:
         return state["step"]
 
     def save(self, step: int, state: dict[str, Any]) -> None:
-        """Copy everything to host memory, and start to write it.
+        """Copy everything to host memory, and start to write the checkpoint.
 
         Raises:
             UserError: the last two saves failed.
@@ -214,7 +214,7 @@ class Checkpoints:
         )
 
     def finish(self, step: int, state: dict[str, Any], is_last: bool) -> None:
-        """Save this step if it was not, again if that fails.
+        """Save this step unless it was saved, again if that fails.
 
         The run's last one is pushed to the hub, too. Raises as `save`.
         """
@@ -292,7 +292,7 @@ class Checkpoints:
 
 
 def _detached(policy: nn.Module) -> Any:
-    """The model for another thread to save, with a config of its own.
+    """The model, with its own config, for another thread to save.
 
     Forwards change the model's config for their time.
     """
@@ -309,16 +309,16 @@ def _sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a checkpoint so that its name never stands for half of one."""
+    """Remove a checkpoint; its name never stands for half a checkpoint."""
     if path.exists():
         renamed = path.rename(path.with_name(f"{path.name}-{time.time_ns()}.part"))
         shutil.rmtree(renamed, ignore_errors=True)
 
 
 def locked(folder: Path) -> AbstractContextManager[Any]:
-    """Make the folder, and keep other runs out while the block, or the process, lasts.
+    """Make the folder, and keep other runs out.
 
-    Only rank 0 does so.
+    They are kept out while the block, or the process, lasts. Only rank 0 does so.
     """
     if not is_main():
         return nullcontext()

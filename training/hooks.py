@@ -27,7 +27,7 @@ def check_loss(config: TrainConfig) -> None:
 
 
 def _check_loss_of_two_tokens(mask: Tensor, config: TrainConfig) -> None:
-    """ValueError where `loss_fn` gives no usable loss under this mask."""
+    """Raise ValueError where `loss_fn` gives no usable loss under the mask."""
     loss_fn: Any = config.loss_fn
     logprobs = torch.full((2,), -1.0, requires_grad=True)
     old_logprobs = logprobs.detach()

@@ -1,4 +1,4 @@
-"""The files of a run, and all that gets its metrics."""
+"""The files of a run, and all receivers of its metrics."""
 
 import json
 import uuid
@@ -156,11 +156,11 @@ class RunLog:
                     raise ValueError("the disk is full")
 
     def _wait(self) -> None:
-        """Wait until the last step is written; raises what that failed with."""
+        """Wait until the last step is written; raises the error of writing."""
         self._written.result()
 
     def state(self) -> dict[str, Any]:
-        """A later run needs this to go on with what is written.
+        """The state by which a later run continues these files.
 
         All steps until now are on the disk when it returns.
         """

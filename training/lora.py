@@ -14,7 +14,10 @@ from utils import naming
 def add_lora(
     model: Any, config: TrainConfig, frozen: Sequence[str] = (), checkpoint: Path | None = None
 ) -> Any:
-    """Wrap a model in LoRA adapters, fresh or of a checkpoint, except for its frozen modules."""
+    """Wrap a model in LoRA adapters, but for its frozen modules.
+
+    The adapters are fresh, or those of a checkpoint.
+    """
     if checkpoint:
         return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
 
@@ -35,7 +38,7 @@ def add_lora(
 
 
 def _check_lora_targets(model: Any, config: TrainConfig) -> None:
-    """Refuse targets that name no module, or an embedding that is tied to the head."""
+    """Refuse targets without a module, and an embedding tied to the head."""
     modules = dict(model.named_modules())
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()

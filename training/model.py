@@ -48,7 +48,7 @@ def build_policy(
     config: TrainConfig, device: torch.device,
     example: Prompt | None = None, checkpoint: Path | None = None,
 ) -> Any:  # fmt: skip
-    """Load the model that trains, freeze, wrap and spread it over the ranks. Collective.
+    """Load, freeze and wrap the policy, spread over the ranks. Collective.
 
     `example` is a prompt with images, where the run has any. `checkpoint` is loaded instead of
     `model_id`, or with LoRA for its adapter alone.
@@ -103,7 +103,7 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
 def build_reference(
     policy: Any, config: TrainConfig, device: torch.device, example: Prompt | None = None
 ) -> Any:
-    """Make a function for `token_logprobs` under the reference, of a row and its images.
+    """A function of a row and images: `token_logprobs` under the reference.
 
     The reference is `reference_id`, else the policy without its adapter, or `model_id` as it was
     before training. Returns None where there is none, or servers have it. Collective.
@@ -126,7 +126,7 @@ def build_reference(
 
 
 def _load_reference(config: TrainConfig, device: torch.device, example: Prompt | None) -> Any:
-    """Load the reference as a frozen model of its own, spread as the policy is."""
+    """Load the reference as its own frozen model, spread like the policy."""
     named = replace(config, model_id=config.reference_id or config.model_id)
     model = load_model(named, on_meta=not is_main()).requires_grad_(False).eval()
     if example:
@@ -143,7 +143,11 @@ def _load_reference(config: TrainConfig, device: torch.device, example: Prompt |
 
 
 def _attach(model: Any, config: TrainConfig, example: Prompt | None, verify: bool) -> None:
-    """Swap shared-prefix attention into a model; ValueError where it would not be exact."""
+    """Swap shared-prefix attention into a model.
+
+    Raises:
+        ValueError: the attention would not be exact.
+    """
     with autocast(config, device_of(model)):
         import_rare_attention(model)
         attach(
@@ -154,7 +158,7 @@ def _attach(model: Any, config: TrainConfig, example: Prompt | None, verify: boo
 
 
 def import_rare_attention(model: Any) -> None:
-    """Import the attention of a few families, if the model is of one of them."""
+    """Import the attention of a few families, for models of these families."""
     if needs_rare_attention(model):
         import training.rare_attention  # noqa: F401
 
@@ -189,7 +193,10 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
 
 
 def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: bool = False) -> Any:
-    """Load a model on the CPU, without dropout and noise; `on_meta`: its shapes alone."""
+    """Load a model on the CPU, without dropout and noise.
+
+    `on_meta` gives its shapes alone.
+    """
     disable_progress_bar()  # ours is the one to watch
     model_config, model_class = load_model_config(config)
     attention = config.attn_implementation
@@ -217,7 +224,7 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
 
 
 def _allow_saving(model: Any) -> None:
-    """Set `do_sample` where generation defaults are for sampling, or nothing could be saved."""
+    """Set `do_sample` for generation defaults of sampling, or saving would fail."""
     generation: Any = getattr(model, "generation_config", None)
     for name, usual in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 50)):
         if getattr(generation, name, None) not in (None, usual):
@@ -273,7 +280,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
 
 
 def _take_values(model: Any) -> dict[str, Tensor]:
-    """Leave nothing but shapes in a model; returns rank 0's tensors, by name."""
+    """Leave only shapes in a model; returns rank 0's tensors by name."""
     whole = {}
     if is_main():  # only rank 0 holds a whole model
         whole = {
@@ -303,7 +310,7 @@ def _make_room(model: Any, config: TrainConfig, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill(model: nn.Module, whole: dict[str, Tensor], device: torch.device) -> None:
-    """Fill a model from rank 0's whole tensors, and take each out of `whole`. Collective."""
+    """Fill a model from rank 0's tensors, taken out of `whole`. Collective."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_main():
             values = whole.pop(name).to(device)
@@ -327,7 +334,7 @@ def _layers(model: Any) -> list[nn.Module]:
 
 
 def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
-    """Let FSDP2 shard each layer, and what is left.
+    """Let FSDP2 shard each layer, and then the rest.
 
     Shards lie on all ranks, or with `fsdp_shard_size` on each group of so many.
     """
@@ -410,7 +417,7 @@ def token_logprobs(
     model: nn.Module, row: PackedBatch, images: dict[str, Tensor], config: TrainConfig,
     return_entropy: bool = False,
 ) -> Any:  # fmt: skip
-    """`completion_logprobs` under autocast, without probability on what no server samples."""
+    """`completion_logprobs` under autocast, without probability on tokens no server samples."""
     forbidden = placeholder_ids(base_model(model).config)
     with autocast(config, row.targets.device):
         return completion_logprobs(

@@ -1,4 +1,4 @@
-"""Training with a vision tower: what of it is frozen, its features, and ranks without images.
+"""Training with a vision tower: frozen modules, features, ranks without images.
 
 Imported only for models that have a vision tower.
 """
@@ -76,9 +76,10 @@ def freeze_unused(model: nn.Module, example: Prompt) -> None:
 
 
 def run_tower_always(model: nn.Module, example: Prompt, device: torch.device) -> None:
-    """Let every forward run the vision tower, with `example`'s images where its row has none.
+    """Let every forward run the vision tower.
 
-    Ranks with and without images in their row meet in the tower's collectives.
+    The tower takes `example`'s images where the row has none: ranks with and without images in
+    their row meet in the tower's collectives.
     """
     base = base_model(model)
     example_inputs = {name: value.to(device) for name, value in example.inputs.items()}

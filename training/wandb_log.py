@@ -11,7 +11,7 @@ MAX_CELL = 10_000  # characters
 
 
 class WandbLog:
-    """A run in Weights & Biases; one that is resumed goes on by its `run_id`."""
+    """A run in Weights & Biases; `run_id` lets a resumed run continue."""
 
     def __init__(self, run_id: str | None, config: TrainConfig):
         self.config = config

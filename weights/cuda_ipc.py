@@ -1,7 +1,8 @@
-"""Weights by CUDA IPC: a worker on the trainer's own GPU copies them out of its memory.
+"""Weights by CUDA IPC, between a trainer and worker on one GPU.
 
-NCCL below 2.30 takes no GPU twice, and gloo goes through the memory of the host. `TransferGroup`
-imports this file only where both are on one GPU.
+The worker copies the weights out of the trainer's memory: NCCL below 2.30 takes no GPU twice, and
+gloo goes through the memory of the host. `TransferGroup` imports this file only where both are on
+one GPU.
 """
 
 import json
@@ -16,9 +17,10 @@ from torch.distributed import TCPStore
 
 
 def share_memory(store: TCPStore, rank: int, device: torch.device) -> "SharedMemory | None":
-    """Try whether the worker, rank 1, can open memory of the trainer, rank 0.
+    """Try to share the trainer's memory with the worker.
 
-    None, on both sides, where it cannot: drivers and containers may forbid it.
+    The trainer is rank 0, the worker rank 1. None, on both sides, where the worker cannot open the
+    memory: drivers and containers may forbid it.
     """
     trial = torch.arange(64, dtype=torch.uint8, device=device)
     if rank == 0:
@@ -42,7 +44,7 @@ def share_memory(store: TCPStore, rank: int, device: torch.device) -> "SharedMem
 
 
 class SharedMemory:
-    """Stands in for the process group of a trainer and one worker on its GPU."""
+    """Replaces the process group of a trainer and worker on one GPU."""
 
     def __init__(self, store: TCPStore, rank: int, device: torch.device):
         self._store = store
@@ -78,7 +80,7 @@ class SharedMemory:
 
 
 def _handle(buffer: Tensor) -> str:
-    """Name the memory of a GPU's tensor of bytes to other processes, in JSON."""
+    """A JSON handle of a GPU tensor of bytes, for other processes."""
     torch.cuda.current_stream(buffer.device).synchronize()  # its bytes are there
     fields = buffer.untyped_storage()._share_cuda_()[1:-1]
     # False: there is nothing to wait for, and no event to leak.
@@ -87,7 +89,10 @@ def _handle(buffer: Tensor) -> str:
 
 
 def _copy(handle: str | bytes, buffer: Tensor, device: torch.device) -> None:
-    """Fill a buffer with the tensor that another process on this GPU made a handle of."""
+    """Fill a buffer with the tensor of another process on this GPU.
+
+    `handle` is made there, by `_handle`.
+    """
     given = json.loads(handle)
     fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in given]
     start, length = fields[:2]

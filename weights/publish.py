@@ -1,4 +1,4 @@
-"""A policy in checkpoint form: whole tensors by the names of the plain Hugging Face model.
+"""A policy in checkpoint form: whole tensors, by plain Hugging Face names.
 
 `published_weights` are for servers, `host_weights` for checkpoints.
 """
@@ -59,7 +59,7 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield `full_weights` in the form and under the names that `save_pretrained` would write.
+    """Yield `full_weights` in the form and names that `save_pretrained` would write.
 
     No more than one decoder layer is alive at a time. Collective.
     """
@@ -72,9 +72,9 @@ def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def host_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The `state_dict` for `save_pretrained`: whole, on the CPU, with LoRA its weights alone.
+    """The whole `state_dict` for `save_pretrained`, on the CPU.
 
-    Ranks other than 0 get {}. Collective.
+    With LoRA its weights alone. Ranks other than 0 get {}. Collective.
     """
     unwrapped = unwrap(model)
     weights = full_weights(model)

@@ -1,4 +1,4 @@
-"""Weights on the wire: everything that the trainer and the workers of a server share of it."""
+"""Weights on the wire: the code shared by trainer and server workers."""
 
 import json
 import os
@@ -43,12 +43,12 @@ def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def gpu_of(device: torch.device) -> str | None:
-    """Tell a GPU from all others, on any machine; None for a CPU."""
+    """The unique name of a GPU, on any machine; None for CPUs."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine on the route to `host` (no packet is sent)."""
+    """This machine's address on the route to `host`; sends no packet."""
     family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -75,9 +75,12 @@ class TransferGroup:
         self, store: dist.TCPStore, rank: int, world_size: int, device: torch.device,
         timeout_s: float, gpus: Collection[str | None] = (), dtype: torch.dtype | None = None,
     ):  # fmt: skip
-        """Meet the other members; RuntimeError where that fails.
+        """Meet the other members.
 
         `gpus` are those of all ranks, given by the trainer; `dtype` is the model's, by a worker.
+
+        Raises:
+            RuntimeError: the members do not meet.
         """
         self._store = store
         self._rank = rank
@@ -155,11 +158,12 @@ class TransferGroup:
         self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
     def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any] | None = None) -> Any:
-        """Start to send named tensors, of any shape and dtype, from rank 0.
+        """Start to send named tensors from rank 0.
 
-        Returns the work for `is_over` or `finish`. The tensors travel as one buffer, which may be
-        the memory of a lone tensor: that must not change meanwhile. Groups that are given the same
-        `buffers` make one buffer for all. An empty bucket ends the stream, without a wait.
+        Returns the work for `is_over` or `finish`. The tensors, of any shape and dtype, travel as
+        one buffer, which may be the memory of a lone tensor: that must not change meanwhile. Groups
+        that are given the same `buffers` make one buffer for all. An empty bucket ends the stream,
+        without a wait.
         """
         if buffers is None:
             buffers = {}
@@ -175,7 +179,7 @@ class TransferGroup:
         return self._broadcast(buffer) if len(buffer) else None
 
     def receive(self) -> dict[str, Tensor]:
-        """Take the next bucket of rank 0, in fresh memory on the group's device.
+        """Take rank 0's next bucket, in fresh memory on the group's device.
 
         The bucket is empty at the end of the stream.
         """
@@ -206,9 +210,12 @@ class TransferGroup:
         return group.broadcast([data], dist.BroadcastOptions())
 
     def is_over(self, work: Any, begun_s: float) -> bool:
-        """True once the work is over; RuntimeError where it failed.
+        """True once the work is over.
 
         `begun_s` is its beginning, on the monotonic clock.
+
+        Raises:
+            RuntimeError: the work failed.
         """
         if work.is_completed():
             work.wait()
@@ -220,7 +227,8 @@ class TransferGroup:
     def finish(self, work: Any) -> None:
         """Wait until the work is over.
 
-        RuntimeError where it fails, takes longer than `timeout_s`, or the trainer leaves.
+        Raises:
+            RuntimeError: the work fails, takes longer than `timeout_s`, or the trainer leaves.
         """
         begun_s = time.monotonic()
         asked_s = begun_s
@@ -232,7 +240,7 @@ class TransferGroup:
             time.sleep(2e-4)
 
     def trainer_lives(self) -> bool:
-        """True while the trainer hosts the store, answers, and has not left the group."""
+        """True while the trainer answers and has not left the group."""
         with suppress(RuntimeError):
             # From a host that is lost nothing comes, ever.
             return not _within(5.0, partial(self._store.check, ["left"]))
@@ -290,9 +298,12 @@ def _flat(
 
 
 def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
-    """Make a call that nothing can end, in a thread; pass on its result or error.
+    """Make a call in a thread; pass on its result or error.
 
-    RuntimeError where it takes longer.
+    Nothing can end such a call.
+
+    Raises:
+        RuntimeError: the call takes longer than `timeout_s`.
     """
     outcome: Future[Any] = Future()
 
