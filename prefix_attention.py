@@ -63,8 +63,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-# one pass on a GPU
-_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
+_fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())  # on a GPU
 
 
 # -- Rows ------------------------------------------------------------------------------------------
@@ -113,11 +112,9 @@ def as_tokens(ids: Tokens) -> Tensor:
 
 
 def pack(
-    groups: Groups,
-    max_tokens: int | None = None,
-    share_prefix: bool = True,
+    groups: Groups, max_tokens: int | None = None, share_prefix: bool = True,
     apart: Collection[int] = (),
-) -> list[PackedBatch]:
+) -> list[PackedBatch]:  # fmt: skip
     """Lay groups out as forwards of at most `max_tokens` positions.
 
     What several sequences of a row begin with is forwarded once, but where that saves less than
@@ -194,10 +191,8 @@ def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterato
                 num_tokens = prompt.numel() + tokens.numel()
                 if num_tokens - 1 > budget:
                     where = f"completion {number} of group {group}"
-                    raise ValueError(
-                        f"{where} has {num_tokens} tokens with its prompt, over {budget}"
-                    )
-
+                    total = f"{num_tokens} tokens with its prompt"
+                    raise ValueError(f"{where} has {total}, over {budget}")
                 if tokens.numel():
                     ids = torch.cat([prompt, tokens[:-1]]).numpy()
                     key = (family, ids.tobytes())
@@ -394,15 +389,7 @@ class _Row:
         position = _ranges(list(chain.from_iterable(cells)))
         targets = torch.cat([sequence.tokens for sequence in sequences])
         index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
-        return (
-            columns[0],
-            position,
-            targets,
-            columns[1],
-            columns[2],
-            index,
-            prompts,
-        )
+        return (columns[0], position, targets, columns[1], columns[2], index, prompts)
 
     def _prompts(self, segments: list[_Branch]) -> list[int | None]:
         """For every root the one group below it, or None."""
@@ -605,15 +592,9 @@ _cascade.register_fake(
 
 @torch.library.custom_op("prefix_attention::cascade_backward", mutates_args=())
 def _cascade_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Tensor,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v: the sum of every block's."""
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape, dtype=_wide(k))
@@ -622,16 +603,7 @@ def _cascade_backward(
         queries = block.queries
         keys = block.keys
         parts = _flash_backward(
-            (
-                grad[queries],
-                q[queries],
-                k[keys],
-                v[keys],
-                out[queries],
-                lse[queries],
-            ),
-            block,
-            scale,
+            (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale
         )
         _add_part(dq, parts[0], queries, block.level)
         _add_part(dk, parts[1], keys, block.level)
@@ -679,13 +651,9 @@ _cascade.register_autograd(_differentiate, setup_context=_save)
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     **options: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention interface: [B, H, T, D] -> [B, T, H, D]."""
     dtype = _computed_in(query.dtype, query.device.type)
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -700,9 +668,7 @@ def _attention(
         scale = query.shape[-1] ** -0.5
 
     head_size = query.shape[-1]
-    fits = _has_kernel(query.device, dtype, head_size)
-    if value.shape[-1] > head_size:
-        fits = False
+    fits = value.shape[-1] <= head_size and _has_kernel(query.device, dtype, head_size)
     if plan is not None and fits and not has_softcap:
         window = options.get("sliding_window")
         if window is None or _longest(plan) <= window:
@@ -732,8 +698,7 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
 @torch.compiler.disable
 def _longest(plan: Tensor) -> int:
     """Tokens of the longest path from a root to a leaf."""
-    lengths = [sum(map(len, path)) for path in _paths(plan)]
-    return max(lengths)
+    return max(sum(map(len, path)) for path in _paths(plan))
 
 
 # -- attach ----------------------------------------------------------------------------------------
@@ -870,7 +835,6 @@ def _refusal(base: Any) -> str | None:
         if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
             kind = rope["rope_type"]
             return f"{kind} position embeddings depend on the longest text of a batch"
-
     if _has_window(config) and config.model_type not in TESTED:
         kinds = {type(module) for module in base.modules() if "Attention" in type(module).__name__}
         if not any("sliding_window=" in inspect.getsource(kind) for kind in kinds):
@@ -971,7 +935,6 @@ def _trial(model: Any, attention: str, groups: Groups, images: dict[str, Any]) -
             logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
         if logprobs.requires_grad:
             logprobs.backward(torch.linspace(-1, 1, len(logprobs)).to(logprobs))
-
     results = [logprobs.detach()]
     for weight in base.parameters():
         gradient: Any = weight.grad
@@ -1028,7 +991,6 @@ class _TokenLogprobs(torch.autograd.Function):
         for part, logits in _chunks(rule, factors):
             found = _read(logits, targets[part, None], with_entropy)
             logprobs[part], normalizers[part], entropies[part] = found
-
         ctx.rule = rule
         ctx.save_for_backward(targets, normalizers, *factors)
         ctx.mark_non_differentiable(entropies)
@@ -1154,7 +1116,6 @@ class _LogprobHead:
     def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.cells is None:
             return self.original(hidden, *args, **kwargs)
-
         self.dtype = _computed_in(hidden.dtype, hidden.device.type)
         factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, self.cells))
         dtype = _wide(hidden)
@@ -1163,6 +1124,12 @@ class _LogprobHead:
         found = self.logprobs_of(*[factor.to(dtype) for factor in factors])
         self.answer = torch.stack(found, -1)[None]
         return self.answer
+
+    def gave(self, logits: Tensor) -> bool:
+        """True if a model returns the answer as it is."""
+        if self.answer is None:
+            return False
+        return torch.equal(logits.nan_to_num(), self.answer.nan_to_num())
 
 
 def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
@@ -1182,7 +1149,6 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
     if linear.bias is not None:
         xs.append(hidden.new_ones(len(hidden), 1))
         weights.append(linear.bias[:, None])
-
     if has_lora and head.disable_adapters and head.merged:
         head.unmerge()
     if has_lora and not head.disable_adapters and not head.merged:
@@ -1223,14 +1189,9 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
 
 
 def completion_logprobs(
-    model: Any,
-    row: PackedBatch,
-    temperature: float = 1.0,
-    return_entropy: bool = False,
-    forbidden: Sequence[int] = (),
-    inputs_embeds: Tensor | None = None,
-    **images: Any,
-) -> Any:
+    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
+    forbidden: Sequence[int] = (), inputs_embeds: Tensor | None = None, **images: Any,
+) -> Any:  # fmt: skip
     """log p(token | what is before) for every completion token of a row.
 
     Args:
@@ -1239,9 +1200,8 @@ def completion_logprobs(
         temperature: logits are divided by it; above 0.
         return_entropy: also return the entropy of each of the N distributions, without a gradient.
         forbidden: tokens without probability, as the sampler could not draw them (placeholders).
-        inputs_embeds: [R, T, hidden], features that the model reads in place of embedding
-            `row.input_ids` (a soft prompt, another modality), differentiable. Targets stay token
-            ids. Not together with images.
+        inputs_embeds: [R, T, hidden], features that the model reads in place of `row.input_ids` (a
+            soft prompt, another modality), differentiable; not together with images.
         images: what the processor makes of images of `row.prompts`, in order (`pixel_values`, ...).
 
     Returns:
@@ -1265,16 +1225,13 @@ def completion_logprobs(
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
         try:
             answer = model(**inputs).logits
-            if head.answer is None or not torch.equal(
-                answer.nan_to_num(), head.answer.nan_to_num()
-            ):
+            if not head.gave(answer):
                 raise ValueError(
                     f"{type(base).__name__} changes its logits after the head in an unknown way"
                 )
         finally:
             head.cells = None
             head.answer = None
-
     logprobs, entropy = answer[0].unbind(-1)
     if return_entropy:
         return logprobs, entropy.detach()
@@ -1304,16 +1261,12 @@ def _inputs(
                 inputs[name] = _kinds(base, row.input_ids)
     if inputs_embeds is None:
         return inputs | {"input_ids": row.input_ids}
-
     if images:
-        names = ", ".join(images)
-        raise ValueError(
-            f"inputs_embeds and {names}: a model finds the places of images by token ids"
-        )
-    if inputs_embeds.shape[:-1] != row.input_ids.shape:
-        raise ValueError(
-            f"inputs_embeds {[*inputs_embeds.shape]} of a row of {[*row.input_ids.shape]} tokens"
-        )
+        both = f"inputs_embeds and {', '.join(images)}"
+        raise ValueError(f"{both}: a model finds the places of images by token ids")
+    shape = row.input_ids.shape
+    if inputs_embeds.shape[:-1] != shape:
+        raise ValueError(f"inputs_embeds {[*inputs_embeds.shape]} of a row of {[*shape]} tokens")
     if hasattr(base.base_model, "rope_deltas"):
         # without ids it would shift positions by the images of an earlier row
         inputs["position_ids"] = row.position_ids
@@ -1330,7 +1283,6 @@ def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[
     if images and not base.shares_images:
         kind = base.config.model_type
         raise ValueError(f"a {kind} with images: attach(model, example=...) first, to compare it")
-
     inputs = {
         "segments": row.segments,
         "position_ids": row.position_ids,

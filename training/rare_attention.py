@@ -220,10 +220,11 @@ def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:
     """
     origins = []  # the place behind which each segment begins; 0 for a root
     forks: list[set[int]] = [set() for _ in plan]  # places in it behind which others begin
-    for _, _, parent, num_seen, _ in plan:
+    for segment in plan:
+        parent = segment[2]
         behind = 0
         if parent >= 0:
-            behind = plan[parent][0] + num_seen
+            behind = plan[parent][0] + segment[3]
             forks[parent].add(behind)
         origins.append(behind)
 
