@@ -754,7 +754,6 @@ def attach(model: Any, verify: bool = False, example: Example | None = None) -> 
     base.shares_prefixes = True  # on the model: its config may be that of one that is not attached
     kind = base.config.model_type
     base.shares_images = example is not None or kind in VISION
-
     if verify or kind not in TESTED or (example and kind not in VISION):
         try:
             _verify(model, example)
