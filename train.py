@@ -383,7 +383,7 @@ def main(config: TrainConfig) -> None:
         closing(Rollouts(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):
-        if is_main() and config.advantage_fn:
+        if is_main() and config.advantage_fn and not config.rollout_fn:  # a trial lacks its `info`
             from training.hooks import trial_groups
 
             set_advantages(trial_groups(rollouts.prompts, config), config)

@@ -130,7 +130,8 @@ class Doctor:
         )
         self.pool, self.prompts = ThreadPoolExecutor(MAX_GROUPS), iter(list[Prompt]())
         if is_main():
-            set_advantages(trial_groups(rollouts.prompts, config), config)
+            if config.advantage_fn and not config.rollout_fn:
+                set_advantages(trial_groups(rollouts.prompts, config), config)
             rollouts.stream.num_steps = 0  # it admits nothing: groups are sampled here
             self.prompts = (
                 rollouts.prompts[row] for row in epochs(len(rollouts.prompts), config.seed)

@@ -496,3 +496,31 @@ def test_a_group_begins_when_it_has_a_server():
     sample_group(group, client, None, make_config(), n=1)  # type: ignore[arg-type]
     assert group.started_version == 3
     assert 0 < group.started_s <= group.sampled_s
+
+
+def seeds_sent(monkeypatch, **fields):
+    """The seed of each request of two neighbouring groups."""
+    sent = []
+
+    def generate(self, prompt, sampling, *_):
+        sent.append(sampling.get("seed"))
+        return [Completion([5], [-1.0], "stop", 0) for _ in range(sampling["n"])]
+
+    monkeypatch.setattr(Server, "generate", generate)
+    client: Any = OneServer()
+    for number in (6, 7):
+        group = Group(Prompt(0, [5], "", {}), id=number)
+        sample_group(group, client, None, make_config(num_generations=4, **fields))
+    return sent
+
+
+def test_seeds_of_groups(monkeypatch):
+    """vLLM adds a completion's number: no two completions of a run, or of two runs, have the same."""
+    first, second = seeds_sent(monkeypatch, max_staleness=0)
+    assert second - first >= 4
+    assert all(0 <= seed < 2**63 - 4 for seed in (first, second))
+    assert seeds_sent(monkeypatch, max_staleness=0) == [first, second]
+    others = seeds_sent(monkeypatch, max_staleness=0, seed=43)
+    assert others[0] - first > 10**9
+    assert seeds_sent(monkeypatch, max_staleness=0, sampling_params={"seed": 3}) == [3, 3]
+    assert seeds_sent(monkeypatch, max_staleness=1) == [None, None]

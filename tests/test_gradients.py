@@ -19,6 +19,7 @@ from test_prefix_models import make_model as make_family
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 import prefix_attention
+import train
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
@@ -607,6 +608,25 @@ def test_adapters_of_experts_are_refused(tmp_path, device):
     assert {name for name, _ in published_weights(policy)} == load_file(
         tmp_path / "model.safetensors"
     ).keys()
+
+
+def test_corrections_are_of_the_policy_before_the_first_update(models, device, monkeypatch):
+    """In the second pass too, when the policy that is trained has moved on."""
+    seen = []
+
+    def weights(trainer_logprobs, sampler_logprobs, *_):
+        seen.append(trainer_logprobs.clone())
+        return torch.ones_like(trainer_logprobs)
+
+    monkeypatch.setattr(train, "off_policy_weights", weights)
+    config = make_config(models["tied"], num_iterations=2, max_tokens_per_gpu=10_000)
+    policy = make_policy(config, device)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    batch = dealt(make_groups(), ADVANTAGES, 1, config)[0]
+    train_batch(policy, None, optimizer, scheduler, batch, config, device)
+    first, second = seen
+    assert torch.equal(first, second)
 
 
 def test_several_updates_on_one_batch(models, device):

@@ -85,6 +85,12 @@ def won_at_times(server, prompt, sampling):
     return completions
 
 
+def times_won(rewards, groups):
+    """Reads the `info` of rollouts, which no trial before the run could have."""
+    assert all("won" in group.completions[0].info for group in groups if group.prompt.index % 2)
+    return rewards - rewards.mean()
+
+
 def has_won(completions, won, worth=1.0, **_):
     return [worth * bool(value) for value in won]
 
@@ -92,7 +98,8 @@ def has_won(completions, won, worth=1.0, **_):
 def test_an_info_that_no_completion_of_a_group_has_is_none(models, recipe, tmp_path, capsys):
     with fake_server(models["untied"], answer_in(0.01)) as server:
         config = parse_args([recipe(server), "--max_steps", "2"])
-        main(replace(config, rollout_fn=won_at_times, reward_funcs=[has_won]))
+        own = {"rollout_fn": won_at_times, "reward_funcs": [has_won], "advantage_fn": times_won}
+        main(replace(config, **own))
     samples = read(tmp_path, "completions")
     assert {sample["reward"] for sample in samples} == {0.0, 1.0}
     assert sum(sample["reward"] for sample in samples) == len(

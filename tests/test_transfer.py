@@ -22,7 +22,7 @@ import torch.distributed as dist
 from config import TrainConfig
 from rollouts.servers import ServerPool
 from vllm_client import Server, State
-from weights import cuda_ipc
+from weights import cuda_ipc, transfer
 from weights.transfer import BUCKET_BYTES, TransferGroup
 
 TIMEOUT_S = 2.0
@@ -489,3 +489,23 @@ def test_matrices_are_rounded_to_the_servers_dtype(nccl):
     for name, tensor in expected.items():
         assert got[name].dtype == tensor.dtype, name
         assert torch.equal(got[name], tensor), name
+
+
+def test_tensors_of_any_dtype_follow_each_other():
+    """Three numbers of two bytes, and then one of four: each begins where its dtype may."""
+    bucket = {
+        "half": torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16),
+        "single": torch.tensor([4.0]),
+        "double": torch.tensor([[5.0, 6.0]], dtype=torch.float64),
+    }
+    entries, buffer = transfer._flat(bucket, torch.device("cpu"), None)
+    for name, dtype, shape, start, end in entries:
+        found = buffer[start:end].view(getattr(torch, dtype)).view(shape)
+        assert torch.equal(found, bucket[name])
+
+
+def test_small_weights_share_a_bucket_after_a_full_one(monkeypatch):
+    monkeypatch.setitem(BUCKET_BYTES, "cpu", 100)
+    weights = [("large", torch.zeros(30))] + [(f"w{n}", torch.zeros(5)) for n in range(6)]
+    found = [list(bucket) for bucket in transfer.buckets(iter(weights))]
+    assert found == [["large"], ["w0", "w1", "w2", "w3", "w4"], ["w5"]]

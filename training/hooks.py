@@ -51,12 +51,10 @@ def _check_loss_of_two_tokens(mask: Tensor, config: TrainConfig) -> None:
 def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:
     """Two scored groups of one-token completions, to try `advantage_fn` on.
 
-    None with a `rollout_fn`, as these completions would lack its `info`.
+    They lack the `info` that a `rollout_fn` gives.
     """
-    groups: list[Group] = []
-    if config.rollout_fn:
-        return groups
     num = config.num_generations
+    groups = []
     for prompt in prompts[:2]:
         completions = [Completion([0], [-1.0], "stop", 0) for _ in range(num)]
         group = Group(prompt, completions, texts=[""] * num)
