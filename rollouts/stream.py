@@ -196,13 +196,12 @@ class GroupStream:
         """True where groups begun earlier find a place in time after `group`."""
         # Groups that have not begun fall due later than all others.
         waiting = [*self._running.values(), *self._ready]
-        begun = [other for other in waiting if other.started_version >= 0]
-        deadlines = [other.started_version + self.max_staleness for other in begun]
+        begun_versions = [other.started_version for other in waiting if other.started_version >= 0]
 
         # All that fall due by a version must find a place in the batches up to that version.
         num_places = self.missing - 1
         for version in range(self.version, group.started_version + self.max_staleness):
-            num_due = sum(deadline <= version for deadline in deadlines)
+            num_due = sum(begun + self.max_staleness <= version for begun in begun_versions)
             if num_due > num_places:
                 return False
             num_places += self.config.batch_size
