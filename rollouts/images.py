@@ -72,8 +72,9 @@ def _without_images(message: dict[str, Any], places: list[Any]) -> dict[str, Any
     for part in parts:
         kind = part.get("type")
         if kind in ("image", "image_url"):
-            image = part.get("image") or part.get("url") or part.get("path")
-            places.append(image or part.get("image_url"))
+            places.append(
+                part.get("image") or part.get("url") or part.get("path") or part.get("image_url")
+            )
             kept.append(IMAGE)
         elif kind == "text" and isinstance(part.get("text"), str):
             kept.append({"type": "text", "text": part["text"]})

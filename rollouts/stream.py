@@ -1,5 +1,6 @@
 """The order in which groups are admitted and trained."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,9 +169,9 @@ class GroupStream:
     def _first_admitted(self) -> Group | None:
         """The next group in order of admission, so that latencies change nothing."""
         first = min(self._ready, key=lambda group: group.id, default=None)
-        if first is None or any(group_id < first.id for group_id in self._running):
-            return None
-        return first
+        if first and first.id < min(self._running, default=math.inf):
+            return first
+        return None
 
     def _drop_stale(self) -> None:
         """Drop ready groups that are too stale, and admit others."""

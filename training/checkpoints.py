@@ -243,7 +243,7 @@ class Checkpoints:
         error = self._writing.exception()
         self._writing = None
         own_cause = None
-        if error is not None:
+        if error:
             text = str(error.__cause__ or error).strip() or repr(error)
             own_cause = text.splitlines()[0]
 
