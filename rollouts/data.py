@@ -15,10 +15,8 @@ import torch
 from config import TrainConfig, UserError
 from rollouts.group import Group, Prompt
 from rollouts.processor import as_text, placeholder_ids, tokenizer_of
-from rollouts.scoring import check_rewards
+from rollouts.scoring import REWARD_ARGUMENTS, check_rewards
 from utils import naming
-
-REWARD_ARGUMENTS = {"prompts", "completions", "completion_ids"}  # no column may have such a name
 
 
 def load_rows(
@@ -114,7 +112,7 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     columns = config.extra_columns
     if columns is None:
         columns = [name for name in row if name not in ("prompt", "image", "images")]
-    taken = REWARD_ARGUMENTS & set(columns)
+    taken = set(REWARD_ARGUMENTS) & set(columns)
     if taken:
         raise ValueError(
             f"its column {taken.pop()} has the name of a reward's own argument: rename it"
@@ -173,7 +171,7 @@ def leave_out_long(
     if prompts and not kept:
         raise UserError(f"{name}: no prompt has at most {max_len} tokens: {cure}")
     num_left_out = len(prompts) - len(kept)
-    if num_left_out > 0:
+    if num_left_out:
         print(
             f"{name}: left out {num_left_out} of {len(prompts)} prompts, empty or over {max_len} "
             f"tokens: {cure}"

@@ -72,8 +72,9 @@ def _without_images(message: dict[str, Any], places: list[Any]) -> dict[str, Any
     for part in parts:
         kind = part.get("type")
         if kind in ("image", "image_url"):
-            image = part.get("image") or part.get("url") or part.get("path")
-            places.append(image or part.get("image_url"))
+            places.append(
+                part.get("image") or part.get("url") or part.get("path") or part.get("image_url")
+            )
             kept.append(IMAGE)
         elif kind == "text" and isinstance(part.get("text"), str):
             kept.append({"type": "text", "text": part["text"]})
@@ -132,9 +133,10 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
             add_special_tokens=adds_special_tokens,
             return_tensors="pt",
         )
-        tokenizer = tokenizer_of(processor)
-        server_ids = tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
         token_ids = batch["input_ids"][0].tolist()
+        server_ids = tokenizer_of(processor)(text, add_special_tokens=adds_special_tokens)[
+            "input_ids"
+        ]
         if num_places == 0 and token_ids == server_ids:
             raise ValueError(
                 f"its prompt has no place for its {len(images)} images: use chat messages"
@@ -144,9 +146,12 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     for name, value in batch.items():
         if isinstance(value, Tensor) and name not in TEXT_INPUTS:
             inputs[name] = value
-    urls = [_data_uri(image) for image in images]
-    processed = Images(server_ids, len(token_ids), urls, inputs)
-    return replace(prompt, token_ids=token_ids, sources=sources, images=processed)
+    return replace(
+        prompt,
+        token_ids=token_ids,
+        sources=sources,
+        images=Images(server_ids, len(token_ids), list(map(_data_uri, images)), inputs),
+    )
 
 
 def _num_places(text: str, num_images: int, processor: Any) -> int:
@@ -175,9 +180,9 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
     with_sources = [prompt for prompt in prompts if prompt.sources]
     if hasattr(processor, "image_processor"):
         print(f"{len(with_sources)} of {len(prompts)} prompts have images", flush=True)
-    if config.freeze_vision_tower and not with_sources:
-        raise UserError("freeze_vision_tower has no effect: no prompt has an image")
     if not with_sources:
+        if config.freeze_vision_tower:
+            raise UserError("freeze_vision_tower has no effect: no prompt has an image")
         return None
     shortest = min(with_sources, key=lambda prompt: len(prompt.token_ids))
     return replace(with_images(shortest, processor, config), sources=[])  # no rank needs the files

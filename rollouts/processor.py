@@ -101,13 +101,12 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
             return content, True
         content = [{"role": "user", "content": content}]
 
-    messages: list[dict[str, Any]] = content
     takes_images = hasattr(processor, "image_processor")
     if takes_images:
-        messages = _as_parts(messages, num_images)
-    is_begun = messages[-1]["role"] == "assistant"  # the completion goes on from there
+        content = _as_parts(content, num_images)
+    is_begun = content[-1]["role"] == "assistant"  # the completion goes on from there
     text = owner.apply_chat_template(
-        messages,
+        content,
         tokenize=False,
         add_generation_prompt=not is_begun,
         continue_final_message=is_begun,

@@ -136,8 +136,8 @@ class Proofs:
         """
         token_ids = [completion.token_ids for completion in completions]
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
-        groups = [(self.prompt.token_ids, token_ids)]
-        row = pack(groups, share_prefix=self.config.share_prefix)[0].to(self.device)
+        group = (self.prompt.token_ids, token_ids)
+        row = pack([group], share_prefix=self.config.share_prefix)[0].to(self.device)
         images: dict[str, torch.Tensor] = {}
         if self.prompt.images:
             images = row_images([self.prompt] * len(row.prompts))

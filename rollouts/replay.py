@@ -4,7 +4,6 @@ import base64
 import json
 from collections import Counter
 from collections.abc import Collection, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,13 @@ COMPLETION_FIELDS = ("token_ids", "sampler_logprobs", "finish_reason", "info", "
 
 
 def _tensor_to_bytes(value: Any) -> Any:
-    if not isinstance(value, Tensor) or value.ndim != 1:
-        return repr(value)  # something odd in `info`
-    if value.dtype == torch.int64:
-        value = value.int()
-    if value.dtype not in DTYPES:
-        return repr(value)
-    data_bytes = value.detach().cpu().numpy().tobytes()
-    return msgspec.msgpack.Ext(DTYPES.index(value.dtype), data_bytes)
+    if isinstance(value, Tensor) and value.ndim == 1:
+        if value.dtype == torch.int64:
+            value = value.int()
+        if value.dtype in DTYPES:
+            data_bytes = value.detach().cpu().numpy().tobytes()
+            return msgspec.msgpack.Ext(DTYPES.index(value.dtype), data_bytes)
+    return repr(value)  # something odd in `info`
 
 
 def _bytes_to_tensor(code: int, data_bytes: memoryview) -> Tensor:
@@ -76,9 +74,8 @@ def restored(group_bytes: bytes, number: int) -> Group:
 
 def _saved_completion(completion: Completion) -> dict[str, Any]:
     saved = {name: getattr(completion, name) for name in COMPLETION_FIELDS}
-    saved["weight_versions"] = version_spans(
-        completion.weight_versions
-    )  # few, where tokens are many
+    # Spans are few, where tokens are many.
+    saved["weight_versions"] = version_spans(completion.weight_versions)
     saved["earlier"] = [_saved_completion(segment) for segment in completion.earlier]
     return saved
 
@@ -162,10 +159,11 @@ def replay_stream(
     """The groups that another run trained, in order, but for `ended` ids."""
     num_steps, groups = saved_groups(config)
     by_row = {prompt.index: prompt for prompt in prompts}
-    fill = partial(restore, prompts=by_row, processor=processor, config=config)
     left = (group for group in groups if group.id not in ended)
 
-    stream = GroupStream(left, fill, num_steps, config)
+    stream = GroupStream(
+        left, lambda group: restore(group, by_row, processor, config), num_steps, config
+    )
     stream.max_staleness = 0  # which keeps their order
     stream.drop_zero_advantage = False  # the other run's rules have chosen
     return stream

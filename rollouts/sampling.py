@@ -1,16 +1,14 @@
 """A group's completions from one server, or from another after a loss."""
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 from config import TrainConfig, UserError
 from rollouts.group import FOREIGN, Group, as_completion, check_segments
 from rollouts.servers import ServerPool
+from rollouts.workers import described
 from vllm_client import Server, ServerError, ServerLost
 
 
@@ -46,8 +44,7 @@ def sample_group(
     if config.max_staleness == 0 and not config.rollout_fn:
         sampling.setdefault("seed", group_seed(group, sampling["n"], config))
 
-    sample = partial(sample_on, group=group, pool=pool, sampling=sampling, config=config)
-    on_one_server(group, pool, sample)
+    on_one_server(group, pool, lambda server: sample_on(server, group, pool, sampling, config))
     group.sampled_s = time.monotonic()
 
 
@@ -95,8 +92,9 @@ def fill_by_rollout_fn(
     rollout_fn: Any = config.rollout_fn
     prompt = group.prompt
     try:
-        rollouts = rollout_fn(server, prompt, sampling)
-        completions = [as_completion(rollout, prompt) for rollout in rollouts]
+        completions = [
+            as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)
+        ]
         if len(completions) != sampling["n"]:
             raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
         group.fill(completions)
@@ -104,9 +102,8 @@ def fill_by_rollout_fn(
     except ServerError:
         raise
     except Exception as error:  # whatever the recipe raises
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        cause = f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-        raise UserError(f"rollout_fn on dataset row {prompt.index}: {cause}") from error
+        where = f"rollout_fn on dataset row {prompt.index}"
+        raise UserError(f"{where}: {described(error)}") from error
 
 
 def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> Any:

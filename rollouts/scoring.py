@@ -18,6 +18,8 @@ from rollouts.group import Group, Prompt
 from rollouts.workers import CallError, CallPool
 from utils import naming
 
+REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")  # no column may have such a name
+
 
 def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     """Try each reward function's signature on the columns of every row.
@@ -25,14 +27,13 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     Raises:
         UserError: a function cannot be called with them, or not be sent to a worker.
     """
-    row_of_columns: dict[tuple[str, ...], int] = {}  # the first row with each set of columns
-    for prompt in reversed(prompts):
-        row_of_columns[tuple(prompt.columns)] = prompt.index
+    # The first row with each set of columns.
+    row_of_columns = {tuple(prompt.columns): prompt.index for prompt in reversed(prompts)}
 
     function: Any
     for function in config.reward_funcs:
         for columns, row in row_of_columns.items():
-            names = ["prompts", "completions", "completion_ids", *columns]
+            names = [*REWARD_ARGUMENTS, *columns]
             given = f"which gives it {', '.join(names)}"
             with naming(f"reward {function.__name__} on dataset row {row}, {given}"):
                 check_signature(function, names, config)
@@ -58,10 +59,10 @@ def check_signature(function: Any, names: list[str], config: TrainConfig) -> Non
 
 def decoded(group: Group, tokenizer: Any) -> list[str]:
     """The texts of a group's completions, without special tokens."""
-    texts = []
-    for completion in group.completions:
-        texts.append(tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True))
-    return texts
+    return [
+        tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
+        for completion in group.completions
+    ]
 
 
 def mean(values: list[float]) -> float:
@@ -199,12 +200,11 @@ class Scorer:
         Raises:
             UserError: the function has failed max(batch_size, 4) times in a row.
         """
-        prompt = group.prompt
         sample = {
             "error": message,
-            "prompt": prompt.content,
+            "prompt": group.prompt.content,
             "completions": group.texts,
-            "columns": prompt.columns,
+            "columns": group.prompt.columns,
         }
         line = json.dumps(sample, ensure_ascii=False, default=repr)
 
@@ -219,8 +219,8 @@ class Scorer:
                     f"{self.failed_path})",
                     flush=True,
                 )
-            if self._in_a_row[name] >= max(self.config.batch_size, 4):
-                num_failures = self._in_a_row[name]
+            num_failures = self._in_a_row[name]
+            if num_failures >= max(self.config.batch_size, 4):
                 raise UserError(
                     f"{message}; so did its last {num_failures} calls, see failed_rewards.jsonl"
                 )

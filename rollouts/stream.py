@@ -1,5 +1,6 @@
 """The order in which groups are admitted and trained."""
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,9 +169,9 @@ class GroupStream:
     def _first_admitted(self) -> Group | None:
         """The next group in order of admission, so that latencies change nothing."""
         first = min(self._ready, key=lambda group: group.id, default=None)
-        if first is None or any(group_id < first.id for group_id in self._running):
-            return None
-        return first
+        if first and first.id < min(self._running, default=math.inf):
+            return first
+        return None
 
     def _drop_stale(self) -> None:
         """Drop ready groups that are too stale, and admit others."""
@@ -196,13 +197,12 @@ class GroupStream:
         """True where groups begun earlier find a place in time after `group`."""
         # Groups that have not begun fall due later than all others.
         waiting = [*self._running.values(), *self._ready]
-        begun = [other for other in waiting if other.started_version >= 0]
-        deadlines = [other.started_version + self.max_staleness for other in begun]
+        begun_versions = [other.started_version for other in waiting if other.started_version >= 0]
 
         # All that fall due by a version must find a place in the batches up to that version.
         num_places = self.missing - 1
         for version in range(self.version, group.started_version + self.max_staleness):
-            num_due = sum(deadline <= version for deadline in deadlines)
+            num_due = sum(begun + self.max_staleness <= version for begun in begun_versions)
             if num_due > num_places:
                 return False
             num_places += self.config.batch_size

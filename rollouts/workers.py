@@ -143,10 +143,13 @@ def _answer(message: bytes, loop: asyncio.AbstractEventLoop) -> bytes:
         problem = "returned what no process can send:"
         return pickle.dumps((True, value))
     except BaseException as error:  # whatever user code raises, SystemExit too
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        cause = f"{type(error).__name__}: {error}"
-        where = f"{os.path.basename(place.filename)}:{place.lineno}"
-        return pickle.dumps((False, f"{problem} {cause} ({where})"))
+        return pickle.dumps((False, f"{problem} {described(error)}"))
+
+
+def described(error: BaseException) -> str:
+    """An error that user code raised: its type, its message, and the line where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({os.path.basename(place.filename)}:{place.lineno})"
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -179,15 +179,15 @@ class Checkpoints:
 
         state = read_state(checkpoint)
         self.scheduler.load_state_dict(state["scheduler"])
-        factors = self.scheduler.lr_lambdas
-        for group, factor in zip(self.optimizer.param_groups, factors, strict=True):
-            # This run may be longer, and its schedule another.
+        # This run may be longer, and its schedule, the same for all groups, another.
+        factor = self.scheduler.lr_lambdas[0]
+        for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * factor(self.scheduler.last_epoch)
 
-        for step, path in saved_in(self.folder).items():
+        for step, path in sorted(saved_in(self.folder).items()):
             if read_state(path)["run_id"] == state["run_id"] and step <= state["step"]:
                 self.steps.append(step)
-        self.steps.sort()
+
         if is_main() and checkpoint.resolve().parent == self.folder.resolve():
             # It is the newest from now on: `auto` must not leap to later ones, which were left.
             part = checkpoint / TRAINER / "state.part"
@@ -243,7 +243,7 @@ class Checkpoints:
         error = self._writing.exception()
         self._writing = None
         own_cause = None
-        if error is not None:
+        if error:
             text = str(error.__cause__ or error).strip() or repr(error)
             own_cause = text.splitlines()[0]
 
@@ -264,14 +264,12 @@ class Checkpoints:
 
         Raises what safetensors, torch or the disk raise.
         """
-        path = part.with_suffix("")
-        with ExitStack() as end:
-            if is_main():  # a half goes at once, as the disk may be full
-                end.callback(shutil.rmtree, part, ignore_errors=True)
+        if not is_main():
             shards.result()
-            if not is_main():
-                return
-
+            return
+        path = part.with_suffix("")
+        try:
+            shards.result()
             model.save_pretrained(part, state_dict=weights)
             # peft's is empty, and the hub refuses a local base_model.
             (part / "README.md").unlink(missing_ok=True)
@@ -283,6 +281,8 @@ class Checkpoints:
 
             _remove(path)
             part.rename(path)
+        finally:  # a half goes at once, as the disk may be full
+            shutil.rmtree(part, ignore_errors=True)
         _sync(self.folder)
         tqdm.write(f"saved {path}")
 

@@ -135,8 +135,9 @@ class RunLog:
 
         for reason, groups in batch.dropped.items():
             for group in groups:
-                row = {"group": group.id, "row": group.prompt.index, "reason": reason}
-                rows["dropped"].append(row)
+                rows["dropped"].append(
+                    {"group": group.id, "row": group.prompt.index, "reason": reason}
+                )
 
         if self.config.save_rollouts:
             from rollouts.replay import saved_group

@@ -24,9 +24,8 @@ class TokenSums:
 
     def __init__(self, device: torch.device):
         self.per_token: dict[str, Tensor] = {}  # become means over tokens
-        self.totals: dict[str, Tensor] = {}
-        for name in ("loss", "tokens", "weight", "weight_square"):
-            self.totals[name] = torch.zeros((), device=device)
+        names = ("loss", "tokens", "weight", "weight_square")
+        self.totals = {name: torch.zeros((), device=device) for name in names}
         self.max_gap = torch.zeros((), device=device)
         # Sums of |Δ|, and tokens, by server: the places are `MicroBatch.servers`.
         self.by_server = torch.zeros(2, 1 + MAX_SERVERS, device=device)
@@ -73,7 +72,6 @@ class TokenSums:
         """
         dist.all_reduce(self.by_server)
         gaps, counts = self.by_server.tolist()
-        num_compared = sum(counts)
         num_current = sum(counts[1:])
         totals = over_ranks(self.totals)
         num_tokens = max(totals["tokens"], 1)
@@ -82,9 +80,9 @@ class TokenSums:
         metrics["loss"] = totals["loss"]
         metrics["sampling/current_logp_difference"] = ratio(sum(gaps[1:]), num_current)
         metrics["sampling/stale_logp_difference"] = ratio(gaps[0], counts[0])
-        metrics["sampling/current_share"] = num_current / max(num_compared, 1)
-        largest = over_ranks({"gap": self.max_gap}, dist.ReduceOp.MAX)
-        metrics["sampling/sampling_logp_difference/max"] = largest["gap"]
+        metrics["sampling/current_share"] = num_current / max(sum(counts), 1)
+        largest = {"sampling/sampling_logp_difference/max": self.max_gap}
+        metrics |= over_ranks(largest, dist.ReduceOp.MAX)
         squares = max(num_tokens * totals["weight_square"], 1e-30)
         metrics["sampling/effective_sample_size"] = totals["weight"] ** 2 / squares
 

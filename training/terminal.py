@@ -53,10 +53,8 @@ class Terminal:
         self.bar.set_description_str(" · ".join([head, *live, *self.held_out, *pace]))
 
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
-            values = []
-            for name in self._printed_names(metrics):
-                if name in metrics:
-                    values.append(f"{name} {metrics[name]:.4g}")
+            names = self._printed_names(metrics)
+            values = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
             tqdm.write(" · ".join([head, *values, *pace]))
 
     def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
@@ -70,9 +68,10 @@ class Terminal:
         speed = tqdm.format_sizeof(metrics["tokens_per_s/trained"])
         pace = [f"{left} left", f"{speed} tok/s"]
         if len(self.recent_s) > 1:  # the first step's groups were sampled before it began
-            trainer = metrics["idle/trainer"]
-            servers = metrics["idle/servers"]
-            pace.append(f"idle: trainer {trainer:.0%}, servers {servers:.0%}")
+            pace.append(
+                f"idle: trainer {metrics['idle/trainer']:.0%}, "
+                f"servers {metrics['idle/servers']:.0%}"
+            )
         return pace
 
     def _printed_names(self, metrics: dict[str, float]) -> list[str]:
