@@ -22,8 +22,8 @@ import torch.distributed as dist
 from config import TrainConfig
 from rollouts.servers import ServerPool
 from vllm_client import Server, State
-from weights import cuda_ipc, transfer
-from weights.transfer import BUCKET_BYTES, TransferGroup
+from weights import cuda_ipc
+from weights.transfer import BUCKET_BYTES, TransferGroup, _flat, buckets
 
 TIMEOUT_S = 2.0
 FULL = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
@@ -498,7 +498,7 @@ def test_tensors_of_any_dtype_follow_each_other():
         "single": torch.tensor([4.0]),
         "double": torch.tensor([[5.0, 6.0]], dtype=torch.float64),
     }
-    entries, buffer = transfer._flat(bucket, torch.device("cpu"), None)
+    entries, buffer = _flat(bucket, torch.device("cpu"), None)
     for name, dtype, shape, start, end in entries:
         found = buffer[start:end].view(getattr(torch, dtype)).view(shape)
         assert torch.equal(found, bucket[name])
@@ -507,5 +507,5 @@ def test_tensors_of_any_dtype_follow_each_other():
 def test_small_weights_share_a_bucket_after_a_full_one(monkeypatch):
     monkeypatch.setitem(BUCKET_BYTES, "cpu", 100)
     weights = [("large", torch.zeros(30))] + [(f"w{n}", torch.zeros(5)) for n in range(6)]
-    found = [list(bucket) for bucket in transfer.buckets(iter(weights))]
+    found = [list(bucket) for bucket in buckets(iter(weights))]
     assert found == [["large"], ["w0", "w1", "w2", "w3", "w4"], ["w5"]]
