@@ -33,7 +33,7 @@ class _OneLineErrors(type):
     def __call__(cls, **values: Any) -> Any:
         for name in values:
             if name not in _FIELDS:
-                nearest = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.0)[0]
+                nearest = difflib.get_close_matches(name, _FIELDS, cutoff=0.0)[0]
                 raise UserError(f"unknown field {name}: did you mean {nearest}?")
 
         try:
@@ -157,9 +157,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     chat messages always go by it."""
 
     # -- rollouts ----------------------------------------------------------------------------------
-    vllm_urls: Values[Address] = dataclasses.field(
-        default_factory=lambda: ["http://127.0.0.1:8000"]
-    )
+    vllm_urls: Values[Address] = Field(["http://127.0.0.1:8000"])
     """Addresses of the servers, or `@file` with one a line, which may change;
     their token is in `VLLM_API_KEY`."""
     num_generations: Annotated[int, Field(title="int >= 2", ge=2)] = 8
@@ -430,11 +428,11 @@ class TrainConfig(metaclass=_OneLineErrors):
             refuse("without beta", "kl_gradient")
             if self.loss_fn is None:
                 refuse("without beta or a loss_fn that uses it", "reference_id", "reference_urls")
-        if self.advantage_fn is not None:
+        if self.advantage_fn:
             refuse("with advantage_fn", "scale_rewards")
         if not self.use_fsdp:
             refuse("without use_fsdp", "fsdp_bf16", "fsdp_offload", "fsdp_shard_size")
-        if self.max_steps is not None:
+        if self.max_steps:
             refuse("beside max_steps, which --max_steps none unsets", "num_epochs")
         if self.loss_type == "cispo":
             refuse("with loss_type=cispo", "delta")
@@ -510,7 +508,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
 _FIELDS = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
 _HINTS = get_type_hints(TrainConfig, include_extras=True)
-_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
+_DEFAULTS = {name: field.get_default() for name, field in _FIELDS.items()}
 
 
 def _is_dataset_name(source: Any) -> bool:
@@ -529,7 +527,7 @@ def bending(config: TrainConfig) -> list[str]:
     return sorted(_BENDING & settings)
 
 
-def describe(config: TrainConfig, usual: TrainConfig | None = None) -> str:
+def describe(config: TrainConfig, usual: TrainConfig) -> str:
     """Describe the settings other than the defaults, one a line, then warn.
 
     `usual` is the configuration with the dtypes that bf16=none would give here.
@@ -554,7 +552,7 @@ def describe(config: TrainConfig, usual: TrainConfig | None = None) -> str:
             "warning: dtype=bfloat16: weights lose most updates; "
             "keep float32, with bf16 or fsdp_bf16"
         )
-    if computes == "float32" and _compute_dtype(usual or config) == "bfloat16":
+    if computes == "float32" and _compute_dtype(usual) == "bfloat16":
         lines.append(
             "warning: computation in float32: half to a tenth of the speed of bfloat16; "
             "leave bf16 at none"

@@ -165,11 +165,10 @@ def _refusal(method: str, url: str, reply: requests.Response) -> ServerError:
 
 def _root_cause(error: BaseException) -> BaseException:
     """The error, or the cause below a connection's "max retries exceeded"."""
-    cause = error
     if isinstance(error, requests.ConnectionError):
-        while cause.__context__:
-            cause = cause.__context__
-    return cause
+        while error.__context__:
+            error = error.__context__
+    return error
 
 
 # -- A server --------------------------------------------------------------------------------------
@@ -208,7 +207,6 @@ class Server:
         self.pool: ThreadPoolExecutor  # of one thread, for requests that wait for weights
         self.transfer: TransferGroup | None = None
         self.sending: Any = None  # the bucket under way
-        self.sending_s = 0.0  # when that began, on the monotonic clock
         self.loading: Future[Any]  # the server's reply to the update under way
         self.lag_s = 0.0  # for how long it was later than half of the servers, in this update
 
@@ -425,12 +423,11 @@ class Server:
         sending = self.sending
         if transfer is None:
             raise ServerLost(f"{self.url} was lost in this update")
-        if sending and not transfer.is_over(sending, self.sending_s):
+        if sending and not transfer.is_over(sending):
             if self.loading.done():
                 self.loading.result()
             return False
         self.sending = transfer.send(bucket, buffers)
-        self.sending_s = time.monotonic()
         return True
 
     def end_update(self, version: int, timeout_s: float) -> None:

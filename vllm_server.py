@@ -33,11 +33,11 @@ from vllm.v1.core.sched import output
 
 BACKEND = "grpo"
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
-TRAINER_ROUTES = frozenset({
+TRAINER_ROUTES = {
     "/inference/v1/generate", "/pause", "/init_weight_transfer_engine", "/start_weight_update",
     "/update_weights", "/finish_weight_update", "/resume", "/health", "/version", "/v1/models",
     "/metrics", "/get_world_size", "/weight_checker",
-})  # fmt: skip
+}  # fmt: skip
 
 DEFAULTS = {  # ours, in place of vLLM's
     "host": "127.0.0.1",
@@ -125,29 +125,29 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
 
         config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
-        timeout_s = init_info.timeout_s
         # The store exists before the server hears of it: a trainer that is gone meanwhile keeps
         # nobody waiting.
         timeout = timedelta(seconds=10)
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
-        store.set_timeout(timedelta(seconds=timeout_s))
+        store.set_timeout(timedelta(seconds=init_info.timeout_s))
         dtype: Any = self.model_config.dtype
         # The trainer has not what vLLM sets for its own communicators.
         with nccl.unpinned_nccl_env():
             self.group = TransferGroup(
-                store, rank, init_info.world_size, self.device, timeout_s, dtype=dtype
+                store, rank, init_info.world_size, self.device, init_info.timeout_s, dtype=dtype
             )
 
     def _become_reference(self, temperature: float) -> None:
         """Scale the logits, as vLLM's log-probs of prompts know no temperature."""
-        if self.temperature not in (0.0, temperature):
+        if self.temperature == temperature:
+            return
+        if self.temperature:
             raise RuntimeError(
                 f"it is the reference of a run at temperature {self.temperature}: start another one"
             )
-        if self.temperature == 0:
-            for module in self.model.modules():
-                if isinstance(module, LogitsProcessor):
-                    module.scale /= temperature
+        for module in self.model.modules():
+            if isinstance(module, LogitsProcessor):
+                module.scale /= temperature
         self.temperature = temperature
 
     def start_weight_update(self) -> None:

@@ -71,7 +71,6 @@ class ReferenceServer(Server):
         reply = self.request("POST", "/inference/v1/generate", json=body)
 
         tables = reply["prompt_logprobs"][len(prompt_ids) :]  # each by token
-        logprobs = []
-        for token, table in zip(token_ids, tables, strict=True):
-            logprobs.append(table[str(token)]["logprob"])
-        return torch.tensor(logprobs)
+        return torch.tensor(
+            [table[str(token)]["logprob"] for token, table in zip(token_ids, tables, strict=True)]
+        )

@@ -90,7 +90,7 @@ class ServerPool:
     @property
     def serving(self) -> list[Server]:
         """Servers with the current weights."""
-        return [server for server in self.servers if server.state is State.SERVING]
+        return [server for server in self.servers if server.has_weights]
 
     @property
     def returned(self) -> list[Server]:
@@ -203,8 +203,8 @@ class ServerPool:
         The caller holds the lock.
         """
         while True:
-            for server in sorted(self.servers, key=lambda server: server.in_flight):
-                if server.state is State.SERVING and server.in_flight < self._limit:
+            for server in sorted(self.serving, key=lambda server: server.in_flight):
+                if server.in_flight < self._limit:
                     return server
 
             if self._is_closed.is_set():
@@ -258,7 +258,7 @@ class ServerPool:
         It is left out until it answers again and has the current weights.
         """
         with self._slots:
-            if server.state is not State.SERVING:
+            if not server.has_weights:
                 return
             # One that the list does not name any more is not asked again.
             until = "until it answers again" if server in self.servers else "from now on"
@@ -366,9 +366,8 @@ class ServerPool:
                     send = partial(Server.try_to_send, bucket=bucket, buffers={})
                     servers = self._until(servers, send)
 
-                timeout_s = self.config.sync_timeout
-                end = partial(Server.end_update, version=version, timeout_s=timeout_s)
-                servers = self._on(servers, end)
+                limit_s = self.config.sync_timeout
+                servers = self._on(servers, lambda server: server.end_update(version, limit_s))
                 self.version = version
                 return [server for server in servers if server in returned]
             except BaseException:
@@ -425,7 +424,7 @@ class ServerPool:
 
         Its workers get an error instead of waiting for the rest of the weights.
         """
-        if server.state is State.SERVING:
+        if server.has_weights:
             self.lose(server, error)
         else:
             self.keep_out(server, error)

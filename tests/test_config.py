@@ -422,7 +422,7 @@ def test_a_config_is_a_frozen_dataclass():
     ],
 )
 def test_describe(fields, warning):
-    _, *lines = describe(make(**fields)).splitlines()
+    _, *lines = describe(make(**fields), make(**fields)).splitlines()
     warnings = [line for line in lines if line.startswith("warning: ")]
     assert len(lines) - len(warnings) == len(fields) + 3
     assert "  reward_funcs = ['genericpath.exists']" in lines

@@ -750,7 +750,7 @@ def test_buckets_and_pieces(monkeypatch):
         trainer, worker = pool.map(join, (0, 1))
         for bucket in joined:
             reply = pool.submit(worker.receive)
-            trainer.finish(trainer.send(bucket))
+            trainer.finish(trainer.send(bucket, {}))
             got = reply.result()
             assert list(got) == list(bucket)
             assert all(torch.equal(got[name], sent) for name, sent in bucket.items())

@@ -137,7 +137,7 @@ def transfer(trainer, worker, *buckets):
         received = []
         for bucket in buckets:
             reply = pool.submit(worker.receive)
-            if work := trainer.send(bucket):
+            if work := trainer.send(bucket, {}):
                 trainer.finish(work)
             received.append(reply.result())
         return received
@@ -209,7 +209,7 @@ def test_one_gpu(nccl, monkeypatch, forbidden):
     assert torch.equal(second["c"], FULL.T)
     assert end == {}
     if forbidden == "nothing":
-        work = trainer.send({"d": FULL})  # the worker does not take it
+        work = trainer.send({"d": FULL}, {})  # the worker does not take it
         message, seconds = error_of(lambda: trainer.finish(work))
         assert "nothing moved over ipc" in message
         assert seconds < TIMEOUT_S + 2
@@ -257,7 +257,7 @@ def test_nccl_fails(nccl, fault, side):
     """The error comes where a member waits, within the time-out, and closing never waits for a kernel."""
     nccl(lambda rank, number: fault if rank == side and number > 0 else None)
     trainer, worker = join([0, 1])
-    work = trainer.send({"a": FULL})
+    work = trainer.send({"a": FULL}, {})
     call = worker.receive if side else lambda: trainer.finish(work)
     message, seconds = error_of(call)
     assert (
@@ -268,7 +268,7 @@ def test_nccl_fails(nccl, fault, side):
         member.close()
         member.close()
     assert all(group.is_aborted for group in StandIn.made)
-    assert "closed" in error_of(lambda: trainer.send({"a": FULL}))[0]
+    assert "closed" in error_of(lambda: trainer.send({"a": FULL}, {}))[0]
 
 
 def test_a_server_that_fails_wakes_the_trainer(nccl):
@@ -289,7 +289,7 @@ def test_a_trainer_that_leaves_wakes_the_worker(nccl, gpus):
     trainer, worker = join(gpus, timeout_s=TIMEOUT_S if gpus[0] == 0 else 30.0)
     transfer(trainer, worker, {"a": FULL})
     if gpus == [0, 1]:
-        trainer.send({"a": FULL})
+        trainer.send({"a": FULL}, {})
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(error_of, worker.receive)
         time.sleep(0.3)
@@ -310,7 +310,7 @@ def test_a_frozen_trainer_keeps_no_worker(nccl, monkeypatch):
         def __getattr__(self, name):
             return lambda *_: frozen.wait(60)
 
-    trainer.send({"a": FULL})
+    trainer.send({"a": FULL}, {})
     header = worker._store.get("bucket/1/0")
     monkeypatch.setattr(worker, "_store", Store())
     message, seconds = error_of(lambda: worker.receive())
@@ -342,7 +342,8 @@ class Receiver:
         self.taken.append((time.monotonic(), [*bucket]))
         return self
 
-    def is_over(self, work, begun_s):
+    def is_over(self, work):
+        begun_s, _ = self.taken[-1]
         return time.monotonic() > begun_s + self.seconds
 
     def close(self):
@@ -407,7 +408,7 @@ def test_a_server_that_is_left_out_is_left_at_once(monkeypatch):
 def test_the_end_of_gloo_keeps_nobody_waiting():
     """The worker does not take what it is sent: the broadcast goes on for the whole time-out, and we do not."""
     trainer, worker = join([-1, -1], timeout_s=40.0)
-    trainer.send({"a": torch.zeros(50_000_000)})  # more than a socket's buffers
+    trainer.send({"a": torch.zeros(50_000_000)}, {})  # more than a socket's buffers
     started = time.monotonic()
     trainer.close()
     del trainer

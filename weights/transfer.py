@@ -157,16 +157,14 @@ class TransferGroup:
 
         self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
-    def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any] | None = None) -> Any:
+    def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> Any:
         """Start to send named tensors from rank 0.
 
         Returns the work for `is_over` or `finish`. The tensors, of any shape and dtype, travel as
         one buffer, which may be the memory of a lone tensor: that must not change meanwhile. Groups
-        that are given the same `buffers` make one buffer for all. An empty bucket ends the stream,
-        without a wait.
+        that are given the same `buffers`, at first {}, make one buffer for all. An empty bucket
+        ends the stream, without a wait.
         """
-        if buffers is None:
-            buffers = {}
         kind = (self.device, self._dtype)
         if kind not in buffers:
             buffers[kind] = _flat(bucket, *kind)
@@ -207,12 +205,11 @@ class TransferGroup:
         group = self._group
         if group is None:
             raise RuntimeError("the transfer group is closed")
+        self._begun_s = time.monotonic()
         return group.broadcast([data], dist.BroadcastOptions())
 
-    def is_over(self, work: Any, begun_s: float) -> bool:
-        """True once the work is over.
-
-        `begun_s` is its beginning, on the monotonic clock.
+    def is_over(self, work: Any) -> bool:
+        """True once the work, the last that was begun, is over.
 
         Raises:
             RuntimeError: the work failed.
@@ -220,7 +217,7 @@ class TransferGroup:
         if work.is_completed():
             work.wait()
             return True
-        if time.monotonic() > begun_s + self._timeout_s:
+        if time.monotonic() > self._begun_s + self._timeout_s:
             raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
         return False
 
@@ -230,9 +227,8 @@ class TransferGroup:
         Raises:
             RuntimeError: the work fails, takes longer than `timeout_s`, or the trainer leaves.
         """
-        begun_s = time.monotonic()
-        asked_s = begun_s
-        while not self.is_over(work, begun_s):
+        asked_s = self._begun_s
+        while not self.is_over(work):
             if self._rank > 0 and time.monotonic() > asked_s + 0.5:
                 asked_s = time.monotonic()
                 if not self.trainer_lives():
@@ -287,11 +283,11 @@ def _flat(
         end = start + data.nbytes
         entries.append((name, str(data.dtype).removeprefix("torch."), list(data.shape), start, end))
         padding = -data.nbytes % 16  # behind it a tensor of any dtype may begin
-        zeros = data.new_zeros(padding, dtype=torch.uint8)
-        parts += [data.reshape(-1).view(torch.uint8), zeros]
+        parts.append(data.reshape(-1).view(torch.uint8))
+        if padding:
+            parts.append(data.new_zeros(padding, dtype=torch.uint8))
         start = end + padding
 
-    parts = [part for part in parts if len(part)]
     if not parts:
         return entries, torch.empty(0)
     return entries, parts[0] if len(parts) == 1 else torch.cat(parts)
