@@ -145,7 +145,7 @@ def grpo_loss(
         mask: [N], 1 on tokens that train, 0 elsewhere; any type.
         completion: [N] int64, the completion of each token, whole if a loss looks at all of it
             (`TrainConfig.weighs_whole_completions`).
-        config: the fields of the loss.
+        config: loss_type, importance_level, epsilon, epsilon_high, delta, beta, kl_gradient.
 
     Returns:
         The loss, and sums over tokens: `clip_ratio/low`, `clip_ratio/high`, `kl` (nats); all 0-d.

@@ -98,7 +98,9 @@ def has_won(completions, won, worth=1.0, **_):
 def test_an_info_that_no_completion_of_a_group_has_is_none(models, recipe, tmp_path, capsys):
     with fake_server(models["untied"], answer_in(0.01)) as server:
         config = parse_args([recipe(server), "--max_steps", "2"])
-        own = {"rollout_fn": won_at_times, "reward_funcs": [has_won], "advantage_fn": times_won}
+        own: Any = {
+            "rollout_fn": won_at_times, "reward_funcs": [has_won], "advantage_fn": times_won
+        }  # fmt: skip
         main(replace(config, **own))
     samples = read(tmp_path, "completions")
     assert {sample["reward"] for sample in samples} == {0.0, 1.0}
