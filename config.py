@@ -157,7 +157,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     chat messages always go by it."""
 
     # -- rollouts ----------------------------------------------------------------------------------
-    vllm_urls: Values[Address] = Field(["http://127.0.0.1:8000"])
+    vllm_urls: Values[Address] = dataclasses.field(
+        default_factory=lambda: ["http://127.0.0.1:8000"]
+    )
     """Addresses of the servers, or `@file` with one a line, which may change;
     their token is in `VLLM_API_KEY`."""
     num_generations: Annotated[int, Field(title="int >= 2", ge=2)] = 8
@@ -508,7 +510,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
 _FIELDS = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
 _HINTS = get_type_hints(TrainConfig, include_extras=True)
-_DEFAULTS = {name: field.get_default() for name, field in _FIELDS.items()}
+_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
 
 
 def _is_dataset_name(source: Any) -> bool:
