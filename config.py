@@ -428,7 +428,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
         if self.beta == 0:
             refuse("without beta", "kl_gradient")
-            if self.loss_fn is None:
+            if not self.loss_fn:
                 refuse("without beta or a loss_fn that uses it", "reference_id", "reference_urls")
         if self.advantage_fn:
             refuse("with advantage_fn", "scale_rewards")
@@ -495,7 +495,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     @property
     def has_reference(self) -> bool:
         """True where the loss gets log-probs of a reference."""
-        return self.beta > 0 or self.reference_id is not None or self.reference_urls is not None
+        return bool(self.beta or self.reference_id or self.reference_urls)
 
     @property
     def weighs_tokens_alike(self) -> bool:

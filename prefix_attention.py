@@ -46,7 +46,7 @@ RARE: Any = None  # the module training/rare_attention.py, which puts itself her
 
 def _rare() -> Any:
     """The only way to what few families need."""
-    if RARE is None:
+    if not RARE:
         raise ValueError("attention that few models need: import training.rare_attention first")
     return RARE
 
@@ -355,8 +355,8 @@ class _Row:
         """One line of segments, parents before children."""
         segments = [branch for branch in self.branches if branch.length > 0]
         segments.sort(key=attrgetter("order"))
-        numbers: dict[_Branch, int] = {}
-        starts: dict[_Branch, int] = {}
+        numbers = {}
+        starts = {}
         plan = []
         start = 0
         for number, segment in enumerate(segments):
@@ -396,10 +396,7 @@ class _Row:
         below: dict[_Branch, set[Any]] = {each: set() for each in segments if not each.above}
         for branch in self.branches:
             below[[branch, *branch.above][-1]].add(branch.sequence.group)
-        prompts = []
-        for groups in below.values():
-            prompts.append(groups.pop() if len(groups) == 1 else None)
-        return prompts
+        return [groups.pop() if len(groups) == 1 else None for groups in below.values()]
 
 
 def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
@@ -878,7 +875,7 @@ def _verify(model: Any, example: Example | None) -> None:
     base = base_model(model)
     groups = _trial_groups(base.config)
     images: dict[str, Any] = {}
-    if example is not None:
+    if example:
         groups[2] = (example[0], groups[2][1])
         images = example[1]
     gradients = {weight: weight.grad for weight in base.parameters()}
@@ -1288,7 +1285,7 @@ def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[
         # 4-D: handed through
         "attention_mask": row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool),
     }
-    if images and RARE is not None:
+    if images and RARE:
         inputs |= RARE.inputs_of_images(base, row, images)
     return inputs
 

@@ -87,7 +87,7 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
         has_reward = ~rewards.isnan()
         shape = f"[{len(part)}, {config.num_generations}]"
         with naming(f"advantage_fn must return finite numbers {shape}"):
-            if advantage_fn is None:
+            if not advantage_fn:
                 advantages = compute_advantages(rewards, config.scale_rewards)
             else:
                 advantages = advantage_fn(rewards.clone(), part)
@@ -293,7 +293,7 @@ def train_batch(
 
     metrics, gaps = token_sums.metrics()
     metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
-    metrics["skipped_steps"] = float(sum(not math.isfinite(norm) for norm in grad_norms))
+    metrics["skipped_steps"] = sum(not math.isfinite(norm) for norm in grad_norms)
     metrics["learning_rate"] = learning_rate
     return metrics, gaps
 
@@ -331,7 +331,7 @@ def add_gradient(
         trainer_logprobs = policy_logprobs.detach()
     old_logprobs = sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
     ref_logprobs = micro_batch.ref_logprobs
-    if reference is not None:
+    if reference:
         ref_logprobs = reference(row, micro_batch.images)
 
     weights = off_policy_weights(trainer_logprobs, sampler_logprobs, mask, row.completion, config)

@@ -382,7 +382,7 @@ class Server:
         transfer = self.transfer
         self.transfer = None  # first: the thread that sends must not use it while it closes
         self.sending = None
-        if transfer is not None:
+        if transfer:
             transfer.close()
 
     def break_off(self, timeout_s: float = 5.0) -> None:
@@ -421,7 +421,7 @@ class Server:
         """
         transfer = self.transfer  # read once, as another thread may take it away
         sending = self.sending
-        if transfer is None:
+        if not transfer:
             raise ServerLost(f"{self.url} was lost in this update")
         if sending and not transfer.is_over(sending):
             if self.loading.done():

@@ -118,7 +118,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
             self._become_reference(init_info.temperature)
             return
         is_other = self.trainer != init_info.trainer
-        if self.group is not None and is_other and self.group.trainer_lives():
+        if self.group and is_other and self.group.trainer_lives():
             raise RuntimeError("another trainer uses this server: one at a time")
         self.shutdown()
         self.trainer = init_info.trainer
@@ -199,7 +199,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
 
     def shutdown(self) -> None:
         """Leave the transfer group."""
-        if self.group is not None:
+        if self.group:
             self.group.close()
             self.group = None
 

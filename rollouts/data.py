@@ -34,12 +34,12 @@ def load_rows(
     """
     name = getattr(source, "__name__", source)
     where = f"dataset {name}"
-    if config.collate_fn:
+    collate_fn: Any = config.collate_fn
+    if collate_fn:
         where += ", through collate_fn, which gets the list of all rows"
     with naming(where):
         rows = list(source()) if callable(source) else _stored_rows(source, split, config)
-        if config.collate_fn:
-            collate_fn: Any = config.collate_fn
+        if collate_fn:
             rows = collate_fn(rows)
     if not rows:
         raise UserError(f"dataset {name} has no rows")

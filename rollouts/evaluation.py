@@ -67,8 +67,11 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
         valid_of_groups.append([reward for reward in group.reward if not math.isnan(reward)])
     rewards = list(chain.from_iterable(valid_of_groups))
 
-    values = {"reward": mean(rewards), **reward_means(groups, config)}
-    values["accuracy"] = mean([reward >= 1 for reward in rewards])
+    values = {
+        "reward": mean(rewards),
+        "accuracy": mean([reward >= 1 for reward in rewards]),
+        **reward_means(groups, config),
+    }
     for k in tries(config.eval_generations):
         chances = []
         for valid in valid_of_groups:

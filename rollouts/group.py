@@ -30,7 +30,7 @@ class Prompt:
     @property
     def inputs(self) -> dict[str, Tensor]:
         """The images for the policy; {} for text, or before sampling."""
-        if self.images is None:
+        if not self.images:
             return {}
         return self.images.inputs
 

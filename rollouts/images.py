@@ -134,23 +134,22 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
             return_tensors="pt",
         )
         token_ids = batch["input_ids"][0].tolist()
-        server_ids = tokenizer_of(processor)(text, add_special_tokens=adds_special_tokens)[
-            "input_ids"
-        ]
-        if num_places == 0 and token_ids == server_ids:
+        for_server = tokenizer_of(processor)(text, add_special_tokens=adds_special_tokens)
+        if num_places == 0 and token_ids == for_server.input_ids:
             raise ValueError(
                 f"its prompt has no place for its {len(images)} images: use chat messages"
             )
 
-    inputs = {}
-    for name, value in batch.items():
-        if isinstance(value, Tensor) and name not in TEXT_INPUTS:
-            inputs[name] = value
+    inputs = {
+        name: value
+        for name, value in batch.items()
+        if isinstance(value, Tensor) and name not in TEXT_INPUTS
+    }
     return replace(
         prompt,
         token_ids=token_ids,
         sources=sources,
-        images=Images(server_ids, len(token_ids), list(map(_data_uri, images)), inputs),
+        images=Images(for_server.input_ids, len(token_ids), list(map(_data_uri, images)), inputs),
     )
 
 
@@ -195,8 +194,6 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
         UserError: images of several sizes, of a model that could not tell padding from pixels.
     """
     inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
-    if not inputs:
-        return {}
     names = inputs[0].keys()
     joined = {}
     for name in names:

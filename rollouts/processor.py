@@ -34,9 +34,9 @@ def load_processor(config: TrainConfig) -> Any:
             **(config.processor_kwargs or {}),
         )
     except OSError as error:
-        cause = str(error).splitlines()[0]
         raise UserError(
-            f"model_id={config.model_id}: no such path, and no such model on the hub ({cause})"
+            f"model_id={config.model_id}: no such path, and no such model on the hub "
+            f"({str(error).splitlines()[0]})"
         ) from None
 
     _check_arguments(processor, config)

@@ -138,9 +138,7 @@ class Proofs:
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
         group = (self.prompt.token_ids, token_ids)
         row = pack([group], share_prefix=self.config.share_prefix)[0].to(self.device)
-        images: dict[str, torch.Tensor] = {}
-        if self.prompt.images:
-            images = row_images([self.prompt] * len(row.prompts))
+        images = row_images([self.prompt] * len(row.prompts))
         on_device = {name: tensor.to(self.device) for name, tensor in images.items()}
 
         with torch.no_grad():

@@ -138,11 +138,11 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
     """
     row = group.prompt.index
     prompt = prompts.get(row)
-    if prompt is not None and prompt.sources:
+    if prompt and prompt.sources:
         from rollouts.images import with_images
 
         prompt = with_images(prompt, processor, config)
-    if prompt is None or prompt.token_ids != group.prompt.token_ids:
+    if not prompt or prompt.token_ids != group.prompt.token_ids:
         raise UserError(
             f"replay: dataset row {row} is not the prompt that it was in {config.replay}"
         )

@@ -177,7 +177,7 @@ class Rollouts:
         def look() -> Word | None:
             nonlocal num_tokens
             group = self.stream.take()
-            if group is None:
+            if not group:
                 # A replay may have fewer steps than the run.
                 return Word.STOP if self.version >= self.stream.num_steps else None
             groups.append(group)
@@ -212,7 +212,7 @@ class Rollouts:
                 if self.pool.returned:
                     return Word.RESYNC
                 word = look()
-                if word is not None:
+                if word:
                     return word
         except (UserError, ServerError) as error:  # all ranks hear of it, and save what there is
             self.failure = error
@@ -240,7 +240,7 @@ class Rollouts:
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before
         batch.metrics |= {
             "num_tokens": self.num_tokens,
-            "rewards_failed": float(self.scorer.num_failed),
+            "rewards_failed": self.scorer.num_failed,
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
             "idle/servers": self.pool.idle_seconds() / elapsed_s,

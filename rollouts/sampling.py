@@ -102,8 +102,7 @@ def fill_by_rollout_fn(
     except ServerError:
         raise
     except Exception as error:  # whatever the recipe raises
-        where = f"rollout_fn on dataset row {prompt.index}"
-        raise UserError(f"{where}: {described(error)}") from error
+        raise UserError(f"rollout_fn on dataset row {prompt.index}: {described(error)}") from error
 
 
 def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> Any:

@@ -267,8 +267,11 @@ class ServerPool:
             self._why_lost = error
             if not self.serving:
                 self._all_lost_s = time.monotonic()
-                limit_s = self.config.server_timeout
-                print(f"no rollout server is left: waiting {limit_s:.0f} s for one", flush=True)
+                print(
+                    "no rollout server is left: waiting "
+                    f"{self.config.server_timeout:.0f} s for one",
+                    flush=True,
+                )
 
     def keep_out(self, server: Server, reason: object) -> None:
         """Leave out a server that answers and cannot be used, for `RETRY_S`.
@@ -366,8 +369,10 @@ class ServerPool:
                     send = partial(Server.try_to_send, bucket=bucket, buffers={})
                     servers = self._until(servers, send)
 
-                limit_s = self.config.sync_timeout
-                servers = self._on(servers, lambda server: server.end_update(version, limit_s))
+                end = partial(
+                    Server.end_update, version=version, timeout_s=self.config.sync_timeout
+                )
+                servers = self._on(servers, end)
                 self.version = version
                 return [server for server in servers if server in returned]
             except BaseException:

@@ -65,7 +65,7 @@ class GroupStream:
         """
         with self._changed:
             group = self._changed.wait_for(self._next, timeout=1)  # which may drop groups, or raise
-            if group is None:
+            if not group:
                 self._remind()
                 return None
 
@@ -93,9 +93,9 @@ class GroupStream:
             batch = self._batch
             self._batch = Batch()
             for reason, groups in batch.dropped.items():
-                batch.metrics[f"groups/dropped_{reason}"] = float(len(groups))
-            batch.metrics["queue/ready"] = float(len(self._ready))
-            batch.metrics["queue/running"] = float(len(self._running))
+                batch.metrics[f"groups/dropped_{reason}"] = len(groups)
+            batch.metrics["queue/ready"] = len(self._ready)
+            batch.metrics["queue/running"] = len(self._running)
             return batch
 
     def close(self, cause: BaseException | None = None) -> None:

@@ -84,7 +84,7 @@ class CallPool:
             if self.is_closed:
                 raise CallError("was not called, as the pool of workers is closed")
             worker = self._workers.get(thread_id)
-            if worker is None or worker.process.poll() is not None:
+            if not worker or worker.process.poll() is not None:
                 worker = _Worker()
                 self._workers[thread_id] = worker
         return worker

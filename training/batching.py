@@ -65,7 +65,7 @@ def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
     for number, completion in enumerate(group.completions):
         is_cut = config.mask_truncated_completions and completion.finish_reason == "length"
         # Groups that only measure the servers have not been scored.
-        has_no_reward = bool(group.reward) and math.isnan(group.reward[number])
+        has_no_reward = group.reward and math.isnan(group.reward[number])
         if is_cut or has_no_reward:
             lengths[number] = 0
     return lengths
@@ -75,20 +75,18 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     """Pack groups and their columns into rows of at most `max_tokens`."""
     columns = token_columns(groups, config)
     sequences = [group.sequences for group in groups]
-    apart = groups_apart(groups)
     found = []
-    for row in pack(sequences, max_tokens, config.share_prefix, apart=apart):
+    for row in pack(sequences, max_tokens, config.share_prefix, apart=groups_apart(groups)):
         row_columns: Any = {name: column[row.index] for name, column in columns.items()}
-        micro_batch = MicroBatch(row, **row_columns)
-        if apart:
-            prompts = [groups[number].prompt for number in row.prompts if number is not None]
-            micro_batch.images = row_images(prompts)
-        found.append(micro_batch)
+        prompts = [groups[number].prompt for number in row.prompts if number is not None]
+        found.append(MicroBatch(row, images=row_images(prompts), **row_columns))
     return found
 
 
 def row_images(prompts: list[Prompt]) -> dict[str, Tensor]:
     """The images of a row's prompts, joined; text alone never imports them."""
+    if not any(prompt.images for prompt in prompts):
+        return {}
     from rollouts.images import joined_images
 
     return joined_images(prompts)

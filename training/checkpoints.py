@@ -52,7 +52,7 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     if wanted is None:
         return None
     path = _newest(Path(config.output_dir)) if wanted == "auto" else Path(wanted)
-    if path is None:
+    if not path:
         return None
     if not _is_whole(path):
         raise UserError(
@@ -168,7 +168,7 @@ class Checkpoints:
 
         Any number of ranks may have written the optimizer's shards.
         """
-        if checkpoint is None:
+        if not checkpoint:
             return 0
         if is_main():
             print(f"going on from {checkpoint}", flush=True)
@@ -238,7 +238,7 @@ class Checkpoints:
 
         Reports a save that failed; a second one in a row is a UserError.
         """
-        if self._writing is None:
+        if not self._writing:
             return
         error = self._writing.exception()
         self._writing = None

@@ -290,10 +290,11 @@ def _rope_of_prompts(base: Any, prompts: list[Tensor], images: dict[str, Any]) -
     ids = pad_sequence(prompts, batch_first=True)
     mask = pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
 
-    grids = {}
-    for name, value in images.items():
-        if name.endswith(("_grid_thw", "second_per_grid_ts")):
-            grids[name] = value
+    grids = {
+        name: value
+        for name, value in images.items()
+        if name.endswith(("_grid_thw", "second_per_grid_ts"))
+    }
 
     kinds = prefix_attention._kinds(base, ids)
     return base.model.get_rope_index(ids, kinds, **grids, attention_mask=mask)

@@ -41,7 +41,7 @@ class WandbLog:
 
 def _cells(sample: dict[str, Any]) -> list[float | str]:
     """A row of a table: numbers stay, all else becomes text."""
-    cells: list[float | str] = []
-    for value in sample.values():
-        cells.append(value if isinstance(value, float | int) else str(value)[:MAX_CELL])
-    return cells
+    return [
+        value if isinstance(value, float | int) else str(value)[:MAX_CELL]
+        for value in sample.values()
+    ]

@@ -100,7 +100,7 @@ class TransferGroup:
             from weights.cuda_ipc import share_memory
 
             self._group = share_memory(store, rank, device)  # None where that is forbidden
-        if self._group is not None:
+        if self._group:
             self.backend = "ipc"
         else:
             self._meet(trainer_gpu, worker_gpus, gpus)
@@ -203,7 +203,7 @@ class TransferGroup:
 
     def _broadcast(self, data: Tensor) -> Any:
         group = self._group
-        if group is None:
+        if not group:
             raise RuntimeError("the transfer group is closed")
         self._begun_s = time.monotonic()
         return group.broadcast([data], dist.BroadcastOptions())
@@ -259,7 +259,7 @@ class TransferGroup:
     def _end_group(self) -> None:
         group = self._group
         self._group = None
-        if group is not None and self.backend == "nccl":
+        if group and self.backend == "nccl":
             group.abort()
 
 
@@ -277,7 +277,7 @@ def _flat(
     for name, tensor in bucket.items():
         is_matrix = tensor.ndim > 1 and tensor.is_floating_point()
         sent_dtype = tensor.dtype
-        if dtype is not None and is_matrix and tensor.itemsize > dtype.itemsize:
+        if dtype and is_matrix and tensor.itemsize > dtype.itemsize:
             sent_dtype = dtype
         data = tensor.to(device, sent_dtype)
         end = start + data.nbytes
