@@ -683,7 +683,7 @@ def _parsed(word: Any, hint: Any, recipe: ModuleType | None) -> Any:
     if not isinstance(word, str):  # a part of a JSON list
         return word
     if hint == Function:
-        path = word.lstrip(".")  # there is no relative import
+        path = word.lstrip(".")  # `.f` is `f`: there is no relative import
         if recipe and "." not in path:  # a function of the recipe, by its name alone
             return f"{recipe.__name__}.{path}"
         return path
@@ -693,7 +693,7 @@ def _parsed(word: Any, hint: Any, recipe: ModuleType | None) -> Any:
     if NoneType in args and word.lower() in ("none", "null"):
         return None
     if kind in (Annotated, Union, UnionType):
-        option = args[0]  # str, or the only type beside None
+        option = args[0]  # what Annotated wraps; of a union, str or the only type beside None
         if word.startswith("{") and any(get_origin(other) is dict for other in args):
             option = dict
         return _parsed(word, option, recipe)

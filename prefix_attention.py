@@ -147,7 +147,7 @@ def num_packed_tokens(
 ) -> int:
     """Positions of a single row of all groups."""
     sequences = _sequences(groups, apart, math.inf)
-    return _Row(not share_prefix).and_also(*sequences).num_tokens
+    return _Row(not share_prefix).with_units(*sequences).num_tokens
 
 
 SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups
@@ -218,19 +218,19 @@ def _units(
 ) -> Iterator[tuple[list[_Sequence], "_Row"]]:
     """The largest parts of a group that fit, each with a row."""
     if group and not empty.is_padded:
-        row = empty.and_also(group)
+        row = empty.with_units(group)
         if row.num_tokens <= budget:
             yield group, row
             return
 
     for _, segments in groupby(group, key=attrgetter("completion")):
         completion = list(segments)
-        row = empty.and_also(completion)
+        row = empty.with_units(completion)
         if row.num_tokens <= budget:
             yield completion, row
         else:
             for sequence in completion:
-                yield [sequence], empty.and_also([sequence])
+                yield [sequence], empty.with_units([sequence])
 
 
 def _add_unit(rows: list["_Row"], unit: list[_Sequence], alone: "_Row", budget: float) -> None:
@@ -240,7 +240,7 @@ def _add_unit(rows: list["_Row"], unit: list[_Sequence], alone: "_Row", budget: 
     for number, row in enumerate(rows):
         if row.is_padded and number < len(rows) - 1:  # these keep the order
             continue
-        wider = row.and_also(unit)
+        wider = row.with_units(unit)
         num_added = wider.num_tokens - row.num_tokens
         if wider.num_tokens <= budget and num_added < fewest:
             place = number
@@ -312,16 +312,14 @@ class _Row:
     is_padded: bool
     branches: list[_Branch] = field(default_factory=list)
 
-    def and_also(self, *units: Iterable[_Sequence]) -> "_Row":
-        """The row with more sequences; others branch off the longest."""
+    def with_units(self, *units: Iterable[_Sequence]) -> "_Row":
+        """The row with more sequences: a unit's longest first, and the others branch off."""
         branches = list(self.branches)
         for unit in units:
             for sequence in sorted(unit, key=lambda sequence: len(sequence.ids), reverse=True):
                 place = bisect_left(branches, sequence.key, key=attrgetter("sequence.key"))
                 # with one of its neighbours it has the most in common
-                neighbours = branches[max(place - 1, 0) : place + 1]
-                if self.is_padded:
-                    neighbours = []
+                neighbours = [] if self.is_padded else branches[max(place - 1, 0) : place + 1]
                 branches.insert(place, _Branch.of(sequence, neighbours))
         return _Row(self.is_padded, branches)
 
@@ -349,7 +347,7 @@ class _Row:
         starts = dict.fromkeys(self.branches, 0)
         prompts = [branch.sequence.group for branch in self.branches]
         columns = self._columns(range(len(lines)), starts, prompts)
-        return PackedBatch(ids, positions, mask, None, *columns)
+        return PackedBatch(ids, positions, mask, None, **columns)
 
     def _shared(self) -> PackedBatch:
         """One line of segments, parents before children."""
@@ -374,7 +372,7 @@ class _Row:
         lines = [0] * len(self.branches)
         columns = self._columns(lines, starts, self._prompts(segments))
         return PackedBatch(
-            torch.cat(ids)[None], positions[None], None, torch.tensor(plan), *columns
+            torch.cat(ids)[None], positions[None], None, torch.tensor(plan), **columns
         )
 
     def _columns(self, lines: Sequence[int], starts: dict[_Branch, int], prompts: list[Any]) -> Any:
@@ -383,13 +381,17 @@ class _Row:
         sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
         groups = [sequence.group for sequence in sequences]
         completions = [sequence.completion for sequence in sequences]
-        columns = torch.tensor([[*lines], groups, completions]).repeat_interleave(sizes, dim=1)
-
+        numbers = torch.tensor([[*lines], groups, completions]).repeat_interleave(sizes, dim=1)
         cells = [branch.cells(starts) for branch in self.branches]
-        position = _ranges(list(chain.from_iterable(cells)))
-        targets = torch.cat([sequence.tokens for sequence in sequences])
-        index = _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences])
-        return (columns[0], position, targets, columns[1], columns[2], index, prompts)
+        return {
+            "row": numbers[0],
+            "position": _ranges(list(chain.from_iterable(cells))),
+            "targets": torch.cat([sequence.tokens for sequence in sequences]),
+            "group": numbers[1],
+            "completion": numbers[2],
+            "index": _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences]),
+            "prompts": prompts,
+        }
 
     def _prompts(self, segments: list[_Branch]) -> list[int | None]:
         """For every root the one group below it, or None."""
@@ -1162,11 +1164,11 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
 
 @contextmanager
 def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Iterator[_Logits]:
-    """Take the rule for logits out of the config, and yield it."""
+    """Take the rule for logits out of the model and its config, and yield it."""
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
     divisor = 1.0
-    if base.config.model_type.startswith("granite"):
+    if base.config.model_type.startswith("granite"):  # other families multiply by the same field
         divisor = getattr(base.config, "logits_scaling", 1.0)
     own = vars(base.config)  # written directly, as a config may refuse None
     neutral = [
@@ -1180,6 +1182,7 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
             if value != without:
                 stack.callback(attributes.update, {name: value})
                 attributes[name] = without
+        # With z = scale·x / T and c = cap / T, cap·tanh(scale·x / cap) / T is c·tanh(z / c).
         cap = None if softcap is None else softcap / temperature
         yield _Logits(scale / divisor / temperature, cap, forbidden)
 

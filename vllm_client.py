@@ -367,9 +367,9 @@ class Server:
         path = "/init_weight_transfer_engine"
         reply_limit_s = timeout_s + CONTROL_TIMEOUT_S
         reply = self.pool.submit(self.post, path, {"init_info": init_info}, reply_limit_s)
-        while not store.check(["member/1"]):
+        while not store.check(["member/1"]):  # which the first worker sets in `TransferGroup`
             if reply.done():
-                reply.result()
+                reply.result()  # raises why the server refused
                 raise ServerError("it took the invitation, and its workers did not come")
             time.sleep(0.01)
         self.transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)

@@ -137,8 +137,9 @@ class Proofs:
         token_ids = [completion.token_ids for completion in completions]
         sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
         group = (self.prompt.token_ids, token_ids)
-        row = pack([group], share_prefix=self.config.share_prefix)[0].to(self.device)
-        images = row_images([self.prompt] * len(row.prompts))
+        [row] = pack([group], share_prefix=self.config.share_prefix)
+        row = row.to(self.device)
+        images = row_images([self.prompt] * len(row.prompts))  # one for each time it is forwarded
         on_device = {name: tensor.to(self.device) for name, tensor in images.items()}
 
         with torch.no_grad():

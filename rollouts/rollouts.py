@@ -125,15 +125,16 @@ class Rollouts:
         """Load all data sets, without prompts too long for trainer or servers."""
         config = self.config
         sets = data.load_data_sets(self.processor, config)
-        longest = min(self.pool.wait_until_ready(), config.max_tokens_per_gpu)
+        servers_limit = self.pool.wait_until_ready()
+        longest = min(servers_limit, config.max_tokens_per_gpu)
         if self.references:  # to give log-probs, vLLM must also sample a token
             longest = min(longest, self.references.wait_until_ready() - 1)
 
         max_len = longest - config.max_completion_len
-        for field, prompts in sets.items():
-            sets[field] = data.leave_out_long(prompts, max_len, config, field)
-        self.prompts = sets.pop("dataset_id")
-        self.held_out = dict(zip(config.eval_sets, sets.values(), strict=True))
+        self.prompts, *held_out = [
+            data.leave_out_long(prompts, max_len, config, field) for field, prompts in sets.items()
+        ]
+        self.held_out = dict(zip(config.eval_sets, held_out, strict=True))
 
     def _open_stream(self) -> GroupStream:
         """The stream of this run's groups, or of another run's saved groups."""
@@ -333,7 +334,7 @@ class Rollouts:
             self.proofs.check(gaps)
 
     def state(self) -> dict[str, Any]:
-        """All that a later run needs to go on, on rank 0."""
+        """What a later run needs from here to go on, on rank 0."""
         if not is_main():
             return {}
         return {

@@ -183,7 +183,7 @@ class GroupStream:
         self._admit()
 
     def _first_to_fall_due(self) -> Group | None:
-        """The first group begun that leaves the others a place in time.
+        """The ready group begun first that makes no other too stale by going now.
 
         Groups begun under the same version go in the order in which they were completed.
         """
@@ -194,14 +194,20 @@ class GroupStream:
         return None
 
     def _leaves_room(self, group: Group) -> bool:
-        """True where groups begun earlier find a place in time after `group`."""
+        """True where no group becomes too stale if `group` goes now.
+
+        A group falls due at its `started_version` + `max_staleness`: the batch of that version is
+        the last that may take it.
+        """
         # Groups that have not begun fall due later than all others.
         waiting = [*self._running.values(), *self._ready]
         begun_versions = [other.started_version for other in waiting if other.started_version >= 0]
 
-        # All that fall due by a version must find a place in the batches up to that version.
-        num_places = self.missing - 1
-        for version in range(self.version, group.started_version + self.max_staleness):
+        # All that are due by a version need places in the batches up to that version. From the
+        # version on at which `group` is due itself, its going now changes nothing.
+        due_version = group.started_version + self.max_staleness
+        num_places = self.missing - 1  # in this batch, beside `group`
+        for version in range(self.version, due_version):
             num_due = sum(begun + self.max_staleness <= version for begun in begun_versions)
             if num_due > num_places:
                 return False

@@ -147,7 +147,7 @@ class TransferGroup:
             nccl: Any = dist.ProcessGroupNCCL
             options = nccl.Options()
             options._timeout = timeout
-            # Each group reads this as it is made, and the trainer's own groups must not see it.
+            # Each group reads the variable as it is made, and the trainer's own must not see it.
             with _making:
                 os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
                 try:
