@@ -240,12 +240,12 @@ def off_policy_weights(
 def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
     """This rank's shares of the next batch, as its groups come.
 
-    Collective: every rank iterates to the end. Rank 0 weighs the groups and packs them into rows.
+    Collective: every rank iterates to the end. Rank 0 sets advantages, and packs groups into rows.
     """
     dealer = Dealer(dist.get_world_size(), config)
     is_complete = False
     while not is_complete:
-        groups, is_complete = rollouts.take(dealer.missing_tokens())
+        groups, is_complete = rollouts.take(dealer.missing_tokens())  # rank 0's number counts
         shares_of_ranks = None
         if is_main():
             set_advantages(groups, config)
@@ -383,9 +383,10 @@ def main(config: TrainConfig) -> None:
         closing(Rollouts(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):
-        if is_main() and config.advantage_fn and not config.rollout_fn:  # a trial lacks its `info`
+        if is_main() and config.advantage_fn and not config.rollout_fn:
             from training.hooks import trial_groups
 
+            # For its errors alone. Made-up groups would lack the `info` that a rollout_fn gives.
             set_advantages(trial_groups(rollouts.prompts, config), config)
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)

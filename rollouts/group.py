@@ -287,17 +287,18 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
         config: max_tokens_per_gpu, share_prefix, and the loss, which may need whole completions.
     """
     own_prompt, completions = group.sequences
-    num_fixed = len(own_prompt) if group.prompt.images else 0  # a prompt with images stands first
+    # With images, the prompt of every segment must begin with the group's.
+    num_fixed = len(own_prompt) if group.prompt.images else 0
     placeholders = torch.tensor(forbidden, dtype=torch.int64)
     for pairs in completions:
-        longest = max(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
-        if config.weighs_whole_completions:
+        num_tokens = max(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
+        if config.weighs_whole_completions:  # all segments stand in one row
             apart = {0} if num_fixed else ()
-            num_row_tokens = num_packed_tokens([(own_prompt, [pairs])], config.share_prefix, apart)
-            longest = max(longest, num_row_tokens + 1)  # a row has no place for the last token
-        if longest > config.max_tokens_per_gpu:
+            num_positions = num_packed_tokens([(own_prompt, [pairs])], config.share_prefix, apart)
+            num_tokens = max(num_tokens, num_positions + 1)  # the last token has no position
+        if num_tokens > config.max_tokens_per_gpu:
             raise ValueError(
-                f"a completion has {longest} tokens with its prompt: raise max_tokens_per_gpu"
+                f"a completion has {num_tokens} tokens with its prompt: raise max_tokens_per_gpu"
             )
 
         for prompt_ids, token_ids in pairs:

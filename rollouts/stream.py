@@ -21,13 +21,13 @@ class GroupStream:
     for another, and at staleness 0 just the batch to be trained is sampled. All groups begun under
     versions up to v fit into the batches up to v + max_staleness, so none becomes too stale if
     newer ones let it go first. Every group ends once: taken, or dropped with a reason.
-    `fill(group)` samples and scores one, or restores one that was saved, in a thread.
+    `sample(group)` samples and scores one, or restores one that was saved, in a thread.
     """
 
     def __init__(
         self,
         groups: Iterator[Group],
-        fill: Callable[[Group], None],
+        sample: Callable[[Group], None],
         num_steps: int,
         config: TrainConfig,
     ):
@@ -39,7 +39,7 @@ class GroupStream:
         self.version = -1  # of the policy that the servers have
         self.num_sampled_tokens = 0  # since the stream was made
         self._groups = groups
-        self._fill = fill
+        self._sample = sample
         self._pool = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
         self._changed = threading.Condition()
         self._running: dict[int, Group] = {}  # by id
@@ -118,7 +118,7 @@ class GroupStream:
 
     def _run(self, group: Group) -> None:
         try:
-            self._fill(group)
+            self._sample(group)
             with self._changed:
                 self._finish(group)
         except BaseException as error:  # for the trainer's thread
@@ -201,14 +201,17 @@ class GroupStream:
         """
         # Groups that have not begun fall due later than all others.
         waiting = [*self._running.values(), *self._ready]
-        begun_versions = [other.started_version for other in waiting if other.started_version >= 0]
+        due_versions = [
+            other.started_version + self.max_staleness
+            for other in waiting
+            if other.started_version >= 0
+        ]
 
-        # All that are due by a version need places in the batches up to that version. From the
-        # version on at which `group` is due itself, its going now changes nothing.
-        due_version = group.started_version + self.max_staleness
-        num_places = self.missing - 1  # in this batch, beside `group`
-        for version in range(self.version, due_version):
-            num_due = sum(begun + self.max_staleness <= version for begun in begun_versions)
+        # `group` takes a place of this batch. Only those that are due before it may need that
+        # place: by its own due version it would have taken one anyway.
+        num_places = self.missing - 1
+        for version in range(self.version, group.started_version + self.max_staleness):
+            num_due = sum(due <= version for due in due_versions)
             if num_due > num_places:
                 return False
             num_places += self.config.batch_size

@@ -130,7 +130,7 @@ def test_fast_new_groups_leave_room_for_slow_old_ones(staleness):
         time.sleep(0.05 if version == 0 and group.id >= BATCH else 0)
         group.fill([Completion([5], [-1.0], "stop", version)] * 2)
 
-    trainer.stream._fill = sample
+    trainer.stream._sample = sample
     for version, group in trainer.run().trained:
         assert version - group.oldest_version <= staleness
 
@@ -139,7 +139,7 @@ def test_a_straggler_is_waited_for_or_dropped():
     """The first group takes as long as several batches; with staleness 1 it must be in the second one, or go."""
     for policy in ("wait", "drop"):
         slow = Trainer(0, max_staleness=1, stale_policy=policy)
-        sample = slow.stream._fill
+        sample = slow.stream._sample
         release = threading.Event()
 
         def slowly(group, slow=slow, release=release, sample=sample):
@@ -150,7 +150,7 @@ def test_a_straggler_is_waited_for_or_dropped():
             else:
                 sample(group)
 
-        slow.stream._fill = slowly
+        slow.stream._sample = slowly
         assert 0 not in slow.step(0)
         if policy == "wait":
             threading.Timer(0.2, release.set).start()

@@ -59,14 +59,14 @@ def row_tokens(groups: Sequence[Group], config: TrainConfig) -> int:
 def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
     """The number of tokens of each completion that train.
 
-    It is 0 without a reward, and for a cut completion where `mask_truncated_completions` is set.
+    It is 0 where the reward is NaN, and for a cut completion where `mask_truncated_completions` is
+    set. All tokens train in groups that were never scored.
     """
     lengths = list(group.num_sampled)
     for number, completion in enumerate(group.completions):
         is_cut = config.mask_truncated_completions and completion.finish_reason == "length"
-        # Groups that only measure the servers have not been scored.
-        has_no_reward = group.reward and math.isnan(group.reward[number])
-        if is_cut or has_no_reward:
+        is_nan = group.reward and math.isnan(group.reward[number])
+        if is_cut or is_nan:
             lengths[number] = 0
     return lengths
 
@@ -78,6 +78,7 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
     found = []
     for row in pack(sequences, max_tokens, config.share_prefix, apart=groups_apart(groups)):
         row_columns: Any = {name: column[row.index] for name, column in columns.items()}
+        # None: a prompt of several groups, which is text alone.
         prompts = [groups[number].prompt for number in row.prompts if number is not None]
         found.append(MicroBatch(row, images=row_images(prompts), **row_columns))
     return found
@@ -220,7 +221,7 @@ class Dealer:
         num_ranks = len(self.loads)
         num_missing = num_ranks - len(self.rows) % num_ranks
         tokens_each = math.ceil(row_tokens(self.waiting, self.config) / num_missing)
-        longest = longest_single_row(self.waiting, self.config)  # a row holds one at least
+        longest = longest_completion(self.waiting, self.config)
         self._pack_waiting(min(max(tokens_each, longest), self.config.max_tokens_per_gpu))
 
     def _fill_the_last_round(self) -> None:
@@ -258,8 +259,11 @@ def all_trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
     return lengths
 
 
-def longest_single_row(groups: list[Group], config: TrainConfig) -> int:
-    """Positions of the longest row of one completion with its prompt."""
+def longest_completion(groups: list[Group], config: TrainConfig) -> int:
+    """The most positions that a completion with its prompt needs.
+
+    `pack` would cut it into pieces for shorter rows, or refuse it.
+    """
     longest = 0
     for group in groups:
         prompt_ids, completions = group.sequences
