@@ -135,6 +135,27 @@ def test_fast_new_groups_leave_room_for_slow_old_ones(staleness):
         assert version - group.oldest_version <= staleness
 
 
+def test_groups_that_wait_for_a_server_hold_up_nothing():
+    """Those that no server has begun fall due last, whatever stands in their `started_version`."""
+    trainer = Trainer(0, max_staleness=1)
+    has_room = threading.Event()
+
+    def sample(group):
+        if group.id >= BATCH:
+            has_room.wait(20)
+        version = group.started_version = trainer.stream.version
+        group.fill([Completion([5], [-1.0], "stop", version)] * 2)
+
+    trainer.stream._sample = sample
+    trainer.stream.advance_to(0)
+    while len(trainer.stream._ready) < BATCH:
+        time.sleep(0.001)
+    assert len(trainer.stream._running) == BATCH
+    assert trainer.stream.take()
+    has_room.set()
+    trainer.stream.close()
+
+
 def test_a_straggler_is_waited_for_or_dropped():
     """The first group takes as long as several batches; with staleness 1 it must be in the second one, or go."""
     for policy in ("wait", "drop"):
