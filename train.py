@@ -90,7 +90,7 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
             if not advantage_fn:
                 advantages = compute_advantages(rewards, config.scale_rewards)
             else:
-                advantages = advantage_fn(rewards.clone(), part)
+                advantages = advantage_fn(rewards, part)
             has_shape = advantages.shape == rewards.shape
             if not has_shape or not advantages[has_reward].isfinite().all():
                 raise ValueError(f"it returned {advantages}")
