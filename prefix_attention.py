@@ -381,14 +381,13 @@ class _Row:
         sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
         groups = [sequence.group for sequence in sequences]
         completions = [sequence.completion for sequence in sequences]
-        numbers = torch.tensor([[*lines], groups, completions]).repeat_interleave(sizes, dim=1)
         cells = [branch.cells(starts) for branch in self.branches]
-        return {
-            "row": numbers[0],
+        return {  # no views: one that is sent to a rank would take its whole storage along
+            "row": torch.tensor([*lines]).repeat_interleave(sizes),
             "position": _ranges(list(chain.from_iterable(cells))),
             "targets": torch.cat([sequence.tokens for sequence in sequences]),
-            "group": numbers[1],
-            "completion": numbers[2],
+            "group": torch.tensor(groups).repeat_interleave(sizes),
+            "completion": torch.tensor(completions).repeat_interleave(sizes),
             "index": _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences]),
             "prompts": prompts,
         }

@@ -98,6 +98,10 @@ def test_entropy(models):
 def test_order_and_numbers():
     rows = pack(GROUPS, 16, share_prefix=False)
     assert torch.cat([row.index for row in rows]).tolist() == list(range(len(FLAT)))
+    for row in rows:  # pickled for other ranks, a view would take its whole storage along
+        for name in ("row", "position", "targets", "group", "completion", "index"):
+            column = getattr(row, name)
+            assert column.untyped_storage().nbytes() == column.nbytes, name
     completions = torch.cat([row.completion for row in rows]).tolist()
     assert completions == [0] * 3 + [1] + [3] * 4 + [4] * 7
 
