@@ -27,8 +27,6 @@ from utils import naming
 
 DTYPES = (torch.int32, torch.float32, torch.bool)  # of saved tensors
 MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")  # in both runs
-
-
 # A line has these of a group and of a completion, and of a prompt what finds it in a data set.
 GROUP_FIELDS = (
     "rewards", "started_version", "finished_version", "trained_version", "server", "started_s",

@@ -65,7 +65,7 @@ def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
     lengths = list(group.num_sampled)
     for number, completion in enumerate(group.completions):
         is_cut = config.mask_truncated_completions and completion.finish_reason == "length"
-        is_nan = group.reward and math.isnan(group.reward[number])
+        is_nan = bool(group.reward) and math.isnan(group.reward[number])
         if is_cut or is_nan:
             lengths[number] = 0
     return lengths
@@ -262,7 +262,7 @@ def all_trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
 def longest_completion(groups: list[Group], config: TrainConfig) -> int:
     """The most positions that a completion with its prompt needs.
 
-    `pack` would cut it into pieces for shorter rows, or refuse it.
+    For shorter rows `pack` would cut that completion into pieces, or refuse the group.
     """
     longest = 0
     for group in groups:
