@@ -79,7 +79,8 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
         UserError: `advantage_fn` gives no finite numbers in the shape of the rewards.
     """
     parts = [groups]
-    if not config.weighs_whole_batch:  # else rounding would depend on who arrived together
+    # In one tensor, rounding would depend on which groups arrived together.
+    if not config.weighs_whole_batch:
         parts = [[group] for group in groups]
     advantage_fn: Any = config.advantage_fn
     for part in parts:
@@ -104,7 +105,7 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
 
 
 def completion_sums(values: Tensor, completion: Tensor) -> Tensor:
-    """The sum of values over its completion, for each token; differentiable.
+    """For each token, the sum of `values` over its completion; differentiable.
 
     Args:
         values: [N].
@@ -199,7 +200,7 @@ def loss_normalizer(trained_lengths: list[int], config: TrainConfig) -> float:
     if config.loss_type == "dr_grpo":
         return max(len(trained_lengths), 1) * config.max_completion_len
     num_tokens = max(sum(trained_lengths), 1)
-    if config.weighs_tokens_alike:  # in every mini-batch of the batch
+    if config.weighs_tokens_alike:  # these are the batch's: all mini-batches divide by their mean
         return num_tokens / config.num_minibatches
     return num_tokens  # bnpo
 
@@ -210,8 +211,8 @@ def off_policy_weights(
 ) -> Tensor:  # fmt: skip
     """Bounded importance weights w = p(trainer) / p(server) on the advantages: [N].
 
-    w is exp(trainer_logprobs - sampler_logprobs) of the token; `sequence` takes the product over
-    its completion (unbiased below the cap), `geometric` the geometric mean. `truncate` (TIS),
+    w is exp(trainer_logprobs - sampler_logprobs) of the token; `sequence*` take the product over
+    its completion (unbiased below the cap), `geometric*` the geometric mean. `truncate` (TIS),
     `sequence` and `geometric` give min(w, cap); `mask` (IcePop, arXiv:2510.18855), `sequence_mask`
     and `geometric_mask` give w within [floor, cap] and 0 outside; `none` gives 1, and so does
     config.old_logprobs `sampler`, where the ratio itself corrects. Tensors are as for `grpo_loss`.
@@ -279,8 +280,8 @@ def train_batch(
                 is_last = micro_batch is share.micro_batches[-1]
                 policy.require_backward_grad_sync = is_last and ends_update
                 # Servers are compared once, with log-probs of the policy before any update.
-                are_kept = micro_batch.trainer_logprobs is not None
-                compares_servers = iteration == 0 and (are_kept or not grad_norms)
+                is_before_updates = micro_batch.trainer_logprobs is not None or not grad_norms
+                compares_servers = iteration == 0 and is_before_updates
                 loss_sum += add_gradient(
                     policy, reference, micro_batch.to(device), token_sums, compares_servers, config
                 )

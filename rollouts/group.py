@@ -82,15 +82,16 @@ class Completion:
 
     def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
         """Join this turn, the environment's answer and the next turn."""
-        answer = torch.as_tensor(environment_ids, dtype=torch.int64)
-        before_reply = torch.cat([self.token_ids, answer])
+        between = torch.as_tensor(environment_ids, dtype=torch.int64)
+        before_reply = torch.cat([self.token_ids, between])
+        # None stands for the group's prompt, which is not known here: nothing can be compared.
         if self.prompt_ids is not None and reply.prompt_ids is not None:
             history = torch.cat([self.prompt_ids, before_reply])
             if not torch.equal(history, reply.prompt_ids):
                 raise ValueError("a reply is joined to a turn that it was not sampled for")
 
-        no_logprobs = torch.zeros(len(answer))
-        no_versions = torch.full((len(answer),), ENVIRONMENT)
+        no_logprobs = torch.zeros(len(between))
+        no_versions = torch.full((len(between),), ENVIRONMENT)
         return replace(
             self,
             token_ids=torch.cat([before_reply, reply.token_ids]),
@@ -293,9 +294,10 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
     for pairs in completions:
         num_tokens = max(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
         if config.weighs_whole_completions:  # all segments stand in one row
-            apart = {0} if num_fixed else ()
+            apart = {0} if num_fixed else ()  # as `micro_batches` packs groups with images
             num_positions = num_packed_tokens([(own_prompt, [pairs])], config.share_prefix, apart)
-            num_tokens = max(num_tokens, num_positions + 1)  # the last token has no position
+            # A position predicts the next token, so a row has one fewer than tokens.
+            num_tokens = max(num_tokens, num_positions + 1)
         if num_tokens > config.max_tokens_per_gpu:
             raise ValueError(
                 f"a completion has {num_tokens} tokens with its prompt: raise max_tokens_per_gpu"

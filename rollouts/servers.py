@@ -19,7 +19,7 @@ import torch
 from config import ADDRESS, TrainConfig, UserError
 from utils import RIGHT_VLLM, VLLM_VERSION, naming
 from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
-from weights.transfer import buckets
+from weights.publish import buckets
 
 POLL_S = 2e-4  # between looks at what servers do
 POLL_S_PER_SERVER = 2e-5

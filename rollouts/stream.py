@@ -207,8 +207,8 @@ class GroupStream:
             if other.started_version >= 0
         ]
 
-        # `group` takes a place of this batch. Only those that are due before it may need that
-        # place: by its own due version it would have taken one anyway.
+        # `group` goes by its own due version in any case. By going now it leaves one place fewer
+        # until then, so only groups that are due before it may miss a place.
         num_places = self.missing - 1
         for version in range(self.version, group.started_version + self.max_staleness):
             num_due = sum(due <= version for due in due_versions)

@@ -38,8 +38,8 @@ from training.lora import add_lora
 from training.model import load_model, parallelize
 from utils import broadcast_object, process_group
 from vllm_client import Server, ServerError
-from weights.publish import full_weights, host_weights, published_weights, unwrap
-from weights.transfer import BUCKET_BYTES, TransferGroup, buckets
+from weights.publish import buckets, full_weights, host_weights, published_weights, unwrap
+from weights.transfer import BUCKET_BYTES, TransferGroup
 
 PROMPT = [5, 20, 33, 41, 7, 8]
 

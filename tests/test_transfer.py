@@ -23,7 +23,8 @@ from config import TrainConfig
 from rollouts.servers import ServerPool
 from vllm_client import Server, State
 from weights import cuda_ipc
-from weights.transfer import BUCKET_BYTES, TransferGroup, _flat, buckets
+from weights.publish import buckets
+from weights.transfer import BUCKET_BYTES, TransferGroup, _flat
 
 TIMEOUT_S = 2.0
 FULL = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))

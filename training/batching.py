@@ -85,7 +85,7 @@ def micro_batches(groups: list[Group], max_tokens: int, config: TrainConfig) -> 
 
 
 def row_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """The images of a row's prompts, joined; text alone never imports them."""
+    """The images of a row's prompts, joined; rows of text never import `rollouts.images`."""
     if not any(prompt.images for prompt in prompts):
         return {}
     from rollouts.images import joined_images
@@ -146,7 +146,7 @@ class Dealer:
         self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
 
     def missing_tokens(self) -> float:
-        """Tokens that still fill every rank's row; infinity for the whole batch.
+        """Tokens to wait for before dealing: a row for each rank, or inf for the whole batch.
 
         Training while a batch arrives hides the sampling of a synchronous run. With rollouts ahead
         of the trainer the batch is there, or sampling is the bottleneck: nothing is gained
@@ -155,14 +155,14 @@ class Dealer:
         config = self.config
         if config.max_staleness > 0 or config.updates_per_batch > 1 or config.weighs_whole_batch:
             return math.inf
-        num_rows = len(self.loads) - len(self.rows)  # that the round lacks
-        return num_rows * config.max_tokens_per_gpu - row_tokens(self.waiting, config)
+        num_missing_rows = len(self.loads) - len(self.rows)
+        return num_missing_rows * config.max_tokens_per_gpu - row_tokens(self.waiting, config)
 
     def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
         """Deal the groups that came: each rank's shares, one a mini-batch.
 
         Args:
-            groups: in the order in which they train; all of a batch with several mini-batches.
+            groups: in the order in which they train; with several mini-batches the whole batch.
             is_complete: these are the batch's last groups.
         """
         config = self.config
@@ -193,7 +193,7 @@ class Dealer:
         return [Share(rows, lengths) for rows in self._deal_whole_rounds()]
 
     def _add(self, group: Group) -> None:
-        """Let a group wait for others to share a row with; pack these first, if it does not fit."""
+        """Let a group wait with others for their row; pack the others first if it does not fit."""
         if self.waiting and not self._has_room_for(group):
             self._pack_waiting(self.config.max_tokens_per_gpu)
         self.waiting.append(group)
@@ -211,7 +211,7 @@ class Dealer:
         return row_tokens([*self.waiting, group], self.config) <= max_tokens
 
     def _pack_waiting(self, max_tokens: int) -> None:
-        """Make rows of at most `max_tokens` of the waiting groups."""
+        """Pack the waiting groups into rows of at most `max_tokens`."""
         self.rows += micro_batches(self.waiting, max_tokens, self.config)
         self.waiting = []
         self.waiting_tokens = 0
@@ -248,7 +248,7 @@ class Dealer:
 
 def num_tokens(row: MicroBatch) -> int:
     """Tokens forwarded, padding included."""
-    return row.packed.num_tokens
+    return row.packed.input_ids.numel()
 
 
 def all_trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:

@@ -195,21 +195,20 @@ def delta_net(
         above = [states[run.behind]] if run.behind else []
         states[run.stop] = Handover(layer, above)
 
-        piece = hidden_states[:, run.begin : run.stop]
-        out = forward(piece, cache_params=states[run.stop])[0]
+        out = forward(hidden_states[:, run.begin : run.stop], cache_params=states[run.stop])[0]
         outs[run.first] = out[run.first - run.begin :]
 
     if leaves:
-        pieces = [hidden_states[0, run.first : run.stop] for run in leaves]
-        batch = pad_sequence(pieces, batch_first=True)
+        batch = pad_sequence(
+            [hidden_states[0, run.first : run.stop] for run in leaves], batch_first=True
+        )
         if batch.shape[1] == 1:  # would take decoding kernels, as in `_runs`
             batch = F.pad(batch, (0, 0, 0, 1))
         below = Handover(layer, [states[run.behind] for run in leaves])
         for run, out in zip(leaves, forward(batch, cache_params=below), strict=True):
             outs[run.first] = out[: run.stop - run.first]
 
-    in_order = [outs[first] for first in sorted(outs)]
-    return torch.cat(in_order)[None]
+    return torch.cat([outs[first] for first in sorted(outs)])[None]
 
 
 def _runs(plan: list[list[int]]) -> tuple[list[_Run], list[_Run]]:

@@ -4,7 +4,7 @@
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from prefix_attention import base_model
 from utils import is_main
+from weights.transfer import BUCKET_BYTES
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -69,6 +70,24 @@ def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         full_weights(model), key=lambda item: re.findall(r"^.*?\.\d+\.", item[0])
     ):
         yield from revert_weight_conversion(base_model(model), dict(layer)).items()
+
+
+def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+    """Join consecutive weights, of any shapes, to buckets of at most `BUCKET_BYTES`.
+
+    A larger weight is a bucket of its own.
+    """
+    bucket: dict[str, Tensor] = {}
+    num_bytes = 0
+    for name, tensor in weights:
+        if bucket and num_bytes + tensor.nbytes > BUCKET_BYTES[tensor.device.type]:
+            yield bucket
+            bucket = {}
+            num_bytes = 0
+        bucket[name] = tensor
+        num_bytes += tensor.nbytes
+    if bucket:
+        yield bucket
 
 
 def host_weights(model: nn.Module) -> dict[str, Tensor]:

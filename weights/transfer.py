@@ -5,7 +5,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -22,24 +22,6 @@ BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 _making = threading.Lock()
 # One for each address: its thread wakes up 100 times a second.
 _gloo_device = cache(dist.ProcessGroupGloo.create_device)
-
-
-def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Join consecutive weights, of any shapes, to buckets of at most `BUCKET_BYTES`.
-
-    A larger weight is a bucket of its own.
-    """
-    bucket: dict[str, Tensor] = {}
-    num_bytes = 0
-    for name, tensor in weights:
-        if bucket and num_bytes + tensor.nbytes > BUCKET_BYTES[tensor.device.type]:
-            yield bucket
-            bucket = {}
-            num_bytes = 0
-        bucket[name] = tensor
-        num_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
 
 
 def gpu_of(device: torch.device) -> str | None:
