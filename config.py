@@ -12,14 +12,24 @@ import difflib
 import importlib.util
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
-from pydantic import ConfigDict, Field, ImportString, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ImportString, ValidationError
 from pydantic.dataclasses import dataclass
 
 
@@ -59,6 +69,8 @@ Function = Annotated[
 ]  # imports a str
 OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
 ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
+# A path, in which ~ is the user's home, or a name on the hub.
+PathOrName = Annotated[str, AfterValidator(os.path.expanduser), Field(title="str")]
 Positive = Annotated[float, Field(title="float > 0", gt=0)]
 NotNegative = Annotated[float, Field(title="float >= 0", ge=0)]
 Fraction = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
@@ -70,9 +82,9 @@ _STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
 
-# vLLM's sampling parameters that have a field here, and those under which it no longer draws tokens
-# from the policy itself.
-_RESERVED = {"n", "max_tokens", "temperature", "top_k", "stop", "logprobs"}
+# vLLM takes a temperature below 0.01 for 0.01, and refuses one above 2.
+Temperature = Annotated[float, Field(title="float >= 0.01 and <= 2", ge=0.01, le=2)]
+# Settings under which vLLM no longer draws tokens from the policy itself.
 _BENDING = {
     "top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "logit_bias",
     "thinking_token_budget", "min_tokens", "extra_args", "repetition_penalty", "presence_penalty",
@@ -88,7 +100,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """
 
     # -- model -------------------------------------------------------------------------------------
-    model_id: str
+    model_id: PathOrName
     """Hub name or path of a causal language model, or of a vision-language model."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of the trained weights and the optimizer state;
@@ -129,23 +141,28 @@ class TrainConfig(metaclass=_OneLineErrors):
     None takes all linear layers but the head."""
 
     # -- data --------------------------------------------------------------------------------------
-    dataset_id: str | Callable[[], Any]
-    """A `datasets` name, a `.jsonl` or `.parquet` file, or a function that returns rows:
-    `prompt`, perhaps `images`."""
+    dataset_id: PathOrName | Callable[[], Any]
+    """A `datasets` name, a file (`.jsonl`, `.json`, `.csv`, `.parquet`), or a function that returns
+    rows: `prompt`, perhaps `images`."""
     dataset_config: str | None = None
     """Configuration (subset) of a `datasets` name.
     Where `eval_dataset_id` is the same name, it has this one, too."""
     dataset_split: str = "train"
     """Split of a `datasets` name."""
-    eval_dataset_id: str | Callable[[], Any] | dict[str, str | Callable[[], Any]] | None = None
+    eval_dataset_id: (
+        PathOrName | Callable[[], Any] | dict[str, PathOrName | Callable[[], Any]] | None
+    ) = None
     """Held-out problems, given as `dataset_id` is, or several sets by name;
     None evaluates nothing."""
     eval_dataset_split: str = "test"
     """Split of `eval_dataset_id` where it is a `datasets` name."""
+    accuracy_func: str | None = None
+    """Name of the reward function whose 1 means right, for `eval/accuracy` and `eval/pass@k`;
+    None takes the first, if it gives nothing but 0 and 1."""
     eval_generations: OneOrMore = 1
     """Completions per held-out problem:
     `eval/accuracy` is avg@k, `eval/pass@k` the chance that one of k is right."""
-    eval_temperature: NotNegative = 0.0
+    eval_temperature: Annotated[float, Field(title="float >= 0 and <= 2", ge=0, le=2)] = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
     collate_fn: Function | None = None
     """Turns the list of all rows into rows with a `prompt` before anything else,
@@ -166,7 +183,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Completions per prompt: the group whose mean is the baseline."""
     max_completion_len: OneOrMore = 512
     """Tokens a completion may have."""
-    temperature: Positive = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     top_k: OneOrMore | None = None
     """Sample among the k likeliest tokens only.
@@ -179,7 +196,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     rollout_fn: Function | None = None
     """`f(server, prompt, sampling) -> completions` in place of `server.generate`:
     see `recipes/tool_calculator.py`."""
-    replay: str | None = None
+    replay: PathOrName | None = None
     """`output_dir` of an earlier run with `save_rollouts`:
     train on its completions, in their order, with no server."""
     max_staleness: ZeroOrMore = 1
@@ -243,11 +260,11 @@ class TrainConfig(metaclass=_OneLineErrors):
     importance_level: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or the geometric mean of a completion's (GSPO)."""
     epsilon: NotNegative | None = None
-    """Lower clip: ratios below 1 - epsilon give no further gradient;
+    """Lower clip: below a ratio of 1 - epsilon a negative advantage gives no further gradient;
     None: 0.2, and for cispo no lower bound."""
     epsilon_high: NotNegative | None = None
-    """Upper clip: 1 + epsilon_high; None takes epsilon, or 0.2 where that is None too.
-    DAPO uses 0.28."""
+    """Upper clip: 1 + epsilon_high; None takes epsilon, or 0.2 for cispo, and where
+    that is None too. DAPO uses 0.28."""
     delta: Positive | None = None
     """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4);
     None sets no bound."""
@@ -264,7 +281,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Lower bound on w, for the masks."""
     beta: NotNegative = 0.0
     """Weight of the KL penalty (k3) to the reference; 0 keeps no reference model."""
-    reference_id: str | None = None
+    reference_id: PathOrName | None = None
     """Model behind `ref_logprobs`, of the same vocabulary, as a teacher;
     None: the initial policy."""
     reference_urls: Values[Address] | None = None
@@ -293,18 +310,18 @@ class TrainConfig(metaclass=_OneLineErrors):
     learning_rate: NotNegative = 1e-6
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up: constant, or falling to 0 at the last step."""
+    """Shape after warm-up: constant, or falling to 0 behind the last step."""
     warmup_ratio: Fraction = 0.0
     """Share of all steps over which the learning rate rises linearly."""
     weight_decay: NotNegative = 0.0
-    """AdamW's decoupled weight decay, on matrices only."""
+    """AdamW's decoupled weight decay, of all weights but biases and norms."""
     adam_beta1: BelowOne = 0.9
     """Decay of AdamW's first moment."""
     adam_beta2: BelowOne = 0.999
     """Decay of AdamW's second moment."""
     grad_norm: NotNegative = 1.0
     """Gradients are clipped to this global norm; 0 clips nothing."""
-    seed: int = 42
+    seed: Annotated[int, Field(title="int >= -1e+18 and <= 1e+18", ge=-(10**18), le=10**18)] = 42
     """Seeds the order of prompts, LoRA's start and dropout."""
     use_fsdp: bool = False
     """Shard weights, gradients and optimizer state over the ranks (FSDP2)
@@ -321,7 +338,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Seconds after which a collective that some rank never entered ends the run."""
 
     # -- logs and checkpoints ----------------------------------------------------------------------
-    output_dir: str = "outputs"
+    output_dir: PathOrName = "outputs"
     """Folder for metrics, completions and checkpoints."""
     log_steps: OneOrMore = 1
     """Steps between lines on the terminal; `metrics.jsonl` has every step."""
@@ -343,7 +360,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Steps between checkpoints, beside the last; 0 saves only the last."""
     keep_last_n: OneOrMore | None = None
     """Keep this many of the run's last checkpoints; None keeps all."""
-    resume_from_checkpoint: str | None = None
+    resume_from_checkpoint: PathOrName | None = None
     """A `checkpoint-<step>` to go on from,
     or `auto`: the newest one in `output_dir`, if there is one."""
     max_skipped_steps: OneOrMore = 10
@@ -360,6 +377,8 @@ class TrainConfig(metaclass=_OneLineErrors):
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
         if len(set(names) - {""}) < len(names):
             raise UserError("reward_funcs: each needs a __name__ of its own, for its metric")
+        if self.accuracy_func and self.accuracy_func not in names:
+            raise UserError(f"accuracy_func={self.accuracy_func}: it is none of reward_funcs")
         if self.reward_weights and len(self.reward_weights) != len(names):
             raise UserError("reward_weights must be as many as reward_funcs")
 
@@ -385,9 +404,14 @@ class TrainConfig(metaclass=_OneLineErrors):
                 raise UserError("replay must be another folder than output_dir")
             if self.reference_urls:
                 raise UserError("replay asks no server: unset reference_urls, and set reference_id")
-        taken = ", ".join(sorted(_RESERVED.intersection(self.sampling_params or {})))
-        if taken:
-            raise UserError(f"sampling_params may not set {taken}: use the fields of TrainConfig")
+        if 0 < self.eval_temperature < 0.01:
+            raise UserError("eval_temperature must be 0 or at least 0.01, which vLLM takes it for")
+        if self.sampling_params:
+            from rollouts.vllm_params import fault_in
+
+            fault = fault_in(self.sampling_params, self.max_completion_len)
+            if fault:
+                raise UserError(f"sampling_params{fault}")
 
         self._refuse_settings_without_effect()
 
@@ -407,7 +431,10 @@ class TrainConfig(metaclass=_OneLineErrors):
             refuse("without push_to_hub", "hub_repo_id", "hub_private")
 
         if not self.eval_sets:
-            refuse("without eval_dataset_id", "eval_steps", "eval_generations", "eval_temperature")
+            refuse(
+                "without eval_dataset_id",
+                "eval_steps", "eval_generations", "eval_temperature", "accuracy_func",
+            )  # fmt: skip
         if self.eval_temperature == 0:
             refuse("with eval_temperature=0: all of them would be the same", "eval_generations")
         if not any(_is_dataset_name(source) for source in self.eval_sets.values()):
@@ -460,7 +487,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         """The upper clip in use: `epsilon_high`, or its stand-in where None."""
         if self.epsilon_high is not None:
             return self.epsilon_high
-        if self.epsilon is not None:
+        if self.epsilon is not None and self.loss_type != "cispo":
             return self.epsilon
         return 0.2
 
@@ -515,7 +542,7 @@ _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field 
 
 def _is_dataset_name(source: Any) -> bool:
     """True for a data set's name, which is neither file nor function."""
-    return isinstance(source, str) and not source.endswith((".jsonl", ".parquet"))
+    return isinstance(source, str) and not source.endswith((".jsonl", ".json", ".csv", ".parquet"))
 
 
 def changed_fields(config: TrainConfig) -> set[str]:
@@ -593,13 +620,19 @@ def load_recipe(path: str) -> ModuleType:
         sys.path.append(str(folder))  # the last place, as it must hide no library
     name = ".".join(file.relative_to(folder).with_suffix("").parts)
 
+    if "." in file.stem:
+        raise UserError(f"recipe {path}: Python imports no name with a dot: rename it")
     try:
         spec = importlib.util.find_spec(name)
         if not spec or Path(spec.origin or "").resolve() != file:
             raise ImportError("no such file, or another module has its name: rename it")
         module = importlib.import_module(name)
     except (ImportError, SyntaxError) as error:
-        raise UserError(f"recipe {path}: {error}") from error
+        module_name = str(getattr(error, "name", None))
+        cure = ""
+        if file.with_name(f"{module_name}.py").is_file() and module_name in sys.modules:
+            cure = f"; {module_name} is the trainer's own: rename {module_name}.py beside it"
+        raise UserError(f"recipe {path}: {error}{cure}") from error
 
     if not isinstance(getattr(module, "config", None), TrainConfig):
         raise UserError(f"{path} defines no `config = TrainConfig(...)`")
@@ -620,6 +653,8 @@ def parse_args(argv: list[str]) -> TrainConfig:
     sys.path.append(str(Path.cwd()))  # for dotted paths
     recipe = load_recipe(path) if path else None
     values = {name: _parsed(word, _HINTS[name], recipe) for name, word in vars(given).items()}
+    if isinstance(values.get("stop"), list):  # a shell leaves "\n" as two characters
+        values["stop"] = [str(stop).replace("\\n", "\n") for stop in values["stop"]]
     if unknown:  # TrainConfig refuses the first
         name = unknown[0].lstrip("-").partition("=")[0]
         values[name] = unknown[0]

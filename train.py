@@ -8,7 +8,7 @@ In reading order: advantages, the loss and its corrections, one step, the loop (
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from config import TrainConfig, UserError, parse_args
 from rollouts.group import Group
 from rollouts.rollouts import Rollouts
 from training.batching import Dealer, MicroBatch, Share
-from training.checkpoints import Checkpoints, find_checkpoint, locked, read_state
+from training.checkpoints import Checkpoints, find_start, locked
 from training.logs import RunLog
 from training.metrics import TokenSums
 from training.model import (
@@ -32,7 +32,6 @@ from training.model import (
     with_bf16,
 )
 from utils import (
-    Stopped,
     exits,
     is_main,
     naming,
@@ -187,22 +186,22 @@ def grpo_loss(
     return per_token.sum(), sums
 
 
-def loss_normalizer(trained_lengths: list[int], config: TrainConfig) -> float:
+def loss_normalizer(num_completions: int, num_tokens: int, config: TrainConfig) -> float:
     """The number that divides an update's summed gradient.
 
     Args:
-        trained_lengths: the number of trained tokens of each completion, which may be 0: of the
-            mini-batch, or of the whole batch where `config.weighs_tokens_alike` (dapo, cispo).
+        num_completions: of the mini-batch, those without a trained token too.
+        num_tokens: tokens that train; both are of the whole batch where
+            `config.weighs_tokens_alike` (dapo, cispo).
         config: loss_type, max_completion_len, num_minibatches.
     """
     if config.loss_type == "grpo":
-        return max(len(trained_lengths), 1)
+        return max(num_completions, 1)
     if config.loss_type == "dr_grpo":
-        return max(len(trained_lengths), 1) * config.max_completion_len
-    num_tokens = max(sum(trained_lengths), 1)
-    if config.weighs_tokens_alike:  # these are the batch's: all mini-batches divide by their mean
-        return num_tokens / config.num_minibatches
-    return num_tokens  # bnpo
+        return max(num_completions, 1) * config.max_completion_len
+    if config.weighs_tokens_alike:  # all mini-batches divide by the batch's mean
+        return max(num_tokens, 1) / config.num_minibatches
+    return max(num_tokens, 1)  # bnpo
 
 
 def off_policy_weights(
@@ -246,12 +245,15 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
     dealer = Dealer(dist.get_world_size(), config)
     is_complete = False
     while not is_complete:
-        groups, is_complete = rollouts.take(dealer.missing_tokens())  # rank 0's number counts
-        shares_of_ranks = None
-        if is_main():
-            set_advantages(groups, config)
-            shares_of_ranks = dealer.deal(groups, is_complete)
-        yield from scatter_objects(shares_of_ranks)
+        groups, is_last = rollouts.take(dealer.missing_tokens())  # rank 0's number counts
+        shares_of_ranks: list[list[Share]] = [[]] * dist.get_world_size()  # after a failure
+        with rollouts.noting_failure():
+            if is_main():
+                set_advantages(groups, config)
+                shares_of_ranks = dealer.deal(groups, is_last)
+        shares = scatter_objects(shares_of_ranks)
+        yield from shares
+        is_complete = is_last and bool(shares)  # else `take` tells all ranks of the failure
 
 
 def train_batch(
@@ -274,7 +276,7 @@ def train_batch(
     for iteration in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
         for share in shares:
-            ends_update = share.trained_lengths is not None
+            ends_update = share.num_trained is not None
             for micro_batch in share.micro_batches:
                 # DDP reduces gradients in an update's last backward; FSDP2 does not look at this.
                 is_last = micro_batch is share.micro_batches[-1]
@@ -286,8 +288,8 @@ def train_batch(
                     policy, reference, micro_batch.to(device), token_sums, compares_servers, config
                 )
 
-            if share.trained_lengths is not None:
-                normalizer = loss_normalizer(share.trained_lengths, config)
+            if share.num_trained is not None:
+                normalizer = loss_normalizer(*share.num_trained, config)
                 grad_norms.append(optimizer_step(policy, optimizer, scheduler, normalizer, config))
                 token_sums.totals["loss"] += loss_sum / normalizer / config.updates_per_batch
                 loss_sum = torch.zeros((), device=device)
@@ -307,9 +309,8 @@ def keep_trainer_logprobs(
         for micro_batch in share.micro_batches:
             row = micro_batch.to(device)
             with torch.no_grad():
-                micro_batch.trainer_logprobs = token_logprobs(
-                    policy, row.packed, row.images, config
-                )
+                logprobs = token_logprobs(policy, row.packed, row.images, config)
+            micro_batch.trainer_logprobs = logprobs
 
 
 def add_gradient(
@@ -376,8 +377,7 @@ def main(config: TrainConfig) -> None:
         from training.hooks import check_loss
 
         check_loss(config)
-    checkpoint = find_checkpoint(config)
-    resumed = read_state(checkpoint) if checkpoint else None
+    checkpoint, resumed = find_start(config)
     with (
         process_group(config.collective_timeout) as device,
         locked(Path(config.output_dir)),
@@ -387,8 +387,7 @@ def main(config: TrainConfig) -> None:
         if is_main() and config.advantage_fn and not config.rollout_fn:
             from training.hooks import trial_groups
 
-            # For its errors alone. Made-up groups would lack the `info` that a rollout_fn gives.
-            set_advantages(trial_groups(rollouts.prompts, config), config)
+            set_advantages(trial_groups(rollouts.prompts, config), config)  # for its errors alone
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = share_prefixes(policy, config, rollouts.example)
@@ -399,7 +398,10 @@ def main(config: TrainConfig) -> None:
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
         step = checkpoints.resume(checkpoint)
         num_skipped = 0
-        with closing(RunLog(config, rollouts.num_steps, resumed)) as log, suppress(Stopped):
+        with (
+            closing(RunLog(config, rollouts.num_steps, resumed, rollouts.noting_failure)) as log,
+            checkpoints.saving(rollouts, log),
+        ):
             rollouts.publish(policy, step)  # from now on threads sample and score groups
             if step == 0:
                 evaluated, held_out = rollouts.evaluate(0)
@@ -427,7 +429,6 @@ def main(config: TrainConfig) -> None:
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())
 
-        checkpoints.finish(step, rollouts.state() | log.state(), step == rollouts.num_steps)
         raise_failure(rollouts, num_skipped, config)
 
 

@@ -2,7 +2,6 @@
 
 import ctypes
 import io
-import math
 import os
 import re
 import signal
@@ -101,10 +100,10 @@ def broadcast_object(value: Any) -> Any:
 def scatter_objects(values: list[Any] | None) -> Any:
     """Item r of rank 0's list, on rank r.
 
-    Collective: every rank calls it, those other than 0 with None.
+    Collective: every rank calls it; the values of ranks other than 0 are not read.
     """
     box: list[Any] = [None]
-    dist.scatter_object_list(box, values, src=0, group=_from_main)
+    dist.scatter_object_list(box, values if is_main() else None, src=0, group=_from_main)
     return box[0]
 
 
@@ -165,15 +164,17 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
 
     A second one ends the process at once, as torchrun does 30 s after its own.
     """
-    first_s = math.inf
+    received_s: list[float] = []  # when signals came
+    # A terminal sends Ctrl-C to all, and torchrun then passes its own on: that is the same one.
+    num_copies = 1 if "TORCHELASTIC_RUN_ID" in os.environ else 0
 
     def note(number: int, _: Any) -> None:
-        nonlocal first_s
-        # Before that it is the same one, which torchrun passes on.
-        if time.monotonic() > first_s + 0.5:
+        now_s = time.monotonic()
+        is_copy = len(received_s) <= num_copies and now_s <= min(received_s, default=0.0) + 0.5
+        if is_main() and received_s and not is_copy:
             os._exit(128 + number)
-        if not stop.is_set() and is_main():
-            first_s = time.monotonic()
+        received_s.append(now_s)
+        if is_main() and len(received_s) == 1:
             line = (
                 f"{signal.Signals(number).name}: saving the last whole step "
                 "(--resume_from_checkpoint auto goes on from it); once more ends at once\n"

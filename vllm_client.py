@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import UserError
-from rollouts.group import ENVIRONMENT, FOREIGN, Completion, spans_to_versions
+from rollouts.group import CUT, ENVIRONMENT, FOREIGN, Completion, spans_to_versions
 from utils import RIGHT_VLLM, api_token
 from weights.transfer import TransferGroup, address_towards
 
@@ -91,7 +91,7 @@ def completion_of(choice: _Choice) -> Completion:
     """
     token_ids = choice.token_ids or []
     num_tokens = len(token_ids)
-    if num_tokens == 0 or choice.finish_reason not in ("stop", "length"):
+    if num_tokens == 0 or choice.finish_reason not in ("stop", *CUT):
         raise ServerLost(
             f"a server ended a completion by {choice.finish_reason!r} after {num_tokens} tokens"
         )
@@ -320,6 +320,8 @@ class Server:
     def _sampling_params(self, sampling: dict[str, Any], num: int) -> dict[str, Any]:
         """The caller's parameters, for `num` completions with log-probs and no forbidden token."""
         params = {**sampling, "n": num, "logprobs": 0}
+        if params.get("stop"):  # which may be special tokens, as `</answer>` in some vocabularies
+            params["skip_special_tokens"] = False
         if self.forbidden:
             given = sampling.get("logit_bias") or {}
             # -100 is the lowest that the server takes, and as good as -inf

@@ -261,7 +261,8 @@ class AccessGuard:
 
 def _announce(state: Any) -> None:
     """Print the server's address, once it serves."""
-    address = f"http://{state.args.host}:{state.args.port}"
+    host = f"[{state.args.host}]" if ":" in str(state.args.host) else state.args.host
+    address = f"http://{host}:{state.args.port}"
     max_len = state.vllm_config.model_config.max_model_len
     print(f"serving at {address}, up to {max_len} tokens", flush=True)
 

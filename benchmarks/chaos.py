@@ -33,7 +33,7 @@ from benchmarks.common import report
 from benchmarks.local_server import local_server
 from config import TrainConfig, parse_args
 from rollouts.data import leave_out_long, load_prompts
-from training.checkpoints import find_checkpoint
+from training.resume import find_checkpoint
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

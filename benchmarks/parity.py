@@ -314,7 +314,8 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
                     config,
                 )[0]
             )
-        loss = loss / loss_normalizer(shares[0].trained_lengths, config)
+        num_completions, num_tokens = shares[0].num_trained
+        loss = loss / loss_normalizer(num_completions, num_tokens, config)
         gradients += torch.autograd.grad(loss, logprobs)
         losses.append(loss.detach())
     return Figures(torch.stack(losses), torch.stack(gradients))

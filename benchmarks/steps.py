@@ -168,7 +168,9 @@ def measure(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
 
     def step() -> None:
         metrics.update(
-            train_batch(policy, None, optimizer, scheduler, [Share(rows, [1])], config, device)[0]
+            train_batch(policy, None, optimizer, scheduler, [Share(rows, (1, 1))], config, device)[
+                0
+            ]
         )
 
     step()

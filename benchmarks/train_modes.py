@@ -208,7 +208,13 @@ def shares(is_quick: bool) -> dict[str, Any]:
 
         def step() -> None:
             train_batch(
-                policy, None, optimizer, scheduler, [Share([micro_batch(row)], [1])], config, device
+                policy,
+                None,
+                optimizer,
+                scheduler,
+                [Share([micro_batch(row)], (1, 1))],
+                config,
+                device,
             )
 
         step()

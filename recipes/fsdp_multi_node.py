@@ -6,9 +6,8 @@ r"""Qwen2.5-14B-Instruct over two nodes for the trainer, and one for the servers
 It writes a batch script for Slurm: `sbatch job.sh`. Without Slurm, docs/scale.md has the commands
 for each node.
 
-Meant for 24 GPUs of 80 GB, eight to a node; every rank loads the whole model into host memory first
-(60 GB in float32, eight ranks to a node: 0.5 TB). Not measured here; no public curve to compare
-with is known.
+Meant for 24 GPUs of 80 GB, eight to a node; while it loads, rank 0 alone holds the whole model in
+host memory (60 GB in float32). Not measured here; no public curve to compare with is known.
 """
 
 from dataclasses import replace

@@ -3,8 +3,8 @@
     python train.py recipes/tiny.py --loss_fn recipes.losses.sapo
 
 They have the arguments of `train.grpo_loss`, and are sums over tokens, weighted by `loss_type` and
-with β·k3 as there. A log-ratio is bounded to ±20, beyond which it has no gradient. DPPO and
-DeepSeek compare with the sampler's policy: set `old_logprobs="sampler"` for those.
+with β·k3 or β·ρ·k3 as there. A log-ratio is bounded to ±20, beyond which it has no gradient. DPPO
+and DeepSeek compare with the sampler's policy: set `old_logprobs="sampler"` for those.
 """
 
 import torch
@@ -26,7 +26,7 @@ def sapo(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, con
     ratio = bounded_log_ratio(logprobs, old_logprobs, mask).exp()
     tau = torch.full_like(advantages, TAU_POSITIVE).where(advantages > 0, TAU_NEGATIVE)
     per_token = -torch.sigmoid(tau * (ratio - 1)) * 4 / tau * advantages
-    return _total(per_token, logprobs, ref_logprobs, mask, completion, config)
+    return _total(per_token, logprobs, old_logprobs, ref_logprobs, mask, completion, config)
 
 
 def dppo_tv(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
@@ -74,7 +74,7 @@ def off_policy_sequence_mask(
     clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages).where(~is_off, 0.0)
     counts = {"loss/off_policy": is_off}
-    return _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts)
+    return _total(per_token, logprobs, old_logprobs, ref_logprobs, mask, completion, config, counts)
 
 
 def _probability_of_others(logprobs):
@@ -99,15 +99,16 @@ def _dppo(divergence, logprobs, old_logprobs, ref_logprobs, advantages, mask, co
     per_token = -ratio.clamp(max=MAX_RATIO) * advantages * logprobs
     per_token = per_token.where(~(low | high), 0.0)
     counts = {"clip_ratio/low": low, "clip_ratio/high": high}
-    return _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts)
+    return _total(per_token, logprobs, old_logprobs, ref_logprobs, mask, completion, config, counts)
 
 
-def _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts=()):
+def _total(per_token, logprobs, old_logprobs, ref_logprobs, mask, completion, config, counts=()):
     """The loss sum of trained tokens, with β·k3, and sums for metrics.
 
     Args:
         per_token: the loss of each token [N].
         logprobs: as all the others, an argument of `train.grpo_loss`.
+        old_logprobs: read where β > 0 and kl_gradient is reverse.
         ref_logprobs: read where β > 0.
         mask: 1 on the tokens that train.
         completion: the number of each token's completion.
@@ -122,7 +123,10 @@ def _total(per_token, logprobs, ref_logprobs, mask, completion, config, counts=(
     if config.beta > 0:
         log_gap = bounded_log_ratio(ref_logprobs, logprobs, mask)
         k3 = log_gap.exp() - log_gap - 1
-        per_token = per_token + config.beta * k3
+        penalty = k3
+        if config.kl_gradient == "reverse":
+            penalty = bounded_log_ratio(logprobs, old_logprobs, mask).exp() * k3
+        per_token = per_token + config.beta * penalty
         sums["kl"] = k3.detach().sum()
 
     per_token = torch.where(trains, per_token, 0.0)

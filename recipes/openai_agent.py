@@ -28,7 +28,7 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -45,6 +45,7 @@ from recipes.openai_protocol import (
 )
 from recipes.turns import turn_ids
 from rollouts.group import Completion
+from rollouts.scoring import spoken
 from vllm_client import ServerError
 
 
@@ -54,11 +55,11 @@ def trained(
     """A `rollout_fn` that runs `agent(base_url, prompt)` in a thread per rollout.
 
     Args:
-        agent: asks `base_url`; returns columns for the rewards, or None. What it raises ends the
-            run. May be async.
+        agent: asks `base_url`; returns columns for the rewards, or None. Where it raises, its
+            group is not trained. May be async.
         max_len: tokens of a prompt and its reply at most; longer prompts get OpenAI's
-            `context_length_exceeded`. Not over `max_tokens_per_gpu` and the server's
-            `--max-model-len`.
+            `context_length_exceeded`, and where the agent raises it the rollout ends there, cut.
+            Not over `max_tokens_per_gpu` and the server's `--max-model-len`.
         parse_calls: finds the calls of tools in a reply's text, as `hermes_calls` does.
     """
 
@@ -72,6 +73,7 @@ def trained(
         with ThreadPoolExecutor(sampling["n"]) as pool:
             return list(pool.map(run, range(sampling["n"])))
 
+    rollout_fn.info_names = ("messages",)  # type: ignore[attr-defined]
     return rollout_fn
 
 
@@ -122,6 +124,7 @@ class _Rollout:
         self.lock = threading.Lock()
         self.calls: list[_Call] = []
         self.failure: ServerError | None = None
+        self.is_full = False  # a request found no room for a reply
         self.base_url = f"http://127.0.0.1:{_loopback().server_port}/{self.id}/v1"
 
     def run(self, agent: Callable[[str, Any], Any], prompt: Any) -> dict[str, Any]:
@@ -140,7 +143,9 @@ class _Rollout:
         except Exception:
             if self.failure:  # then the agent's is only what came of it
                 raise self.failure from None
-            raise
+            if not self.is_full:
+                raise
+            info = None
         finally:
             del ROLLOUTS[self.id]
 
@@ -202,7 +207,9 @@ class _Rollout:
         }
         (call.reply,) = self.server.generate(call.ids, params)
 
-        text = self.server.tokenizer.decode(call.reply.token_ids, skip_special_tokens=True)
+        is_ended = call.reply.finish_reason == "stop"
+        kept = params.get("stop_token_ids", ())
+        text = spoken(call.reply.token_ids.tolist(), self.server.tokenizer, is_ended, kept)
         if stops:  # which a reply leaves out; it trains
             text = re.split("|".join(map(re.escape, stops)), text, maxsplit=1)[0]
         content, calls = self.parse_calls(text)
@@ -271,6 +278,7 @@ class _Rollout:
         wanted = request.get("max_completion_tokens") or request.get("max_tokens") or most
         room = min(wanted, most, self.max_len - len(call.ids))
         if room < 1:
+            self.is_full = True
             if call.previous:
                 call.previous.is_continued = False
             raise _TooLong(
@@ -297,6 +305,8 @@ class _Rollout:
 
         last = arrived[-1]
         completion = joined.pop(last)
+        if self.is_full:
+            completion = replace(completion, finish_reason="length")
         completion.info = {"messages": [*last.messages, last.said], **info}
         return [*joined.values(), completion]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from config import TrainConfig, UserError, parse_args
+from config import TrainConfig, UserError, changed_fields, parse_args
 from rollouts.data import leave_out_long, load_prompts, new_groups
 from rollouts.group import Group, Prompt
 from rollouts.processor import load_processor, tokenizer_of
@@ -23,7 +23,7 @@ from rollouts.sampling import sample_group
 from rollouts.scoring import Scorer
 from rollouts.servers import ServerPool
 from train import grpo_loss, loss_normalizer, off_policy_weights, optimizer_step, set_advantages
-from training.batching import Dealer, all_trained_lengths
+from training.batching import Dealer, num_trained
 from training.model import (
     build_optimizer,
     build_policy,
@@ -34,6 +34,9 @@ from training.model import (
 from utils import exits, process_group
 from vllm_client import ServerError
 from weights.publish import published_weights
+
+# Settings of train.py that would change what is trained, and that this loop does not read.
+LEFT_OUT = {"loss_fn", "replay", "drop_zero_advantage", "resume_from_checkpoint"}
 
 
 def plain_loop(
@@ -76,7 +79,7 @@ def plain_loop(
             loss.backward()
 
         # 4. One division for all rows, and a step.
-        normalizer = loss_normalizer(all_trained_lengths(groups, config), config)
+        normalizer = loss_normalizer(*num_trained(groups, config), config)
         norm = optimizer_step(policy, optimizer, scheduler, normalizer, config)
         reward = sum(sum(group.reward) for group in groups) / len(groups) / config.num_generations
         print(f"step {step + 1}/{num_steps} · reward {reward:.4g} · grad_norm {norm:.4g}")
@@ -90,7 +93,13 @@ def main(config: TrainConfig) -> None:
         UserError: the config asks for a part of train.py that this loop leaves out.
     """
     if config.has_reference or config.updates_per_batch > 1 or config.max_staleness:
-        raise UserError("plain_loop has no reference, second update or max_staleness: use train.py")
+        raise UserError(
+            "plain_loop has no reference, second update or staleness: set --max_staleness 0, or "
+            "use train.py"
+        )
+    left_out = sorted(LEFT_OUT & changed_fields(config))
+    if left_out:
+        raise UserError(f"plain_loop leaves out {', '.join(left_out)}: use train.py")
     config = with_bf16(config)
     tokenizer = tokenizer_of(load_processor(config))
     prompts = load_prompts(config.dataset_id, config.dataset_split, tokenizer, config)

@@ -32,7 +32,7 @@ UNIT = re.compile(
     r"|yard)(e?s)?(\^\d|\^\{\d\})?$"
 )
 NO_NUMBER = re.compile(r"\d_|\^\{[^{}^]{0,9}\^|\^\d*\^|(\^|\*\*)[{(]?\d{6}|\*\*\d+\*\*")
-FORMAT = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+FORMAT = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
 MAX_LEN = 1000  # of an answer that is looked at as mathematics
 MATH_TIMEOUT_S = 2  # to parse, and to compare: some expressions take sympy for ever
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
@@ -351,13 +351,16 @@ def _value(node: ast.expr, used: list[int]) -> Fraction:
 def format_reward(completions: list[str], **_: Any) -> list[float]:
     """1 where the completion is `<think>...</think>` and then `<answer>...</answer>`, else 0.
 
-    Each once. DeepSeek-R1's format (arXiv:2501.12948); white space around the parts is free.
+    Each once. DeepSeek-R1's format (arXiv:2501.12948); white space around the parts is free. The
+    first `<think>` may be missing: many chat templates, and prefills, end the prompt with it.
     """
     return [float(_has_format(text)) for text in completions]
 
 
 def _has_format(text: str) -> bool:
-    for tag in ("<think>", "</think>", "<answer>", "</answer>"):
+    if text.count("<think>") > 1:
+        return False
+    for tag in ("</think>", "<answer>", "</answer>"):
         if text.count(tag) != 1:
             return False
     return FORMAT.fullmatch(text) is not None

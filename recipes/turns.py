@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from rollouts.scoring import spoken
+
 
 def turn_ids(
     tokenizer: Any,
@@ -34,7 +36,7 @@ def turn_ids(
         )
 
     reply = tokenizer.decode(reply_ids)
-    said = tokenizer.decode(reply_ids, skip_special_tokens=True)
+    said = spoken([int(token_id) for token_id in reply_ids], tokenizer)
     before = rendered(messages)
     after = rendered([*messages, {"role": "assistant", "content": said}, *then])
     if not after.startswith(before):

@@ -3,7 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -14,9 +14,11 @@ import torch
 
 from config import TrainConfig, UserError
 from rollouts.group import Group, Prompt
-from rollouts.processor import as_text, placeholder_ids, tokenizer_of
+from rollouts.processor import as_ids, as_text, placeholder_ids, tokenizer_of
 from rollouts.scoring import REWARD_ARGUMENTS, check_rewards
 from utils import naming
+
+MAX_STREAMED = 10_000_000  # rows of a stream, which may be endless
 
 
 def load_rows(
@@ -25,7 +27,7 @@ def load_rows(
     """The rows of a data set, after `collate_fn`.
 
     Args:
-        source: a function, a `.jsonl` or `.parquet` file, or a `datasets` name.
+        source: a function, a `.jsonl`, `.json`, `.csv` or `.parquet` file, or a `datasets` name.
         split: the split of a `datasets` name.
         config: dataset_id, dataset_config, collate_fn.
 
@@ -38,7 +40,10 @@ def load_rows(
     if collate_fn:
         where += ", through collate_fn, which gets the list of all rows"
     with naming(where):
-        rows = list(source()) if callable(source) else _stored_rows(source, split, config)
+        if callable(source):
+            rows = _returned_rows(source, config)
+        else:
+            rows = _stored_rows(source, split, config)
         if collate_fn:
             rows = collate_fn(rows)
     if not rows:
@@ -46,19 +51,58 @@ def load_rows(
     return rows
 
 
+def _returned_rows(source: Callable[[], Any], config: TrainConfig) -> list[dict[str, Any]]:
+    """The rows of a function; of a stream no more than the steps can take."""
+    rows = source()
+    if isinstance(rows, Mapping) or type(rows).__name__ == "DataFrame":
+        raise ValueError(f"it returned a {type(rows).__name__}, and no list of rows")
+    if hasattr(rows, "__len__"):
+        return list(rows)
+
+    most = MAX_STREAMED
+    if source is config.dataset_id and config.max_steps:
+        most = min(most, config.max_steps * config.batch_size)
+    rows = list(itertools.islice(rows, most))
+    if len(rows) == MAX_STREAMED:
+        raise ValueError(f"it goes on after {MAX_STREAMED} rows: set max_steps, or end it")
+    return rows
+
+
 def _stored_rows(source: str, split: str, config: TrainConfig) -> list[dict[str, Any]]:
-    if source.endswith(".jsonl"):
-        return _jsonl_rows(Path(source))
+    path = Path(source)
+    if path.suffix == ".jsonl":
+        return _jsonl_rows(path)
+    if path.suffix == ".json":
+        rows = json.loads(path.read_text("utf-8-sig"))
+        if not isinstance(rows, list):
+            raise ValueError("it is no list of rows")
+        return rows
     from datasets import load_dataset
 
-    if source.endswith(".parquet"):
-        dataset = load_dataset("parquet", data_files=source, split="train")
+    if path.suffix in (".csv", ".parquet"):
+        dataset = load_dataset(path.suffix[1:], data_files=source, split="train")
     else:
         subset = config.dataset_config if source == config.dataset_id else None
         dataset = load_dataset(source, subset, split=split)
     if len(dataset) == 0:
         return []
-    return list(dataset.to_iterable_dataset().decode(False))  # images stay bytes and paths
+    rows = list(dataset.to_iterable_dataset().decode(False))  # images stay bytes and paths
+    for row in rows:
+        if isinstance(row.get("prompt"), list):
+            row["prompt"] = _without_nulls(row["prompt"])
+    return rows
+
+
+def _without_nulls(value: Any) -> Any:
+    """Messages without the null values that columns of one type give to all their rows.
+
+    Else a tool would be called with the arguments of all others.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
@@ -106,16 +150,20 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     Raises:
         ValueError: the row makes no prompt; the message says why.
     """
-    content = row.get("prompt")
-    if not isinstance(content, str | list):
+    if not isinstance(row, dict):
+        raise ValueError(f"it is no dictionary of columns: {row!r:.100}")
+    if "prompt" not in row:
         raise ValueError(f"it has no `prompt` (string or chat messages), but {sorted(row)}")
+    content = row["prompt"]
+    if not isinstance(content, str | list) or content == []:
+        raise ValueError(f"its `prompt` is no string and no list of messages: {content!r:.100}")
     columns = config.extra_columns
     if columns is None:
         columns = [name for name in row if name not in ("prompt", "image", "images")]
-    taken = set(REWARD_ARGUMENTS) & set(columns)
+    taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())} & set(columns)
     if taken:
         raise ValueError(
-            f"its column {taken.pop()} has the name of a reward's own argument: rename it"
+            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
         )
 
     images: list[Any] = []
@@ -126,9 +174,9 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     if images and not hasattr(processor, "image_processor"):
         raise ValueError(f"it has images, and model_id={config.model_id} takes none")
 
-    text, adds_special_tokens = as_text(processor, content, len(images), config)
+    text, needs_beginning = as_text(processor, content, len(images), config)
     tokenizer = tokenizer_of(processor)
-    token_ids = tokenizer(text, add_special_tokens=adds_special_tokens)["input_ids"]
+    token_ids = as_ids(text, tokenizer, needs_beginning)
     unfilled = set(placeholder_ids(processor)) & set(token_ids)
     if images:
         unfilled.discard(processor.image_token_id)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
+from typing import Any
 
 from config import TrainConfig
 from rollouts.group import Group, Prompt
@@ -57,29 +58,48 @@ class Round:
 def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     """The `reward`, `rewards/<function>`, `accuracy` and `pass@k` of held-out groups.
 
-    `accuracy` is the share of completions with a reward of at least 1. Of n = `eval_generations`
+    `accuracy` is the share of right completions, by `verdicts`. Of n = `eval_generations`
     completions a problem, c of them right, `pass@k`, for k = 2, 4, ... and n, is the mean of
     1 - C(n-c, k) / C(n, k) (arXiv:2107.03374), unbiased. Completions without a reward count in
-    none of them.
+    none of them; where nothing says which are right, only rewards are given.
     """
-    valid_of_groups = []
+    rewards = []
     for group in groups:
-        valid_of_groups.append([reward for reward in group.reward if not math.isnan(reward)])
-    rewards = list(chain.from_iterable(valid_of_groups))
+        rewards += [reward for reward in group.reward if not math.isnan(reward)]
+    values = {"reward": mean(rewards), **reward_means(groups, config)}
 
-    values = {
-        "reward": mean(rewards),
-        "accuracy": mean([reward >= 1 for reward in rewards]),
-        **reward_means(groups, config),
-    }
+    verdicts_of_groups = verdicts(groups, config)
+    if verdicts_of_groups is None:
+        return values
+    values["accuracy"] = mean(list(chain.from_iterable(verdicts_of_groups)))
     for k in tries(config.eval_generations):
         chances = []
-        for valid in valid_of_groups:
-            if len(valid) >= k:
-                num_wrong = sum(reward < 1 for reward in valid)
-                chances.append(1 - math.comb(num_wrong, k) / math.comb(len(valid), k))
+        for found in verdicts_of_groups:
+            if len(found) >= k:
+                num_wrong = found.count(False)
+                chances.append(1 - math.comb(num_wrong, k) / math.comb(len(found), k))
         values[f"pass@{k}"] = mean(chances)
     return values
+
+
+def verdicts(groups: list[Group], config: TrainConfig) -> list[list[bool]] | None:
+    """For each group, which of its completions are right.
+
+    That function alone decides which `accuracy_func` names, right from a reward of 1 on; else the
+    first, if it gives nothing but 0 and 1. None where it gives other numbers.
+    """
+    functions: Any = config.reward_funcs
+    names = [function.__name__ for function in functions]
+    number = names.index(config.accuracy_func) if config.accuracy_func else 0
+    found = []
+    for group in groups:
+        given = [row[number] for row in group.rewards]
+        found.append([reward for reward in given if reward is not None])
+
+    is_binary = all(reward in (0, 1) for reward in chain.from_iterable(found))
+    if not is_binary and not config.accuracy_func:
+        return None
+    return [[reward >= 1 for reward in rewards] for rewards in found]
 
 
 def tries(most: int) -> list[int]:

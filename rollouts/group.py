@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import TrainConfig
-from prefix_attention import as_tokens, num_packed_tokens
+from config import TrainConfig, UserError
+from prefix_attention import as_tokens
 
 # In place of the policy version that sampled a token:
 FOREIGN = -1  # it was sampled by weights that this trainer never sent
 ENVIRONMENT = -2  # an environment wrote it, so it does not train
+
+CUT = ("length", "repetition")  # finish reasons of completions that did not end by themselves
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ class Completion:
 
     token_ids: Any  # [n] int64, with the end-of-sequence token, where one was sampled
     sampler_logprobs: Any  # [n] float32, nats, by the server: after temperature (and top-k/p)
-    finish_reason: str  # `stop` (the completion ended by itself) or `length` (it was cut off)
+    finish_reason: str  # `stop` (it ended by itself), or a reason of `CUT`
     weight_versions: Any  # [n] int64, the policy that sampled it, or ENVIRONMENT; an int is of all
     info: dict[str, Any] = field(default_factory=dict)  # an environment's columns for the rewards
     prompt_ids: Any = None  # [m] int64, its own prompt; None where that is the prompt of its group
@@ -207,12 +209,6 @@ class Group:
         oldest = [versions[0] for versions in self.versions if versions]
         return min(oldest, default=self.finished_version)
 
-    @property
-    def can_teach(self) -> bool:
-        """True where the group's rewards differ, so that its advantages do."""
-        valid = {reward for reward in self.reward if not math.isnan(reward)}
-        return len(valid) > 1
-
 
 @dataclass
 class Batch:
@@ -220,9 +216,29 @@ class Batch:
 
     groups: list[Group] = field(default_factory=list)
     dropped: dict[str, list[Group]] = field(
-        default_factory=lambda: {"stale": [], "zero_advantage": []}
+        default_factory=lambda: {"stale": [], "zero_advantage": [], "failed": []}
     )
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+def can_teach(group: Group, config: TrainConfig) -> bool:
+    """True where not all of a scored group's advantages are 0.
+
+    So it is where its rewards differ. An `advantage_fn` is asked, about the group alone, until the
+    group has its advantages.
+    """
+    if config.advantage_fn and group.advantages:
+        return any(group.advantages)
+    if config.advantage_fn:
+        advantage_fn: Any = config.advantage_fn
+        rewards = torch.tensor([group.reward], dtype=torch.float64)
+        return bool(advantage_fn(rewards, [group])[~rewards.isnan()].any())
+    valid = {reward for reward in group.reward if not math.isnan(reward)}
+    return len(valid) > 1
+
+
+class RolloutFailed(UserError):
+    """A `rollout_fn` gave a group no completions; the message says why."""
 
 
 Span = tuple[int, int, int]  # a policy version, and the tokens from start to end that it sampled
@@ -254,64 +270,3 @@ def spans_to_versions(spans: Sequence[Span], num_tokens: int) -> Tensor:
         versions[start:end] = version
         last_end = end
     return versions
-
-
-def as_completion(rollout: Completion | Sequence[Completion], prompt: Prompt) -> Completion:
-    """A rollout as one completion: its last segment, with the `earlier` ones.
-
-    The `info` of all segments is joined; prompts equal to the group's become None.
-
-    Raises:
-        ValueError: the rollout has no segment.
-    """
-    parts = [rollout] if isinstance(rollout, Completion) else rollout
-    segments = []
-    info: dict[str, Any] = {}
-    for part in parts:
-        for segment in part.segments:
-            prompt_ids = segment.prompt_ids
-            if prompt_ids is not None and prompt_ids.tolist() == prompt.token_ids:
-                prompt_ids = None
-            segments.append(replace(segment, prompt_ids=prompt_ids, earlier=[]))
-            info |= segment.info
-    if not segments:
-        raise ValueError("a rollout without a completion")
-    return replace(segments[-1], info=info, earlier=segments[:-1])
-
-
-def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:
-    """Refuse segments that no row of the policy takes, by a ValueError.
-
-    Args:
-        group: with its completions.
-        forbidden: tokens that stand for images, which no policy samples.
-        config: max_tokens_per_gpu, share_prefix, and the loss, which may need whole completions.
-    """
-    own_prompt, completions = group.sequences
-    # With images, the prompt of every segment must begin with the group's.
-    num_fixed = len(own_prompt) if group.prompt.images else 0
-    placeholders = torch.tensor(forbidden, dtype=torch.int64)
-    for pairs in completions:
-        num_tokens = max(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
-        if config.weighs_whole_completions:  # all segments stand in one row
-            apart = {0} if num_fixed else ()  # as `micro_batches` packs groups with images
-            num_positions = num_packed_tokens([(own_prompt, [pairs])], config.share_prefix, apart)
-            # A position predicts the next token, so a row has one fewer than tokens.
-            num_tokens = max(num_tokens, num_positions + 1)
-        if num_tokens > config.max_tokens_per_gpu:
-            raise ValueError(
-                f"a completion has {num_tokens} tokens with its prompt: raise max_tokens_per_gpu"
-            )
-
-        for prompt_ids, token_ids in pairs:
-            begins_alike = torch.equal(prompt_ids[:num_fixed], own_prompt[:num_fixed])
-            if len(prompt_ids) == 0 or not begins_alike:
-                raise ValueError(
-                    "a segment's prompt is empty, or does not begin with the group's, which has "
-                    "images"
-                )
-            text_ids = torch.cat([prompt_ids[num_fixed:], token_ids])
-            if torch.isin(text_ids, placeholders).any():
-                raise ValueError(
-                    "a completion has a placeholder of an image, which no policy takes"
-                )

@@ -6,12 +6,13 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import requests
 from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
-from rollouts.processor import IMAGE, as_text, tokenizer_of
+from rollouts.processor import IMAGE, as_ids, as_text, beginning_of, tokenizer_of
 from utils import naming
 
 PADDING_MARKS = {"image_sizes", "pixel_attention_mask"}  # inputs that tell the model its padding
@@ -70,7 +71,7 @@ def _without_images(message: dict[str, Any], places: list[Any]) -> dict[str, Any
         return message
     kept: list[dict[str, str]] = []  # without the keys that `datasets` adds for parts of other rows
     for part in parts:
-        kind = part.get("type")
+        kind = part.get("type") if isinstance(part, dict) else None
         if kind in ("image", "image_url"):
             places.append(
                 part.get("image") or part.get("url") or part.get("path") or part.get("image_url")
@@ -105,15 +106,44 @@ def image_source(source: Any) -> Any:
 def open_image(source: Any) -> Any:
     """A PIL image, upright and in RGB.
 
-    Args:
-        source: a PIL image, bytes, a path or a data URI.
-    """
-    from PIL import Image
-    from transformers.image_utils import load_image
+    Transparent pixels get a white ground; 16 bits, and floats from 0 to 1, are scaled to 8 bits.
 
+    Args:
+        source: a PIL image, bytes, a path, a data URI or its base64 alone.
+
+    Raises:
+        ValueError: its pixels have another range.
+    """
+    from PIL import Image, ImageOps
+
+    if isinstance(source, str) and not os.path.isfile(source):
+        try:
+            source = base64.b64decode(source.rpartition(",")[2], validate=True)
+        except ValueError:
+            raise FileNotFoundError(source) from None
     if isinstance(source, bytes):
-        source = Image.open(io.BytesIO(source))
-    return load_image(source)
+        source = io.BytesIO(source)
+    image = source if isinstance(source, Image.Image) else Image.open(source)
+    return _as_rgb(ImageOps.exif_transpose(image))
+
+
+def _as_rgb(image: Any) -> Any:
+    """An image in RGB as a viewer would show it, where PIL would blacken or cut off."""
+    from PIL import Image
+
+    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+        ground = Image.new("RGBA", image.size, "white")
+        ground.alpha_composite(image.convert("RGBA"))
+        image = ground
+    elif image.mode == "F" or image.mode.startswith("I"):
+        pixels = np.asarray(image, dtype=np.float64)
+        white = 1.0 if image.mode == "F" else 65535.0
+        if image.mode == "I" and pixels.max() <= 255:  # 8 bits, stored in 32
+            white = 255.0
+        if pixels.min() < 0 or pixels.max() > white:
+            raise ValueError(f"it has an image with pixels {pixels.min():g} to {pixels.max():g}")
+        image = Image.fromarray((pixels * (255 / white)).round().astype(np.uint8))
+    return image.convert("RGB")
 
 
 def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
@@ -125,17 +155,16 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     with naming(f"dataset row {prompt.index}"):
         sources = [image_source(source) for source in prompt.sources]
         images = [open_image(source) for source in sources]
-        text, adds_special_tokens = as_text(processor, prompt.content, len(images), config)
+        text, needs_beginning = as_text(processor, prompt.content, len(images), config)
         num_places = _num_places(text, len(images), processor)
         batch = processor(
-            text=[text],
-            images=[images],
-            add_special_tokens=adds_special_tokens,
-            return_tensors="pt",
+            text=[text], images=[images], add_special_tokens=False, return_tensors="pt"
         )
+        tokenizer = tokenizer_of(processor)
+        server_ids = as_ids(text, tokenizer, needs_beginning)
         token_ids = batch["input_ids"][0].tolist()
-        for_server = tokenizer_of(processor)(text, add_special_tokens=adds_special_tokens)
-        if num_places == 0 and token_ids == for_server.input_ids:
+        token_ids = beginning_of(token_ids, tokenizer, needs_beginning) + token_ids
+        if num_places == 0 and token_ids == server_ids:
             raise ValueError(
                 f"its prompt has no place for its {len(images)} images: use chat messages"
             )
@@ -149,7 +178,7 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         prompt,
         token_ids=token_ids,
         sources=sources,
-        images=Images(for_server.input_ids, len(token_ids), list(map(_data_uri, images)), inputs),
+        images=Images(server_ids, len(token_ids), list(map(_data_uri, images)), inputs),
     )
 
 

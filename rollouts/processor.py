@@ -1,6 +1,7 @@
 """The model's processor or tokenizer, and its chat template."""
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -89,11 +90,20 @@ def placeholder_ids(owner: Any) -> list[int]:
     return found
 
 
+# -- From messages to text -------------------------------------------------------------------------
+
+
 def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) -> tuple[str, bool]:
     """A string or chat messages as text, by the chat template.
 
+    A last message of the assistant is a prefill, from which the completion goes on: it follows as
+    it stands, as templates change the messages of the past.
+
     Returns:
-        The text, and True where the tokenizer still has to add special tokens (BOS).
+        The text, and True where the tokenizer's beginning (BOS) still has to come before it.
+
+    Raises:
+        ValueError: a message of which the template shows nothing.
     """
     owner = processor if getattr(processor, "chat_template", None) else tokenizer_of(processor)
     if isinstance(content, str):
@@ -101,38 +111,88 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
             return content, True
         content = [{"role": "user", "content": content}]
 
+    messages = [_in_parts(message) for message in content]
+    prefill = ""
+    if messages[-1]["role"] == "assistant":
+        last = messages.pop()
+        prefill = _text_of(last)
+        if last.get("tool_calls") or IMAGE in last["content"] or not messages:
+            raise ValueError("its last message is the assistant's, and nothing to go on from")
     takes_images = hasattr(processor, "image_processor")
     if takes_images:
-        content = _as_parts(content, num_images)
-    is_begun = content[-1]["role"] == "assistant"  # the completion goes on from there
-    text = owner.apply_chat_template(
-        content,
-        tokenize=False,
-        add_generation_prompt=not is_begun,
-        continue_final_message=is_begun,
-    )
-    if not takes_images:
-        return text, False
-    bos = tokenizer_of(processor).bos_token  # LLaVA's template leaves it to the tokenizer
-    return text, not (bos and text.startswith(bos))
+        _place_images(messages, num_images)
+    else:  # whose templates would show parts as nothing, or as Python
+        messages = [{**message, "content": _text_of(message)} for message in messages]
+
+    render = partial(owner.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    text = render(messages)
+    for number, message in enumerate(messages):
+        shown = _text_of(message)
+        changed = [*messages]
+        changed[number] = _changed(message)
+        if shown.strip() and render(changed) == text:
+            raise ValueError(
+                f"the chat template shows nothing of its {message['role']} message {shown!r:.100}"
+            )
+    return text + prefill, takes_images  # LLaVA's template leaves BOS to the tokenizer
 
 
-def _as_parts(messages: list[dict[str, Any]], num_images: int) -> list[dict[str, Any]]:
-    """Messages with contents in parts, as templates for images want.
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message with its content in parts, as templates for images want; none for null."""
+    parts = message.get("content") or []
+    if isinstance(parts, str):
+        parts = [{"type": "text", "text": parts}]
+    return {**message, "content": parts}
 
-    Images without a place in any message stand before the text of the first user message.
-    """
-    in_parts = []
+
+def _text_of(message: dict[str, Any]) -> str:
+    """The text of a message; of several parts one a line, as vLLM joins them."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if part["type"] == "text")
+
+
+def _changed(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with another text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": content + "0"}
+    changed = [part | {"text": part["text"] + "0"} if "text" in part else part for part in content]
+    return {**message, "content": changed}
+
+
+def _place_images(messages: list[dict[str, Any]], num_images: int) -> None:
+    """Put images without a place in any message before the text of the first user message."""
+    if any(IMAGE in message["content"] for message in messages):
+        return
     for message in messages:
-        parts = message.get("content") or []
-        if isinstance(parts, str):
-            parts = [{"type": "text", "text": parts}]
-        in_parts.append({**message, "content": parts})
-
-    if any(IMAGE in message["content"] for message in in_parts):
-        return in_parts
-    for message in in_parts:
         if message["role"] == "user":
             message["content"] = [IMAGE] * num_images + message["content"]
-            break
-    return in_parts
+            return
+
+
+# -- From text to tokens ---------------------------------------------------------------------------
+
+
+def as_ids(text: str, tokenizer: Any, needs_beginning: bool) -> list[int]:
+    """The token ids of a prompt.
+
+    Where it `needs_beginning` that of the tokenizer comes first, unless the text has it. What a
+    tokenizer adds to the end of a text (EOS) is left out, as the completion goes on from there.
+    """
+    token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return beginning_of(token_ids, tokenizer, needs_beginning) + token_ids
+
+
+def beginning_of(token_ids: list[int], tokenizer: Any, needs_beginning: bool) -> list[int]:
+    """The tokens that have to come before a prompt's, mostly BOS or none."""
+    if not needs_beginning:
+        return []
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a")["input_ids"]
+    for start in range(len(whole)):
+        if whole[start : start + len(plain)] == plain:
+            beginning = whole[:start]
+            return [] if token_ids[:start] == beginning else beginning
+    return []

@@ -16,10 +16,10 @@ from rollouts.group import (
     Completion,
     Group,
     Prompt,
-    check_segments,
     spans_to_versions,
     version_spans,
 )
+from rollouts.own_rollouts import check_segments
 from rollouts.processor import tokenizer_of
 from rollouts.scoring import decoded, weighted
 from rollouts.stream import GroupStream
@@ -147,7 +147,7 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
     group.prompt = prompt
     with naming(f"replay: dataset row {row}"):
         check_segments(group, (), config)
-    group.texts = decoded(group, tokenizer_of(processor))
+    group.texts = decoded(group, tokenizer_of(processor), config)
     group.reward = weighted(group.rewards, config)
 
 

@@ -3,8 +3,8 @@
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from enum import Enum
 from typing import Any
@@ -14,16 +14,16 @@ import torch
 from config import TrainConfig, UserError, describe
 from prefix_attention import num_packed_tokens
 from rollouts import data
-from rollouts.group import Batch, Group, Prompt
+from rollouts.group import Batch, Group, Prompt, RolloutFailed
 from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
 from rollouts.proofs import Proofs
 from rollouts.sampling import on_one_server, sample_group
-from rollouts.scoring import Scorer
+from rollouts.scoring import Failures, Scorer
 from rollouts.servers import ServerPool
 from rollouts.stream import GroupStream
 from training.model import load_model_config, with_bf16
 from utils import Stopped, broadcast_object, gather_objects, is_main, timed
-from vllm_client import Server, ServerError
+from vllm_client import Server
 from weights.publish import published_weights
 from weights.transfer import gpu_of
 
@@ -111,6 +111,7 @@ class Rollouts:
         if self.references:
             self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)
+        self.failures = Failures("rollouts", config)
         self.stream = self._open_stream()
 
         num_steps = config.max_steps or self.stream.num_steps
@@ -161,8 +162,19 @@ class Rollouts:
 
     def _sample_and_score(self, group: Group, **instead: Any) -> None:
         """As `sample_group`, and its rewards."""
-        sample_group(group, self.pool, self.processor, self.config, **instead)
+        number = self.failures.begin("rollout_fn")
+        try:
+            sample_group(group, self.pool, self.processor, self.config, **instead)
+        except RolloutFailed as error:
+            sample = {"prompt": group.prompt.content}
+            self.failures.note("rollout_fn", number, str(error), sample)
+            raise
         self.scorer.score(group)
+
+    def _evaluate_group(self, group: Group, **instead: Any) -> None:
+        """As `_sample_and_score`; a group whose rollouts fail stays empty."""
+        with suppress(RolloutFailed):
+            self._sample_and_score(group, **instead)
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """Take the batch's next groups, of about `num_tokens` tokens. Collective.
@@ -215,9 +227,17 @@ class Rollouts:
                 word = look()
                 if word:
                     return word
-        except (UserError, ServerError) as error:  # all ranks hear of it, and save what there is
+        except Exception as error:
             self.failure = error
         return Word.STOP
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Let an error of rank 0 end the run at the next word, when all ranks can save."""
+        try:
+            yield
+        except Exception as error:
+            self.failure = self.failure or error
 
     def end_batch(self) -> Batch:
         """The batch of groups trained and dropped, with metrics, on rank 0."""
@@ -241,7 +261,8 @@ class Rollouts:
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before
         batch.metrics |= {
             "num_tokens": self.num_tokens,
-            "rewards_failed": self.scorer.num_failed,
+            "rewards_failed": self.scorer.failures.count,
+            "rollouts_failed": self.failures.count,
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
             "idle/servers": self.pool.idle_seconds() / elapsed_s,
@@ -276,7 +297,7 @@ class Rollouts:
         metrics: dict[str, float] = {}
         with (
             timed("time/eval_s", metrics),
-            closing(Round(self.held_out, self._sample_and_score, config)) as under_way,
+            closing(Round(self.held_out, self._evaluate_group, config)) as under_way,
         ):
             word = self._wait(lambda: Word.EVALUATED if under_way.is_complete() else None)
 

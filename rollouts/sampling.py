@@ -5,10 +5,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from config import TrainConfig, UserError
-from rollouts.group import FOREIGN, Group, as_completion, check_segments
+from config import TrainConfig
+from rollouts.group import FOREIGN, Group
 from rollouts.servers import ServerPool
-from rollouts.workers import described
 from vllm_client import Server, ServerError, ServerLost
 
 
@@ -33,7 +32,8 @@ def sample_group(
     `instead` are parameters of vLLM in place of the config's.
 
     Raises:
-        UserError: an image cannot be read, or `rollout_fn` fails.
+        UserError: an image cannot be read.
+        RolloutFailed: `rollout_fn` fails.
         ServerError: as `on_one_server`.
     """
     if group.prompt.sources:
@@ -70,6 +70,8 @@ def sample_on(
     group.started_s = time.monotonic()
     group.server = server.number
     if config.rollout_fn:
+        from rollouts.own_rollouts import fill_by_rollout_fn
+
         fill_by_rollout_fn(group, server, sampling, config)
     else:
         completions = server.generate(group.prompt.token_ids, sampling, group.prompt.images)
@@ -79,30 +81,6 @@ def sample_on(
         error = ServerLost("it sampled with weights of its own: was it restarted?")
         pool.lose(server, error)
         raise error
-
-
-def fill_by_rollout_fn(
-    group: Group, server: Server, sampling: dict[str, Any], config: TrainConfig
-) -> None:
-    """Fill in the completions of the config's `rollout_fn`, checked.
-
-    Raises:
-        UserError: it failed, or they are no completions; with the line where.
-    """
-    rollout_fn: Any = config.rollout_fn
-    prompt = group.prompt
-    try:
-        completions = [
-            as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)
-        ]
-        if len(completions) != sampling["n"]:
-            raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
-        group.fill(completions)
-        check_segments(group, server.forbidden, config)
-    except ServerError:
-        raise
-    except Exception as error:  # whatever the recipe raises
-        raise UserError(f"rollout_fn on dataset row {prompt.index}: {described(error)}") from error
 
 
 def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> Any:

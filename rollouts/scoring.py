@@ -1,11 +1,13 @@
 """The rewards of a group, and the fate of calls that fail."""
 
+import copy
 import inspect
 import json
 import math
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection, Sequence
 from functools import cache, partial
 from numbers import Real
 from pathlib import Path
@@ -57,12 +59,42 @@ def check_signature(function: Any, names: list[str], config: TrainConfig) -> Non
             signature.bind(**arguments)
 
 
-def decoded(group: Group, tokenizer: Any) -> list[str]:
-    """The texts of a group's completions, without special tokens."""
-    return [
-        tokenizer.decode(completion.token_ids.tolist(), skip_special_tokens=True)
-        for completion in group.completions
-    ]
+def decoded(group: Group, tokenizer: Any, config: TrainConfig) -> list[str]:
+    """The texts of a group's completions, as `spoken`."""
+    kept = (config.sampling_params or {}).get("stop_token_ids", ())
+    texts = []
+    for completion in group.completions:
+        is_ended = completion.finish_reason == "stop"
+        texts.append(spoken(completion.token_ids.tolist(), tokenizer, is_ended, kept))
+    return texts
+
+
+def spoken(
+    token_ids: Sequence[int], tokenizer: Any, is_ended: bool = True, kept: Collection[int] = ()
+) -> str:
+    """The text of sampled tokens, without those that end or pad it.
+
+    Other special tokens belong to it, as `<think>` and `<tool_call>` in some vocabularies.
+
+    Args:
+        token_ids: of a completion, or of a turn.
+        tokenizer: of the model.
+        is_ended: False where the text was cut: its last token is no end.
+        kept: tokens that belong to the text even where they end it.
+    """
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}.difference(kept)
+    text_ids = [token_id for token_id in token_ids if token_id not in ends]
+    last = token_ids[-1]
+    if is_ended and text_ids[-1:] == [last] and last in _special_ids(tokenizer).difference(kept):
+        text_ids.pop()  # the end of a turn, which not every tokenizer names
+    return tokenizer.decode(text_ids)
+
+
+@cache
+def _special_ids(tokenizer: Any) -> frozenset[int]:
+    """The ids of a tokenizer's special tokens."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(token_id for token_id, token in added if token.special)
 
 
 def mean(values: list[float]) -> float:
@@ -98,21 +130,70 @@ def weighted(rewards: list[list[float | None]], config: TrainConfig) -> list[flo
     return sums
 
 
+class Failures:
+    """Failed calls of one kind, kept in a file of the run. Thread-safe.
+
+    One in thousands is no reason to end a run, and many in a row are.
+    """
+
+    def __init__(self, kind: str, config: TrainConfig):
+        self.kind = kind
+        self.count = 0
+        self._most_in_a_row = max(config.batch_size, 4)
+        self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
+        self._num_calls: Counter[str] = Counter()  # of each function
+        self._failed: dict[str, set[int]] = {}  # the numbers of its calls that failed
+        self._lock = threading.Lock()
+
+    def begin(self, name: str) -> int:
+        """The number of a call of the function, which begins now."""
+        with self._lock:
+            self._num_calls[name] += 1
+            return self._num_calls[name]
+
+    def note(self, name: str, number: int, message: str, sample: dict[str, Any]) -> None:
+        """Write a failed call down, with what it was called for.
+
+        Raises:
+            UserError: max(batch_size, 4) calls in a row failed, in the order in which they began:
+                in that of their ends, quick failures would come before slow successes.
+        """
+        line = json.dumps({"error": message, **sample}, ensure_ascii=False, default=repr)
+        with self._lock:
+            # Half a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
+            with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(line + "\n")
+            self.count += 1
+            failed = self._failed.setdefault(name, set())
+            failed.add(number)
+            first = last = number
+            while first - 1 in failed:
+                first -= 1
+            while last + 1 in failed:
+                last += 1
+            if self.count == 1:
+                print(
+                    f"{message} (later ones are counted in {self.kind}_failed, and in {self.path})",
+                    flush=True,
+                )
+            if last - first + 1 >= self._most_in_a_row:
+                raise UserError(
+                    f"{message}; so did its last {last - first + 1} calls, see {self.path.name}"
+                )
+
+
 class Scorer:
     """Calls the reward functions, in worker processes.
 
-    Calls that fail are kept in `failed_rewards.jsonl`.
+    Calls that fail are kept in `failures`.
     """
 
     def __init__(self, tokenizer: Any, config: TrainConfig):
         self.tokenizer = tokenizer
         self.config = config
-        self.num_failed = 0
-        self.failed_path = Path(config.output_dir) / "failed_rewards.jsonl"
-        self._in_a_row: Counter[str] = Counter()  # failures of each function since its last success
+        self.failures = Failures("rewards", config)
         self._calls = CallPool(config.reward_workers)
         self.close = self._calls.close
-        self._lock = threading.Lock()
         self._say_once = cache(partial(print, flush=True))
 
     def score(self, group: Group) -> None:
@@ -121,7 +202,7 @@ class Scorer:
         Raises:
             UserError: a reward is no finite number, or a function keeps failing.
         """
-        group.texts = decoded(group, self.tokenizer)
+        group.texts = decoded(group, self.tokenizer, self.config)
         ids = [completion.token_ids.tolist() for completion in group.completions]
 
         by_function = []
@@ -131,18 +212,22 @@ class Scorer:
             by_function.append(self._call(function, arguments, group))
         group.rewards = [list(row) for row in zip(*by_function, strict=True)]
         group.reward = weighted(group.rewards, self.config)
+        if any(math.isinf(reward) for reward in group.reward):
+            raise UserError(
+                f"the weighted sum of rewards on dataset row {group.prompt.index} is not finite"
+            )
         group.scored_s = time.monotonic()
 
     def _arguments(self, function: Any, group: Group, ids: list[list[int]]) -> dict[str, Any]:
         """A function's arguments: the group, dataset columns, and columns of `info`."""
         num = len(group.completions)
         arguments = {
-            "prompts": [group.prompt.content] * num,
+            "prompts": _copies(group.prompt.content, num),
             "completions": group.texts,
             "completion_ids": ids,
         }
         for name, value in group.prompt.columns.items():
-            arguments[name] = [value] * num
+            arguments[name] = _copies(value, num)
 
         info_names: dict[str, None] = {}  # in the order of their first completion
         for completion in group.completions:
@@ -169,15 +254,19 @@ class Scorer:
         """A function's rewards, one per completion; all `failed_reward` after a failed call."""
         num = len(group.completions)
         where = f"reward {function.__name__} on dataset row {group.prompt.index}"
+        number = self.failures.begin(function.__name__)
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:
             if self._calls.is_closed:
                 raise
-            self._note_failure(function.__name__, f"{where} {error}", group)
+            sample = {
+                "prompt": group.prompt.content,
+                "completions": group.texts,
+                "columns": group.prompt.columns,
+            }
+            self.failures.note(function.__name__, number, f"{where} {error}", sample)
             return [self.config.failed_reward] * num
-        with self._lock:
-            self._in_a_row[function.__name__] = 0
 
         if not isinstance(values, list | tuple) or len(values) != num:
             raise UserError(
@@ -186,44 +275,28 @@ class Scorer:
             )
         rewards: list[float | None] = []
         for value in values:
-            if value is None:
-                rewards.append(None)
-            elif isinstance(value, Real) and math.isfinite(value):
-                rewards.append(float(value))
-            else:
-                raise UserError(f"{where} returned {value!r}: rewards are finite numbers or None")
+            if value is not None and not isinstance(value, Real):
+                raise UserError(
+                    f"{where} returned {value!r:.100}: rewards are finite numbers or None"
+                )
+            reward = None if value is None else _as_float(value)
+            if reward is not None and not math.isfinite(reward):
+                raise UserError(f"{where} returned {reward}: rewards are finite numbers or None")
+            rewards.append(reward)
         return rewards
 
-    def _note_failure(self, name: str, message: str, group: Group) -> None:
-        """Write a failed call down.
 
-        Raises:
-            UserError: the function has failed max(batch_size, 4) times in a row.
-        """
-        sample = {
-            "error": message,
-            "prompt": group.prompt.content,
-            "completions": group.texts,
-            "columns": group.prompt.columns,
-        }
-        line = json.dumps(sample, ensure_ascii=False, default=repr)
+def _copies(value: Any, num: int) -> list[Any]:
+    """Copies of a value, so that a reward which changes one leaves the others alone."""
+    return [copy.deepcopy(value) for _ in range(num)]
 
-        with self._lock:
-            with self.failed_path.open("a", encoding="utf-8") as file:
-                file.write(line + "\n")
-            self.num_failed += 1
-            self._in_a_row[name] += 1
-            if self.num_failed == 1:
-                print(
-                    f"{message} (later ones are counted in rewards_failed, and in "
-                    f"{self.failed_path})",
-                    flush=True,
-                )
-            num_failures = self._in_a_row[name]
-            if num_failures >= max(self.config.batch_size, 4):
-                raise UserError(
-                    f"{message}; so did its last {num_failures} calls, see failed_rewards.jsonl"
-                )
+
+def _as_float(number: Any) -> float:
+    """A number as a float; infinity where no float is as large."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf
 
 
 def required(function: Any) -> list[str]:

@@ -39,7 +39,7 @@ def server_urls(config: TrainConfig) -> list[str]:
         urls: list[str] = []
         for word in config.vllm_urls:
             if word.startswith("@"):
-                urls += Path(word[1:]).read_text().split()
+                urls += Path(word[1:]).expanduser().read_text().split()
             else:
                 urls.append(word)
         urls = [url.rstrip("/") for url in urls]

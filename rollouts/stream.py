@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from config import TrainConfig, UserError
-from rollouts.group import Batch, Group
+from rollouts.group import Batch, Group, RolloutFailed, can_teach
 from vllm_client import ServerError
 
 MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server or a reward
@@ -121,6 +121,11 @@ class GroupStream:
             self._sample(group)
             with self._changed:
                 self._finish(group)
+        except RolloutFailed:
+            with self._changed:
+                del self._running[group.id]
+                self._batch.dropped["failed"].append(group)
+                self._admit()
         except BaseException as error:  # for the trainer's thread
             self.close(error)
 
@@ -133,7 +138,7 @@ class GroupStream:
         del self._running[group.id]
         group.finished_version = self.version
         self.num_sampled_tokens += sum(group.num_sampled)
-        if self.drop_zero_advantage and not group.can_teach:
+        if self.drop_zero_advantage and not can_teach(group, self.config):
             dropped = self._batch.dropped["zero_advantage"]
             dropped.append(group)
             if len(dropped) >= self.config.max_dropped_batches * self.config.batch_size:
@@ -163,7 +168,7 @@ class GroupStream:
             return self._first_admitted()
         if self.config.stale_policy == "drop":
             self._drop_stale()
-            return self._ready[0] if self._ready else None
+            return min(self._ready, key=_by_age, default=None)
         return self._first_to_fall_due()
 
     def _first_admitted(self) -> Group | None:
@@ -185,9 +190,10 @@ class GroupStream:
     def _first_to_fall_due(self) -> Group | None:
         """The ready group begun first that makes no other too stale by going now.
 
-        Groups begun under the same version go in the order in which they were completed.
+        Groups begun under the same version go in the order of their admission: in that of their
+        completion, quick ones would come first.
         """
-        for group in sorted(self._ready, key=lambda group: group.started_version):
+        for group in sorted(self._ready, key=_by_age):
             if self._leaves_room(group):
                 assert self.version - group.oldest_version <= self.max_staleness
                 return group
@@ -216,3 +222,8 @@ class GroupStream:
                 return False
             num_places += self.config.batch_size
         return True
+
+
+def _by_age(group: Group) -> tuple[int, int]:
+    """A sort key: the version under which the group was begun, then its place in admission."""
+    return group.started_version, group.id

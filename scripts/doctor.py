@@ -33,7 +33,7 @@ from benchmarks.common import memory_mb, reset_peak
 from config import TrainConfig, UserError, bending, parse_args
 from rollouts.data import epochs
 from rollouts.evaluation import Round
-from rollouts.group import Group, Prompt
+from rollouts.group import Group, Prompt, can_teach
 from rollouts.rollouts import Rollouts
 from rollouts.stream import MAX_GROUPS
 from train import set_advantages, train_batch
@@ -195,7 +195,7 @@ class Doctor:
             f"rewards are all equal in {equal:.0%} of groups: {much} to learn; look at the rewards",
         )
         self.advise(
-            cut > 0.5,
+            cut > 0.2,
             f"max_completion_len={config.max_completion_len} cuts {cut:.0%} of completions: raise it",
         )
 
@@ -344,7 +344,11 @@ class Doctor:
         for share in shares:
             place = min(math.ceil(len(ends) * share), len(ends) - 1)
             rows.append(ends[place] / ends[-1])
-        equal = sum(not g.can_teach for g in groups) / size if config.drop_zero_advantage else 0.0
+        equal = (
+            sum(not can_teach(g, config) for g in groups) / size
+            if config.drop_zero_advantage
+            else 0.0
+        )
         reward_s = ends[-1] - max((g.sampled_s - begun_s for g in samples[-1]), default=0)
         slowdown = max(both_s / (max(sample_s, train_s) + sync_s), 1.0)  # below 1 it is noise
         num_groups = size / max(1 - equal, 0.1)
@@ -418,7 +422,8 @@ def examine(config: TrainConfig) -> None:
         closing(Rollouts(config, device)) as rollouts,
     ):
         if is_main():
-            rollouts.scorer.failed_path = Path(os.devnull)
+            for failures in (rollouts.scorer.failures, rollouts.failures):
+                failures.path = Path(os.devnull)
         doctor = Doctor(config, device, rollouts)
         rollouts.publish(doctor.policy, 0)
         groups = doctor.sample(config.batch_size)

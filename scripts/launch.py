@@ -93,11 +93,11 @@ class LocalServer:
             has_ended = self.process.poll() is not None
             if has_ended or time.monotonic() > deadline_s:
                 tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-20:])
-                how = (
-                    "ended before it served"
-                    if has_ended
-                    else f"did not serve within {timeout_s:.0f} s"
-                )
+                how = f"did not serve within {timeout_s:.0f} s"
+                if has_ended:
+                    how = "ended before it served"
+                    if self.process.returncode < 0:
+                        how = f"was ended by {signal.Signals(-self.process.returncode).name} before it served"
                 raise RuntimeError(
                     f"the server at {self.url} {how}, and the end of {self.log} is\n{tail}"
                 )
@@ -138,12 +138,15 @@ def shares(gpus: list[str], sizes: list[int]) -> list[dict[str, str]]:
 def server_words(args: argparse.Namespace, config: TrainConfig) -> list[str]:
     """The command line of a server of the recipe's model, but for its port."""
     path = Path(config.model_id) / "config.json"
+    model: dict[str, Any] = {}
     try:
-        if not path.exists():
+        # To print a command, nothing is asked of the hub: the server finds its length by itself.
+        if not path.exists() and not (args.print or args.slurm):
             from huggingface_hub import hf_hub_download  # takes a second to import
 
             path = Path(hf_hub_download(config.model_id, path.name))
-        model = json.loads(path.read_text())
+        if path.exists():
+            model = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         cause = str(error).partition("\n")[0]
         raise UserError(
@@ -268,7 +271,7 @@ def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: 
         end_all([*training, *(server.process for server in running)])
     if status < 0 and not received:
         sys.exit(f"error: {signal.Signals(-status).name} ended the trainer")
-    return 128 + received[0] if received else status
+    return status if status >= 0 else 128 - status
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:

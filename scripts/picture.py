@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 900
-HEIGHT = 908
+HEIGHT = 958
 HEAD = f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"
  width="{WIDTH}" height="{HEIGHT}" role="img"
@@ -49,8 +49,9 @@ PROMPTS = {
     "replay.py": "saved Groups, in\nplace of servers",
 }
 ORDER = {
-    "stream.py": "order of Groups,\nsampled ahead up\nto max_staleness;\neach ends once",
-    "rollouts.py": "the loop's side:\nGroups to train,\nheld-out scores,\nweights to servers",
+    "stream.py": "order of Groups,\nsampled ahead;\neach ends once",
+    "rollouts.py": "the loop's side:\nGroups, held-out\nscores, weights",
+    "own_rollouts.py": "completions of\na rollout_fn",
 }
 GROUPS = {
     "sampling.py": "completions of\na Group",
@@ -70,6 +71,7 @@ RECORDS = {
     "logs.py": "files of a run",
     "terminal.py": "lines of a run",
     "wandb_log.py": "Weights & Biases",
+    "intact.py": "no weight is missing",
 }
 POLICY = {
     "model.py": "load, DDP, FSDP2",
@@ -77,6 +79,7 @@ POLICY = {
     "vision.py": "its vision tower",
     "rare_attention.py": "for a few families",
     "checkpoints.py": "save, and go on",
+    "resume.py": "finds a whole one",
     "hooks.py": "trial of own code",
 }
 PREFIXES = {
@@ -84,32 +87,34 @@ PREFIXES = {
 }
 SENDING = {"publish.py": "whole tensors", "transfer.py": "on the wire"}
 ON_ONE_GPU = {"cuda_ipc.py": "on one GPU"}
-SETTINGS = {"config.py": "every setting, checked first"}
+SETTINGS = {"config.py": "every setting"}
+PARAMETERS = {"vllm_params.py": "settings of vLLM"}
 RANKS = {"utils.py": "ranks, signals, exits"}
 SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other machines"}
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
-    "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py",
+    "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py", "own_rollouts.py", "vllm_params.py",
+    "resume.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file
     (1, 1, WIDTH - 2, HEIGHT - 2, "page"),
-    (16, 62, 712, 830, "house"),
+    (16, 62, 712, 880, "house"),
     (758, 88, 124, 736, "purple"),  # more servers
     (753, 83, 124, 736, "purple"),
     (83, 14, 122, 30, "grey"),  # the dataset row
-    (446, 849, 26, 18, "green rare"),  # the legend
+    (520, 899, 26, 18, "green rare"),  # the legend
 ]
 FLOORS = {  # x, y, width, height: a wall around rooms
     "rollouts/": (32, 78, 564, 300),
     "train.py": (32, 412, 564, 94),
-    "training/": (32, 540, 320, 284),
+    "training/": (32, 540, 320, 334),
     "weights/": (364, 706, 232, 118),
 }
 COLUMNS = [  # x and y of the first room, width, height and gap of each, css, the rooms downwards
     (44, 106, 123, 56, 12, "blue", PROMPTS),
-    (183, 106, 123, 124, 12, "blue", ORDER),
+    (183, 106, 123, 78, 13, "blue", ORDER),
     (322, 106, 123, 56, 12, "blue", GROUPS),
     (461, 106, 123, 56, 12, "blue", SERVERS),
     (44, 566, 141, 40, 12, "green", RECORDS),
@@ -117,8 +122,9 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (364, 540, 198, 154, 12, "pink", PREFIXES),
     (482, 716, 102, 43, 12, "purple", SENDING),
     (374, 771, 102, 43, 12, "purple", ON_ONE_GPU),
-    (32, 836, 192, 44, 12, "grey", SETTINGS),
-    (236, 836, 192, 44, 12, "grey", RANKS),
+    (32, 886, 150, 44, 12, "grey", SETTINGS),
+    (194, 886, 150, 44, 12, "grey", PARAMETERS),
+    (356, 886, 150, 44, 12, "grey", RANKS),
     (604, 78, 114, 746, 12, "purple", CLIENT),
     (748, 78, 124, 736, 12, "purple", SERVER),
 ]
@@ -130,7 +136,7 @@ NOTES = [  # x, y, words
     (613, 174, "one server,\nover HTTP"),
     (613, 750, "over NCCL,\nCUDA IPC\nor gloo"),
     (373, 668, "log-probs as if each had\nits own prompt"),
-    (480, 862, "imported only where used"),
+    (554, 912, "imported only where used"),
 ]
 STEPS = [  # x and y of its number, words
     (155, 119, ""),
@@ -164,9 +170,9 @@ WAY = [  # points of arrows: the way of a Group, and of the weights back to the 
     "604,150 584,150",
     "461,150 445,150",
     "384,162 384,174",  # scored
-    "322,202 306,202",
-    "244,230 244,242",
-    "244,366 244,395 150,395 150,438",  # trained
+    "322,202 314,202 314,170 306,170",
+    "244,184 244,197",
+    "183,236 175,236 175,395 150,395 150,438",  # trained
     "150,494 150,566",
     "185,586 199,586",
     "340,586 364,586",
@@ -177,7 +183,7 @@ WAY = [  # points of arrows: the way of a Group, and of the weights back to the 
     "584,792 604,792",
     "718,792 748,792",
 ]
-INSTEAD = "167,338 183,338"  # the way of saved Groups
+INSTEAD = "167,338 171,338 171,150 183,150"  # the way of saved Groups
 
 
 def rect(x: int, y: int, width: int, height: int, css: str) -> str:

@@ -12,6 +12,7 @@ import argparse
 import json
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def shown(sample: Sample) -> str:
     head = f"step {sample['step']} · group {sample['group']} · dataset row {sample['row']} · {sample['finish_reason']}"
     if sample.get("set"):  # one of several held-out ones
         head = f"{sample['set']} · {head}"
+    if sample.get("times", 1) > 1:
+        head += f" · x{sample['times']}"
     known = sample.get("columns", {}) | info
     columns = "".join(f"\n   {name}: {value}" for name, value in known.items())
     figures = f"reward {sample['reward']} ({parts})"
@@ -74,6 +77,16 @@ def harmless(character: str) -> str:
     if character.isprintable() or character in "\n\t":
         return character
     return repr(character)[1:-1]
+
+
+def once_each(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The samples without repetitions of an answer to a prompt, each with its `times`."""
+    times = Counter((sample["row"], sample["completion"]) for sample in samples)
+    found: dict[tuple[int, str], Sample] = {}
+    for sample in samples:
+        key = (sample["row"], sample["completion"])
+        found.setdefault(key, sample | {"times": times[key]})
+    return list(found.values())
 
 
 def content_text(content: Any) -> str:
@@ -111,7 +124,7 @@ def main(argv: list[str]) -> None:
     if number is not None:
         judged = [sample for sample in samples if sample["reward"] is not None]
         judged.sort(key=lambda sample: sample["reward"], reverse=args.best is not None)
-        samples = judged[:number]
+        samples = once_each(judged)[:number]
     print("\n".join(map(shown, samples)) or "no completion fits")
 
 

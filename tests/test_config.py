@@ -89,7 +89,10 @@ def test_overrides(words, field, value):
             "batch_size must be a multiple of num_minibatches",
         ),
         (["--epsilon", "nan"], "epsilon=nan: Input should be a finite number"),
-        (["--temperature", "0"], "temperature=0.0: Input should be greater than 0 (float > 0)"),
+        (
+            ["--temperature", "0"],
+            "temperature=0.0: Input should be greater than or equal to 0.01 (float >= 0.01 and <= 2)",
+        ),
         (["--delta", "1.1"], "delta must exceed 1 + epsilon_high"),
         (["--fsdp_bf16", "true"], "fsdp_bf16 has no effect without use_fsdp"),
         (["--lora_rank", "8"], "no effect without use_peft"),
@@ -314,7 +317,10 @@ def test_a_recipe_hides_no_other_module(write, name):
         ({"batch_size": 2.0}, "batch_size=2.0: Input should be a valid integer"),
         ({"batch_size": "2"}, "batch_size='2': Input should be a valid integer"),
         ({"bf16": 1}, "bf16=1: Input should be a valid boolean"),
-        ({"temperature": True}, "temperature=True: Input should be a valid number (float > 0)"),
+        (
+            {"temperature": True},
+            "temperature=True: Input should be a valid number (float >= 0.01 and <= 2)",
+        ),
         ({"temperature": "1"}, "temperature='1': Input should be a valid number"),
         ({"beta": math.nan}, "beta=nan: Input should be a finite number"),
         (

@@ -116,12 +116,12 @@ def test_long_prompts_are_counted_and_left_out(capsys):
     [
         (lambda: [], {}, "has no rows"),
         (lambda: [{"question": "x"}], {}, "row 0: it has no `prompt`.*question"),
-        (lambda: [{"prompt": "x"}, {"prompt": 3}], {}, "row 1: it has no `prompt`"),
+        (lambda: [{"prompt": "x"}, {"prompt": 3}], {}, "row 1: its `prompt` is no string.*: 3"),
         (rows, {"extra_columns": ["label"]}, "row 0: KeyError: 'label'"),
         (
             lambda: [{"prompt": "x", "completions": []}],
             {},
-            "row 0: .*column completions has the name of a reward's own",
+            "row 0: .*column completions has the name of another",
         ),
         ("nowhere.jsonl", {}, "dataset nowhere.jsonl: FileNotFoundError"),
         (__file__, {}, "dataset .*test_data.py: "),
@@ -246,11 +246,11 @@ def test_an_adapter_is_no_model(tmp_path):
 
 
 def test_a_begun_answer_is_continued():
-    """As the template writes it, without an end of the turn and without another one."""
+    """Behind what the template writes for an answer, without an end of the turn."""
     tokenizer = make_tokenizer(chat_template=CHAT_TEMPLATE)
     messages = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "It is "}]
     (prompt,) = prompts_of(lambda: [{"prompt": messages}], tokenizer)
-    assert tokenizer.decode(prompt.token_ids) == "<bos>[user]1+1=[assistant]It is "
+    assert tokenizer.decode(prompt.token_ids) == "<bos>[user]1+1=>It is "
 
 
 def test_long_columns_are_shortened_in_samples():
@@ -423,7 +423,7 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     scorer.score(group)
     assert group.reward == [1.0 + (value or 0), 0.0 + (value or 0)]
     assert group.rewards == [[1.0, value], [0.0, value]]
-    assert scorer.num_failed == 1
+    assert scorer.failures.count == 1
     (line,) = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
     assert json.loads(line) == {
         "error": "reward raises on dataset row 7 raised KeyError: 'gold' (some_rewards.py:17)",

@@ -75,7 +75,11 @@ def rows_of(shares):
 
 
 def normalizers(shares, config):
-    return [loss_normalizer(share.trained_lengths, config) for share in shares]
+    found = []
+    for share in shares:
+        num_completions, num_tokens = share.num_trained
+        found.append(loss_normalizer(num_completions, num_tokens, config))
+    return found
 
 
 def make_config(model, **fields):
@@ -234,7 +238,7 @@ def test_a_completion_without_a_reward_is_left_out():
         group.reward = (
             [math.nan if number == 2 and c == 0 else 1.0 for c in range(3)] if number else []
         )
-    (((micro,), lengths),) = dealt(groups, ADVANTAGES, 1, config)[0]
+    (((micro,), num_trained),) = dealt(groups, ADVANTAGES, 1, config)[0]
     of_completion = [
         c.tolist() for c in micro.mask.split([length for lengths in LENGTHS for length in lengths])
     ]
@@ -242,7 +246,7 @@ def test_a_completion_without_a_reward_is_left_out():
     assert [mask[0] for mask in of_completion] == [
         0.0 if number == 6 else 1.0 for number in range(12)
     ]
-    assert sum(lengths) == sum(map(sum, LENGTHS)) - 12
+    assert num_trained == (12, sum(map(sum, LENGTHS)) - 12)
 
 
 def test_turns_are_joined():
@@ -390,7 +394,7 @@ def test_minibatches_of_dapo_weigh_every_token_alike(models, device):
     config = make_config(models["tied"], num_minibatches=2)
     halves = dealt(make_groups(), ADVANTAGES, 1, config)[0]
     whole = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, num_minibatches=1))[0]
-    assert normalizers(halves, config) == [sum(whole[0].trained_lengths) / 2] * 2
+    assert normalizers(halves, config) == [whole[0].num_trained[1] / 2] * 2
     for loss_type, expected in (
         ("cispo", [(14 + 13 + 19 + 15) / 2] * 2),
         ("bnpo", [14 + 13, 19 + 15]),
@@ -409,8 +413,9 @@ def test_ranks_get_equally_many_rows_and_every_token_once():
         trained = sum(micro.mask.sum().item() for share in shares for micro in rows_of(share))
         assert trained == sum(map(sum, LENGTHS))
         lengths = [length for lengths in LENGTHS for length in lengths]
-        assert [[share.trained_lengths for share in of_rank] for of_rank in shares] == [
-            [lengths]
+        of_all = (len(lengths), sum(lengths))
+        assert [[share.num_trained for share in of_rank] for of_rank in shares] == [
+            [of_all]
         ] * num_ranks
 
 
@@ -420,15 +425,15 @@ def test_training_starts_before_the_batch_is_complete():
     synchronous = {"max_tokens_per_gpu": 40, "max_staleness": 0}
     dealer = Dealer(1, make_config("m", **synchronous))  # groups take 17, 18, 26 and 24 tokens
     assert dealer.missing_tokens() == 40
-    (((first,), lengths),) = dealer.deal(groups[:3], is_complete=False)[0]
+    (((first,), num_trained),) = dealer.deal(groups[:3], is_complete=False)[0]
     assert first.packed.group.unique().tolist() == [0, 1]
-    assert lengths is None
+    assert num_trained is None
     assert dealer.missing_tokens() == 40 - row_tokens(dealer.waiting, dealer.config) < 40
-    (((second, third), lengths),) = dealer.deal(groups[3:], is_complete=True)[0]
+    (((second, third), num_trained),) = dealer.deal(groups[3:], is_complete=True)[0]
     assert [micro.packed.num_tokens for micro in (first, second, third)] == [
         17 + 18 - 6, 26 - 3, 24 - 3
     ]  # fmt: skip  # the last token of a completion needs no forward
-    assert sum(lengths or ()) == sum(map(sum, LENGTHS))
+    assert num_trained == (sum(map(len, LENGTHS)), sum(map(sum, LENGTHS)))
     for fields in (
         {"max_staleness": 1},
         {"num_minibatches": 2},

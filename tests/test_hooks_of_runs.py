@@ -32,7 +32,7 @@ from rollouts.proofs import Probe, Proofs
 from rollouts.references import ReferenceServer
 from rollouts.rollouts import Rollouts
 from rollouts.sampling import sampling_params
-from rollouts.scoring import Scorer
+from rollouts.scoring import Failures, Scorer
 from train import grpo_loss, main
 from training.model import build_policy, build_reference, token_logprobs
 from utils import process_group
@@ -136,11 +136,17 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
         [math.nan] * 4,
     ]
     groups = [
-        Group(Prompt(0, [5], "", {}), reward=row, rewards=[[r] for r in row]) for row in rewards
+        Group(
+            Prompt(0, [5], "", {}),
+            reward=row,
+            rewards=[[None if math.isnan(reward) else reward] for reward in row],
+        )
+        for row in rewards
     ]
     valid = [[reward for reward in row if not math.isnan(reward)] for row in rewards]
+    named = {"eval_dataset_id": "d", "accuracy_func": "exists"}
     values = held_out_metrics(
-        groups, make_config(eval_dataset_id="d", eval_generations=4, eval_temperature=1.0)
+        groups, make_config(eval_generations=4, eval_temperature=1.0, **named)
     )
     for k in (2, 4):
         shares = []
@@ -244,6 +250,7 @@ def test_what_held_out_completions_are_sampled_with(monkeypatch):
     rollouts: Any = Rollouts.__new__(Rollouts)
     rollouts.config, rollouts.pool, rollouts.processor = config, None, None
     rollouts.scorer, rollouts.references = scorer, references
+    rollouts.failures = Failures("rollouts", config)
     groups = [Group(Prompt(number, [5], "", {})) for number in range(2)]
     with closing(Round({"": [groups[0].prompt]}, rollouts._sample_and_score, config)) as under_way:
         while not under_way.is_complete():

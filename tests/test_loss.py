@@ -144,13 +144,13 @@ def test_cispo():
 
 
 @pytest.mark.parametrize(
-    ("fields", "high"), [({}, 1.2), ({"epsilon": 1.5}, 1.5), ({"epsilon_high": 0.3}, 1.3)]
+    ("fields", "high"), [({}, 1.2), ({"epsilon": 1.5}, 1.2), ({"epsilon_high": 0.3}, 1.3)]
 )
 def test_cispo_has_no_lower_bound_of_its_own(fields, high):
     _, gradient, sums = loss_and_gradient(make_config(loss_type="cispo", **fields))
     assert gradient == pytest.approx(
         [-high, -0.5, 0.5, 2.2, 0]
-    )  # .5 is not raised; 1 + 1.5 leaves 1.5 as it is
+    )  # .5 is not raised, and epsilon says nothing of the upper bound
     assert sums["clip_ratio/low"] == 0
 
 
@@ -448,15 +448,15 @@ def test_a_masked_infinity_stays_out():
 
 
 def test_normalizers():
-    lengths = [3, 0, 5]
-    assert loss_normalizer(lengths, make_config(loss_type="grpo")) == 3
-    assert loss_normalizer(lengths, make_config(loss_type="dr_grpo", max_completion_len=10)) == 30
+    numbers = (3, 8)  # completions of 3, 0 and 5 tokens
+    assert loss_normalizer(*numbers, make_config(loss_type="grpo")) == 3
+    assert loss_normalizer(*numbers, make_config(loss_type="dr_grpo", max_completion_len=10)) == 30
     for loss_type in ("bnpo", "dapo", "cispo"):
-        assert loss_normalizer(lengths, make_config(loss_type=loss_type)) == 8
-        assert loss_normalizer([0, 0], make_config(loss_type=loss_type)) == 1
+        assert loss_normalizer(*numbers, make_config(loss_type=loss_type)) == 8
+        assert loss_normalizer(2, 0, make_config(loss_type=loss_type)) == 1
     halves = {"num_minibatches": 2, "batch_size": 2}
     for loss_type, expected in (("dapo", 4), ("cispo", 4), ("bnpo", 8), ("grpo", 3)):
-        assert loss_normalizer(lengths, make_config(loss_type=loss_type, **halves)) == expected
+        assert loss_normalizer(*numbers, make_config(loss_type=loss_type, **halves)) == expected
 
 
 def doubled(*arguments):

@@ -19,8 +19,9 @@ from test_turns import TOOLS, ids_of, tokenizer_of
 
 from config import TrainConfig, UserError
 from recipes.openai_agent import hermes_calls, trained
-from rollouts.group import Group, Prompt, as_completion, version_spans
-from rollouts.sampling import fill_by_rollout_fn
+from rollouts.data import make_prompt
+from rollouts.group import Group, Prompt, version_spans
+from rollouts.own_rollouts import as_completion, fill_by_rollout_fn
 from vllm_client import Server, ServerLost
 
 SAMPLING = {"n": 1, "max_tokens": 200, "temperature": 1.0}
@@ -410,6 +411,30 @@ def test_what_an_agent_does_wrong(scripted):
         UserError, match="rollout_fn on dataset row 0: ZeroDivisionError: division by zero"
     ):
         fill_by_rollout_fn(Group(Prompt(0, [5], "", {})), scripted.server, SAMPLING, config)
+
+
+def test_an_agent_that_outgrows_its_room_is_cut(scripted, tokenizer):
+    """It stays as it is, and raises; what it said until then trains, as cut."""
+    scripted.replies = {"2+3": "five " * 20, "five": "more"}
+
+    def talks_on(url, prompt):
+        messages = [user("2+3")]
+        while True:
+            messages.append(ask(client_of(url), messages).model_dump())
+            messages.append(user("five"))
+
+    segments = run(scripted, talks_on, max_len=400)
+    assert segments[-1].finish_reason == "length"
+    assert sum(segment.loss_mask.sum().item() for segment in segments) > 20
+
+
+def test_a_column_that_an_agent_gives_is_refused_at_the_start():
+    rollout_fn = trained(lambda url, prompt: None, max_len=100)
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], rollout_fn=rollout_fn
+    )
+    with pytest.raises(ValueError, match="its column messages has the name of another argument"):
+        make_prompt(0, {"prompt": "a", "messages": []}, None, config)
 
 
 def test_agents_of_coroutines(scripted, tokenizer):

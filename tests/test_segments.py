@@ -13,8 +13,9 @@ from test_hooks_of_runs import assert_identical, weights
 from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
-from rollouts.group import Completion, Group, Prompt, as_completion, check_segments
+from rollouts.group import Completion, Group, Prompt
 from rollouts.images import Images
+from rollouts.own_rollouts import as_completion, check_segments
 from train import main, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
 from training.metrics import batch_metrics

@@ -479,6 +479,15 @@ def test_sampling_parameters_take_effect(client):
     assert "".join(chr(t + 28) for t in reply.token_ids.tolist() if t > 3) in ("173", "426")
 
 
+def test_a_stop_string_may_be_a_special_token(client):
+    """As `</answer>` in some vocabularies: vLLM leaves such tokens out of the text that it looks at, unless told."""
+    sampling = {"n": 64, "max_tokens": 60, "temperature": 2.0, "stop": ["<bos>"]}
+    completions = client.generate(PROMPT, sampling)
+    ends = [completion.token_ids[-1] == 1 for completion in completions]
+    assert any(ends)
+    assert not any((completion.token_ids[:-1] == 1).any() for completion in completions)
+
+
 def test_stop_strings(client):
     token = client.generate(
         PROMPT, {"n": 1, "max_tokens": 4, "temperature": 0.0, "ignore_eos": True}

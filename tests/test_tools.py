@@ -22,6 +22,7 @@ from helpers import ENV, ROOT
 from config import TrainConfig
 from rollouts.group import Batch, Completion, Group, Prompt
 from training.logs import RunLog
+from training.terminal import Terminal
 from utils import process_group
 
 LOGGED = """
@@ -109,7 +110,7 @@ def scored(rewards, cut=0):
         ([[0.0, 0.0], [0.0, 0.0]], {}, ["0"]),
         ([[0.25, 0.25], [0.75, 0.75]], {}, ["0.5"]),
         ([[0.25, 0.25], [0.5, 0.75]], {}, []),
-        ([[0.25, 0.25], [0.75, 0.75]], {"advantage_fn": "os.path.exists"}, []),
+        ([[0.25, 0.25], [0.75, 0.75]], {"advantage_fn": lambda rewards, _: rewards}, []),
         (
             [[0.0, 0.0], [0.0, 0.0]],
             {"loss_fn": "os.path.exists"},
@@ -460,3 +461,35 @@ def test_the_first_groups_that_were_begun_are_logged_before_a_checkpoint_is(tmp_
         (line,) = (tmp_path / "completions.jsonl").read_text().splitlines()
         log.close()
     assert json.loads(line)["group"] == 1
+
+
+def test_a_collapse_is_said_in_plain_words(tmp_path, capsys):
+    """Once; and not of a policy that is sure because it has learned."""
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=["os.path.exists"], output_dir=str(tmp_path)
+    )
+    pace = {
+        "time/step_s": 1.0,
+        "tokens_per_s/trained": 1.0,
+        "idle/trainer": 0.0,
+        "idle/servers": 0.0,
+    }
+    for rewards, warnings in (((0.1, 0.5, 0.9), 0), ((0.1, 0.05, 0.009, 0.001), 1)):
+        terminal = Terminal(10, config)
+        for step, reward in enumerate(rewards, 1):
+            terminal.show(step, {"reward": reward, "entropy": 1.0 / 20**step, **pace})
+        terminal.close()
+        assert capsys.readouterr().out.count("the policy collapses") == warnings
+
+
+def test_an_answer_is_shown_once(tmp_path, capsys):
+    sample = {
+        "step": 1, "group": 0, "row": 3, "prompt": "1+1=", "columns": {}, "completion": "2", "reward": 1.0,
+        "rewards": {"right": 1.0}, "advantage": 0.5, "finish_reason": "stop", "weight_versions": [], "info": {},
+    }  # fmt: skip
+    lines = [sample] * 3 + [sample | {"completion": "3", "reward": 0.0}]
+    (tmp_path / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    show.main([str(tmp_path), "--best", "4"])
+    output = capsys.readouterr().out
+    assert output.count("▸") == 2
+    assert output.count("· x3") == 1

@@ -18,7 +18,7 @@ from config import parse_args
 from prefix_attention import completion_logprobs, pack
 from recipes.tool_calculator import calculate
 from train import main
-from training.checkpoints import read_state
+from training.resume import read_state
 
 RECIPE = """
 import os

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from prefix_attention import PackedBatch, num_packed_tokens, pack
-from rollouts.group import ENVIRONMENT, Group, Prompt
+from rollouts.group import CUT, ENVIRONMENT, Group, Prompt
 
 
 @dataclass
@@ -64,9 +64,9 @@ def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
     """
     lengths = list(group.num_sampled)
     for number, completion in enumerate(group.completions):
-        is_cut = config.mask_truncated_completions and completion.finish_reason == "length"
+        is_masked = config.mask_truncated_completions and completion.finish_reason in CUT
         is_nan = bool(group.reward) and math.isnan(group.reward[number])
-        if is_cut or is_nan:
+        if is_masked or is_nan:
             lengths[number] = 0
     return lengths
 
@@ -123,10 +123,10 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
 
 
 class Share(NamedTuple):
-    """A rank's next rows; an update follows where lengths are given."""
+    """A rank's next rows; an update follows where numbers are given."""
 
     micro_batches: list[MicroBatch]
-    trained_lengths: list[int] | None = None  # of each completion that the gradient is a mean over
+    num_trained: tuple[int, int] | None = None  # of all ranks, as `num_trained`
 
 
 class Dealer:
@@ -143,7 +143,7 @@ class Dealer:
         self.waiting: list[Group] = []  # groups of a row that still has room
         self.waiting_tokens = 0  # of these, each alone: sharing may make the row shorter
         self.rows: list[MicroBatch] = []  # not dealt yet
-        self.lengths: list[int] = []  # tokens that train, of each completion of the mini-batch
+        self.added: list[Group] = []  # to the mini-batch
 
     def missing_tokens(self) -> float:
         """Tokens to wait for before dealing: a row for each rank, or inf for the whole batch.
@@ -174,9 +174,9 @@ class Dealer:
                 shares_of_rank[rank].append(share)
 
         if config.num_minibatches > 1 and config.weighs_tokens_alike:
-            lengths = all_trained_lengths(groups, config)
+            of_all = num_trained(groups, config)
             for shares in shares_of_rank:
-                shares[:] = [share._replace(trained_lengths=lengths) for share in shares]
+                shares[:] = [share._replace(num_trained=of_all) for share in shares]
         return shares_of_rank
 
     def _shares(self, groups: list[Group], ends_update: bool) -> list[Share]:
@@ -188,9 +188,9 @@ class Dealer:
 
         self._pack_the_rest()
         self._fill_the_last_round()
-        lengths = self.lengths
-        self.lengths = []
-        return [Share(rows, lengths) for rows in self._deal_whole_rounds()]
+        of_all = num_trained(self.added, self.config)
+        self.added = []
+        return [Share(rows, of_all) for rows in self._deal_whole_rounds()]
 
     def _add(self, group: Group) -> None:
         """Let a group wait with others for their row; pack the others first if it does not fit."""
@@ -198,7 +198,7 @@ class Dealer:
             self._pack_waiting(self.config.max_tokens_per_gpu)
         self.waiting.append(group)
         self.waiting_tokens += row_tokens([group], self.config)
-        self.lengths += trained_lengths(group, self.config)
+        self.added.append(group)
 
     def _has_room_for(self, group: Group) -> bool:
         """True where the open row can take the group."""
@@ -251,12 +251,12 @@ def num_tokens(row: MicroBatch) -> int:
     return row.packed.input_ids.numel()
 
 
-def all_trained_lengths(groups: list[Group], config: TrainConfig) -> list[int]:
-    """`trained_lengths` of all groups, one after the other."""
+def num_trained(groups: list[Group], config: TrainConfig) -> tuple[int, int]:
+    """Completions, and tokens that train, over which an update's gradient is a mean."""
     lengths = []
     for group in groups:
         lengths += trained_lengths(group, config)
-    return lengths
+    return len(lengths), sum(lengths)
 
 
 def longest_completion(groups: list[Group], config: TrainConfig) -> int:

@@ -1,13 +1,16 @@
 """Checkpoints: saved in the background, found again, and resumed from."""
 
 import copy
+import errno
 import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -25,95 +28,21 @@ from torch.distributed.checkpoint.state_dict import (
 from tqdm import tqdm
 
 from config import TrainConfig, UserError, to_json
-from utils import broadcast_object, gather_objects, is_main
+from training.intact import TRAINER
+from utils import Stopped, broadcast_object, gather_objects, is_main
 from weights.publish import host_weights, unwrap
 
-# A run that goes on may change these settings, as its mathematics sees none of them, except for
-# how long it goes on.
-MAY_CHANGE = frozenset({
-    "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout",
-    "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps",
-    "num_epochs", "use_fsdp", "gradient_checkpoint", "fsdp_offload", "fsdp_shard_size",
-    "output_dir", "log_steps", "logged_groups", "log_completions_steps", "eval_steps",
-    "eval_dataset_id", "eval_dataset_split", "use_wandb", "wandb_project", "save_steps",
-    "keep_last_n", "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id",
-    "reward_workers", "reward_timeout", "max_skipped_steps", "share_prefix", "probe_steps",
-    "reference_urls", "eval_generations", "eval_temperature", "save_rollouts", "torch_compile",
-})  # fmt: skip
-TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's shards and state.pt
+MEETING_S = 10.0  # in which all ranks that have an error meet, to save what there is
 
 
-def find_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint that the run continues; None where it starts anew.
+def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]:
+    """The checkpoint that the run continues, and its state; None, None where it starts anew."""
+    if config.resume_from_checkpoint is None:
+        return None, None
+    from training.resume import find_checkpoint, read_state
 
-    `resume_from_checkpoint` of `auto` starts anew where there is none.
-    """
-    wanted = config.resume_from_checkpoint
-    if wanted is None:
-        return None
-    path = _newest(Path(config.output_dir)) if wanted == "auto" else Path(wanted)
-    if not path:
-        return None
-    if not _is_whole(path):
-        raise UserError(
-            f"resume_from_checkpoint={path}: no such folder, or one without {TRAINER}/state.pt"
-        )
-
-    before = json.loads((path / TRAINER / "config.json").read_text())
-    now = to_json(config)
-    # `use_fsdp` may change, and by default decides which of the two kinds of bf16 is on.
-    for settings in (before, now):
-        settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings.get("bf16"))
-    for name, value in now.items():
-        old = before.get(name, value)
-        if name not in MAY_CHANGE and old != value:
-            raise UserError(
-                f"{path} was trained with {name}={old}, not {value}: "
-                "use that, or another output_dir"
-            )
-    return path
-
-
-def _newest(folder: Path) -> Path | None:
-    """The last checkpoint of the last run here.
-
-    A run that starts anew leaves the checkpoints of earlier ones alone.
-    """
-    states = {path: read_state(path) for path in saved_in(folder).values()}
-    run_id = folder / "run_id"
-    own = list(states)
-    if run_id.is_file():
-        last = run_id.read_text()
-        own = [path for path, state in states.items() if state["run_id"] == last]
-    if states and not own:
-        print(
-            f"the checkpoints in {folder} are of an earlier run than its last: "
-            "name one to go on from it",
-            flush=True,
-        )
-    return max(own, key=lambda path: states[path]["saved_s"], default=None)
-
-
-def saved_in(folder: Path) -> dict[int, Path]:
-    """The checkpoints in a folder that a run can continue, by step."""
-    saved = {}
-    for path in folder.glob("checkpoint-*"):
-        step = path.name.removeprefix("checkpoint-")
-        if step.isdecimal() and _is_whole(path):
-            saved[int(step)] = path
-    return saved
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    return (checkpoint / TRAINER / "state.pt").is_file()
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """The `state` that `Checkpoints.save` got, with `step`, `scheduler` and `saved_s`.
-
-    `saved_s` is Unix time, in seconds.
-    """
-    return torch.load(checkpoint / TRAINER / "state.pt", weights_only=True)
+    checkpoint = find_checkpoint(config)
+    return checkpoint, read_state(checkpoint) if checkpoint else None
 
 
 class Checkpoints:
@@ -141,15 +70,23 @@ class Checkpoints:
         self._group = dist.new_group(
             backend="gloo", timeout=timedelta(seconds=config.collective_timeout)
         )
+        self._meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=MEETING_S))
 
         get_optimizer_state_dict(policy, optimizer)  # fills AdamW's state by a step
         for values in optimizer.state.values():
             values["step"].zero_()  # that step must not count
 
+        self._is_updating = False  # while an update is half done
+        optimizer.register_step_pre_hook(partial(self._note_update, True))
+        optimizer.register_step_post_hook(partial(self._note_update, False))
+
         if is_main():
             for left in self.folder.glob("checkpoint-*.part"):
                 shutil.rmtree(left, ignore_errors=True)  # a crash left it
         self._check_folder()
+
+    def _note_update(self, begins: bool, *_: Any) -> None:
+        self._is_updating = begins
 
     def _check_folder(self) -> None:
         """Raise a UserError unless every rank sees rank 0's new folder."""
@@ -173,6 +110,8 @@ class Checkpoints:
         if is_main():
             print(f"going on from {checkpoint}", flush=True)
 
+        from training.resume import read_state, states_in
+
         shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
         dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
@@ -184,9 +123,11 @@ class Checkpoints:
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * factor(self.scheduler.last_epoch)
 
-        for step, path in sorted(saved_in(self.folder).items()):
-            if read_state(path)["run_id"] == state["run_id"] and step <= state["step"]:
-                self.steps.append(step)
+        states, _ = states_in(self.folder)
+        for other in states.values():
+            if other["run_id"] == state["run_id"] and other["step"] <= state["step"]:
+                self.steps.append(other["step"])
+        self.steps.sort()
 
         if is_main() and checkpoint.resolve().parent == self.folder.resolve():
             # It is the newest from now on: `auto` must not leap to later ones, which were left.
@@ -212,6 +153,43 @@ class Checkpoints:
         self._writing = self._pool.submit(
             self._write, part, written, _detached(self.policy), weights, state
         )
+
+    @contextmanager
+    def saving(self, rollouts: Any, log: Any) -> Iterator[None]:
+        """Save the last whole step when the block ends, however it ends.
+
+        An error is raised again, but for Stopped. Where it is of one rank alone nothing can be
+        saved: the others wait for this rank, in the middle of a step.
+        """
+        error: BaseException | None = None
+        try:
+            yield
+        except Stopped:
+            pass
+        except BaseException as raised:
+            error = raised
+
+        step = rollouts.version
+        try:
+            if error is None or (self._can_save(step) and self._all_ranks_meet()):
+                self.finish(step, rollouts.state() | log.state(), step == rollouts.num_steps)
+        finally:
+            if error:
+                raise error
+
+    def _can_save(self, step: int) -> bool:
+        """True where `step` is not saved yet, and no update of the next one is in the weights."""
+        num_updates = step * self.config.updates_per_batch
+        is_whole = not self._is_updating and self.scheduler.last_epoch == num_updates
+        return is_whole and step > 0 and step not in self.steps[-1:]
+
+    def _all_ranks_meet(self) -> bool:
+        """True where every rank comes here, and so has an error, within some seconds."""
+        try:
+            dist.monitored_barrier(self._meeting, timedelta(seconds=MEETING_S))
+        except RuntimeError:
+            return False
+        return True
 
     def finish(self, step: int, state: dict[str, Any], is_last: bool) -> None:
         """Save this step unless it was saved, again if that fails.
@@ -244,8 +222,7 @@ class Checkpoints:
         self._writing = None
         own_cause = None
         if error:
-            text = str(error.__cause__ or error).strip() or repr(error)
-            own_cause = text.splitlines()[0]
+            own_cause = _in_a_line(error)
 
         causes = [cause for cause in gather_objects(own_cause) if cause]
         if causes:
@@ -300,6 +277,16 @@ def _detached(policy: nn.Module) -> Any:
     copied = object.__new__(type(model))  # FSDP2's classes cannot be copied
     vars(copied).update(vars(model), config=copy.deepcopy(model.config))
     return copied
+
+
+def _in_a_line(error: BaseException) -> str:
+    """The cause of a failed save."""
+    if isinstance(error, dcp.CheckpointException):  # of the first rank that failed
+        error = next(iter(error.failures.values()))[0]
+    text = str(error.__cause__ or error).strip() or repr(error)
+    if os.strerror(errno.ENOSPC) in text:
+        return "the disk is full"
+    return text.splitlines()[0]
 
 
 def _sync(path: Path) -> None:

@@ -51,7 +51,7 @@ def _check_loss_of_two_tokens(mask: Tensor, config: TrainConfig) -> None:
 def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:
     """Two scored groups of one-token completions, to try `advantage_fn` on.
 
-    They lack the `info` that a `rollout_fn` gives.
+    They lack the `info` that a `rollout_fn` gives, so that such runs try nothing.
     """
     num = config.num_generations
     groups = []

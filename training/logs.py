@@ -2,8 +2,9 @@
 
 import json
 import uuid
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +57,41 @@ def _shortened(values: dict[str, Any]) -> dict[str, Any]:
     return shortened
 
 
+def encoded(lines: list[dict[str, Any]]) -> bytes:
+    """Lines of JSON."""
+    try:
+        return ENCODER.encode_lines(lines)
+    except UnicodeEncodeError:
+        return ENCODER.encode_lines(_writable(lines))
+
+
+def _writable(value: Any) -> Any:
+    r"""The value with half surrogate pairs, which UTF-8 cannot hold, spelled as \ud83d."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_writable(item) for item in value]
+    return value
+
+
 class RunLog:
     """Writes a run's files, prints its lines, and sends its metrics.
 
     Rank 0 writes, in a thread of its own; the other ranks have an empty log.
     """
 
-    def __init__(self, config: TrainConfig, num_steps: int, resumed: dict[str, Any] | None = None):
+    def __init__(
+        self,
+        config: TrainConfig,
+        num_steps: int,
+        resumed: dict[str, Any] | None = None,
+        noting_failure: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):
+        """Open the files; a step that cannot be written raises in `noting_failure`."""
         self.config = config
+        self._noting_failure = noting_failure
         self.run_id = resumed["run_id"] if resumed else uuid.uuid4().hex
         self.wandb_id = resumed["wandb_id"] if resumed else None
         self._wandb: Any = None
@@ -111,14 +139,23 @@ class RunLog:
             batch: what was trained and dropped.
             held_out: groups of an evaluation, by the name of their data set.
         """
-        if not is_main() or not (metrics or batch):
-            return
+        if is_main() and (metrics or batch):
+            with self._noting_failure():
+                self._step(step, metrics, batch, held_out or {})
+
+    def _step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        batch: Batch | None,
+        held_out: dict[str, list[Group]],
+    ) -> None:
         if batch:
             metrics = batch_metrics(batch.groups, step - 1, self.config) | batch.metrics | metrics
             metrics["time/train_s"] -= metrics["time/wait_s"]
             if step == 1:
                 warn_of(metrics, self.config)
-        rows = self._rows(batch or Batch(), held_out or {})
+        rows = self._rows(batch or Batch(), held_out)
         rows["metrics"] = [metrics]
 
         self._wait()
@@ -152,7 +189,7 @@ class RunLog:
     def _write(self, step: int, rows: Rows) -> None:
         for name, file in self._files.items():
             with naming(f"{file.name} cannot be written"):
-                data = ENCODER.encode_lines({"step": step, **row} for row in rows[name])
+                data = encoded([{"step": step, **row} for row in rows[name]])
                 if file.write(data) < len(data):
                     raise ValueError("the disk is full")
 
@@ -163,10 +200,10 @@ class RunLog:
     def state(self) -> dict[str, Any]:
         """The state by which a later run continues these files.
 
-        All steps until now are on the disk when it returns.
+        All steps until now are on the disk when it returns, or `step` and `close` raise why not.
         """
         if is_main():
-            self._wait()
+            wait([self._written])
         return {"wandb_id": self.wandb_id, "run_id": self.run_id}
 
 
@@ -178,7 +215,7 @@ def _rename_files(folder: Path) -> None:
     """Give the logs of an earlier run the ending .old."""
     if _path(folder, "metrics").exists():
         print(f"{folder} has an earlier run: its logs get the ending .old", flush=True)
-    for name in (*FILES, "failed_rewards"):
+    for name in (*FILES, "failed_rewards", "failed_rollouts"):
         path = _path(folder, name)
         if path.exists():
             path.rename(f"{path}.old")
@@ -195,8 +232,12 @@ def _cut_files(folder: Path, step: int) -> None:
             continue
         with path.open("rb+") as lines:  # in bytes, a line ends with \n alone
             size = 0
-            for line in lines:
-                if not line.endswith(b"\n") or json.loads(line)["step"] > step:
+            for number, line in enumerate(lines, 1):
+                if not line.endswith(b"\n"):
+                    break
+                with naming(f"{path}: line {number} is damaged: remove it"):
+                    line_step = json.loads(line)["step"]
+                if line_step > step:
                     break
                 size += len(line)
             lines.truncate(size)

@@ -4,10 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import (
+    LoraConfig,
+    PeftModel,
+    get_peft_model,
+    get_peft_model_state_dict,
+    load_peft_weights,
+)
 from peft.tuners.lora.layer import ParamWrapper
 
 from config import TrainConfig, UserError
+from training.intact import check_complete
 from utils import naming
 
 
@@ -19,13 +26,21 @@ def add_lora(
     The adapters are fresh, or those of a checkpoint.
     """
     if checkpoint:
-        return PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+        with naming(f"the adapter of {checkpoint} cannot be loaded"):
+            model = PeftModel.from_pretrained(model, checkpoint, is_trainable=True)
+            saved = load_peft_weights(str(checkpoint), device="cpu").keys()
+        own = get_peft_model_state_dict(model).keys()
+        check_complete(checkpoint, own - saved, saved - own, reshaped=())
+        return model
 
-    _check_lora_targets(model, config)
+    targets = config.lora_target_modules
+    if targets == ["all-linear"]:  # peft's word for the default here
+        targets = None
+    _check_lora_targets(model, targets or ())
     with naming("lora_target_modules"):
         lora_config = LoraConfig(
             r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout,
-            target_modules=config.lora_target_modules or "all-linear",
+            target_modules=targets or "all-linear",
             exclude_modules=list(frozen) or None, task_type="CAUSAL_LM",
         )  # fmt: skip
         model = get_peft_model(model, lora_config)
@@ -37,13 +52,13 @@ def add_lora(
     return model
 
 
-def _check_lora_targets(model: Any, config: TrainConfig) -> None:
+def _check_lora_targets(model: Any, targets: Sequence[str]) -> None:
     """Refuse targets without a module, and an embedding tied to the head."""
     modules = dict(model.named_modules())
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
     is_tied = head is not None and head.weight is embedding.weight
-    for target in config.lora_target_modules or ():
+    for target in targets:
         matched = {module for name, module in modules.items() if f".{name}".endswith(f".{target}")}
         # One matrix cannot take the adapter of one of its two uses.
         if not matched or (is_tied and matched & {embedding, head}):

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import TrainConfig
-from rollouts.group import Group
+from rollouts.group import CUT, Group, can_teach
 from rollouts.scoring import reward_means
 from utils import over_ranks
 from vllm_client import MAX_SERVERS
@@ -25,10 +25,11 @@ class TokenSums:
     def __init__(self, device: torch.device):
         self.per_token: dict[str, Tensor] = {}  # become means over tokens
         names = ("loss", "tokens", "weight", "weight_square")
-        self.totals = {name: torch.zeros((), device=device) for name in names}
+        zero = torch.zeros((), dtype=torch.float64, device=device)  # float32 counts to 2^24
+        self.totals = {name: zero.clone() for name in names}
         self.max_gap = torch.zeros((), device=device)
         # Sums of |Δ|, and tokens, by server: the places are `MicroBatch.servers`.
-        self.by_server = torch.zeros(2, 1 + MAX_SERVERS, device=device)
+        self.by_server = torch.zeros(2, 1 + MAX_SERVERS, dtype=torch.float64, device=device)
 
     def add(
         self, loss_sums: dict[str, Tensor], entropy: Tensor, trainer_logprobs: Tensor,
@@ -55,7 +56,7 @@ class TokenSums:
             "sampling/kl": (gap.expm1() - gap).sum(),
         }
         for name, value in sums.items():
-            self.per_token[name] = self.per_token.get(name, 0.0) + value.detach()
+            self.per_token[name] = self.per_token.get(name, 0.0) + value.detach().double()
 
         self.totals["tokens"] += mask.sum()
         self.totals["weight"] += weight.sum()
@@ -105,7 +106,7 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
     spread = deviations.square().nanmean(dim=1).sqrt().nan_to_num(0.0)
 
     num_groups = len(groups)
-    num_without_spread = sum(not group.can_teach for group in groups)
+    num_without_spread = sum(not can_teach(group, config) for group in groups)
     versions_in_flight = [group.finished_version - group.started_version for group in groups]
     versions_in_queue = [version - group.finished_version for group in groups]
     first_started_s = min(group.started_s for group in groups)
@@ -135,7 +136,7 @@ def completion_metrics(groups: list[Group], version: int) -> dict[str, float]:
             staleness.append(version - oldest)
             num_versions += len(versions)
         for completion in group.completions:
-            num_clipped += completion.finish_reason == "length"
+            num_clipped += completion.finish_reason in CUT
 
     num_completions = len(lengths)
     return {

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
@@ -38,8 +39,12 @@ from prefix_attention import (
 )
 from rollouts.group import Prompt
 from rollouts.processor import placeholder_ids
+from training.intact import check_complete
 from utils import gather_objects, is_main, naming
 from weights.publish import unwrap
+
+# What does not decay by transformers' own rule, in lower case.
+NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 # -- Policy and reference --------------------------------------------------------------------------
 
@@ -187,6 +192,13 @@ def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     model_config = AutoConfig.from_pretrained(
         config.model_id, trust_remote_code=config.trust_remote_code
     )
+    quantized = getattr(model_config, "quantization_config", None)
+    method = dict(quantized or {}).get("quant_method")
+    if method and method != "mxfp4":  # which transformers loads in bfloat16
+        raise UserError(
+            f"model_id={config.model_id} is quantized ({method}), and cannot be trained: take the "
+            "model that it was made from"
+        )
     if getattr(model_config, "vision_config", None) is not None:
         return model_config, AutoModelForImageTextToText
     return model_config, AutoModelForCausalLM
@@ -211,13 +223,20 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
     local = Path(config.model_id)
     # A local path is made absolute, as an adapter names its model by it.
     model_id = local.resolve() if local.exists() else config.model_id
-    model = model_class.from_pretrained(
-        checkpoint or model_id,
-        dtype=getattr(torch, config.dtype),
-        attn_implementation=attention,
-        trust_remote_code=config.trust_remote_code,
-        device_map="meta" if on_meta else None,
-    )
+    source = checkpoint or model_id
+    with naming(f"the weights of {source} cannot be loaded"):
+        model, found = model_class.from_pretrained(
+            source,
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=attention,
+            trust_remote_code=config.trust_remote_code,
+            device_map="meta" if on_meta else None,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # `check_complete` refuses them
+        )
+    if not on_meta:
+        reshaped = {name for name, _, _ in found["mismatched_keys"]}
+        check_complete(source, found["missing_keys"], found["unexpected_keys"], reshaped)
     _allow_saving(model)
     _turn_noise_off(model)
     return model
@@ -375,13 +394,16 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
-    """Make AdamW, which decays matrices alone, and its schedule over `num_updates`."""
-    trainable = [p for p in policy.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+    """Make AdamW and its schedule over `num_updates`; biases and norms do not decay."""
+    decaying = set(get_parameter_names(policy, [nn.LayerNorm], NO_DECAY))
+    groups: list[dict[str, Any]] = [
+        {"params": [], "weight_decay": config.weight_decay},
+        {"params": [], "weight_decay": 0.0},
     ]
-    on_cuda = any(p.is_cuda for p in trainable)
+    for name, weight in policy.named_parameters():
+        if weight.requires_grad:
+            groups[name not in decaying]["params"].append(weight)
+    on_cuda = any(weight.is_cuda for weight in policy.parameters())
     optimizer = torch.optim.AdamW(
         groups,
         config.learning_rate,

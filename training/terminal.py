@@ -1,5 +1,6 @@
 """The lines of a run: a live one, others, and warnings."""
 
+import math
 from collections import deque
 
 from tqdm import tqdm
@@ -37,11 +38,14 @@ class Terminal:
         self.num_steps = num_steps
         self.recent_s = deque[float](maxlen=50)  # seconds of steps, with their evaluations
         self.held_out: list[str] = []  # the last evaluation's reward, for the live line
+        self.first: dict[str, float] = {}  # the first values of some metrics
+        self.has_warned = False  # of a collapse
         self.bar = tqdm(disable=None, bar_format="{desc}")
         self.close = self.bar.close
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         """Renew the live line; print one every `log_steps` and after an evaluation."""
+        self._warn_of_collapse(metrics)
         head = f"step {step}/{self.num_steps}"
         pace = self._pace(step, metrics)
 
@@ -56,6 +60,25 @@ class Terminal:
             names = self._printed_names(metrics)
             values = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
             tqdm.write(" · ".join([head, *values, *pace]))
+
+    def _warn_of_collapse(self, metrics: dict[str, float]) -> None:
+        """Warn, once, of a reward below a tenth of its first value, or of such an entropy.
+
+        A policy that learns to be sure has little entropy too, and a higher reward.
+        """
+        fallen = []
+        for name in ("reward", "eval/reward", "entropy"):
+            value = metrics.get(name, math.nan)
+            first = self.first.setdefault(name, value) if name in metrics else math.nan
+            if first > 0 and value < first / 10:
+                fallen.append(f"{name} fell from {first:.3g} to {value:.3g}")
+        learns = metrics.get("reward", math.nan) > self.first.get("reward", math.nan)
+        if fallen and not learns and not self.has_warned:
+            self.has_warned = True
+            tqdm.write(
+                f"warning: {', '.join(fallen)}: the policy collapses; lower learning_rate or set "
+                f"beta, and read `python scripts/show.py {self.config.output_dir}`"
+            )
 
     def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
         """The time left, the tokens a second, and the waiting times."""
@@ -81,6 +104,7 @@ class Terminal:
         if len(function_names) > 1:
             names += function_names
 
+        names += [name for name in ("rewards_failed", "rollouts_failed") if metrics.get(name)]
         names += ["eval/accuracy", "eval/reward"]
         pass_names = [name for name in metrics if name.startswith("eval/pass@")]
         names += pass_names[-1:]

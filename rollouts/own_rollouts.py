@@ -1,0 +1,99 @@
+"""Completions of a recipe's own `rollout_fn`: joined, and checked."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from config import TrainConfig
+from prefix_attention import num_packed_tokens
+from rollouts.group import Completion, Group, Prompt, RolloutFailed
+from rollouts.workers import described
+from vllm_client import Server, ServerError
+
+
+def fill_by_rollout_fn(
+    group: Group, server: Server, sampling: dict[str, Any], config: TrainConfig
+) -> None:
+    """Fill in the completions of the config's `rollout_fn`, checked.
+
+    Raises:
+        RolloutFailed: it failed, or they are no completions; with the line where.
+    """
+    rollout_fn: Any = config.rollout_fn
+    prompt = group.prompt
+    try:
+        completions = [
+            as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)
+        ]
+        if len(completions) != sampling["n"]:
+            raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
+        group.fill(completions)
+        check_segments(group, server.forbidden, config)
+    except ServerError:
+        raise
+    except Exception as error:  # whatever the recipe raises
+        where = f"rollout_fn on dataset row {prompt.index}"
+        raise RolloutFailed(f"{where}: {described(error)}") from error
+
+
+def as_completion(rollout: Completion | Sequence[Completion], prompt: Prompt) -> Completion:
+    """A rollout as one completion: its last segment, with the `earlier` ones.
+
+    The `info` of all segments is joined; prompts equal to the group's become None.
+
+    Raises:
+        ValueError: the rollout has no segment.
+    """
+    parts = [rollout] if isinstance(rollout, Completion) else rollout
+    segments = []
+    info: dict[str, Any] = {}
+    for part in parts:
+        for segment in part.segments:
+            prompt_ids = segment.prompt_ids
+            if prompt_ids is not None and prompt_ids.tolist() == prompt.token_ids:
+                prompt_ids = None
+            segments.append(replace(segment, prompt_ids=prompt_ids, earlier=[]))
+            info |= segment.info
+    if not segments:
+        raise ValueError("a rollout without a completion")
+    return replace(segments[-1], info=info, earlier=segments[:-1])
+
+
+def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:
+    """Refuse segments that no row of the policy takes, by a ValueError.
+
+    Args:
+        group: with its completions.
+        forbidden: tokens that stand for images, which no policy samples.
+        config: max_tokens_per_gpu, share_prefix, and the loss, which may need whole completions.
+    """
+    own_prompt, completions = group.sequences
+    # With images, the prompt of every segment must begin with the group's.
+    num_fixed = len(own_prompt) if group.prompt.images else 0
+    placeholders = torch.tensor(forbidden, dtype=torch.int64)
+    for pairs in completions:
+        num_tokens = max(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
+        if config.weighs_whole_completions:  # all segments stand in one row
+            apart = {0} if num_fixed else ()  # as `micro_batches` packs groups with images
+            num_positions = num_packed_tokens([(own_prompt, [pairs])], config.share_prefix, apart)
+            # A position predicts the next token, so a row has one fewer than tokens.
+            num_tokens = max(num_tokens, num_positions + 1)
+        if num_tokens > config.max_tokens_per_gpu:
+            raise ValueError(
+                f"a completion has {num_tokens} tokens with its prompt: raise max_tokens_per_gpu"
+            )
+
+        for prompt_ids, token_ids in pairs:
+            begins_alike = torch.equal(prompt_ids[:num_fixed], own_prompt[:num_fixed])
+            if len(prompt_ids) == 0 or not begins_alike:
+                raise ValueError(
+                    "a segment's prompt is empty, or does not begin with the group's, which has "
+                    "images"
+                )
+            text_ids = torch.cat([prompt_ids[num_fixed:], token_ids])
+            if torch.isin(text_ids, placeholders).any():
+                raise ValueError(
+                    "a completion has a placeholder of an image, which no policy takes"
+                )

@@ -1,0 +1,92 @@
+"""The sampling parameters of vLLM that a run may set.
+
+vLLM drops unknown names without a word, so names and types are checked when the config is made.
+"""
+
+import difflib
+from typing import Annotated, Any, Required, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, with_config
+from typing_extensions import TypedDict  # typing has the one that pydantic needs from 3.12 on
+
+STRICT = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+OneOrMore = Annotated[int, Field(ge=1)]
+ZeroOrMore = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenIds = Annotated[list[ZeroOrMore], Field(min_length=1)]
+
+# Those that are fields of the config, by their name there.
+FIELDS = {
+    "n": "num_generations", "max_tokens": "max_completion_len", "temperature": "temperature",
+    "top_k": "top_k", "stop": "stop",
+}  # fmt: skip
+
+
+@with_config(STRICT)
+class StructuredOutputs(TypedDict, total=False):
+    """vLLM's guided decoding: one of the first six, and options."""
+
+    json: str | dict[str, Any]
+    regex: str
+    choice: list[str]
+    grammar: str
+    json_object: bool
+    structural_tag: str
+    disable_any_whitespace: bool
+    disable_additional_properties: bool
+    whitespace_pattern: str
+
+
+@with_config(STRICT)
+class RepetitionDetection(TypedDict, total=False):
+    """vLLM's early end of completions that repeat themselves."""
+
+    max_pattern_size: Required[OneOrMore]
+    min_pattern_size: ZeroOrMore
+    min_count: Required[Annotated[int, Field(ge=2)]]
+
+
+@with_config(STRICT)
+class SamplingParams(TypedDict, total=False):
+    """The parameters of vLLM 0.32 and 0.33 that change tokens, but for `FIELDS`."""
+
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    min_p: Share
+    presence_penalty: Penalty
+    frequency_penalty: Penalty
+    repetition_penalty: Positive
+    seed: Annotated[int, Field(ge=0, lt=2**63)]
+    stop_token_ids: TokenIds
+    ignore_eos: bool
+    min_tokens: ZeroOrMore
+    structured_outputs: StructuredOutputs
+    logit_bias: dict[int | str, float]
+    allowed_token_ids: TokenIds
+    bad_words: list[Annotated[str, Field(min_length=1)]]
+    thinking_token_budget: Annotated[int, Field(ge=-1)]
+    repetition_detection: RepetitionDetection
+    extra_args: dict[str, Any]
+
+
+def fault_in(given: dict[str, Any], max_completion_len: int) -> str | None:
+    """The first thing wrong with parameters, to follow `sampling_params`; None if they are good."""
+    try:
+        TypeAdapter(SamplingParams).validate_python(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+    else:
+        if given.get("min_tokens", 0) > max_completion_len:
+            return ": min_tokens must not exceed max_completion_len"
+        return None
+
+    name = str(first["loc"][-1])
+    where = "".join(f".{part}" for part in first["loc"])
+    if first["type"] != "extra_forbidden":
+        return f"{where}={first['input']!r:.100}: {first['msg']}"
+    known = [*get_type_hints(SamplingParams), *FIELDS]
+    nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.0)[0]
+    if nearest in FIELDS:
+        return f" may not set {name}: use the field {FIELDS[nearest]}"
+    return f"{where} has no effect on tokens, or is unknown to vLLM: did you mean {nearest}?"

@@ -1,0 +1,250 @@
+"""However a run ends, its last whole step is saved first; and what cannot be written or read is said in one line."""
+
+import itertools
+import json
+import math
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fake_server import fake_server
+from helpers import RECIPE, ROOT, answer_in, on_forked_ranks, read
+from test_resume import assert_identical, weights
+
+from config import UserError, parse_args
+from train import main
+from training.logs import encoded
+from training.resume import fault_of, find_checkpoint
+
+HOOKS = """
+import itertools
+import os
+import train
+num_calls = {"advantages": 0, "loss": 0}
+def count(name, last):
+    num_calls[name] += 1
+    if num_calls[name] == last and "ARMED" in os.environ: raise ZeroDivisionError(name)
+def advantages(rewards, groups):
+    count("advantages", 1 + 3)  # a trial comes first
+    return train.compute_advantages(rewards)
+def loss(*arguments):
+    count("loss", 2 + 3)
+    return train.grpo_loss(*arguments)
+rollouts = itertools.count()
+def flaky(server, prompt, sampling):
+    if next(rollouts) % 5 == 2: raise TimeoutError("the environment is busy")
+    return server.generate(prompt.token_ids, sampling)
+def broken(server, prompt, sampling):
+    raise TimeoutError("the environment is gone")
+"""
+
+
+@pytest.fixture(scope="module")
+def hooked(models, tmp_path_factory):
+    """A server, and a function: the command line of a run of it into a folder, whose hooks may fail in step 3."""
+    folder = tmp_path_factory.mktemp("endings")
+    numbers = itertools.count()
+    with fake_server(models["untied"], answer_in(0.01)) as server:
+
+        def command(output, *options):
+            path = folder / f"recipe_{next(numbers)}.py"
+            path.write_text(
+                HOOKS + RECIPE.format(model=models["untied"], urls=[server.url], output=str(output))
+            )
+            fixed = ("--max_steps", "4", "--max_staleness", "0")
+            return [str(path), *fixed, *map(str, options)]
+
+        yield command
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("hook", ["advantage_fn=advantages", "loss_fn=loss"])
+def test_an_error_of_a_hook_saves_the_last_whole_step(hooked, tmp_path, num_ranks, hook):
+    """On rank 0 alone, as of advantages, and on all ranks, as of a loss; then the run goes on as if nothing was."""
+    whole = on_forked_ranks(num_ranks, ROOT / "train.py", *hooked(tmp_path / "whole"))
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+
+    command = hooked(tmp_path / "run", f"--{hook}")
+    failed = on_forked_ranks(num_ranks, ROOT / "train.py", *command, env={"ARMED": "1"})
+    assert failed.returncode == 1
+    assert "ZeroDivisionError" in failed.stdout + failed.stderr
+    (saved,) = (tmp_path / "run").glob("checkpoint-*")
+    assert saved.name in ("checkpoint-1", "checkpoint-2")  # a rank may have two rows a step
+    command += ["--resume_from_checkpoint", "auto"]
+    done = on_forked_ranks(num_ranks, ROOT / "train.py", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_identical(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+
+
+def failing(function, last, error):
+    """The function, whose call number `last` raises."""
+    num_calls = 0
+
+    def called(*arguments, **more):
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == last:
+            raise error
+        return function(*arguments, **more)
+
+    return called
+
+
+PLACES = {  # what fails in step 3, or on the way to it; and the step that is saved
+    "out of memory": ("train.grpo_loss", torch.OutOfMemoryError("no memory"), 2),
+    "an exit": ("train.grpo_loss", SystemExit("enough"), 2),
+    "the log": ("training.logs.encoded", PermissionError("read only"), 3),
+    "the metrics": ("training.logs.batch_metrics", KeyError("no such"), 3),
+    "rewards": ("rollouts.scoring.weighted", OverflowError("too large"), 2),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_any_error_saves_the_last_whole_step(hooked, tmp_path, monkeypatch, place):
+    path, error, step = PLACES[place]
+    module, _, name = path.rpartition(".")
+    owner = __import__(module, fromlist=[name])
+    calls_a_step = {"encoded": 4, "weighted": 8}.get(name, 1)
+    last = 2 * calls_a_step + 1
+    monkeypatch.setattr(owner, name, failing(getattr(owner, name), last, error))
+    with pytest.raises((type(error), UserError)):
+        main(parse_args(hooked(tmp_path / "run", "--batch_size", "8")))
+    (saved,) = (tmp_path / "run").glob("checkpoint-*")
+    assert saved.name in (
+        f"checkpoint-{step}",
+        f"checkpoint-{step + 1}",
+    )  # threads hear of it later
+
+
+def test_half_an_update_is_not_saved(hooked, tmp_path, monkeypatch):
+    """An error in the middle of AdamW's step: some weights have moved, and no checkpoint may have them."""
+    module = sys.modules["torch.optim.adam"]  # torch.optim hides it
+    adam = module.adam
+    num_calls = 0
+
+    def half(*arguments, **more):
+        nonlocal num_calls
+        num_calls += 1
+        adam(*arguments, **more)
+        if num_calls == 4:  # of the second group; the first call fills in the state
+            raise torch.OutOfMemoryError("half way")
+
+    monkeypatch.setattr(module, "adam", half)
+    with pytest.raises(torch.OutOfMemoryError):
+        main(parse_args(hooked(tmp_path / "run")))
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
+
+
+def test_a_rollout_that_fails_now_and_then_is_left_out(hooked, tmp_path):
+    """Another prompt takes its place, in training; a held-out group stays empty. As often as it is, it is counted."""
+    command = hooked(tmp_path / "run", "--rollout_fn", "flaky", "--eval_steps", "4")
+    path = Path(command[0])
+    path.write_text(
+        path.read_text().replace("dataset_id=rows", "dataset_id=rows, eval_dataset_id=rows")
+    )
+    main(parse_args(command))
+    dropped = read(tmp_path, "dropped")
+    failed = read(tmp_path, "failed_rollouts")
+    metrics = read(tmp_path, "metrics")
+    assert {row["reason"] for row in dropped} == {"failed"}
+    assert "TimeoutError: the environment is busy" in failed[0]["error"]
+    assert sum(row.get("groups/dropped_failed", 0) for row in metrics) == len(dropped) > 0
+    assert len(failed) > len(dropped)  # and those of the two evaluations
+    assert metrics[-1]["rollouts_failed"] >= len(dropped)
+    trained = [row["group"] for row in read(tmp_path, "completions")]
+    assert len(trained) == 4 * 6 * 4
+    assert not set(trained) & {row["group"] for row in dropped}
+    assert len(read(tmp_path, "held_out")) < 2 * 40
+
+
+def test_a_rollout_that_only_fails_ends_the_run(hooked, tmp_path):
+    with pytest.raises(UserError, match="the environment is gone .*; so did its last \\d+ calls"):
+        main(parse_args(hooked(tmp_path / "run", "--rollout_fn", "broken")))
+
+
+# -- What UTF-8 cannot hold --------------------------------------------------------------------------------------------
+
+
+def test_half_a_surrogate_pair_is_escaped(models, tmp_path):
+    half = json.loads('"a\\ud83d"')
+    (line,) = encoded([{"prompt": [{"content": half}], half: 1.5, "none": math.nan}]).splitlines()
+    assert json.loads(line) == {"prompt": [{"content": "a\\ud83d"}], "a\\ud83d": 1.5, "none": None}
+
+
+def test_a_run_with_half_a_surrogate_pair_in_a_column(hooked, tmp_path):
+    command = hooked(tmp_path / "run", "--max_steps", "1")
+    path = Path(command[0])
+    text = path.read_text().replace(
+        '"prompt": f"{i}+{i}="', '"prompt": f"{i}+{i}=", "note": "\\ud83d"'
+    )
+    path.write_text(text)
+    main(parse_args(command))
+    assert {row["columns"]["note"] for row in read(tmp_path, "completions")} == {"\\ud83d"}
+
+
+# -- Damaged checkpoints -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(hooked, tmp_path_factory):
+    """A folder with checkpoints 1 to 4, and the command line of its run."""
+    folder = tmp_path_factory.mktemp("saved") / "run"
+    command = hooked(folder, "--save_steps", "1")
+    main(parse_args(command))
+    return folder, command
+
+
+FILES = [
+    "trainer/state.pt", "trainer/config.json", "trainer/.metadata", "trainer/__0_0.distcp", "model.safetensors",
+    "config.json",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [0, 40])
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_checkpoint_is_named_and_left_out(saved, tmp_path, capsys, name, size):
+    folder, command = saved
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    for step in (1, 4):  # the newest, and one that nobody needs
+        file = run / f"checkpoint-{step}" / name
+        file.write_bytes(file.read_bytes()[:size])
+    options = ["--output_dir", str(run), "--max_steps", "6", "--save_steps", "0"]
+
+    config = parse_args([*command, *options, "--resume_from_checkpoint", str(run / "checkpoint-4")])
+    with pytest.raises(
+        UserError, match=rf"^resume_from_checkpoint={run}/checkpoint-4: .*\w"
+    ) as error:
+        find_checkpoint(config)
+    assert len(str(error.value).splitlines()) == 1
+    capsys.readouterr()
+    main(parse_args([*command, *options, "--resume_from_checkpoint", "auto"]))
+    output = capsys.readouterr().out
+    assert f"left out {run}/checkpoint-4: {fault_of(run / 'checkpoint-4')}" in output
+    assert f"going on from {run}/checkpoint-3" in output
+    assert f"saved {run}/checkpoint-6" in output
+
+
+def test_all_checkpoints_damaged(saved, tmp_path):
+    folder, command = saved
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    for file in run.glob("checkpoint-*/model.safetensors"):
+        file.write_bytes(b"")
+    options = ["--output_dir", str(run), "--resume_from_checkpoint", "auto"]
+    with pytest.raises(UserError, match=f"no checkpoint in {run} is whole"):
+        find_checkpoint(parse_args([*command, *options]))
+
+
+def test_a_damaged_line_of_the_log(saved, tmp_path):
+    folder, command = saved
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[1] = "garbage"
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    options = ["--output_dir", str(run), "--max_steps", "5", "--resume_from_checkpoint", "auto"]
+    with pytest.raises(UserError, match=f"{run}/metrics.jsonl: line 2 is damaged: remove it"):
+        main(parse_args([*command, *options]))

@@ -1,0 +1,131 @@
+"""Checkpoints that lack weights, or have others: refused by name, for every model that a run loads."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from test_gradients import make_config
+from test_prefix_models import FAMILIES
+from test_prefix_models import make_model as make_family
+from transformers import AutoModelForCausalLM
+
+from config import UserError
+from training.lora import add_lora
+from training.model import build_reference, load_model
+from utils import process_group
+
+HEAD = "lm_head.weight"
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def changed(model, folder, change):
+    """A copy of a model whose weights went through `change`, a function of name to tensor."""
+    shutil.copytree(model, folder)
+    file = next(Path(folder).glob("*model.safetensors"))
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    return str(folder)
+
+
+def without(*gone):
+    return lambda weights: {
+        name: tensor for name, tensor in weights.items() if not name.startswith(gone)
+    }
+
+
+FAULTS = {
+    "a layer's mlp": (
+        without("model.layers.1.mlp."),
+        r"missing: model.layers.1.mlp.down_proj.weight, .*gate_proj.weight, .*up_proj.weight$",
+    ),
+    "the head": (without(HEAD), rf"missing: {HEAD}$"),
+    "a prefix": (
+        lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()},
+        r"missing: lm_head.weight, .* and \d+ more; unknown to the model: module.lm_head.weight, ",
+    ),
+    "a shape": (
+        lambda weights: weights | {DOWN: weights[DOWN][:, :-1].contiguous()},
+        rf"of another shape: {DOWN}$",
+    ),
+    "one too many": (
+        lambda weights: weights | {"score.weight": torch.zeros(2)},
+        "unknown to the model: score.weight$",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_weights_that_are_not_the_models(models, tmp_path, fault):
+    change, message = FAULTS[fault]
+    broken = changed(models["untied"], tmp_path / "broken", change)
+    with pytest.raises(UserError, match=f"the weights of {broken} .*{message}"):
+        load_model(make_config(broken))
+
+    # A run that goes on, and a reference, are loaded the same way.
+    with pytest.raises(UserError, match=f"the weights of {broken} .*{message}"):
+        load_model(make_config(models["untied"]), Path(broken))
+    config = make_config(models["untied"], beta=0.1, reference_id=broken)
+    with (
+        pytest.raises(UserError, match=f"the weights of {broken} .*{message}"),
+        process_group(60) as device,
+    ):
+        build_reference(None, config, device)
+
+
+def test_what_a_configuration_ties_is_not_missing(models, tmp_path):
+    assert HEAD not in load_file(f"{models['tied']}/model.safetensors")
+    load_model(make_config(models["tied"]))
+    old = changed(
+        models["tied"],
+        tmp_path / "old",
+        lambda weights: weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(16)},
+    )
+    load_model(make_config(old))  # as in checkpoints of 2023
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_family_lacks_anything_that_it_saves(tmp_path, family):
+    make_family(family).save_pretrained(tmp_path)
+    load_model(make_config(str(tmp_path)))
+
+
+def test_a_file_cut_short(models, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(models["tied"], broken)
+    file = broken / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match=f"the weights of {broken} cannot be loaded: "):
+        load_model(make_config(str(broken)))
+
+
+def test_an_adapter_that_lacks_weights(models, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(models["tied"])
+    adapter = tmp_path / "adapter"
+    get_peft_model(base, LoraConfig(r=4, target_modules="all-linear")).save_pretrained(adapter)
+    config = make_config(models["tied"], use_peft=True)
+
+    def add(folder):
+        return add_lora(load_model(config), config, checkpoint=Path(folder))
+
+    add(adapter)
+    first = next(iter(load_file(adapter / "adapter_model.safetensors")))
+    lacking = changed(adapter, tmp_path / "lacking", without(first))
+    with pytest.raises(UserError, match=f"{lacking} .*; missing: {first}$"):
+        add(lacking)
+    more = changed(
+        adapter, tmp_path / "more", lambda weights: weights | {"score.weight": torch.zeros(2)}
+    )
+    with pytest.raises(UserError, match=f"{more} .*; unknown to the model: score.weight$"):
+        add(more)
+
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    other = tmp_path / "other"
+    shutil.copytree(adapter, other)
+    (other / "adapter_config.json").write_text(json.dumps(settings | {"r": 8}))
+    with pytest.raises(
+        UserError, match=f"the adapter of {other} cannot be loaded: .*size mismatch"
+    ):
+        add(other)

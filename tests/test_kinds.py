@@ -1,0 +1,555 @@
+"""Kinds of faults that users of other trainers met, each by the value that would have been wrong."""
+
+import itertools
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from typing import Any, cast, get_type_hints
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset, DatasetDict
+from helpers import ENV, ROOT, make_tokenizer
+from PIL import Image
+from test_data import make_config, make_groups, prompts_of, rows, score
+from tokenizers import AddedToken
+from torch import nn
+from transformers import GptOssConfig, GptOssForCausalLM
+from vllm import SamplingParams as VllmSamplingParams
+
+import recipes.losses
+import train
+from config import UserError, parse_args
+from prefix_attention import pack
+from recipes.rewards import format_reward
+from rollouts.evaluation import held_out_metrics
+from rollouts.group import Group, Prompt, can_teach
+from rollouts.images import open_image
+from rollouts.scoring import spoken
+from rollouts.stream import GroupStream
+from rollouts.vllm_params import SamplingParams
+from training.batching import Share
+from training.metrics import TokenSums
+from training.model import build_optimizer, load_model, token_logprobs
+from utils import process_group
+
+MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]
+
+# -- Parameters of vLLM ------------------------------------------------------------------------------------------------
+
+# They change what a reply says of the tokens, or are this trainer's own to set.
+WITHOUT_EFFECT = {
+    "n", "max_tokens", "temperature", "top_k", "stop", "logprobs", "prompt_logprobs", "prompt_logprob_token_ids",
+    "prompt_logprob_start", "logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone",
+    "output_text_buffer_length", "skip_reading_prefix_cache", "routed_experts_prompt_start", "trace_decode_token_ids",
+    "watermarking",
+}  # fmt: skip
+
+
+def test_sampling_params_are_vllms():
+    """A new version of vLLM has to be looked at: each of its parameters is known here, or without effect."""
+    theirs = {name for name in VllmSamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert theirs == set(get_type_hints(SamplingParams)) | WITHOUT_EFFECT
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"topP": 0.9}, "sampling_params.topP has no effect on tokens, .*: did you mean top_p\\?"),
+        ({"max_new_tokens": 3}, "may not set max_new_tokens: use the field max_completion_len"),
+        ({"temperature": 0.5}, "may not set temperature: use the field temperature"),
+        ({"skip_special_tokens": False}, "skip_special_tokens has no effect on tokens"),
+        ({"trace_decode_token_ids": [1]}, "trace_decode_token_ids has no effect on tokens"),
+        ({"top_p": "0.9"}, "sampling_params.top_p='0.9': Input should be a valid number"),
+        ({"top_p": 0}, "sampling_params.top_p=0: Input should be greater than 0"),
+        ({"seed": True}, "sampling_params.seed=True: Input should be a valid integer"),
+        ({"stop_token_ids": 3}, "sampling_params.stop_token_ids=3: Input should be a valid list"),
+        ({"structured_outputs": {"regx": "a"}}, "sampling_params.structured_outputs.regx has no"),
+        ({"repetition_detection": {"max_pattern_size": 3}}, "min_count.*Field required"),
+        ({"min_tokens": 600}, "min_tokens must not exceed max_completion_len"),
+        ([], r"sampling_params=(\[\]|'\[\]'): Input should be a valid dictionary"),
+    ],
+)
+def test_sampling_params_that_vllm_would_drop_or_refuse(given, message):
+    with pytest.raises(UserError, match=message):
+        make_config(sampling_params=given)
+    with pytest.raises(UserError, match=message):
+        parse_args([*MUST, "--sampling_params", json.dumps(given)])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_p": 1},
+        {"logit_bias": {"3": 1.5}},
+        {"logit_bias": {3: 1}},
+        {"structured_outputs": {"regex": "[0-9]+"}},
+        {"repetition_detection": {"max_pattern_size": 3, "min_count": 4}},
+        {"bad_words": ["no"], "allowed_token_ids": [3], "min_p": 0.1, "ignore_eos": True},
+    ],
+)
+def test_sampling_params_that_vllm_takes(given):
+    assert make_config(sampling_params=given).sampling_params == given
+    VllmSamplingParams.from_optional(
+        **json.loads(json.dumps(given)) if "structured_outputs" not in given else {}
+    )
+
+
+@pytest.mark.parametrize("value", [0.001, 0.0099, 2.01, 0.0])
+def test_temperatures_that_the_server_would_change(value):
+    """vLLM raises one below 0.01, and refuses one above 2; what it samples from is not the trainer's softmax."""
+    with pytest.raises(UserError, match="temperature"):
+        make_config(temperature=value)
+    if value:
+        with pytest.raises(UserError, match="eval_temperature"):
+            make_config(eval_dataset_id="e", eval_temperature=value)
+    assert make_config(temperature=0.01).temperature == 0.01
+
+
+# -- Accuracy ----------------------------------------------------------------------------------------------------------
+
+
+def exact(**_: Any) -> list[float]:
+    return []
+
+
+def brevity(**_: Any) -> list[float]:
+    return []
+
+
+def evaluated(rewards: list[list[float | None]], **fields: Any) -> dict[str, float]:
+    group = Group(Prompt(0, [5], "a", {}), rewards=rewards)
+    group.reward = [sum(value for value in row if value is not None) for row in rewards]
+    config = make_config(
+        reward_funcs=[exact, brevity],
+        eval_dataset_id="e",
+        eval_temperature=1.0,
+        eval_generations=len(rewards),
+        **fields,
+    )
+    return held_out_metrics([group], config)
+
+
+def test_accuracy_is_of_one_function():
+    """The sum says nothing of who is right: right and long is 0.93, wrong and well formed is 1."""
+    values = evaluated([[1.0, -0.07], [0.0, 1.0], [0.0, -0.07], [None, 1.0]])
+    assert values["accuracy"] == pytest.approx(1 / 3)
+    assert values["pass@2"] == pytest.approx(
+        2 / 3
+    )  # of the three pairs of three, two have the right one
+    assert evaluated([[1.0, 0.5], [1.0, 0.0]], accuracy_func="brevity")["accuracy"] == 0.0
+    graded = evaluated([[0.5, 0.5], [1.0, 0.0]])
+    assert not [name for name in graded if name.startswith(("accuracy", "pass"))]
+    assert evaluated([[0.5, 0.5], [1.0, 0.0]], accuracy_func="exact")["accuracy"] == 0.5
+    with pytest.raises(UserError, match="accuracy_func=nobody: it is none of reward_funcs"):
+        make_config(eval_dataset_id="e", accuracy_func="nobody")
+
+
+# -- Rewards and their texts -------------------------------------------------------------------------------------------
+
+
+def special_tokenizer():
+    tokenizer = make_tokenizer()
+    for token in ("<think>", "</think>", "<answer>", "</answer>", "<|turn_end|>"):
+        tokenizer.add_tokens([AddedToken(token, special=True)], special_tokens=True)
+    return tokenizer
+
+
+def test_special_tokens_are_part_of_a_text():
+    tokenizer = special_tokenizer()
+
+    def ids(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    thought = "<think>a</think><answer>b</answer>"
+    for end in ("", "<eos>", "<|turn_end|>", "<eos><eos>"):
+        assert spoken(ids(thought + end), tokenizer, is_ended=end != "") == thought
+    assert format_reward([thought]) == [1.0]
+    cut = "<think>a</think>"  # a special token, and no end
+    assert spoken(ids(cut), tokenizer, is_ended=False) == cut
+    (stop_id,) = ids("</answer>")
+    assert spoken(ids(thought), tokenizer, is_ended=True, kept=[stop_id]) == thought
+    assert spoken(ids("a<eos>[user]b<eos>"), tokenizer) == "a[user]b"
+
+
+def test_a_thought_that_the_prompt_has_opened():
+    assert format_reward(["a</think><answer>b</answer>"]) == [1.0]
+    assert format_reward(["</think><answer>b</answer>"]) == [1.0]
+    assert format_reward(["a<answer>b</answer>"]) == [0.0]
+
+
+def changes(notes, prompts, **_):
+    values = []
+    for note, prompt in zip(notes, prompts, strict=True):
+        values.append(float(len(note) + len(prompt)))
+        note.append("x")
+        prompt.append("y")
+    return values
+
+
+def test_a_reward_that_changes_a_column_changes_its_own():
+    groups = make_groups()
+    for group in groups:
+        group.prompt.columns["notes"] = ["a"]
+        group.prompt = Prompt(
+            7, group.prompt.token_ids, [{"role": "user", "content": "a"}], {"notes": ["a"]}
+        )
+    assert score(groups, make_config(reward_funcs=[changes])) == [[2.0, 2.0], [2.0, 2.0]]
+    assert groups[0].prompt.columns["notes"] == ["a"]
+
+
+def large(**_):
+    return [1.0, 10**400]
+
+
+def largest(**_):
+    return [1.0, 1.7e308]
+
+
+@pytest.mark.parametrize(
+    ("function", "weights", "message"),
+    [
+        (large, None, "reward large on dataset row 7 returned inf: rewards are finite"),
+        (largest, [10.0], "the weighted sum of rewards on dataset row 7 is not finite"),
+    ],
+)
+def test_numbers_that_no_float_holds(function, weights, message):
+    with pytest.raises(UserError, match=message):
+        score(make_groups(), make_config(reward_funcs=[function], reward_weights=weights))
+
+
+# -- Data --------------------------------------------------------------------------------------------------------------
+
+
+def test_csv_and_json_are_read(tmp_path):
+    """Like the other files, in which a word that looks like a date stays one."""
+    table = [row | {"day": "2020-01-01"} for row in rows()]
+    (tmp_path / "a.json").write_text(json.dumps(table))
+    lines = ["prompt,answer,level,day", *(",".join(map(str, row.values())) for row in table)]
+    (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
+    expected = [row["prompt"] for row in table]
+    for name in ("a.json", "a.csv"):
+        prompts = prompts_of(str(tmp_path / name))
+        assert [prompt.content for prompt in prompts] == expected
+    assert prompts_of(str(tmp_path / "a.json"))[0].columns["day"] == "2020-01-01"
+    (tmp_path / "b.json").write_text('{"data": []}')
+    with pytest.raises(UserError, match=r"b.json: it is no list of rows"):
+        prompts_of(str(tmp_path / "b.json"))
+
+
+class DataFrame:
+    """As pandas' one, which is a list of its columns' names."""
+
+    def __iter__(self):
+        return iter(["prompt"])
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (lambda: DatasetDict(train=Dataset.from_list(rows())), "it returned a DatasetDict, and no"),
+        (DataFrame, "it returned a DataFrame, and no list of rows"),
+        (lambda: ["a", "b"], "row 0: it is no dictionary of columns: 'a'"),
+    ],
+)
+def test_what_is_no_list_of_rows(source, message):
+    with pytest.raises(UserError, match=message):
+        prompts_of(source)
+
+
+def test_a_stream_is_read_no_further_than_needed():
+    read = []
+
+    def endless():
+        for number in itertools.count():
+            read.append(number)
+            yield {"prompt": f"{number}+1="}
+
+    prompts = prompts_of(endless, dataset_id=endless, max_steps=3, batch_size=4)
+    assert len(prompts) == len(read) == 12
+
+
+def test_paths_and_words_of_the_command_line(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = parse_args(
+        [*MUST, "--output_dir=~/run", "--stop", "\\n", "--reference_id", "~/m", "--beta", "1"]
+    )
+    assert (config.output_dir, config.stop, config.reference_id) == (
+        "/home/me/run",
+        ["\n"],
+        "/home/me/m",
+    )
+    with pytest.raises(
+        UserError, match="seed=18446744073709551616: Input should be less than or equal"
+    ):
+        parse_args([*MUST, "--seed", str(2**64)])
+
+
+def test_recipes_whose_names_cannot_be_imported(tmp_path):
+    dotted = tmp_path / "r.v2.py"
+    dotted.write_text("")
+    with pytest.raises(UserError, match="r.v2.py: Python imports no name with a dot: rename it"):
+        parse_args([str(dotted)])
+    (tmp_path / "utils.py").write_text("def mine(): pass")
+    (tmp_path / "shadowed_recipe.py").write_text("from utils import mine")
+    with pytest.raises(UserError, match="utils is the trainer's own: rename utils.py beside it"):
+        parse_args([str(tmp_path / "shadowed_recipe.py")])
+
+
+# -- Pixels ------------------------------------------------------------------------------------------------------------
+
+
+def test_transparent_pixels_have_a_white_ground():
+    for mode, pixel in (("RGBA", (255, 0, 0, 0)), ("LA", (0, 0))):
+        assert open_image(Image.new(mode, (2, 2), pixel)).getpixel((0, 0)) == (255, 255, 255)
+    half = open_image(Image.new("RGBA", (1, 1), (255, 0, 0, 128))).getpixel((0, 0))
+    assert half[0] == 255
+    assert abs(half[1] - 127) <= 1
+    palette = Image.new("P", (1, 1))
+    palette.info["transparency"] = 0
+    assert open_image(palette).getpixel((0, 0)) == (255, 255, 255)
+
+
+def test_deep_pixels_are_scaled():
+    """PIL's own conversion cuts them off at 255, or takes floats for black."""
+    deep = Image.fromarray(np.array([[0, 32896, 65535]], dtype=np.uint16))
+    assert [open_image(deep).getpixel((x, 0))[0] for x in range(3)] == [0, 128, 255]
+    floats = Image.fromarray(np.array([[0.0, 0.5, 1.0]], dtype=np.float32))
+    assert [open_image(floats).getpixel((x, 0))[0] for x in range(3)] == [0, 128, 255]
+    for pixel in (-0.5, 1.5):
+        with pytest.raises(ValueError, match="it has an image with pixels"):
+            open_image(Image.fromarray(np.array([[0.0, pixel]], dtype=np.float32)))
+
+
+# -- Numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_sums_over_servers_count_beyond_float32(monkeypatch):
+    """In float32 a count of ones stays at 2^24, and the mean difference grows with each further token."""
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "training.metrics.over_ranks", lambda sums, op=None: {k: v.item() for k, v in sums.items()}
+    )
+    sums = TokenSums(torch.device("cpu"))
+    many = 2**22
+    logprobs = torch.full((many,), -1.0)
+    servers = torch.ones(many, dtype=torch.int16)
+    for _ in range(6):  # 25 million tokens
+        sums.add({}, torch.zeros(many), logprobs, logprobs - 0.25, torch.ones(many), servers)
+    metrics, gaps = sums.metrics()
+    assert gaps == {0: 0.25}
+    assert metrics["sampling/current_logp_difference"] == 0.25
+    assert metrics["sampling/sampling_logp_difference/mean"] == 0.25
+
+
+@pytest.mark.parametrize("name", ["sapo", "dppo_tv"])
+def test_losses_of_recipes_take_the_reverse_kl(name):
+    """The gradient of β·ρ·k3 through ρ and k3, by hand: k = e^d - d - 1, d = ref - logp, so ρ(k + 1 - e^d)."""
+    values = {"old_logprobs": torch.tensor([-1.2]), "ref_logprobs": torch.tensor([-0.7])}
+    gradients = {}
+    for kind in ("forward", "reverse"):
+        config = make_config(beta=0.3, kl_gradient=kind, old_logprobs="sampler", loss_type="dapo")
+        logprobs = torch.tensor([-1.0], requires_grad=True)
+        loss, _ = getattr(recipes.losses, name)(
+            logprobs, values["old_logprobs"], values["ref_logprobs"], torch.zeros(1), torch.ones(1),
+            torch.zeros(1, dtype=torch.long), config,
+        )  # fmt: skip
+        loss.backward()
+        assert logprobs.grad is not None
+        gradients[kind] = logprobs.grad.item()
+    gap = 0.3
+    k3 = math.exp(gap) - gap - 1
+    ratio = math.exp(0.2)
+    assert gradients["forward"] == pytest.approx(0.3 * (1 - math.exp(gap)), rel=1e-5)
+    assert gradients["reverse"] == pytest.approx(0.3 * ratio * (k3 + 1 - math.exp(gap)), rel=1e-5)
+
+
+def test_cispo_keeps_its_upper_bound():
+    """With epsilon 10, for no lower bound, the upper one of verl's recipe is 1.2, and not 11."""
+    config = make_config(loss_type="cispo", epsilon=10.0)
+    assert (config.clip_low, config.clip_high) == (10.0, 0.2)
+    assert make_config(epsilon=0.3).clip_high == 0.3
+
+
+def test_what_decays_is_what_transformers_decays():
+    """Its trainer's own answer, for a family with biases that are matrices and sinks that are vectors."""
+    from transformers import Trainer
+
+    settings = GptOssConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    model = GptOssForCausalLM(settings)
+    optimizer, _ = build_optimizer(model, 1, make_config(weight_decay=0.1))
+    expected = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
+    names = {weight: name for name, weight in model.named_parameters()}
+    decaying, others = (group["params"] for group in optimizer.param_groups)
+    assert {names[weight] for weight in decaying} == expected
+    assert {names[weight] for weight in others} == set(names.values()) - expected
+    assert "model.layers.0.self_attn.sinks" in expected
+    assert "model.layers.0.mlp.experts.gate_up_proj_bias" not in expected
+
+
+# -- The order of groups -----------------------------------------------------------------------------------------------
+
+
+def test_of_equal_age_the_first_admitted_goes_first():
+    """In the order of completion an environment that answers at once would fill the first batches."""
+    config = make_config(batch_size=2, max_staleness=1)
+    stream = GroupStream(iter([]), lambda group: None, 4, config)
+    stream.version = 0
+    for number in (3, 1, 2, 0):
+        group = Group(Prompt(number, [5], "a", {}), id=number)
+        group.started_version = 0
+        group.versions = []
+        stream._ready.append(group)
+    first = [stream.take() for _ in range(2)]
+    stream.end_batch()
+    stream.version = 1
+    second = [stream.take() for _ in range(2)]
+    assert [group.id for group in first + second if group] == [0, 1, 2, 3]
+    stream.close()
+
+
+def by_length(rewards, groups):
+    lengths = torch.tensor(
+        [group.prompt.columns["lengths"] for group in groups], dtype=torch.float64
+    )
+    return lengths - lengths.mean(dim=1, keepdim=True)
+
+
+def test_groups_that_can_teach_by_their_advantages():
+    """Rewards that are all equal teach something where `advantage_fn` says so, and others nothing."""
+    config = make_config(advantage_fn=by_length, num_generations=2)
+    alike = Group(Prompt(0, [5], "a", {"lengths": [1.0, 2.0]}), reward=[1.0, 1.0])
+    unlike = Group(Prompt(0, [5], "a", {"lengths": [2.0, 2.0]}), reward=[0.0, 1.0])
+    assert [can_teach(group, config) for group in (alike, unlike)] == [True, False]
+    assert [can_teach(group, make_config()) for group in (alike, unlike)] == [False, True]
+
+
+# -- Signals -----------------------------------------------------------------------------------------------------------
+
+SIGNALLED = """
+import os, signal, sys, threading, time
+sys.path[:0] = [{root!r}]
+import utils
+utils.is_main = lambda: True
+stop = threading.Event()
+with utils.stop_signals(stop):
+    for _ in range({num}):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+    assert stop.is_set()
+os._exit(7)
+"""
+
+
+@pytest.mark.parametrize(
+    ("num", "under_torchrun", "status"),
+    [(1, False, 7), (2, False, 130), (2, True, 7), (3, True, 130)],
+)
+def test_a_second_ctrl_c_ends_at_once(num, under_torchrun, status):
+    """However soon it comes; torchrun passes on a copy of the first, which does not count."""
+    env = {**ENV, **({"TORCHELASTIC_RUN_ID": "x"} if under_torchrun else {})}
+    code = SIGNALLED.format(root=str(ROOT), num=num)
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, check=False)
+    assert done.returncode == status, done.stderr
+    assert done.stdout.count(b"SIGINT") == 1
+
+
+def test_commands_are_printed_without_a_hub(tmp_path):
+    """The model need not be there, nor anybody who has it."""
+    command = [sys.executable, str(ROOT / "scripts" / "launch.py"), "--print", *MUST]
+    env = {
+        **ENV,
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HUB_OFFLINE": "0",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--model m --max-model-len auto" in done.stdout
+
+
+def test_a_server_killed_while_it_starts_is_said_by_its_signal(tmp_path):
+    from launch import LocalServer
+
+    process = subprocess.Popen(["sleep", "60"])
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    log = tmp_path / "log"
+    log.write_text("some line\n")
+    with pytest.raises(RuntimeError, match="was ended by SIGKILL before it served"):
+        LocalServer("http://127.0.0.1:9", process, log).wait(5)
+
+
+# -- Lines that could be wrong without a test --------------------------------------------------------------------------
+
+
+def test_two_rewards_of_a_batch_have_a_deviation():
+    rewards = torch.tensor([[0.0, 1.0], [math.nan, math.nan]], dtype=torch.float64)
+    expected = 0.5 / (math.sqrt(0.5) + 1e-4)
+    assert train.compute_advantages(rewards, "batch").tolist() == [
+        pytest.approx([-expected, expected]),
+        [0.0, 0.0],
+    ]
+
+
+def test_log_ratios_and_products_are_bounded_on_both_sides():
+    ones = torch.ones(3)
+    ratio = train.bounded_log_ratio(torch.tensor([-50.0, 50.0, 1.0]), torch.zeros(3), ones)
+    assert ratio.tolist() == [-20.0, 20.0, 1.0]
+    config = make_config(off_policy_correction="sequence", correction_cap=1e30)
+    together = torch.zeros(3, dtype=torch.long)
+    weights = train.off_policy_weights(ones * 15, ones * 0, ones, together, config)
+    assert weights.tolist() == pytest.approx([math.exp(20)] * 3)
+
+
+@pytest.mark.parametrize(
+    ("norms", "skipped"), [((1.0, math.inf), 1), ((math.nan, -math.inf), 2), ((1.0, 2.0), 0)]
+)
+def test_updates_without_a_finite_gradient_are_counted(monkeypatch, models, norms, skipped):
+    left = list(norms)
+    monkeypatch.setattr(train, "optimizer_step", lambda *_: left.pop(0))
+    monkeypatch.setattr(TokenSums, "metrics", lambda _: ({}, {}))
+    config = make_config(
+        num_minibatches=2, batch_size=2, model_id=models["tied"], old_logprobs="sampler"
+    )
+    model: Any = nn.Linear(1, 1)
+    optimizer, scheduler = build_optimizer(model, 2, config)
+    with process_group(60) as device:
+        shares = [Share([], (1, 1)), Share([], (1, 1))]
+        metrics, _ = train.train_batch(model, None, optimizer, scheduler, shares, config, device)
+    assert metrics["skipped_steps"] == skipped
+
+
+def test_warm_up_is_rounded_to_whole_updates():
+    """A tenth of 14 updates is one, and of 16 two; the first update of n takes 1/n of the rate."""
+    for num_updates, expected in ((14, [1.0, 1.0]), (16, [0.5, 1.0])):
+        config = make_config(warmup_ratio=0.1, learning_rate=1.0)
+        optimizer, scheduler = build_optimizer(nn.Linear(1, 1), num_updates, config)
+        rates = []
+        for _ in range(2):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.step()
+            scheduler.step()
+        assert rates == expected
+
+
+def test_placeholders_have_no_probability(models):
+    """The server never samples them, so the trainer's softmax is over the other tokens."""
+    config = make_config(model_id=models["tied"], temperature=0.7)
+    model = load_model(config)
+    model.config.image_token_id = 9
+    (row,) = pack([([5, 6], [[8, 10]])], share_prefix=False)
+    with torch.no_grad():
+        found = token_logprobs(model, row, {}, config)
+        logits = model(torch.tensor([[5, 6, 8]])).logits[0, 1:] / 0.7
+    logits[:, 9] = -math.inf
+    expected = logits.log_softmax(-1)[[0, 1], [8, 10]]
+    assert (found - expected).abs().max() < 1e-5  # fp32 rounding, of log-probs near -5

@@ -1,0 +1,218 @@
+"""From messages to token ids: parts, nulls, prefills, and what tokenizers add to beginnings and ends."""
+
+import json
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from helpers import CHAT_TEMPLATE, VOCAB, make_tokenizer
+from test_data import make_config, prompts_of
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import ByteLevel, Sequence, TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from config import UserError
+from rollouts.processor import as_ids, as_text
+
+# The ways of real templates. Qwen's reads thoughts out of past answers, and shows an empty one in
+# the last; Llama's and Gemma's trim.
+QWEN = (
+    "{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.role == 'assistant' %}{% set answer = m.content.split('</think>')[-1].lstrip() %}"
+    "{% if loop.last %}<think>\n\n</think>\n\n{% endif %}{{ answer }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+LLAMA = (
+    "<bos>{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}~{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+DROPS_PARTS = (  # as templates that know strings alone
+    "{% for m in messages %}[{{ m.role }}]{% if m.content is string %}{{ m.content }}{% endif %}{% endfor %}"
+)
+DROPS_SYSTEM = (
+    "{% for m in messages if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+
+
+def rendered(messages, template):
+    text, _ = as_text(make_tokenizer(chat_template=template), messages, 0, make_config())
+    return text
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def text_parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, LLAMA, DROPS_PARTS])
+def test_parts_of_text_are_text(template):
+    """Templates of text models show parts as nothing, or as Python."""
+    plain = prompts_of(lambda: [{"prompt": [user("1+1=")]}], make_tokenizer(chat_template=template))
+    parts = prompts_of(
+        lambda: [{"prompt": [user(text_parts("1+1="))]}], make_tokenizer(chat_template=template)
+    )
+    assert parts[0].token_ids == plain[0].token_ids
+    assert rendered([user(text_parts("a", "b"))], CHAT_TEMPLATE) == "<bos>[user]a\nb>"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [{"type": "audio", "audio": "x"}, {"type": "text"}, {"text": "x"}, "x", {"type": "video"}],
+)
+def test_other_parts_are_refused(part):
+    with pytest.raises(UserError, match="row 0: it has a message with a part neither of type text"):
+        prompts_of(lambda: [{"prompt": [user([part])]}], make_tokenizer(chat_template=LLAMA))
+
+
+def test_a_message_that_the_template_leaves_out():
+    rows = [{"prompt": [{"role": "system", "content": "Be brief."}, user("1+1=")]}]
+    with pytest.raises(
+        UserError, match="row 0: the chat template shows nothing of its system message 'Be brief.'"
+    ):
+        prompts_of(lambda: rows, make_tokenizer(chat_template=DROPS_SYSTEM))
+    # That a part of the text is left out, as a thought, is a template's right.
+    past = {"role": "assistant", "content": "<think>hm</think>2"}
+    assert rendered([user("1+1="), past, user("+1=")], QWEN).count("hm") == 0
+
+
+@pytest.mark.parametrize("template", [CHAT_TEMPLATE, QWEN, LLAMA])
+@pytest.mark.parametrize("prefill", ["<think>\n", "It is ", "\n\n", "</think>x", ""])
+def test_a_prefill_follows_as_it_is(template, prefill):
+    """Continuing it by the template, Qwen3 puts an empty thought before it, Llama and Gemma trim."""
+    begun = rendered([user("1+1="), {"role": "assistant", "content": prefill}], template)
+    assert begun == rendered([user("1+1=")], template) + prefill
+    parts = [user("1+1="), {"role": "assistant", "content": text_parts(prefill)}]
+    assert rendered(parts, template) == begun
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_an_answer_with_nothing_to_go_on_from(alone):
+    call = {"function": {"name": "f", "arguments": {}}}
+    answer = {"role": "assistant", "content": "x", "tool_calls": [] if alone else [call]}
+    messages = [answer] if alone else [user("1+1="), answer]
+    with pytest.raises(UserError, match="row 0: its last message is the assistant's, and nothing"):
+        prompts_of(lambda: [{"prompt": messages}], make_tokenizer(chat_template=LLAMA))
+
+
+def test_a_null_content_is_no_word():
+    called: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": []}
+    for template in (CHAT_TEMPLATE, LLAMA):
+        assert "None" not in rendered([user("a"), called, user("b")], template)
+
+
+def test_arguments_that_parquet_adds_are_not_given(tmp_path):
+    """Columns of one type have every tool's arguments in each call."""
+
+    def row(**arguments):
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"prompt": [user("a"), {"role": "assistant", "tool_calls": [call]}, user("b")]}
+
+    rows = [row(city="Rome"), row(days=3)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer(chat_template=QWEN)
+    from_parquet, from_jsonl = (
+        prompts_of(str(tmp_path / name), tokenizer) for name in ("a.parquet", "a.jsonl")
+    )
+    assert '{"city": "Rome"}' in tokenizer.decode(from_parquet[0].token_ids)
+    assert [p.token_ids for p in from_parquet] == [p.token_ids for p in from_jsonl]
+
+
+@pytest.mark.parametrize("prompt", [None, ("a", "b"), [], 3, {"role": "user"}])
+def test_what_is_no_prompt_is_shown(prompt):
+    with pytest.raises(
+        UserError, match="row 1: its `prompt` is no string and no list of messages: "
+    ):
+        prompts_of(lambda: [{"prompt": "a"}, {"prompt": prompt}])
+
+
+# -- Beginnings and ends -----------------------------------------------------------------------------------------------
+
+SPECIAL = [("<bos>", 1), ("<eos>", 2), ("<pad>", 0)]
+
+
+def character_level(single=None):
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken("<pad>", special=True)], special_tokens=True)
+    if single:
+        tokenizer._tokenizer.post_processor = TemplateProcessing(
+            single=single, special_tokens=SPECIAL
+        )
+    return tokenizer
+
+
+def byte_level(single, **options):
+    """As GPT-2's, Llama 3's: a post-processor of offsets, then one that adds."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(**options)
+    backend.decoder = decoders.ByteLevel()
+    adds = [TemplateProcessing(single=single, special_tokens=SPECIAL)] if single else []
+    backend.post_processor = Sequence([ByteLevel(trim_offsets=False), *adds])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+    )
+
+
+def unigram(single):
+    """As sentencepiece's: a blank before every text."""
+    pieces = [(token, 0.0) for token in VOCAB[:3]] + [("<unk>", 0.0), ("▁", -1.0)]
+    pieces += [(token, -2.0) for token in VOCAB[4:]]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=3))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    if single:
+        backend.post_processor = TemplateProcessing(single=single, special_tokens=SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+
+
+def word_piece():
+    """As BERT's."""
+    vocab = {
+        token: i
+        for i, token in enumerate(["<pad>", "<bos>", "<eos>", "[UNK]", "1", "##1", "+", "=", "a"])
+    }
+    backend = Tokenizer(models.WordPiece(vocab=vocab, unk_token="[UNK]"))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<bos>", eos_token="<eos>")
+
+
+TOKENIZERS = {  # and the beginning that each gives to a text
+    "characters": (character_level, []),
+    "BOS": (lambda: character_level("<bos> $A"), [1]),
+    "EOS": (lambda: character_level("$A <eos>"), []),
+    "BOS and EOS": (lambda: character_level("<bos> $A <eos>"), [1]),
+    "two tokens before": (lambda: character_level("<pad> <bos> $A"), [0, 1]),
+    "bytes": (lambda: byte_level(None), []),
+    "bytes, BOS": (lambda: byte_level("<bos> $A"), [1]),
+    "bytes, EOS": (lambda: byte_level("$A <eos>"), []),
+    "bytes, a blank before": (lambda: byte_level("<bos> $A <eos>", add_prefix_space=True), [1]),
+    "pieces": (lambda: unigram(None), []),
+    "pieces, BOS": (lambda: unigram("<bos> $A"), [1]),
+    "pieces, BOS and EOS": (lambda: unigram("<bos> $A <eos>"), [1]),
+    "words": (word_piece, [1]),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_beginnings_come_once_and_ends_never(kind):
+    make, beginning = TOKENIZERS[kind]
+    tokenizer = make()
+    plain = tokenizer("1+1=", add_special_tokens=False)["input_ids"]
+    assert as_ids("1+1=", tokenizer, needs_beginning=True) == beginning + plain
+    assert as_ids("1+1=", tokenizer, needs_beginning=False) == plain
+
+    written = tokenizer.decode(beginning) + "1+1="  # a text that has it already
+    ids = as_ids(written, tokenizer, needs_beginning=True)
+    assert ids[: len(beginning)] == beginning
+    assert ids[len(beginning) :].count(1) == 0
+    assert 2 not in ids
+    assert as_ids("", tokenizer, needs_beginning=True) == beginning

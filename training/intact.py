@@ -1,0 +1,43 @@
+"""Refuses checkpoints whose weights are not those of the model."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from config import UserError
+
+TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's shards and state.pt
+MOST_NAMES = 3  # of each kind, in a message
+
+
+def check_complete(
+    source: str | Path, missing: Iterable[str], unexpected: Iterable[str], reshaped: Iterable[str]
+) -> None:
+    """Refuse weights that are missing, that no module takes, or of another shape.
+
+    Missing weights would be drawn at random and trained. The proof of servers cannot see it, as
+    they get the same numbers.
+
+    Args:
+        source: of the weights, for the message.
+        missing: names of weights, without those that the model's family ties or leaves out.
+        unexpected: names that no module takes.
+        reshaped: names of weights whose shape is not the module's.
+
+    Raises:
+        UserError: names some of them.
+    """
+    faults = []
+    for kind, names in (
+        ("missing", missing),
+        ("unknown to the model", unexpected),
+        ("of another shape", reshaped),
+    ):
+        found = sorted(names)
+        if found:
+            shown = ", ".join(found[:MOST_NAMES])
+            rest = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
+            faults.append(f"{kind}: {shown}{rest}")
+    if faults:
+        raise UserError(
+            f"the weights of {source} are not those of its config.json; {'; '.join(faults)}"
+        )

@@ -1,0 +1,174 @@
+"""Finds the checkpoint that a run continues, and what is damaged in others."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+
+from config import TrainConfig, UserError, to_json
+from training.intact import TRAINER
+from utils import naming
+
+# A run that goes on may change these settings, as its mathematics sees none of them, except for
+# how long it goes on.
+MAY_CHANGE = frozenset({
+    "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout",
+    "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps",
+    "num_epochs", "use_fsdp", "gradient_checkpoint", "fsdp_offload", "fsdp_shard_size",
+    "output_dir", "log_steps", "logged_groups", "log_completions_steps", "eval_steps",
+    "eval_dataset_id", "eval_dataset_split", "use_wandb", "wandb_project", "save_steps",
+    "keep_last_n", "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id",
+    "reward_workers", "accuracy_func", "reward_timeout", "max_skipped_steps", "share_prefix",
+    "probe_steps", "reference_urls", "eval_generations", "eval_temperature", "save_rollouts",
+    "torch_compile",
+})  # fmt: skip
+
+
+def find_checkpoint(config: TrainConfig) -> Path | None:
+    """The checkpoint that the run continues; None where it starts anew.
+
+    `resume_from_checkpoint` of `auto` starts anew where there is none.
+    """
+    wanted = config.resume_from_checkpoint
+    if wanted is None:
+        return None
+    if wanted == "auto":
+        path = _newest(Path(config.output_dir))
+        if not path:
+            return None
+    else:
+        path = Path(wanted)
+        fault = fault_of(path)
+        if fault:
+            raise UserError(f"resume_from_checkpoint={path}: {fault}")
+
+    before = json.loads((path / TRAINER / "config.json").read_text())
+    now = to_json(config)
+    # `use_fsdp` may change, and by default decides which of the two kinds of bf16 is on.
+    for settings in (before, now):
+        settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings.get("bf16"))
+    for name, value in now.items():
+        old = before.get(name, value)
+        if name not in MAY_CHANGE and old != value:
+            raise UserError(
+                f"{path} was trained with {name}={old}, not {value}: "
+                "use that, or another output_dir"
+            )
+    return path
+
+
+def _newest(folder: Path) -> Path | None:
+    """The last whole checkpoint of the last run here.
+
+    A run that starts anew leaves the checkpoints of earlier ones alone.
+
+    Raises:
+        UserError: there are some, and all of them are damaged.
+    """
+    states, faults = states_in(folder)
+    run_id = folder / "run_id"
+    own = list(states)
+    if run_id.is_file():
+        last = run_id.read_text()
+        own = [path for path, state in states.items() if state["run_id"] == last]
+    if states and not own:
+        print(
+            f"the checkpoints in {folder} are of an earlier run than its last: "
+            "name one to go on from it",
+            flush=True,
+        )
+
+    newest = None
+    for path in sorted(own, key=lambda path: states[path]["saved_s"], reverse=True):
+        fault = fault_of(path)
+        if not fault:
+            newest = path
+            break
+        faults[path] = fault
+    for path, fault in faults.items():
+        print(f"left out {path}: {fault}", flush=True)
+    if faults and not newest:
+        raise UserError(
+            f"resume_from_checkpoint=auto: no checkpoint in {folder} is whole: mend one, or give "
+            "another output_dir"
+        )
+    return newest
+
+
+def states_in(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, str]]:
+    """The states of a folder's checkpoints, and the faults of those that cannot be read."""
+    states = {}
+    faults = {}
+    for path in sorted(folder.glob("checkpoint-*")):
+        if path.name.removeprefix("checkpoint-").isdecimal():
+            try:
+                states[path] = read_state(path)
+            except UserError as error:
+                faults[path] = fault_of(path) or str(error)
+    return states, faults
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The `state` that `Checkpoints.save` got, with `step`, `scheduler` and `saved_s`.
+
+    `saved_s` is Unix time, in seconds.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    with naming(f"{TRAINER}/state.pt cannot be read"):
+        return torch.load(checkpoint / TRAINER / "state.pt", weights_only=True)
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """What is damaged in a checkpoint, by the file; None where all can be read.
+
+    Reads heads and sizes of files, not the weights.
+    """
+    if not (checkpoint / TRAINER).is_dir():
+        return f"no such folder, or one without {TRAINER}/state.pt"
+    files = [
+        checkpoint / TRAINER / "state.pt",
+        checkpoint / TRAINER / "config.json",
+        checkpoint / TRAINER / ".metadata",
+    ]
+    own_json = [path for path in checkpoint.glob("*.json") if path.is_file()]
+    weights = [path for path in checkpoint.glob("*.safetensors") if path.is_file()]
+    if not weights:
+        return "it has no *.safetensors"
+    for file in [*files, *own_json, *weights]:
+        try:
+            _read_head(file)
+        except Exception as error:  # each format has its own
+            cause = " ".join(str(error).split())[:200] or type(error).__name__
+            return f"{file.relative_to(checkpoint)} cannot be read: {cause}"
+    return None
+
+
+def _read_head(file: Path) -> None:
+    """Read as much of a checkpoint's file as shows that it is whole.
+
+    Raises:
+        Exception: it is not.
+    """
+    if file.suffix == ".json":
+        json.loads(file.read_text(encoding="utf-8"))
+    elif file.suffix == ".safetensors":
+        with safe_open(file, framework="pt"):  # compares the size with the head's
+            pass
+    elif file.suffix == ".pt":
+        torch.load(file, weights_only=True)
+    else:
+        _check_shards(file.parent)
+
+
+def _check_shards(folder: Path) -> None:
+    """Raise ValueError where a shard of the optimizer is shorter than the list of shards says."""
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    for place in metadata.storage_data.values():
+        shard = folder / place.relative_path
+        if not shard.is_file() or shard.stat().st_size < place.offset + place.length:
+            raise ValueError(f"{place.relative_path} is missing, or cut short")
