@@ -120,11 +120,14 @@ def open_image(source: Any) -> Any:
         try:
             source = base64.b64decode(source.rpartition(",")[2], validate=True)
         except ValueError:
-            raise FileNotFoundError(source) from None
+            raise ValueError(f"no file of an image, and no base64: {source:.100}") from None
     if isinstance(source, bytes):
         source = io.BytesIO(source)
-    image = source if isinstance(source, Image.Image) else Image.open(source)
-    return _as_rgb(ImageOps.exif_transpose(image))
+    if isinstance(source, str | io.BytesIO):
+        source = Image.open(source)
+    if not isinstance(source, Image.Image):
+        raise ValueError(f"no image, path, URL or bytes: {source!r:.100}")
+    return _as_rgb(ImageOps.exif_transpose(source))
 
 
 def _as_rgb(image: Any) -> Any:

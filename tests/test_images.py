@@ -265,27 +265,30 @@ def test_a_dataset_of_images(tmp_path):
 BROKEN = [
     (
         {"prompt": "a", "image": "nowhere.png"},
-        "dataset row 1: Incorrect image source.* Got nowhere.png",
+        "dataset row 1: no file of an image, and no base64: nowhere.png",
     ),
-    ({"prompt": "a", "image": {"foo": 1}}, "dataset row 1: TypeError: .*image"),
+    ({"prompt": "a", "image": {"foo": 1}}, "dataset row 1: no image, path, URL or bytes"),
     ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "row 1: .*has images in two places"),
     ({"prompt": [{"content": "a"}]}, r"row 1: .*message without role or content: {'content': 'a'}"),
     ({"prompt": [{"role": "user"}]}, r"row 1: .*message without role or content: {'role': 'user'}"),
-    ({"prompt": [{"role": "user", "content": ["a"]}]}, "row 1: AttributeError: 'str' object"),
+    (
+        {"prompt": [{"role": "user", "content": ["a"]}]},
+        "row 1: it has a message with a part neither of type text nor image: 'a'",
+    ),
     ({"prompt": [{"role": "user", "content": 3}]}, "row 1: TypeError: 'int' object"),
     ({"prompt": ["a"]}, "row 1: .*message without role or content: 'a'"),
     (
         {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
         "row 1: .*message with a part neither of type text nor image: {'type': 'video'}",
     ),
-    (["prompt"], "row 1: AttributeError: 'list' object"),
+    (["prompt"], "row 1: it is no dictionary of columns"),
     (
         {"prompt": [{"role": "user", "content": "<|image_pad|>"}], "image": picture(0)},
         "row 1: its text has 2 placeholders .*for its 1 images",
     ),
     (
         {"prompt": "a", "image": "/nowhere/a.png"},
-        "dataset row 1: Incorrect image source.* Got /nowhere/a.png",
+        "dataset row 1: no file of an image, and no base64: /nowhere/a.png",
     ),
     ({"prompt": "a", "image": b"no image"}, "dataset row 1: UnidentifiedImageError: "),
     (
