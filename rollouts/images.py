@@ -122,8 +122,8 @@ def open_image(source: Any) -> Any:
         except ValueError:
             raise ValueError(f"no file of an image, and no base64: {source:.100}") from None
     if isinstance(source, bytes):
-        source = io.BytesIO(source)
-    if isinstance(source, str | io.BytesIO):
+        source = Image.open(io.BytesIO(source))
+    elif isinstance(source, str):
         source = Image.open(source)
     if not isinstance(source, Image.Image):
         raise ValueError(f"no image, path, URL or bytes: {source!r:.100}")

@@ -116,7 +116,7 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
     if messages[-1]["role"] == "assistant":
         last = messages.pop()
         prefill = _text_of(last)
-        if last.get("tool_calls") or IMAGE in last["content"] or not messages:
+        if last.get("tool_calls") or not messages:
             raise ValueError("its last message is the assistant's, and nothing to go on from")
     takes_images = hasattr(processor, "image_processor")
     if takes_images:

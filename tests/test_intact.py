@@ -44,7 +44,7 @@ FAULTS = {
     "the head": (without(HEAD), rf"missing: {HEAD}$"),
     "a prefix": (
         lambda weights: {f"module.{name}": tensor for name, tensor in weights.items()},
-        r"missing: lm_head.weight, .* and \d+ more; unknown to the model: module.lm_head.weight, ",
+        r"missing: lm_head.weight, .*, and \d+ more; unknown to the model: module.lm_head.weight, ",
     ),
     "a shape": (
         lambda weights: weights | {DOWN: weights[DOWN][:, :-1].contiguous()},

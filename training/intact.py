@@ -33,10 +33,10 @@ def check_complete(
         ("of another shape", reshaped),
     ):
         found = sorted(names)
+        if len(found) > MOST_NAMES:
+            found[MOST_NAMES:] = [f"and {len(found) - MOST_NAMES} more"]
         if found:
-            shown = ", ".join(found[:MOST_NAMES])
-            rest = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
-            faults.append(f"{kind}: {shown}{rest}")
+            faults.append(f"{kind}: {', '.join(found)}")
     if faults:
         raise UserError(
             f"the weights of {source} are not those of its config.json; {'; '.join(faults)}"
