@@ -170,9 +170,10 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
 
     def note(number: int, _: Any) -> None:
         now_s = time.monotonic()
-        is_copy = len(received_s) <= num_copies and now_s <= min(received_s, default=0.0) + 0.5
-        if is_main() and received_s and not is_copy:
-            os._exit(128 + number)
+        if is_main() and received_s:
+            is_copy = len(received_s) == num_copies and now_s <= received_s[0] + 0.5
+            if not is_copy:
+                os._exit(128 + number)
         received_s.append(now_s)
         if is_main() and len(received_s) == 1:
             line = (

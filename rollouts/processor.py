@@ -129,7 +129,7 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
     for number, message in enumerate(messages):
         shown = _text_of(message)
         changed = [*messages]
-        changed[number] = _changed(message)
+        changed[number] = _with_other_text(message)
         if shown.strip() and render(changed) == text:
             raise ValueError(
                 f"the chat template shows nothing of its {message['role']} message {shown!r:.100}"
@@ -153,7 +153,7 @@ def _text_of(message: dict[str, Any]) -> str:
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
-def _changed(message: dict[str, Any]) -> dict[str, Any]:
+def _with_other_text(message: dict[str, Any]) -> dict[str, Any]:
     """The message with another text."""
     content = message["content"]
     if isinstance(content, str):
@@ -176,10 +176,9 @@ def _place_images(messages: list[dict[str, Any]], num_images: int) -> None:
 
 
 def as_ids(text: str, tokenizer: Any, needs_beginning: bool) -> list[int]:
-    """The token ids of a prompt.
+    """The token ids of a prompt, with the tokenizer's beginning before them where that is needed.
 
-    Where it `needs_beginning` that of the tokenizer comes first, unless the text has it. What a
-    tokenizer adds to the end of a text (EOS) is left out, as the completion goes on from there.
+    Tokens that a tokenizer adds to ends (EOS) are left out: the completion goes on from there.
     """
     token_ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     return beginning_of(token_ids, tokenizer, needs_beginning) + token_ids

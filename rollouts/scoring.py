@@ -155,9 +155,9 @@ class Failures:
         """Write a failed call down, with what it was called for.
 
         Raises:
-            UserError: max(batch_size, 4) calls in a row failed, in the order in which they began:
-                in that of their ends, quick failures would come before slow successes.
+            UserError: max(batch_size, 4) calls that began one after the other have failed.
         """
+        # Not those that ended one after the other: quick failures overtake slow successes.
         line = json.dumps({"error": message, **sample}, ensure_ascii=False, default=repr)
         with self._lock:
             # Half a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.

@@ -128,7 +128,7 @@ def test_half_an_update_is_not_saved(hooked, tmp_path, monkeypatch):
         nonlocal num_calls
         num_calls += 1
         adam(*arguments, **more)
-        if num_calls == 4:  # of the second group; the first call fills in the state
+        if num_calls == 2 * 2 + 2:  # of step 2: two groups a call, and a step fills in the state
             raise torch.OutOfMemoryError("half way")
 
     monkeypatch.setattr(module, "adam", half)
@@ -239,6 +239,17 @@ def test_all_checkpoints_damaged(saved, tmp_path):
     options = ["--output_dir", str(run), "--resume_from_checkpoint", "auto"]
     with pytest.raises(UserError, match=f"no checkpoint in {run} is whole"):
         find_checkpoint(parse_args([*command, *options]))
+
+
+def test_a_damaged_checkpoint_of_an_earlier_run_blocks_no_new_one(saved, tmp_path):
+    """The last run here has saved nothing yet: it starts anew, as without the damage."""
+    folder, command = saved
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    (run / "checkpoint-2" / "trainer" / "state.pt").write_bytes(b"")
+    (run / "run_id").write_text("another")
+    options = ["--output_dir", str(run), "--resume_from_checkpoint", "auto"]
+    assert find_checkpoint(parse_args([*command, *options])) is None
 
 
 def test_a_damaged_line_of_the_log(saved, tmp_path):

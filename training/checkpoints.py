@@ -220,9 +220,7 @@ class Checkpoints:
             return
         error = self._writing.exception()
         self._writing = None
-        own_cause = None
-        if error:
-            own_cause = _in_a_line(error)
+        own_cause = _in_a_line(error) if error else None
 
         causes = [cause for cause in gather_objects(own_cause) if cause]
         if causes:

@@ -396,13 +396,16 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
     """Make AdamW and its schedule over `num_updates`; biases and norms do not decay."""
     decaying = set(get_parameter_names(policy, [nn.LayerNorm], NO_DECAY))
-    groups: list[dict[str, Any]] = [
-        {"params": [], "weight_decay": config.weight_decay},
-        {"params": [], "weight_decay": 0.0},
-    ]
+    decays: list[Tensor] = []
+    others: list[Tensor] = []
     for name, weight in policy.named_parameters():
         if weight.requires_grad:
-            groups[name not in decaying]["params"].append(weight)
+            params = decays if name in decaying else others
+            params.append(weight)
+    groups = [
+        {"params": decays, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     on_cuda = any(weight.is_cuda for weight in policy.parameters())
     optimizer = torch.optim.AdamW(
         groups,

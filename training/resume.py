@@ -28,13 +28,8 @@ MAY_CHANGE = frozenset({
 
 
 def find_checkpoint(config: TrainConfig) -> Path | None:
-    """The checkpoint that the run continues; None where it starts anew.
-
-    `resume_from_checkpoint` of `auto` starts anew where there is none.
-    """
-    wanted = config.resume_from_checkpoint
-    if wanted is None:
-        return None
+    """The checkpoint that `resume_from_checkpoint` names; None where `auto` finds none."""
+    wanted: Any = config.resume_from_checkpoint
     if wanted == "auto":
         path = _newest(Path(config.output_dir))
         if not path:
@@ -66,7 +61,7 @@ def _newest(folder: Path) -> Path | None:
     A run that starts anew leaves the checkpoints of earlier ones alone.
 
     Raises:
-        UserError: there are some, and all of them are damaged.
+        UserError: all that may be of this run are damaged.
     """
     states, faults = states_in(folder)
     run_id = folder / "run_id"
@@ -90,7 +85,7 @@ def _newest(folder: Path) -> Path | None:
         faults[path] = fault
     for path, fault in faults.items():
         print(f"left out {path}: {fault}", flush=True)
-    if faults and not newest:
+    if faults and not newest and (own or not states):  # else they are of earlier runs
         raise UserError(
             f"resume_from_checkpoint=auto: no checkpoint in {folder} is whole: mend one, or give "
             "another output_dir"
@@ -124,9 +119,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def fault_of(checkpoint: Path) -> str | None:
-    """What is damaged in a checkpoint, by the file; None where all can be read.
+    """The first damaged file of a checkpoint, and how; None where all can be read.
 
-    Reads heads and sizes of files, not the weights.
+    Heads and sizes of files are read, and not the weights.
     """
     if not (checkpoint / TRAINER).is_dir():
         return f"no such folder, or one without {TRAINER}/state.pt"

@@ -68,8 +68,10 @@ class Terminal:
         """
         fallen = []
         for name in ("reward", "eval/reward", "entropy"):
-            value = metrics.get(name, math.nan)
-            first = self.first.setdefault(name, value) if name in metrics else math.nan
+            if name not in metrics:
+                continue
+            value = metrics[name]
+            first = self.first.setdefault(name, value)
             if first > 0 and value < first / 10:
                 fallen.append(f"{name} fell from {first:.3g} to {value:.3g}")
         learns = metrics.get("reward", math.nan) > self.first.get("reward", math.nan)
