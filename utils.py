@@ -166,7 +166,7 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
     """
     received_s: list[float] = []  # when signals came
     # A terminal sends Ctrl-C to all, and torchrun then passes its own on: that is the same one.
-    num_copies = 1 if "TORCHELASTIC_RUN_ID" in os.environ else 0
+    num_copies = int("TORCHELASTIC_RUN_ID" in os.environ)
 
     def note(number: int, _: Any) -> None:
         now_s = time.monotonic()
