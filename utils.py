@@ -64,9 +64,18 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     world: dict[str, Any] = {}
     if "RANK" not in os.environ:
         world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # The watchdog of nccl sleeps four times this between its time-out and the end of the process.
+    os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
-    # Its time-out is as long as rank 0 may wait for servers.
-    _from_main = dist.new_group(backend="gloo", timeout=timedelta(days=30))
+    # Other ranks wait as long as rank 0 does for servers; it waits for none that has stopped.
+    limit = timedelta(seconds=timeout_s) if is_main() else timedelta(days=30)
+    _from_main = dist.new_group(backend="gloo", timeout=limit)
+
+    ended = threading.Event()
+    if dist.get_world_size() > 1:
+        from training.heartbeat import watch_main
+
+        watch_main(ended, timeout_s)
 
     try:
         yield device
@@ -76,6 +85,7 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         if dist.get_world_size() == 1:
             dist.destroy_process_group()
         raise
+    ended.set()
     # The end of a gloo group holds Python's lock, which its threads need to free the last tensors
     # (torch 2.13).
     time.sleep(0.1)
@@ -253,15 +263,18 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        lost_peer = re.search(r"onnection (closed|reset) by peer", str(error))
-        if lost_peer and isinstance(error, RuntimeError) and "RANK" in os.environ:
-            cause = str(error).splitlines()[0]
+        text = str(error)
+        is_of_ranks = isinstance(error, RuntimeError) and "RANK" in os.environ
+        if is_of_ranks and re.search(r"onnection (closed|reset) by peer", text):
+            cause = text.splitlines()[0]
             print(f"rank {rank} stopped, as another rank ended first: {cause}", file=sys.stderr)
             # torchrun sees that rank first, whose error is the cause, and ends this one.
             time.sleep(3)
         else:
             report.record_exception(error)
             traceback.print_exc()
+            if is_of_ranks and "imed out waiting" in text:
+                print(f"error on rank {rank}: another rank has not answered", file=sys.stderr)
 
     sys.stdout.flush()
     sys.stderr.flush()

@@ -101,6 +101,47 @@ def build_random(folder: Path) -> str:
     return str(folder)
 
 
+def shares_one_gpu(num_ranks: int) -> bool:
+    """True where the ranks are more than the GPUs, which are not none.
+
+    Raises:
+        Skipped: nccl does not take them so.
+    """
+    if not 0 < torch.cuda.device_count() < num_ranks:
+        return False
+    if "NCCL_LIBRARY" not in os.environ:
+        raise Skipped(
+            f"needs {num_ranks} GPUs, or NCCL_LIBRARY=, the libnccl.so.2 of 2.30 or later"
+        )
+    return True
+
+
+def sharing_one_gpu() -> dict[str, str]:
+    """Variables for processes that are several ranks of one GPU."""
+    library = str(Path(os.environ["NCCL_LIBRARY"]).resolve(strict=True))
+    return {"LD_PRELOAD": library, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+
+
+def command_of(
+    recipe: Path, fields: dict[str, Any], num_ranks: int, on_cpu: bool = False
+) -> tuple[list[str], dict[str, str]]:
+    """The command line and the environment of a run of train.py."""
+    command = [sys.executable]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if num_ranks > 1:
+        command += ["-m", "torch.distributed.run"]
+        command += [f"--nproc_per_node={num_ranks}", f"--master_port={free_port()}"]
+    if on_cpu:
+        env["CUDA_VISIBLE_DEVICES"] = ""
+    elif shares_one_gpu(num_ranks):
+        command.append(str(ROOT / "benchmarks" / "on_one_gpu.py"))
+        env |= sharing_one_gpu()
+    command += [str(ROOT / "train.py"), str(recipe)]
+    for name, value in fields.items():
+        command += [f"--{name}", str(value).lower()]
+    return command, env
+
+
 def train(
     recipe: Path, fields: dict[str, Any], num_ranks: int, on_cpu: bool
 ) -> list[dict[str, Any]]:
@@ -110,20 +151,8 @@ def train(
         RuntimeError: the run failed; the message is the end of what it printed.
     """
     with tempfile.TemporaryDirectory() as output:
-        command = [sys.executable]
-        if num_ranks > 1:
-            command += [
-                "-m",
-                "torch.distributed.run",
-                f"--nproc_per_node={num_ranks}",
-                f"--master_port={free_port()}",
-            ]
-        command += [str(ROOT / "train.py"), str(recipe), "--output_dir", output]
-        for name, value in fields.items():
-            command += [f"--{name}", str(value).lower()]
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if on_cpu:
-            env["CUDA_VISIBLE_DEVICES"] = ""
+        command, env = command_of(recipe, fields, num_ranks, on_cpu)
+        command += ["--output_dir", output]
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=180, env=env, check=False,
             preexec_fn=partial(die_with, os.getpid()),
@@ -164,8 +193,6 @@ def modes(rows: Rows, folder: Path, is_quick: bool) -> None:
 
         def run(name: str) -> dict[str, Any]:
             num_ranks, fields = MODES[name]
-            if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
-                raise Skipped(f"needs {num_ranks} GPUs")
             is_lora = "use_peft" in fields
             if is_lora not in references:
                 plain = {**(LORA if is_lora else {}), "bf16": False}

@@ -7,7 +7,10 @@
 #   prefix SIZE    shared against repeated prompts, 1.5B or 8B; without SIZE both
 #   steps          a trainer's step at the shapes of published ones
 #   train          train.py in its modes against a stand-in for the server, compared with the CPU; a profile
+#   ranks          2 and 4 ranks: modes, the group of weights, members that are killed or stopped. They share one GPU
+#                  where NCCL_LIBRARY= names a libnccl.so.2 of 2.30 or later
 #   server         the real vLLM: syncs, an update in flight, a run that learns
+#   run            whole runs with the real vLLM on the same GPU: where a step's time goes
 # Without a GPU every part that can run runs small on the CPU, and the others say why not.
 # PYTHON=python3 takes that interpreter as it is, with its PYTHONPATH, in place of the environment in .venv.
 # GPU_PART_SECONDS sets another limit. A part that reaches it is cut, and the next one follows; the status is then 1.
@@ -24,12 +27,12 @@ while [ $# -gt 0 ]; do
     esac
 done
 case "${words[*]:-}" in
-    "") parts=(tests micro prefix-1.5B prefix-8B steps train server) ;;
-    tests | micro | steps | train | server) parts=("${words[0]}") ;;
+    "") parts=(tests micro prefix-1.5B prefix-8B steps train ranks server run) ;;
+    tests | micro | steps | train | ranks | server | run) parts=("${words[0]}") ;;
     prefix) parts=(prefix-1.5B prefix-8B) ;;
     "prefix 1.5B" | "prefix 8B") parts=("prefix-${words[1]}") ;;
     prefix*) echo "error: unknown size ${words[*]:1}: 1.5B or 8B" >&2; exit 2 ;;
-    *) echo "error: unknown part ${words[*]}: tests, micro, prefix [1.5B|8B], steps, train, server" >&2; exit 2 ;;
+    *) echo "error: unknown part ${words[*]}: tests, micro, prefix [1.5B|8B], steps, train, ranks, server, run" >&2; exit 2 ;;
 esac
 out=$(realpath -m "$out")
 
@@ -78,7 +81,9 @@ for part in "${parts[@]}"; do
         prefix-*) run "$part" prefix_attention.py --one-process --models "${part#prefix-}" "${quick[@]}" ;;
         steps) run steps steps.py "${quick[@]}" ;;
         train) run train train_modes.py "${quick[@]}" ;;
+        ranks) run ranks ranks.py "${quick[@]}" ;;
         server) run server real_server.py ;;
+        run) run run one_gpu.py "${quick[@]}" ;;
     esac
 done
 exit $status

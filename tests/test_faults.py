@@ -507,6 +507,34 @@ def test_a_rank_that_dies_ends_all(models, recipe, rank):
     assert "1" in server.versions
 
 
+@pytest.mark.parametrize(
+    ("rank", "cause"),
+    [
+        (0, "error on rank 1: rank 0 has not moved for 6 s"),
+        (1, "error on rank 0: another rank has"),
+    ],
+)
+def test_a_rank_that_is_stopped_ends_all(models, recipe, rank, cause):
+    """Nothing is closed: the other rank ends by `collective_timeout`, and torchrun then ends this one."""
+    with fake_server(models["untied"], answer_in(0.05)) as server:
+        options = ["--max_steps", "500", "--collective_timeout", "6"]
+        run = torchrun_of(recipe(server), *options)
+        assert run.stdout
+        for line in run.stdout:
+            if line.startswith("step 2/"):
+                break
+        stopped, other = rank_of(run.pid, rank), rank_of(run.pid, 1 - rank)
+        os.kill(stopped, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        while Path(f"/proc/{other}").exists():  # torchrun reaps it
+            assert time.monotonic() < stopped_s + 40
+            time.sleep(0.1)
+        os.kill(stopped, signal.SIGKILL)  # torchrun does so, 30 s after its SIGTERM
+        output, _ = run.communicate(timeout=60)
+        assert run.returncode != 0
+        assert cause in output
+
+
 def test_the_first_cause_is_printed_last(models, recipe):
     """Rank 1 fails: torchrun's report, the last thing on the terminal, has its error."""
     with fake_server(models["untied"], answer_in(0.05)) as server:

@@ -15,7 +15,7 @@ from benchmarks.common import Rows, Skipped
 from benchmarks.steps import flops
 from benchmarks.train_modes import kind_of
 
-PARTS = ["tests", "micro", "prefix-1.5B", "prefix-8B", "steps", "train", "server"]
+PARTS = ["tests", "micro", "prefix-1.5B", "prefix-8B", "steps", "train", "ranks", "server", "run"]
 ON_CPU = {**ENV, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
 
 
@@ -56,10 +56,13 @@ def with_nvidia_smi(folder):
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["nope"], "unknown part nope: tests, micro, prefix [1.5B|8B], steps, train, server"),
+        (
+            ["nope"],
+            "unknown part nope: tests, micro, prefix [1.5B|8B], steps, train, ranks, server, run",
+        ),
         (
             ["micro", "8B"],
-            "unknown part micro 8B: tests, micro, prefix [1.5B|8B], steps, train, server",
+            "unknown part micro 8B: tests, micro, prefix [1.5B|8B], steps, train, ranks, server, run",
         ),
         (["prefix", "3B"], "unknown size 3B: 1.5B or 8B"),
         (["--fast"], "unknown option --fast: there is --out FOLDER"),
@@ -79,7 +82,7 @@ def test_all_parts_in_order(stand_in, tmp_path, device):
     ran = [line.split() for line in (tmp_path / "ran").read_text().splitlines()]
     assert [words[2] for words in ran] == [str(tmp_path / "out" / f"{part}.json") for part in PARTS]
     small = [part for part, words in zip(PARTS, ran, strict=True) if "--quick" in words]
-    assert small == ([] if device == "cuda" else PARTS[1:-1])
+    assert small == ([] if device == "cuda" else [*PARTS[1:-2], "run"])
     assert [words[words.index("--models") + 1] for words in ran if "--models" in words] == [
         "1.5B",
         "8B",

@@ -13,7 +13,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -324,6 +324,22 @@ def test_a_frozen_trainer_keeps_no_worker(nccl, monkeypatch):
     assert seconds < TIMEOUT_S + 6
     frozen.set()
     trainer.close()
+
+
+@pytest.mark.parametrize("call", ["set", "get"])
+def test_a_trainer_that_freezes_in_meeting_keeps_no_worker(call):
+    """The worker's request to the trainer's store gets no answer, ever."""
+    frozen = threading.Event()
+
+    class Store(SimpleNamespace):
+        def __getattr__(self, name):
+            return lambda *_: frozen.wait(60) if name == call else None
+
+    store: Any = Store()
+    message, seconds = error_of(lambda: TransferGroup(store, 1, 2, torch.device("cpu"), TIMEOUT_S))
+    frozen.set()
+    assert message == "nothing came through in 2 s"
+    assert TIMEOUT_S <= seconds < TIMEOUT_S + 3
 
 
 class Loading:

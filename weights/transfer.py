@@ -72,8 +72,7 @@ class TransferGroup:
         self._number = 0  # of the next bucket
         self._group: Any = None
 
-        store.set(f"member/{rank}", json.dumps([gpu_of(device), str(dtype).removeprefix("torch.")]))
-        members = [json.loads(store.get(f"member/{member}")) for member in range(world_size)]
+        members = _within(timeout_s, partial(self._introduce, world_size, dtype))
         trainer_gpu = members[0][0]
         worker_gpus = [gpu for gpu, _ in members[1:]]
         self._dtype = getattr(torch, members[1][1], None)  # of the workers
@@ -81,14 +80,23 @@ class TransferGroup:
         if trainer_gpu is not None and worker_gpus == [trainer_gpu]:
             from weights.cuda_ipc import share_memory
 
-            self._group = share_memory(store, rank, device)  # None where that is forbidden
+            # None where that is forbidden.
+            self._group = _within(timeout_s, partial(share_memory, store, rank, device))
         if self._group:
             self.backend = "ipc"
         else:
-            self._meet(trainer_gpu, worker_gpus, gpus)
+            agree = partial(self._agree, trainer_gpu, worker_gpus, gpus)
+            self.backend = _within(timeout_s, agree)
+            self._meet()
 
-    def _meet(self, trainer_gpu: str | None, worker_gpus: list[Any], gpus: Collection[Any]) -> None:
-        """Agree on nccl or gloo, and connect."""
+    def _introduce(self, world_size: int, dtype: torch.dtype | None) -> list[Any]:
+        """Name the own GPU and dtype; those of all members."""
+        mine = [gpu_of(self.device), str(dtype).removeprefix("torch.")]
+        self._store.set(f"member/{self._rank}", json.dumps(mine))
+        return [json.loads(self._store.get(f"member/{member}")) for member in range(world_size)]
+
+    def _agree(self, trainer_gpu: str | None, worker_gpus: list[Any], gpus: Collection[Any]) -> str:
+        """The trainer's choice of nccl or gloo."""
         if self._rank == 0:
             taken_gpus = {None, trainer_gpu, *gpus}
             takes_nccl = (
@@ -97,7 +105,10 @@ class TransferGroup:
                 and len(set(worker_gpus)) == len(worker_gpus)
             )
             self._store.set("backend", "nccl" if takes_nccl else "gloo")
-        self.backend = self._store.get("backend").decode()
+        return self._store.get("backend").decode()
+
+    def _meet(self) -> None:
+        """Connect to the other members."""
         if self.backend == "gloo":
             self.device = torch.device("cpu")
 
