@@ -89,13 +89,14 @@ SENDING = {"publish.py": "whole tensors", "transfer.py": "on the wire"}
 ON_ONE_GPU = {"cuda_ipc.py": "on one GPU"}
 SETTINGS = {"config.py": "every setting"}
 PARAMETERS = {"vllm_params.py": "settings of vLLM"}
-RANKS = {"utils.py": "ranks, signals, exits"}
+RANKS = {"utils.py": "ranks, signals"}
+HEARTBEAT = {"heartbeat.py": "rank 0 lives"}
 SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other machines"}
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
     "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py", "own_rollouts.py", "vllm_params.py",
-    "resume.py",
+    "resume.py", "heartbeat.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file
@@ -122,9 +123,10 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (364, 540, 198, 154, 12, "pink", PREFIXES),
     (482, 716, 102, 43, 12, "purple", SENDING),
     (374, 771, 102, 43, 12, "purple", ON_ONE_GPU),
-    (32, 886, 150, 44, 12, "grey", SETTINGS),
-    (194, 886, 150, 44, 12, "grey", PARAMETERS),
-    (356, 886, 150, 44, 12, "grey", RANKS),
+    (32, 886, 112, 44, 12, "grey", SETTINGS),
+    (154, 886, 112, 44, 12, "grey", PARAMETERS),
+    (276, 886, 112, 44, 12, "grey", RANKS),
+    (398, 886, 112, 44, 12, "grey", HEARTBEAT),
     (604, 78, 114, 746, 12, "purple", CLIENT),
     (748, 78, 124, 736, 12, "purple", SERVER),
 ]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import sys
 from itertools import chain
 
@@ -253,3 +254,17 @@ def test_a_head_that_only_the_configuration_ties_is_refused(models, tmp_path):
         build_policy(make_config(str(tmp_path)), device)  # whole, it is what transformers loads
         with pytest.raises(UserError, match="holds lm_head.weight beside what they are tied to"):
             build_policy(make_config(str(tmp_path), use_fsdp=True), device)
+
+
+@pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "awq", "fp8"])
+def test_a_quantized_model_is_refused(models, tmp_path, method):
+    """By its configuration alone, before weights or kernels are looked for."""
+    shutil.copytree(models["untied"], tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    settings = json.loads(path.read_text()) | {"quantization_config": {"quant_method": method}}
+    path.write_text(json.dumps(settings))
+    with (
+        process_group(60) as device,
+        pytest.raises(UserError, match=rf"is quantized \({method}\), and cannot be trained: take"),
+    ):
+        build_policy(make_config(str(tmp_path / "model")), device)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -305,6 +306,22 @@ def test_merged_weights_are_temporaries(models):
         }
     assert {name for name in merged if "proj" not in name} == set()
     assert len(merged) == 14
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")],
+)
+def test_an_address_can_be_copied(host, address, capsys):
+    """One of IPv6 stands in brackets."""
+    import vllm_server
+
+    state = SimpleNamespace(
+        args=SimpleNamespace(host=host, port=8000),
+        vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=64)),
+    )
+    vllm_server._announce(state)
+    assert capsys.readouterr().out == f"serving at {address}, up to 64 tokens\n"
 
 
 # -- a start without options -----------------------------------------------------------------------------------------
