@@ -175,7 +175,7 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
     A second one ends the process at once, as torchrun does 30 s after its own.
     """
     received_s: list[float] = []  # when signals came
-    # A terminal sends Ctrl-C to all, and torchrun then passes its own on: that is the same one.
+    # Slurm and others signal all processes, and torchrun then passes its own on: that is the same.
     num_copies = int("TORCHELASTIC_RUN_ID" in os.environ)
 
     def note(number: int, _: Any) -> None:

@@ -4,7 +4,7 @@
 
 Random weights of Qwen3's shapes and random words as prompts: 16 prompts of 512 tokens, 8 completions of 512 each
 (`ignore_eos`), the trainer under bf16 autocast, beside vLLM on the same GPU; the 4B with LoRA. Each model runs with
-`max_staleness` 0 and 1. Every figure is a median over the steps but the first two. `sampled_tokens_per_s` counts a
+`max_staleness` 0 and 1. Times are medians over the steps but the first two. `sampled_tokens_per_s` counts a
 step's completion tokens, over the time of its sampling at 0 and of the whole step at 1. `front_end` and `engine` are
 the CPU seconds a second of the server's API process and of the process that runs the model. `--quick` is a tiny model
 on a CPU.
@@ -93,6 +93,8 @@ def build(folder: Path, size: str, device: torch.device) -> None:
         model = Qwen3ForCausalLM(config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()  # vLLM measures what is free
 
 
 def cpu_seconds(root: int) -> dict[int, float]:
@@ -133,7 +135,8 @@ def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: i
         samples = []  # of the CPU's time, from the third step on
         metrics = output / "metrics.jsonl"
         while process.poll() is None:
-            if metrics.exists() and len(metrics.read_text().splitlines()) >= 2:
+            num_steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+            if 2 <= num_steps < steps:  # not while it saves
                 samples.append((time.monotonic(), cpu_seconds(server)))
             time.sleep(0.2)
     if process.returncode:

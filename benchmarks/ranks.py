@@ -5,10 +5,11 @@
 Without enough GPUs for the ranks they share one over nccl, of which 2.30 or later is needed (`pip download
 nvidia-nccl-cu13==2.30.7`, unpacked); without any they run over gloo. Parts:
   transfer  `TransferGroup` between a trainer and workers in processes of their own. `gb_per_s` are the trainer's bytes
-            to two workers, of 8 buckets, the second time; `wrong` counts weights that came with other bits. Then one
+            to two workers, of 8 buckets, the second time; `wrong` counts tensors that came with other bits. Then one
             member is killed or stopped in the middle, or while the group is made: `after_s` is when the other has its
             error, and `works_after` that its own collectives or its device still work
-  modes     as train_modes.py, on 2 and 4 ranks: differences from fp32 on one CPU rank
+  modes     as train_modes.py, on 2 and 4 ranks: differences from fp32 on one CPU rank. They run side by side: their
+            seconds say nothing
   lost      a rank of an FSDP2 run is killed or stopped: `ended_after_s` is when torchrun has ended all, to be compared
             with `collective_timeout`; `says` is what names the cause
 """
@@ -68,7 +69,7 @@ def weights_of(number: int, device: torch.device, num_values: int) -> dict[str, 
 
 
 def num_wrong(bucket: dict[str, torch.Tensor], number: int, num_values: int) -> int:
-    """How many weights of a received bucket differ by a bit from those that were sent."""
+    """How many tensors of a received bucket differ by a bit from those that were sent."""
     device = bucket["vector"].device
     sent = weights_of(number, device, num_values)
     sent["matrix"] = sent["matrix"].bfloat16()
@@ -132,7 +133,7 @@ def follow(
     pretend_gpus(rank, backend)
     device = torch.device("cpu")
     if device_here().type == "cuda":
-        device = torch.device("cuda", rank if torch.cuda.device_count() > world_size else 0)
+        device = torch.device("cuda", rank if torch.cuda.device_count() >= world_size else 0)
         torch.cuda.set_device(device)
         torch.ones(1, device=device)
     limit = timedelta(seconds=TIMEOUT_S)
@@ -196,9 +197,9 @@ class Members:
             if kind in (said, said[0]):
                 return said
 
-    def tell(self, *command: Any) -> Any:
+    def tell(self, command: Any) -> Any:
         """Let the trainer do something; its seconds, its error and its backend."""
-        self.links[0].send(command[0])
+        self.links[0].send(command)
         return self.heard(0)
 
     def signal(self, rank: int, number: int) -> float:
@@ -233,23 +234,25 @@ def members(num_workers: int, backend: str, num_values: int, is_met: bool = True
 def speed(backend: str, num_workers: int, num_values: int) -> dict[str, Any]:
     """Bytes and bits of two syncs."""
     with members(num_workers, backend, num_values) as group:
+        wrong = 0
         for _ in range(2):
             seconds, error, _ = group.tell(NUM_BUCKETS)
             if error:
                 raise RuntimeError(error)
-            heard = [group.until(rank, NUM_BUCKETS) for rank in range(1, group.world_size)]
+            for rank in range(1, group.world_size):
+                wrong += group.until(rank, NUM_BUCKETS)[1]
         num_bytes = NUM_BUCKETS * 2 * num_values
         return {
             "buckets": f"{NUM_BUCKETS} x {num_bytes / NUM_BUCKETS / 1e6:.0f} MB",
             "workers": num_workers,
-            "wrong": sum(wrong for _, wrong in heard),
+            "wrong": wrong,
             "seconds": seconds,
             "gb_per_s": num_bytes / seconds / 1e9,
         }
 
 
 def lost_worker(backend: str, number: int, num_values: int) -> dict[str, Any]:
-    """A worker of two is killed or stopped in the middle; then a new group of a new worker."""
+    """A worker of two is killed or stopped in the middle; and how the others go on."""
     with members(2, backend, num_values) as group:
         group.tell(2)
         group.until(2, "first bucket")
@@ -453,7 +456,7 @@ def lost_rank(folder: Path, model: str, rank: str, number: int, timeout_s: int) 
         log.seek(0)
         text = log.read()
         causes = re.findall(
-            r".*(?:Watchdog caught|imed out|exitcode|another rank ended|has not moved).*", text
+            r".*(?:Watchdog caught|imed out|exitcode|another rank ended|no sign of life).*", text
         )
         return {
             "collective_timeout_s": timeout_s,
@@ -488,7 +491,7 @@ def main() -> None:
         parser.error(f"--parts {args.parts}: there are {', '.join(PARTS)}")
 
     with suppress(Skipped):
-        if shares_one_gpu(2):  # before the first of the processes that inherit this
+        if shares_one_gpu(3):  # before the first of the processes that inherit this
             os.environ.update(sharing_one_gpu())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = Rows(args.json)

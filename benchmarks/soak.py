@@ -70,7 +70,7 @@ def serve(model: str, link: Any, parent: int) -> None:
             for version in list(server.versions)[:-8]:
                 del server.versions[version]
 
-        server.fault = forget
+        server.fault = forget  # called with every request
         link.send(server.url)
         link.recv()  # never comes: the parent ends this process
 
@@ -144,12 +144,12 @@ def look(trainer: int, server: int) -> dict[str, dict[str, float]]:
 
 
 def watch(
-    process: Any, server: int, output: Path
+    process: Any, server: int, output: Path, interval_s: float
 ) -> list[tuple[int, dict[str, dict[str, float]], int]]:
-    """The step, what is seen, and the bytes of the logs, every half second until the run ends."""
+    """The step, what is seen, and the bytes of the logs, time and again until the run ends."""
     samples = []
     while process.poll() is None:
-        time.sleep(0.5)
+        time.sleep(interval_s)
         metrics = output / "metrics.jsonl"
         step = metrics.read_text().count('"time/step_s"') if metrics.exists() else 0
         num_bytes = sum((output / name).stat().st_size for name in LOGS if (output / name).exists())
@@ -183,7 +183,7 @@ def run(rows: Rows, folder: Path, part: str, steps: int) -> dict[str, Any]:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 preexec_fn=partial(die_with, os.getpid()),
             )  # fmt: skip
-            samples = watch(process, server, output)
+            samples = watch(process, server, output, 0.5 if steps > 100 else 0.05)
         if process.returncode:
             text = (folder / f"{part}.log").read_text()
             raise RuntimeError(" ".join(text.split())[-280:])

@@ -59,12 +59,11 @@ def _returned_rows(source: Callable[[], Any], config: TrainConfig) -> list[dict[
     if hasattr(rows, "__len__"):
         return list(rows)
 
-    most = MAX_STREAMED
     if source is config.dataset_id and config.max_steps:
-        most = min(most, config.max_steps * config.batch_size)
-    rows = list(itertools.islice(rows, most))
+        return list(itertools.islice(rows, config.max_steps * config.batch_size))
+    rows = list(itertools.islice(rows, MAX_STREAMED))
     if len(rows) == MAX_STREAMED:
-        raise ValueError(f"it goes on after {MAX_STREAMED} rows: set max_steps, or end it")
+        raise ValueError(f"it goes on after {MAX_STREAMED} rows, and only max_steps can end it")
     return rows
 
 
@@ -204,17 +203,22 @@ def _has_parts(row: dict[str, Any]) -> bool:
 
 
 def leave_out_long(
-    prompts: list[Prompt], max_len: int, config: TrainConfig, name: str = "dataset_id"
-) -> list[Prompt]:
+    prompts: list[Prompt], max_len: int, config: TrainConfig, name: str = "dataset_id",
+    limit: str = "the servers' --max-model-len",
+) -> list[Prompt]:  # fmt: skip
     """The prompts of 1 to `max_len` tokens; prints the others' number.
 
+    Args:
+        prompts: of the data set `name`.
+        max_len: of a prompt.
+        config: max_completion_len.
+        name: for messages.
+        limit: the setting behind `max_len`, for messages.
+
     Raises:
-        UserError: all prompts of the data set `name` are left out.
+        UserError: all prompts are left out.
     """
     kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_len]
-    limit = "the servers' --max-model-len"
-    if max_len + config.max_completion_len == config.max_tokens_per_gpu:
-        limit = "max_tokens_per_gpu"
     cure = f"raise {limit}, or lower max_completion_len={config.max_completion_len}"
     if prompts and not kept:
         raise UserError(f"{name}: no prompt has at most {max_len} tokens: {cure}")

@@ -117,7 +117,7 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
         last = messages.pop()
         prefill = _text_of(last)
         if last.get("tool_calls") or not messages:
-            raise ValueError("its last message is the assistant's, and nothing to go on from")
+            raise ValueError("its last message calls tools, or is its only one: nothing goes on")
     takes_images = hasattr(processor, "image_processor")
     if takes_images:
         _place_images(messages, num_images)

@@ -126,14 +126,17 @@ class Rollouts:
         """Load all data sets, without prompts too long for trainer or servers."""
         config = self.config
         sets = data.load_data_sets(self.processor, config)
-        servers_limit = self.pool.wait_until_ready()
-        longest = min(servers_limit, config.max_tokens_per_gpu)
+        limits = {
+            "the servers' --max-model-len": self.pool.wait_until_ready(),
+            "max_tokens_per_gpu": config.max_tokens_per_gpu,
+        }
         if self.references:  # to give log-probs, vLLM must also sample a token
-            longest = min(longest, self.references.wait_until_ready() - 1)
-
-        max_len = longest - config.max_completion_len
+            limits["the references' --max-model-len"] = self.references.wait_until_ready() - 1
+        limit = min(limits, key=limits.__getitem__)
+        max_len = limits[limit] - config.max_completion_len
         self.prompts, *held_out = [
-            data.leave_out_long(prompts, max_len, config, field) for field, prompts in sets.items()
+            data.leave_out_long(prompts, max_len, config, field, limit)
+            for field, prompts in sets.items()
         ]
         self.held_out = dict(zip(config.eval_sets, held_out, strict=True))
 

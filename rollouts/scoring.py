@@ -85,7 +85,7 @@ def spoken(
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}.difference(kept)
     text_ids = [token_id for token_id in token_ids if token_id not in ends]
     last = token_ids[-1]
-    if is_ended and text_ids[-1:] == [last] and last in _special_ids(tokenizer).difference(kept):
+    if is_ended and last not in ends and last in _special_ids(tokenizer).difference(kept):
         text_ids.pop()  # the end of a turn, which not every tokenizer names
     return tokenizer.decode(text_ids)
 
@@ -157,7 +157,6 @@ class Failures:
         Raises:
             UserError: max(batch_size, 4) calls that began one after the other have failed.
         """
-        # Not those that ended one after the other: quick failures overtake slow successes.
         line = json.dumps({"error": message, **sample}, ensure_ascii=False, default=repr)
         with self._lock:
             # Half a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
@@ -166,6 +165,7 @@ class Failures:
             self.count += 1
             failed = self._failed.setdefault(name, set())
             failed.add(number)
+            # Not those that ended one after the other: quick failures overtake slow successes.
             first = last = number
             while first - 1 in failed:
                 first -= 1
@@ -178,7 +178,7 @@ class Failures:
                 )
             if last - first + 1 >= self._most_in_a_row:
                 raise UserError(
-                    f"{message}; so did its last {last - first + 1} calls, see {self.path.name}"
+                    f"{message}; so did {last - first + 1} calls in a row, see {self.path.name}"
                 )
 
 

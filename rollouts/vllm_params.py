@@ -70,6 +70,12 @@ class SamplingParams(TypedDict, total=False):
     extra_args: dict[str, Any]
 
 
+PARTS: dict[Any, Any] = {
+    "structured_outputs": StructuredOutputs,
+    "repetition_detection": RepetitionDetection,
+}
+
+
 def fault_in(given: dict[str, Any], max_completion_len: int) -> str | None:
     """The first thing wrong with parameters, to follow `sampling_params`; None if they are good."""
     try:
@@ -86,7 +92,10 @@ def fault_in(given: dict[str, Any], max_completion_len: int) -> str | None:
     if first["type"] != "extra_forbidden":
         return f"{where}={first['input']!r:.100}: {first['msg']}"
     known = [*get_type_hints(SamplingParams), *FIELDS]
-    nearest = difflib.get_close_matches(name.lower(), known, cutoff=0.0)[0]
-    if nearest in FIELDS:
-        return f" may not set {name}: use the field {FIELDS[nearest]}"
-    return f"{where} has no effect on tokens, or is unknown to vLLM: did you mean {nearest}?"
+    if len(first["loc"]) > 1:
+        known = [*get_type_hints(PARTS[first["loc"][0]])]
+    nearest = difflib.get_close_matches(name.lower(), known, n=1)
+    if nearest and nearest[0] in FIELDS:
+        return f" may not set {name}: use the field {FIELDS[nearest[0]]}"
+    hint = f": did you mean {nearest[0]}?" if nearest else ""
+    return f"{where} has no effect on tokens, or is unknown to vLLM{hint}"

@@ -106,9 +106,6 @@ def test_long_prompts_are_counted_and_left_out(capsys):
     assert capsys.readouterr().out == ""
     with pytest.raises(UserError, match=f"^dataset_id: no prompt has at most 3 tokens: {cure}$"):
         prompts_of(rows, max_prompt_len=3)
-    prompts_of(rows, max_prompt_len=4, max_tokens_per_gpu=516)
-    cure = "raise max_tokens_per_gpu, or lower max_completion_len=512"
-    assert capsys.readouterr().out.endswith(f"over 4 tokens: {cure}\n")
 
 
 @pytest.mark.parametrize(
@@ -448,7 +445,7 @@ def test_a_reward_that_only_fails_ends_the_run(tmp_path):
     config = make_config(reward_funcs=[raises], batch_size=4, output_dir=str(tmp_path))
     with pytest.raises(
         ValueError,
-        match="reward raises on dataset row 7 raised KeyError: 'gold' .*; so did its last 4",
+        match="reward raises on dataset row 7 raised KeyError: 'gold' .*; so did 4 calls in a row",
     ):
         score([*make_groups(), *make_groups()], config)
 

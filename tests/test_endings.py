@@ -59,23 +59,28 @@ def hooked(models, tmp_path_factory):
         yield command
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("hook", ["advantage_fn=advantages", "loss_fn=loss"])
-def test_an_error_of_a_hook_saves_the_last_whole_step(hooked, tmp_path, num_ranks, hook):
-    """On rank 0 alone, as of advantages, and on all ranks, as of a loss; then the run goes on as if nothing was."""
-    whole = on_forked_ranks(num_ranks, ROOT / "train.py", *hooked(tmp_path / "whole"))
-    assert whole.returncode == 0, whole.stdout + whole.stderr
+@pytest.fixture(scope="module")
+def whole(hooked, tmp_path_factory):
+    """The folder of a run of two ranks that nothing ends."""
+    folder = tmp_path_factory.mktemp("whole")
+    done = on_forked_ranks(2, ROOT / "train.py", *hooked(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
 
+
+@pytest.mark.parametrize("hook", ["advantage_fn=advantages", "loss_fn=loss"])
+def test_an_error_of_a_hook_saves_the_last_whole_step(hooked, whole, tmp_path, hook):
+    """On rank 0 alone, as of advantages, and on all ranks, as of a loss; then the run goes on as if nothing was."""
     command = hooked(tmp_path / "run", f"--{hook}")
-    failed = on_forked_ranks(num_ranks, ROOT / "train.py", *command, env={"ARMED": "1"})
+    failed = on_forked_ranks(2, ROOT / "train.py", *command, env={"ARMED": "1"})
     assert failed.returncode == 1
     assert "ZeroDivisionError" in failed.stdout + failed.stderr
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
     assert saved.name in ("checkpoint-1", "checkpoint-2")  # a rank may have two rows a step
     command += ["--resume_from_checkpoint", "auto"]
-    done = on_forked_ranks(num_ranks, ROOT / "train.py", *command)
+    done = on_forked_ranks(2, ROOT / "train.py", *command)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert_identical(weights(tmp_path / "run"), weights(tmp_path / "whole"))
+    assert_identical(weights(tmp_path / "run"), weights(whole))
 
 
 def failing(function, last, error):
@@ -160,7 +165,7 @@ def test_a_rollout_that_fails_now_and_then_is_left_out(hooked, tmp_path):
 
 
 def test_a_rollout_that_only_fails_ends_the_run(hooked, tmp_path):
-    with pytest.raises(UserError, match="the environment is gone .*; so did its last \\d+ calls"):
+    with pytest.raises(UserError, match="the environment is gone .*; so did \\d+ calls in a row"):
         main(parse_args(hooked(tmp_path / "run", "--rollout_fn", "broken")))
 
 
@@ -250,6 +255,35 @@ def test_a_damaged_checkpoint_of_an_earlier_run_blocks_no_new_one(saved, tmp_pat
     (run / "run_id").write_text("another")
     options = ["--output_dir", str(run), "--resume_from_checkpoint", "auto"]
     assert find_checkpoint(parse_args([*command, *options])) is None
+
+
+def test_the_last_runs_only_checkpoint_is_damaged(saved, tmp_path):
+    """Whole ones of an earlier run do not hide it: the run must not start anew over it."""
+    folder, command = saved
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    (run / "run_id").write_text("another")
+    (run / "checkpoint-4" / "trainer" / "run_id").write_text("another")
+    (run / "checkpoint-4" / "trainer" / "state.pt").write_bytes(b"")
+    options = ["--output_dir", str(run), "--resume_from_checkpoint", "auto"]
+    with pytest.raises(UserError, match=f"no checkpoint in {run} is whole"):
+        find_checkpoint(parse_args([*command, *options]))
+
+
+def test_a_missing_file_of_several_is_a_fault(saved, tmp_path):
+    """As after a copy that was broken off: the index lists what there must be."""
+    folder, _ = saved
+    checkpoint = tmp_path / "checkpoint-4"
+    shutil.copytree(folder / "checkpoint-4", checkpoint)
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (checkpoint / "model.safetensors").rename(checkpoint / names[0])
+    index = {"metadata": {}, "weight_map": {"a": names[0], "b": names[1]}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    fault = str(fault_of(checkpoint))
+    assert fault.startswith("model.safetensors.index.json cannot be read: ")
+    assert f"No such file or directory: '{checkpoint / names[1]}'" in fault
+    shutil.copy(checkpoint / names[0], checkpoint / names[1])
+    assert fault_of(checkpoint) is None
 
 
 def test_a_damaged_line_of_the_log(saved, tmp_path):

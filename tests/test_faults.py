@@ -510,7 +510,7 @@ def test_a_rank_that_dies_ends_all(models, recipe, rank):
 @pytest.mark.parametrize(
     ("rank", "cause"),
     [
-        (0, "error on rank 1: rank 0 has not moved for 6 s"),
+        (0, "error on rank 1: no sign of life from rank 0 for 6 s"),
         (1, "error on rank 0: another rank has"),
     ],
 )

@@ -72,6 +72,11 @@ def test_sampling_params_are_vllms():
         ({"structured_outputs": {"regx": "a"}}, "sampling_params.structured_outputs.regx has no"),
         ({"repetition_detection": {"max_pattern_size": 3}}, "min_count.*Field required"),
         ({"min_tokens": 600}, "min_tokens must not exceed max_completion_len"),
+        (
+            {"structured_outputs": {"regexp": "a"}},
+            r"structured_outputs.regexp .*: did you mean regex",
+        ),
+        ({"best_of": 2}, "best_of has no effect on tokens, or is unknown to vLLM$"),
         ([], r"sampling_params=(\[\]|'\[\]'): Input should be a valid dictionary"),
     ],
 )
@@ -258,6 +263,18 @@ class DataFrame:
 def test_what_is_no_list_of_rows(source, message):
     with pytest.raises(UserError, match=message):
         prompts_of(source)
+
+
+@pytest.mark.parametrize("fields", [{"max_steps": None}, {"max_steps": 3, "dataset_id": "x"}])
+def test_an_endless_stream_is_refused(monkeypatch, fields):
+    """Held-out problems have no end, whatever `max_steps` is."""
+    monkeypatch.setattr("rollouts.data.MAX_STREAMED", 20)
+
+    def endless():
+        return ({"prompt": f"{number}="} for number in itertools.count())
+
+    with pytest.raises(UserError, match="goes on after 20 rows"):
+        prompts_of(endless, **{"dataset_id": endless, **fields})
 
 
 def test_a_stream_is_read_no_further_than_needed():

@@ -95,7 +95,7 @@ def test_an_answer_with_nothing_to_go_on_from(alone):
     call = {"function": {"name": "f", "arguments": {}}}
     answer = {"role": "assistant", "content": "x", "tool_calls": [] if alone else [call]}
     messages = [answer] if alone else [user("1+1="), answer]
-    with pytest.raises(UserError, match="row 0: its last message is the assistant's, and nothing"):
+    with pytest.raises(UserError, match="row 0: its last message calls tools, or is its only one"):
         prompts_of(lambda: [{"prompt": messages}], make_tokenizer(chat_template=LLAMA))
 
 

@@ -170,12 +170,13 @@ class Checkpoints:
             error = raised
 
         step = rollouts.version
+        if error and not (self._can_save(step) and self._all_ranks_meet()):
+            raise error
         try:
-            if error is None or (self._can_save(step) and self._all_ranks_meet()):
-                self.finish(step, rollouts.state() | log.state(), step == rollouts.num_steps)
+            self.finish(step, rollouts.state() | log.state(), step == rollouts.num_steps)
         finally:
             if error:
-                raise error
+                raise error  # also where saving failed
 
     def _can_save(self, step: int) -> bool:
         """True where `step` is not saved yet, and no update of the next one is in the weights."""
@@ -251,6 +252,8 @@ class Checkpoints:
             self.processor.save_pretrained(part)
             (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
             torch.save({**state, "saved_s": time.time()}, part / TRAINER / "state.pt")
+            # A second time, for when state.pt is damaged.
+            (part / TRAINER / "run_id").write_text(state["run_id"])
             for file in [*part.rglob("*"), part]:
                 _sync(file)
 

@@ -45,8 +45,11 @@ def _end_later(ended: threading.Event, timeout_s: float) -> threading.Timer:
 
     def end() -> None:
         if not ended.is_set():
-            text = f"error on rank {dist.get_rank()}: rank 0 has not moved for {timeout_s:.0f} s"
-            print(text, file=sys.stderr, flush=True)
+            print(
+                f"error on rank {dist.get_rank()}: no sign of life from rank 0 for "
+                f"{timeout_s:.0f} s: it was stopped, or its host is lost",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
             os._exit(1)
 
     limit = threading.Timer(timeout_s, end)

@@ -38,6 +38,4 @@ def check_complete(
         if found:
             faults.append(f"{kind}: {', '.join(found)}")
     if faults:
-        raise UserError(
-            f"the weights of {source} are not those of its config.json; {'; '.join(faults)}"
-        )
+        raise UserError(f"the weights of {source} do not fit the model; {'; '.join(faults)}")

@@ -1,6 +1,7 @@
 """Finds the checkpoint that a run continues, and what is damaged in others."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ from config import TrainConfig, UserError, to_json
 from training.intact import TRAINER
 from utils import naming
 
-# A run that goes on may change these settings, as its mathematics sees none of them, except for
-# how long it goes on.
+# A run that goes on may change these settings. None changes the mathematics, except those that
+# say how long the run is.
 MAY_CHANGE = frozenset({
     "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout",
     "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps",
@@ -64,16 +65,11 @@ def _newest(folder: Path) -> Path | None:
         UserError: all that may be of this run are damaged.
     """
     states, faults = states_in(folder)
-    run_id = folder / "run_id"
-    own = list(states)
-    if run_id.is_file():
-        last = run_id.read_text()
-        own = [path for path, state in states.items() if state["run_id"] == last]
+    own = [path for path in states if _may_be_of_last_run(path)]
     if states and not own:
-        print(
+        _say(
             f"the checkpoints in {folder} are of an earlier run than its last: "
-            "name one to go on from it",
-            flush=True,
+            "name one to go on from it"
         )
 
     newest = None
@@ -84,13 +80,28 @@ def _newest(folder: Path) -> Path | None:
             break
         faults[path] = fault
     for path, fault in faults.items():
-        print(f"left out {path}: {fault}", flush=True)
-    if faults and not newest and (own or not states):  # else they are of earlier runs
+        _say(f"left out {path}: {fault}")
+    if not newest and any(_may_be_of_last_run(path) for path in faults):
         raise UserError(
             f"resume_from_checkpoint=auto: no checkpoint in {folder} is whole: mend one, or give "
             "another output_dir"
         )
     return newest
+
+
+def _may_be_of_last_run(checkpoint: Path) -> bool:
+    """False where a checkpoint names another run than its folder's last."""
+    last = checkpoint.parent / "run_id"
+    own = checkpoint / TRAINER / "run_id"
+    if not last.is_file() or not own.is_file():
+        return True
+    return own.read_text() in ("", last.read_text())
+
+
+def _say(line: str) -> None:
+    """Print a line on rank 0, before the ranks know each other."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, flush=True)
 
 
 def states_in(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, str]]:
@@ -150,7 +161,10 @@ def _read_head(file: Path) -> None:
         Exception: it is not.
     """
     if file.suffix == ".json":
-        json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if file.name.endswith(".index.json"):  # of weights in several files
+            for name in content["weight_map"].values():
+                file.with_name(name).stat()
     elif file.suffix == ".safetensors":
         with safe_open(file, framework="pt"):  # compares the size with the head's
             pass

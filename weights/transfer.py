@@ -90,7 +90,7 @@ class TransferGroup:
             self._meet()
 
     def _introduce(self, world_size: int, dtype: torch.dtype | None) -> list[Any]:
-        """Name the own GPU and dtype; those of all members."""
+        """Tell the others this member's GPU and dtype; returns all members'."""
         mine = [gpu_of(self.device), str(dtype).removeprefix("torch.")]
         self._store.set(f"member/{self._rank}", json.dumps(mine))
         return [json.loads(self._store.get(f"member/{member}")) for member in range(world_size)]
