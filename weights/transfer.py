@@ -85,8 +85,7 @@ class TransferGroup:
         if self._group:
             self.backend = "ipc"
         else:
-            agree = partial(self._agree, trainer_gpu, worker_gpus, gpus)
-            self.backend = _within(timeout_s, agree)
+            self.backend = _within(timeout_s, partial(self._agree, trainer_gpu, worker_gpus, gpus))
             self._meet()
 
     def _introduce(self, world_size: int, dtype: torch.dtype | None) -> list[Any]:
