@@ -163,6 +163,20 @@ def test_benchmarks_run_quickly(script, figure, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_grows_nowhere(tmp_path):
+    """In 40 steps, as counted from outside; memory is for `soak.py` in full."""
+    path = tmp_path / "out.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "soak.py"), "--quick", "--json", str(path)]
+    subprocess.run(command, check=True, timeout=600, env=ENV, capture_output=True)
+    *roles, run = json.loads(path.read_text())["rows"]
+    assert [row["role"] for row in roles] == ["trainer", "reward workers", "server"]
+    for row in roles[:2]:  # the stand-in has a thread for each request
+        for kind in ("threads", "files", "sockets"):
+            assert row[f"{kind}_late"] <= row[f"{kind}_early"] + 2, row
+    assert run["steps"] == 40
+
+
+@pytest.mark.slow
 def test_the_benchmark_of_scale_runs_quickly(tmp_path):
     command = [
         sys.executable,

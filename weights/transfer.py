@@ -176,6 +176,7 @@ class TransferGroup:
         key = f"bucket/{self._rank}/{self._number}"
         # The trainer may be waiting its own time-out for another server.
         limit_s = 2 * self._timeout_s + 10
+        # The store's own limit ends the thread that `_within` leaves behind.
         _within(limit_s, partial(self._store.wait, [key], timedelta(seconds=limit_s + 60)))
         header = self._store.get(key)
         self._store.delete_key(key)
