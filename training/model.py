@@ -282,7 +282,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     _make_room(model, config, device)
     _fill(model, whole, device)
     if whole:
-        # Names that `tie_weights` joined, with two tensors in the checkpoint: a rank alone keeps both.
+        # Names that `tie_weights` joined, of which the checkpoint has two tensors.
         raise UserError(
             f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: "
             "untie them"
