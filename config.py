@@ -34,8 +34,9 @@ class _OneLineErrors(type):
     def __call__(cls, **values: Any) -> Any:
         for name in values:
             if name not in _FIELDS:
-                nearest = difflib.get_close_matches(name, _FIELDS, cutoff=0.0)[0]
-                raise UserError(f"unknown field {name}: did you mean {nearest}?")
+                nearest = difflib.get_close_matches(name, _FIELDS, n=1)
+                hint = f"did you mean {nearest[0]}?" if nearest else "--help lists them all"
+                raise UserError(f"unknown field {name}: {hint}")
 
         try:
             return super().__call__(**values)
@@ -134,7 +135,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     # -- data --------------------------------------------------------------------------------------
     dataset_id: PathOrName | Callable[[], Any]
     """A `datasets` name, a file (`.jsonl`, `.json`, `.csv`, `.parquet`), or a function that returns
-    rows: `prompt`, perhaps `images`."""
+    rows: `prompt`, perhaps `images`. All columns of a `.csv` are text."""
     dataset_config: str | None = None
     """Configuration (subset) of a `datasets` name.
     Where `eval_dataset_id` is the same name, it has this one, too."""
@@ -179,7 +180,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     top_k: OneOrMore | None = None
     """Sample among the k likeliest tokens only.
     Anything but None makes the server's log-probs inexact."""
-    stop: Values[str] | None = None
+    stop: Values[Annotated[str, Field(min_length=1)]] | None = None
     """Strings that end a completion."""
     sampling_params: dict[str, Any] | None = None
     """Further parameters of vLLM, as `{"top_p": 0.9}`;

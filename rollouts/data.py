@@ -3,7 +3,7 @@
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,8 +17,6 @@ from rollouts.group import Group, Prompt
 from rollouts.processor import as_ids, as_text, placeholder_ids, tokenizer_of
 from rollouts.scoring import REWARD_ARGUMENTS, check_rewards
 from utils import naming
-
-MAX_STREAMED = 10_000_000  # rows of a stream, which may be endless
 
 
 def load_rows(
@@ -40,68 +38,17 @@ def load_rows(
     if collate_fn:
         where += ", through collate_fn, which gets the list of all rows"
     with naming(where):
-        if callable(source):
-            rows = _returned_rows(source, config)
+        if isinstance(source, str) and source.endswith(".jsonl"):
+            rows = _jsonl_rows(Path(source))
         else:
-            rows = _stored_rows(source, split, config)
+            from rollouts.sources import rows_of
+
+            rows = rows_of(source, split, config)
         if collate_fn:
             rows = collate_fn(rows)
     if not rows:
         raise UserError(f"dataset {name} has no rows")
     return rows
-
-
-def _returned_rows(source: Callable[[], Any], config: TrainConfig) -> list[dict[str, Any]]:
-    """The rows of a function; of a stream no more than the steps can take."""
-    rows = source()
-    if isinstance(rows, Mapping) or type(rows).__name__ == "DataFrame":
-        raise ValueError(f"it returned a {type(rows).__name__}, and no list of rows")
-    if hasattr(rows, "__len__"):
-        return list(rows)
-
-    if source is config.dataset_id and config.max_steps:
-        return list(itertools.islice(rows, config.max_steps * config.batch_size))
-    rows = list(itertools.islice(rows, MAX_STREAMED))
-    if len(rows) == MAX_STREAMED:
-        raise ValueError(f"it goes on after {MAX_STREAMED} rows, and only max_steps can end it")
-    return rows
-
-
-def _stored_rows(source: str, split: str, config: TrainConfig) -> list[dict[str, Any]]:
-    path = Path(source)
-    if path.suffix == ".jsonl":
-        return _jsonl_rows(path)
-    if path.suffix == ".json":
-        rows = json.loads(path.read_text("utf-8-sig"))
-        if not isinstance(rows, list):
-            raise ValueError("it is no list of rows")
-        return rows
-    from datasets import load_dataset
-
-    if path.suffix in (".csv", ".parquet"):
-        dataset = load_dataset(path.suffix[1:], data_files=source, split="train")
-    else:
-        subset = config.dataset_config if source == config.dataset_id else None
-        dataset = load_dataset(source, subset, split=split)
-    if len(dataset) == 0:
-        return []
-    rows = list(dataset.to_iterable_dataset().decode(False))  # images stay bytes and paths
-    for row in rows:
-        if isinstance(row.get("prompt"), list):
-            row["prompt"] = _without_nulls(row["prompt"])
-    return rows
-
-
-def _without_nulls(value: Any) -> Any:
-    """Messages without the null values that columns of one type give to all their rows.
-
-    Else a tool would be called with the arguments of all others.
-    """
-    if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return value
 
 
 def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
@@ -194,9 +141,11 @@ def _has_parts(row: dict[str, Any]) -> bool:
     has_parts = row.get("image") is not None or row.get("images") is not None
     messages = row["prompt"] if isinstance(row["prompt"], list) else []
     for message in messages:
-        if "role" not in message or not {"content", "tool_calls"} & message.keys():
+        fields = message if isinstance(message, dict) else {}
+        content = fields.get("content")
+        is_empty = content in (None, []) and fields.get("role") != "assistant"
+        if is_empty or not fields.get("role"):
             raise ValueError(f"it has a message without role or content: {message!r:.100}")
-        content = message.get("content")
         if content is not None and not isinstance(content, str):
             has_parts = True
     return has_parts

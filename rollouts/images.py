@@ -143,7 +143,7 @@ def _as_rgb(image: Any) -> Any:
         white = 1.0 if image.mode == "F" else 65535.0
         if image.mode == "I" and pixels.max() <= 255:  # 8 bits, stored in 32
             white = 255.0
-        if pixels.min() < 0 or pixels.max() > white:
+        if not (pixels.min() >= 0 and pixels.max() <= white):  # nor is a NaN
             raise ValueError(f"it has an image with pixels {pixels.min():g} to {pixels.max():g}")
         image = Image.fromarray((pixels * (255 / white)).round().astype(np.uint8))
     return image.convert("RGB")

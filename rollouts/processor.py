@@ -21,9 +21,9 @@ def load_processor(config: TrainConfig) -> Any:
     from transformers import AutoProcessor
 
     folder = Path(config.model_id)
-    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+    if (folder / "adapter_config.json").exists():
         raise UserError(
-            f"model_id={folder} is a LoRA adapter: merge it first, or go on with "
+            f"model_id={folder} has a LoRA adapter: merge it first, or go on with "
             "resume_from_checkpoint"
         )
     try:

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Collection, Sequence
 from functools import cache, partial
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,9 @@ def check_signature(function: Any, names: list[str], config: TrainConfig) -> Non
 
 def decoded(group: Group, tokenizer: Any, config: TrainConfig) -> list[str]:
     """The texts of a group's completions, as `spoken`."""
-    kept = (config.sampling_params or {}).get("stop_token_ids", ())
+    kept = [*(config.sampling_params or {}).get("stop_token_ids", ())]
+    # Strings that are one token, as `</answer>` in some vocabularies.
+    kept += [tokenizer.convert_tokens_to_ids(string) for string in config.stop or ()]
     texts = []
     for completion in group.completions:
         is_ended = completion.finish_reason == "stop"
@@ -157,7 +158,8 @@ class Failures:
         Raises:
             UserError: max(batch_size, 4) calls that began one after the other have failed.
         """
-        line = json.dumps({"error": message, **sample}, ensure_ascii=False, default=repr)
+        failed_call = {"error": message, **sample}
+        line = json.dumps(failed_call, ensure_ascii=False, default=repr, skipkeys=True)
         with self._lock:
             # Half a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
@@ -275,7 +277,7 @@ class Scorer:
             )
         rewards: list[float | None] = []
         for value in values:
-            if value is not None and not isinstance(value, Real):
+            if value is not None and not hasattr(value, "__float__"):
                 raise UserError(
                     f"{where} returned {value!r:.100}: rewards are finite numbers or None"
                 )
@@ -292,11 +294,13 @@ def _copies(value: Any, num: int) -> list[Any]:
 
 
 def _as_float(number: Any) -> float:
-    """A number as a float; infinity where no float is as large."""
+    """A number as a float; infinity where no float is as large, NaN for several numbers."""
     try:
         return float(number)
     except OverflowError:
         return math.inf
+    except (TypeError, ValueError):
+        return math.nan
 
 
 def required(function: Any) -> list[str]:

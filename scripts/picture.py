@@ -44,6 +44,7 @@ circle{{fill:#c2410c}}
 # The rooms by subject: files, and what each is for.
 PROMPTS = {
     "data.py": "dataset rows to\ntoken ids, once",
+    "sources.py": "of functions,\ntables, the hub",
     "processor.py": "chat template\nand tokenizer",
     "images.py": "of a row, for\npolicy and server",
     "replay.py": "saved Groups, in\nplace of servers",
@@ -96,7 +97,7 @@ CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
     "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py", "own_rollouts.py", "vllm_params.py",
-    "resume.py", "heartbeat.py",
+    "resume.py", "heartbeat.py", "sources.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file
@@ -114,7 +115,7 @@ FLOORS = {  # x, y, width, height: a wall around rooms
     "weights/": (364, 706, 232, 118),
 }
 COLUMNS = [  # x and y of the first room, width, height and gap of each, css, the rooms downwards
-    (44, 106, 123, 56, 12, "blue", PROMPTS),
+    (44, 106, 123, 48, 5, "blue", PROMPTS),
     (183, 106, 123, 78, 13, "blue", ORDER),
     (322, 106, 123, 56, 12, "blue", GROUPS),
     (461, 106, 123, 56, 12, "blue", SERVERS),

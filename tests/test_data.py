@@ -238,7 +238,7 @@ def test_a_collate_fn_for_single_rows_is_told():
 
 def test_an_adapter_is_no_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="is a LoRA adapter: merge it first"):
+    with pytest.raises(UserError, match="has a LoRA adapter: merge it first"):
         load_processor(make_config(model_id=str(tmp_path)))
 
 

@@ -14,6 +14,7 @@ from helpers import RECIPE, ROOT, answer_in, on_forked_ranks, read
 from test_resume import assert_identical, weights
 
 from config import UserError, parse_args
+from rollouts.rollouts import Rollouts
 from train import main
 from training.logs import encoded
 from training.resume import fault_of, find_checkpoint
@@ -121,6 +122,15 @@ def test_any_error_saves_the_last_whole_step(hooked, tmp_path, monkeypatch, plac
         f"checkpoint-{step}",
         f"checkpoint-{step + 1}",
     )  # threads hear of it later
+
+
+def test_an_update_that_is_not_counted_yet_is_not_saved(hooked, tmp_path, monkeypatch):
+    """Between the optimizer's step and the end of its batch: step 2's folder must not get step 3's weights."""
+    check = failing(Rollouts.check, 3, KeyError("no such"))
+    monkeypatch.setattr(Rollouts, "check", check)
+    with pytest.raises(KeyError):
+        main(parse_args(hooked(tmp_path / "run")))
+    assert not list((tmp_path / "run").glob("checkpoint-*"))
 
 
 def test_half_an_update_is_not_saved(hooked, tmp_path, monkeypatch):
@@ -284,6 +294,46 @@ def test_a_missing_file_of_several_is_a_fault(saved, tmp_path):
     assert f"No such file or directory: '{checkpoint / names[1]}'" in fault
     shutil.copy(checkpoint / names[0], checkpoint / names[1])
     assert fault_of(checkpoint) is None
+
+
+def test_what_is_no_checkpoint_of_ours_blocks_nothing(saved, tmp_path):
+    """Another trainer's folder; and one of ours whose run cannot be told is in doubt the last run's."""
+    folder, command = saved
+    run = tmp_path / "run"
+    (run / "checkpoint-500").mkdir(parents=True)
+    (run / "checkpoint-500" / "model.safetensors").write_bytes(b"")
+    options = ["--output_dir", str(run), "--resume_from_checkpoint", "auto"]
+    assert find_checkpoint(parse_args([*command, *options])) is None
+
+    shutil.copytree(folder / "checkpoint-4", run / "checkpoint-4")
+    (run / "run_id").write_text("another")
+    assert find_checkpoint(parse_args([*command, *options])) is None
+    (run / "checkpoint-4" / "trainer" / "run_id").write_bytes(b"")
+    assert find_checkpoint(parse_args([*command, *options])) == run / "checkpoint-4"
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        (lambda path: (path / "config.json").unlink(), "it has no config.json"),
+        (
+            lambda path: (path / "model.safetensors").rename(path / "model-1-of-2.safetensors"),
+            "it has neither model.safetensors nor model.safetensors.index.json",
+        ),
+        (
+            lambda path: torch.save({"run_id": "a"}, path / "trainer" / "state.pt"),
+            "state.pt cannot be read: it has no saved_s",
+        ),
+    ],
+)
+def test_what_is_missing_is_a_fault(saved, tmp_path, capsys, change, fault):
+    folder, command = saved
+    run = tmp_path / "run"
+    shutil.copytree(folder, run)
+    change(run / "checkpoint-4")
+    options = ["--output_dir", str(run), "--resume_from_checkpoint", "auto"]
+    assert find_checkpoint(parse_args([*command, *options])) == run / "checkpoint-3"
+    assert fault in capsys.readouterr().out
 
 
 def test_a_damaged_line_of_the_log(saved, tmp_path):

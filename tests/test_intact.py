@@ -14,6 +14,7 @@ from test_prefix_models import make_model as make_family
 from transformers import AutoModelForCausalLM
 
 from config import UserError
+from training.intact import check_complete
 from training.lora import add_lora
 from training.model import build_reference, load_model
 from utils import process_group
@@ -73,6 +74,15 @@ def test_weights_that_are_not_the_models(models, tmp_path, fault):
         process_group(60) as device,
     ):
         build_reference(None, config, device)
+
+
+def test_masks_in_files_of_old_families_are_no_weights():
+    masks = ("transformer.h.0.attn.attention.bias", "transformer.h.0.attn.masked_bias")
+    check_complete("x", [], [*masks, "model.layers.0.self_attn.rotary_emb.inv_freq"], [])
+    with pytest.raises(
+        UserError, match="unknown to the model: model.layers.0.self_attn.q_proj.bias$"
+    ):
+        check_complete("x", [], ["model.layers.0.self_attn.q_proj.bias"], [])
 
 
 def test_what_a_configuration_ties_is_not_missing(models, tmp_path):

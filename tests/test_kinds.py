@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from decimal import Decimal
 from typing import Any, cast, get_type_hints
 
 import numpy as np
@@ -27,9 +28,9 @@ from config import UserError, parse_args
 from prefix_attention import pack
 from recipes.rewards import format_reward
 from rollouts.evaluation import held_out_metrics
-from rollouts.group import Group, Prompt, can_teach
+from rollouts.group import Completion, Group, Prompt, can_teach
 from rollouts.images import open_image
-from rollouts.scoring import spoken
+from rollouts.scoring import Failures, decoded, spoken
 from rollouts.stream import GroupStream
 from rollouts.vllm_params import SamplingParams, fault_in
 from training.batching import Share
@@ -180,6 +181,26 @@ def test_special_tokens_are_part_of_a_text():
     assert spoken(ids("a<eos>[user]b<eos>"), tokenizer) == "a[user]b"
 
 
+def test_what_a_run_stops_at_is_part_of_a_text():
+    """A stop string that is one special token, stop_token_ids, and an end of the model among them."""
+    tokenizer = special_tokenizer()
+
+    def text_of(text, **fields):
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        completion = Completion(ids, [-1.0] * len(ids), "stop", 0)
+        group = Group(Prompt(0, [5], "a", {}), [completion])
+        return decoded(group, tokenizer, make_config(**fields))[0]
+
+    thought = "<think>a</think><answer>b</answer>"
+    (stop_id,) = tokenizer("</answer>", add_special_tokens=False)["input_ids"]
+    assert text_of(thought, stop=["</answer>"]) == thought
+    assert text_of(thought, sampling_params={"stop_token_ids": [stop_id]}) == thought
+    assert (
+        text_of("a<eos>", sampling_params={"stop_token_ids": [tokenizer.eos_token_id]}) == "a<eos>"
+    )
+    assert text_of("a<eos>", stop=["never"]) == "a"
+
+
 def test_a_thought_that_the_prompt_has_opened():
     assert format_reward(["a</think><answer>b</answer>"]) == [1.0]
     assert format_reward(["</think><answer>b</answer>"]) == [1.0]
@@ -189,9 +210,10 @@ def test_a_thought_that_the_prompt_has_opened():
 def changes(notes, prompts, **_):
     values = []
     for note, prompt in zip(notes, prompts, strict=True):
-        values.append(float(len(note) + len(prompt)))
+        values.append(float(len(note) + len(prompt) + len(prompt[0]["content"])))
         note.append("x")
         prompt.append("y")
+        prompt[0]["content"] += "y"
     return values
 
 
@@ -202,8 +224,35 @@ def test_a_reward_that_changes_a_column_changes_its_own():
         group.prompt = Prompt(
             7, group.prompt.token_ids, [{"role": "user", "content": "a"}], {"notes": ["a"]}
         )
-    assert score(groups, make_config(reward_funcs=[changes])) == [[2.0, 2.0], [2.0, 2.0]]
+    assert score(groups, make_config(reward_funcs=[changes])) == [[3.0, 3.0], [3.0, 3.0]]
     assert groups[0].prompt.columns["notes"] == ["a"]
+
+
+@pytest.mark.parametrize("failed", [[1, 2, 3, 4], [2, 4, 3, 1], [5, 3, 4, 2]])
+def test_failures_in_a_row_end_a_run_in_whatever_order_they_end(tmp_path, failed):
+    """Four of one function at least; a tuple among the keys of a column is no failure of its own."""
+    failures = Failures("rewards", make_config(batch_size=1, output_dir=str(tmp_path)))
+    sample = {"columns": {("a", 1): 2, "b": {3}}}
+    for number in failed[:3]:
+        failures.note("f", number, "it fails", sample)
+    failures.note("g", failed[3], "it fails", sample)
+    with pytest.raises(UserError, match="it fails; so did 4 calls in a row"):
+        failures.note("f", failed[3], "it fails", sample)
+    assert failures.count == 5
+
+
+def other_numbers(**_):
+    return [np.bool_(True), Decimal("0.5")]
+
+
+def arrays(**_):
+    return [np.ones(2), 1.0]
+
+
+def test_what_a_float_can_be_made_of_is_a_reward():
+    assert score(make_groups(), make_config(reward_funcs=[other_numbers])) == [[1.0, 0.5]] * 2
+    with pytest.raises(UserError, match="returned nan: rewards are finite numbers or None"):
+        score(make_groups(), make_config(reward_funcs=[arrays]))
 
 
 def large(**_):
@@ -230,16 +279,22 @@ def test_numbers_that_no_float_holds(function, weights, message):
 
 
 def test_csv_and_json_are_read(tmp_path):
-    """Like the other files, in which a word that looks like a date stays one."""
-    table = [row | {"day": "2020-01-01"} for row in rows()]
+    """Every cell as it stands: a date, a number with zeros before it, the word NA."""
+    words = {"day": "2020-01-01", "code": "007", "word": "NA"}
+    table = [row | words for row in rows()]
     (tmp_path / "a.json").write_text(json.dumps(table))
-    lines = ["prompt,answer,level,day", *(",".join(map(str, row.values())) for row in table)]
+    lines = [
+        "prompt,answer,level,day,code,word",
+        *(",".join(map(str, row.values())) for row in table),
+    ]
     (tmp_path / "a.csv").write_text("\n".join(lines) + "\n")
     expected = [row["prompt"] for row in table]
     for name in ("a.json", "a.csv"):
         prompts = prompts_of(str(tmp_path / name))
         assert [prompt.content for prompt in prompts] == expected
-    assert prompts_of(str(tmp_path / "a.json"))[0].columns["day"] == "2020-01-01"
+        assert {name: prompts[0].columns[name] for name in words} == words
+    (tmp_path / "lines.json").write_text("\n".join(json.dumps(row) for row in table))
+    assert len(prompts_of(str(tmp_path / "lines.json"))) == len(table)
     (tmp_path / "b.json").write_text('{"data": []}')
     with pytest.raises(UserError, match=r"b.json: it is no list of rows"):
         prompts_of(str(tmp_path / "b.json"))
@@ -268,7 +323,7 @@ def test_what_is_no_list_of_rows(source, message):
 @pytest.mark.parametrize("fields", [{"max_steps": None}, {"max_steps": 3, "dataset_id": "x"}])
 def test_an_endless_stream_is_refused(monkeypatch, fields):
     """Held-out problems have no end, whatever `max_steps` is."""
-    monkeypatch.setattr("rollouts.data.MAX_STREAMED", 20)
+    monkeypatch.setattr("rollouts.sources.MAX_STREAMED", 20)
 
     def endless():
         return ({"prompt": f"{number}="} for number in itertools.count())
@@ -336,7 +391,7 @@ def test_deep_pixels_are_scaled():
     assert [open_image(deep).getpixel((x, 0))[0] for x in range(3)] == [0, 128, 255]
     floats = Image.fromarray(np.array([[0.0, 0.5, 1.0]], dtype=np.float32))
     assert [open_image(floats).getpixel((x, 0))[0] for x in range(3)] == [0, 128, 255]
-    for pixel in (-0.5, 1.5):
+    for pixel in (-0.5, 1.5, math.nan):
         with pytest.raises(ValueError, match="it has an image with pixels"):
             open_image(Image.fromarray(np.array([[0.0, pixel]], dtype=np.float32)))
 

@@ -75,6 +75,9 @@ def test_a_message_that_the_template_leaves_out():
         UserError, match="row 0: the chat template shows nothing of its system message 'Be brief.'"
     ):
         prompts_of(lambda: rows, make_tokenizer(chat_template=DROPS_SYSTEM))
+    rows[0]["prompt"].insert(0, user("2+2="))
+    with pytest.raises(UserError, match="shows nothing of its system message"):
+        prompts_of(lambda: rows, make_tokenizer(chat_template=DROPS_SYSTEM))
     # That a part of the text is left out, as a thought, is a template's right.
     past = {"role": "assistant", "content": "<think>hm</think>2"}
     assert rendered([user("1+1="), past, user("+1=")], QWEN).count("hm") == 0
@@ -105,6 +108,12 @@ def test_a_null_content_is_no_word():
         assert "None" not in rendered([user("a"), called, user("b")], template)
 
 
+@pytest.mark.parametrize("message", [user(None), user([]), {"role": None, "content": "a"}])
+def test_a_message_of_nothing_is_refused(message):
+    with pytest.raises(UserError, match="row 0: it has a message without role or content"):
+        prompts_of(lambda: [{"prompt": [message]}], make_tokenizer(chat_template=LLAMA))
+
+
 def test_arguments_that_parquet_adds_are_not_given(tmp_path):
     """Columns of one type have every tool's arguments in each call."""
 
@@ -119,6 +128,8 @@ def test_arguments_that_parquet_adds_are_not_given(tmp_path):
     from_parquet, from_jsonl = (
         prompts_of(str(tmp_path / name), tokenizer) for name in ("a.parquet", "a.jsonl")
     )
+    from_function = prompts_of(lambda: Dataset.from_list(rows), tokenizer)
+    assert [p.token_ids for p in from_function] == [p.token_ids for p in from_jsonl]
     assert '{"city": "Rome"}' in tokenizer.decode(from_parquet[0].token_ids)
     assert [p.token_ids for p in from_parquet] == [p.token_ids for p in from_jsonl]
 

@@ -1,11 +1,13 @@
 """Refuses checkpoints whose weights are not those of the model."""
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from config import UserError
 
 TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's shards and state.pt
+NO_WEIGHT = re.compile(r"(\.attn|\.attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 MOST_NAMES = 3  # of each kind, in a message
 
 
@@ -26,6 +28,8 @@ def check_complete(
     Raises:
         UserError: names some of them.
     """
+    # Masks that GPT-Neo and GPT-J, and frequencies that old Llamas have in their files.
+    unexpected = [name for name in unexpected if not NO_WEIGHT.search(name)]
     faults = []
     for kind, names in (
         ("missing", missing),

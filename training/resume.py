@@ -13,6 +13,7 @@ from config import TrainConfig, UserError, to_json
 from training.intact import TRAINER
 from utils import naming
 
+INDEX = "model.safetensors.index.json"  # of weights in several files
 # A run that goes on may change these settings. None changes the mathematics, except those that
 # say how long the run is.
 MAY_CHANGE = frozenset({
@@ -109,7 +110,8 @@ def states_in(folder: Path) -> tuple[dict[Path, dict[str, Any]], dict[Path, str]
     states = {}
     faults = {}
     for path in sorted(folder.glob("checkpoint-*")):
-        if path.name.removeprefix("checkpoint-").isdecimal():
+        is_ours = (path / TRAINER).is_dir()  # and not another trainer's
+        if is_ours and path.name.removeprefix("checkpoint-").isdecimal():
             try:
                 states[path] = read_state(path)
             except UserError as error:
@@ -126,7 +128,11 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         UserError: it cannot be read.
     """
     with naming(f"{TRAINER}/state.pt cannot be read"):
-        return torch.load(checkpoint / TRAINER / "state.pt", weights_only=True)
+        state = torch.load(checkpoint / TRAINER / "state.pt", weights_only=True)
+        lacking = {"run_id", "step", "scheduler", "saved_s"} - {*state}
+        if lacking:
+            raise ValueError(f"it has no {min(lacking)}")
+        return state
 
 
 def fault_of(checkpoint: Path) -> str | None:
@@ -143,13 +149,16 @@ def fault_of(checkpoint: Path) -> str | None:
     ]
     own_json = [path for path in checkpoint.glob("*.json") if path.is_file()]
     weights = [path for path in checkpoint.glob("*.safetensors") if path.is_file()]
-    if not weights:
-        return "it has no *.safetensors"
+    names = {path.name for path in [*own_json, *weights]}
+    if not names & {"config.json", "adapter_config.json"}:
+        return "it has no config.json"
+    if not names & {"model.safetensors", "adapter_model.safetensors", INDEX}:
+        return f"it has neither model.safetensors nor {INDEX}"
     for file in [*files, *own_json, *weights]:
         try:
             _read_head(file)
         except Exception as error:  # each format has its own
-            cause = " ".join(str(error).split())[:200] or type(error).__name__
+            cause = " ".join(str(error).split()).partition(". ")[0] or type(error).__name__
             return f"{file.relative_to(checkpoint)} cannot be read: {cause}"
     return None
 
@@ -162,7 +171,7 @@ def _read_head(file: Path) -> None:
     """
     if file.suffix == ".json":
         content = json.loads(file.read_text(encoding="utf-8"))
-        if file.name.endswith(".index.json"):  # of weights in several files
+        if file.name == INDEX:
             for name in content["weight_map"].values():
                 file.with_name(name).stat()
     elif file.suffix == ".safetensors":
