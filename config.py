@@ -202,7 +202,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     False waits for their end."""
     drop_zero_advantage: bool = False
     """Drop groups whose rewards are all equal, and sample other prompts in their place
-    (DAPO's dynamic sampling)."""
+    (DAPO's dynamic sampling). With an `advantage_fn`: those to which it gives zeros alone."""
     max_dropped_batches: OneOrMore = 10
     """Stop once a step has dropped as many groups with equal rewards as this many batches have."""
     max_concurrent_requests: OneOrMore = 64

@@ -127,8 +127,8 @@ class Rollouts:
         config = self.config
         sets = data.load_data_sets(self.processor, config)
         limits = {
-            "the servers' --max-model-len": self.pool.wait_until_ready(),
             "max_tokens_per_gpu": config.max_tokens_per_gpu,
+            "the servers' --max-model-len": self.pool.wait_until_ready(),
         }
         if self.references:  # to give log-probs, vLLM must also sample a token
             limits["the references' --max-model-len"] = self.references.wait_until_ready() - 1

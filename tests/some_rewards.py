@@ -2,6 +2,7 @@
 
 import math
 import time
+from decimal import Decimal
 
 
 def right(prompts, completions, completion_ids, answer):
@@ -40,3 +41,33 @@ def hangs(**_):
 def spread(completion_ids, **_):
     """What random models, which are never right, can learn."""
     return [sum(ids) / len(ids) / 50 for ids in completion_ids]
+
+
+def changes(notes, prompts, **_):
+    values = []
+    for note, prompt in zip(notes, prompts, strict=True):
+        values.append(float(len(note) + len(prompt) + len(prompt[0]["content"])))
+        note.append("x")
+        prompt.append("y")
+        prompt[0]["content"] += "y"
+    return values
+
+
+def other_numbers(**_):
+    import numpy as np
+
+    return [np.bool_(True), Decimal("0.5")]
+
+
+def arrays(**_):
+    import numpy as np
+
+    return [np.ones(2), 1.0]
+
+
+def large(**_):
+    return [1.0, 10**400]
+
+
+def largest(**_):
+    return [1.0, 1.7e308]

@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-from decimal import Decimal
 from typing import Any, cast, get_type_hints
 
 import numpy as np
 import pytest
+import some_rewards
 import torch
 from datasets import Dataset, DatasetDict
 from helpers import ENV, ROOT, make_tokenizer
@@ -207,16 +207,6 @@ def test_a_thought_that_the_prompt_has_opened():
     assert format_reward(["a<answer>b</answer>"]) == [0.0]
 
 
-def changes(notes, prompts, **_):
-    values = []
-    for note, prompt in zip(notes, prompts, strict=True):
-        values.append(float(len(note) + len(prompt) + len(prompt[0]["content"])))
-        note.append("x")
-        prompt.append("y")
-        prompt[0]["content"] += "y"
-    return values
-
-
 def test_a_reward_that_changes_a_column_changes_its_own():
     groups = make_groups()
     for group in groups:
@@ -224,7 +214,10 @@ def test_a_reward_that_changes_a_column_changes_its_own():
         group.prompt = Prompt(
             7, group.prompt.token_ids, [{"role": "user", "content": "a"}], {"notes": ["a"]}
         )
-    assert score(groups, make_config(reward_funcs=[changes])) == [[3.0, 3.0], [3.0, 3.0]]
+    assert score(groups, make_config(reward_funcs=[some_rewards.changes])) == [
+        [3.0, 3.0],
+        [3.0, 3.0],
+    ]
     assert groups[0].prompt.columns["notes"] == ["a"]
 
 
@@ -241,33 +234,28 @@ def test_failures_in_a_row_end_a_run_in_whatever_order_they_end(tmp_path, failed
     assert failures.count == 5
 
 
-def other_numbers(**_):
-    return [np.bool_(True), Decimal("0.5")]
-
-
-def arrays(**_):
-    return [np.ones(2), 1.0]
-
-
 def test_what_a_float_can_be_made_of_is_a_reward():
-    assert score(make_groups(), make_config(reward_funcs=[other_numbers])) == [[1.0, 0.5]] * 2
+    assert (
+        score(make_groups(), make_config(reward_funcs=[some_rewards.other_numbers]))
+        == [[1.0, 0.5]] * 2
+    )
     with pytest.raises(UserError, match="returned nan: rewards are finite numbers or None"):
-        score(make_groups(), make_config(reward_funcs=[arrays]))
-
-
-def large(**_):
-    return [1.0, 10**400]
-
-
-def largest(**_):
-    return [1.0, 1.7e308]
+        score(make_groups(), make_config(reward_funcs=[some_rewards.arrays]))
 
 
 @pytest.mark.parametrize(
     ("function", "weights", "message"),
     [
-        (large, None, "reward large on dataset row 7 returned inf: rewards are finite"),
-        (largest, [10.0], "the weighted sum of rewards on dataset row 7 is not finite"),
+        (
+            some_rewards.large,
+            None,
+            "reward large on dataset row 7 returned inf: rewards are finite",
+        ),
+        (
+            some_rewards.largest,
+            [10.0],
+            "the weighted sum of rewards on dataset row 7 is not finite",
+        ),
     ],
 )
 def test_numbers_that_no_float_holds(function, weights, message):
