@@ -399,6 +399,10 @@ def test_sums_over_servers_count_beyond_float32(monkeypatch):
     servers = torch.ones(many, dtype=torch.int16)
     for _ in range(6):  # 25 million tokens
         sums.add({}, torch.zeros(many), logprobs, logprobs - 0.25, torch.ones(many), servers)
+    sums.add({}, torch.zeros(1), logprobs[:1], logprobs[:1] - 0.25, torch.ones(1), servers[:1])
+    assert sums.totals["tokens"].item() == 6 * many + 1
+    distance = sums.per_token["sampling/sampling_logp_difference/mean"].item()
+    assert distance == (6 * many + 1) * 0.25
     metrics, gaps = sums.metrics()
     assert gaps == {0: 0.25}
     assert metrics["sampling/current_logp_difference"] == 0.25
