@@ -62,7 +62,8 @@ def decoded(group: Group, tokenizer: Any, config: TrainConfig) -> list[str]:
     """The texts of a group's completions, as `spoken`."""
     kept = [*(config.sampling_params or {}).get("stop_token_ids", ())]
     # Strings that are one token, as `</answer>` in some vocabularies.
-    kept += [tokenizer.convert_tokens_to_ids(string) for string in config.stop or ()]
+    added = tokenizer.get_added_vocab()
+    kept += [added[string] for string in config.stop or () if string in added]
     texts = []
     for completion in group.completions:
         is_ended = completion.finish_reason == "stop"

@@ -308,8 +308,11 @@ def test_what_is_no_checkpoint_of_ours_blocks_nothing(saved, tmp_path):
     shutil.copytree(folder / "checkpoint-4", run / "checkpoint-4")
     (run / "run_id").write_text("another")
     assert find_checkpoint(parse_args([*command, *options])) is None
-    (run / "checkpoint-4" / "trainer" / "run_id").write_bytes(b"")
-    assert find_checkpoint(parse_args([*command, *options])) == run / "checkpoint-4"
+    (run / "checkpoint-4" / "trainer" / "run_id").unlink()  # as of older versions: state.pt has it
+    assert find_checkpoint(parse_args([*command, *options])) is None
+    (run / "checkpoint-4" / "trainer" / "state.pt").write_bytes(b"")
+    with pytest.raises(UserError, match=f"no checkpoint in {run} is whole"):
+        find_checkpoint(parse_args([*command, *options]))
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,10 @@ def _newest(folder: Path) -> Path | None:
         UserError: all that may be of this run are damaged.
     """
     states, faults = states_in(folder)
-    own = [path for path in states if _may_be_of_last_run(path)]
+    own = list(states)
+    if (folder / "run_id").is_file():
+        last = (folder / "run_id").read_text()
+        own = [path for path, state in states.items() if state["run_id"] == last]
     if states and not own:
         _say(
             f"the checkpoints in {folder} are of an earlier run than its last: "
@@ -91,7 +94,7 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _may_be_of_last_run(checkpoint: Path) -> bool:
-    """False where a checkpoint names another run than its folder's last."""
+    """False where a checkpoint that cannot be read names another run than its folder's last."""
     last = checkpoint.parent / "run_id"
     own = checkpoint / TRAINER / "run_id"
     if not last.is_file() or not own.is_file():
