@@ -423,7 +423,8 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     assert scorer.failures.count == 1
     (line,) = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
     assert json.loads(line) == {
-        "error": "reward raises on dataset row 7 raised KeyError: 'gold' (some_rewards.py:17)",
+        "error": "reward raises on dataset row 7 raised KeyError: 'gold' "
+        f"(some_rewards.py:{raises.__code__.co_firstlineno + 1})",
         "prompt": "1+1=", "completions": ["2", "3"], "columns": {"answer": "2"},
     }  # fmt: skip
     scorer.close()
