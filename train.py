@@ -34,7 +34,6 @@ from training.model import (
 from utils import (
     exits,
     is_main,
-    naming,
     process_group,
     scatter_objects,
     stop_signals,
@@ -81,21 +80,15 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     # In one tensor, rounding would depend on which groups arrived together.
     if not config.weighs_whole_batch:
         parts = [[group] for group in groups]
-    advantage_fn: Any = config.advantage_fn
+
     for part in parts:
         rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
-        has_reward = ~rewards.isnan()
-        shape = f"[{len(part)}, {config.num_generations}]"
-        with naming(f"advantage_fn must return finite numbers {shape}"):
-            if not advantage_fn:
-                advantages = compute_advantages(rewards, config.scale_rewards)
-            else:
-                advantages = advantage_fn(rewards, part)
-            has_shape = advantages.shape == rewards.shape
-            if not has_shape or not advantages[has_reward].isfinite().all():
-                raise ValueError(f"it returned {advantages}")
+        if config.advantage_fn:
+            from rollouts.own_advantages import own_advantages
 
-        advantages = advantages.where(has_reward, 0.0)
+            advantages = own_advantages(rewards, part, config)
+        else:
+            advantages = compute_advantages(rewards, config.scale_rewards)
         for group, group_advantages in zip(part, advantages.tolist(), strict=True):
             group.advantages = group_advantages
 

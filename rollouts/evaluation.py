@@ -86,7 +86,7 @@ def verdicts(groups: list[Group], config: TrainConfig) -> list[list[bool]] | Non
     """For each group, which of its completions are right.
 
     That function alone decides which `accuracy_func` names, right from a reward of 1 on; else the
-    first, if it gives nothing but 0 and 1. None where it gives other numbers.
+    first, if it gives nothing but 0 and 1, or `failed_reward`. None where it gives other numbers.
     """
     functions: Any = config.reward_funcs
     names = [function.__name__ for function in functions]
@@ -96,7 +96,8 @@ def verdicts(groups: list[Group], config: TrainConfig) -> list[list[bool]] | Non
         given = [row[number] for row in group.rewards]
         found.append([reward for reward in given if reward is not None])
 
-    is_binary = all(reward in (0, 1) for reward in chain.from_iterable(found))
+    binary = (0, 1, config.failed_reward)
+    is_binary = all(reward in binary for reward in chain.from_iterable(found))
     if not is_binary and not config.accuracy_func:
         return None
     return [[reward >= 1 for reward in rewards] for rewards in found]

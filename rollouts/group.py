@@ -230,9 +230,10 @@ def can_teach(group: Group, config: TrainConfig) -> bool:
     if config.advantage_fn and group.advantages:
         return any(group.advantages)
     if config.advantage_fn:
-        advantage_fn: Any = config.advantage_fn
+        from rollouts.own_advantages import own_advantages
+
         rewards = torch.tensor([group.reward], dtype=torch.float64)
-        return bool(advantage_fn(rewards, [group])[~rewards.isnan()].any())
+        return bool(own_advantages(rewards, [group], config).any())
     valid = {reward for reward in group.reward if not math.isnan(reward)}
     return len(valid) > 1
 

@@ -23,19 +23,24 @@ def fill_by_rollout_fn(
     """
     rollout_fn: Any = config.rollout_fn
     prompt = group.prompt
+    where = f"rollout_fn on dataset row {prompt.index}"
     try:
-        completions = [
-            as_completion(rollout, prompt) for rollout in rollout_fn(server, prompt, sampling)
-        ]
+        rollouts = list(rollout_fn(server, prompt, sampling))
+    except ServerError:
+        raise
+    except Exception as error:  # whatever the recipe raises
+        raise RolloutFailed(f"{where}: {described(error)}") from error
+
+    try:
+        completions = [as_completion(rollout, prompt) for rollout in rollouts]
         if len(completions) != sampling["n"]:
             raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
         group.fill(completions)
         check_segments(group, server.forbidden, config)
-    except ServerError:
-        raise
-    except Exception as error:  # whatever the recipe raises
-        where = f"rollout_fn on dataset row {prompt.index}"
-        raise RolloutFailed(f"{where}: {described(error)}") from error
+    except ValueError as error:
+        raise RolloutFailed(f"{where}: {error}") from error
+    except (AttributeError, TypeError) as error:
+        raise RolloutFailed(f"{where}: it returned no completions: {error}") from error
 
 
 def as_completion(rollout: Completion | Sequence[Completion], prompt: Prompt) -> Completion:

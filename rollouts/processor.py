@@ -1,6 +1,7 @@
 """The model's processor or tokenizer, and its chat template."""
 
 import inspect
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -42,7 +43,7 @@ def load_processor(config: TrainConfig) -> Any:
 
     _check_arguments(processor, config)
     if config.reference_id:
-        _check_vocabulary(processor, config)
+        _check_reference(processor, config)
     return processor
 
 
@@ -59,10 +60,12 @@ def _check_arguments(processor: Any, config: TrainConfig) -> None:
         )
 
 
-def _check_vocabulary(processor: Any, config: TrainConfig) -> None:
-    """Raise UserError where the reference has another vocabulary than the policy."""
+def _check_reference(processor: Any, config: TrainConfig) -> None:
+    """Raise UserError where `reference_id` is an adapter, or of another vocabulary."""
     from transformers import AutoTokenizer
 
+    if (Path(str(config.reference_id)) / "adapter_config.json").exists():
+        raise UserError(f"reference_id={config.reference_id} is a LoRA adapter: merge it first")
     with naming(f"reference_id={config.reference_id}"):
         reference_tokenizer = AutoTokenizer.from_pretrained(
             config.reference_id, trust_remote_code=config.trust_remote_code
@@ -97,7 +100,8 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
     """A string or chat messages as text, by the chat template.
 
     A last message of the assistant is a prefill, from which the completion goes on: it follows as
-    it stands, as templates change the messages of the past.
+    it stands, as templates change the messages of the past; but for a beginning that the template
+    has opened already, as with <think>.
 
     Returns:
         The text, and True where the tokenizer's beginning (BOS) still has to come before it.
@@ -126,15 +130,10 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
 
     render = partial(owner.apply_chat_template, tokenize=False, add_generation_prompt=True)
     text = render(messages)
-    for number, message in enumerate(messages):
-        shown = _text_of(message)
-        changed = [*messages]
-        changed[number] = _with_other_text(message)
-        if shown.strip() and render(changed) == text:
-            raise ValueError(
-                f"the chat template shows nothing of its {message['role']} message {shown!r:.100}"
-            )
-    return text + prefill, takes_images  # LLaVA's template leaves BOS to the tokenizer
+    _check_shown(messages, text, render)
+    opened = _opened(text, prefill)
+    # LLaVA's template leaves BOS to the tokenizer.
+    return text + prefill.removeprefix(opened), takes_images
 
 
 def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -153,13 +152,41 @@ def _text_of(message: dict[str, Any]) -> str:
     return "\n".join(part["text"] for part in content if part["type"] == "text")
 
 
-def _with_other_text(message: dict[str, Any]) -> dict[str, Any]:
-    """The message with another text."""
+def _check_shown(
+    messages: list[dict[str, Any]], text: str, render: Callable[[list[dict[str, Any]]], str]
+) -> None:
+    """Raise ValueError for a message of which the rendered text shows nothing."""
+    for number, message in enumerate(messages):
+        for shown, other in _with_other_texts(message):
+            changed = [*messages]
+            changed[number] = other
+            if shown.strip() and render(changed) == text:
+                role = message["role"]
+                raise ValueError(
+                    f"the chat template shows nothing of its {role} message {shown!r:.100}"
+                )
+
+
+def _with_other_texts(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each text of the message, and the message with another one in its place."""
     content = message["content"]
     if isinstance(content, str):
-        return {**message, "content": content + "0"}
-    changed = [part | {"text": part["text"] + "0"} if "text" in part else part for part in content]
-    return {**message, "content": changed}
+        yield content, {**message, "content": content + "0"}
+        return
+    for number, part in enumerate(content):
+        if "text" in part:
+            changed = [*content]
+            changed[number] = part | {"text": part["text"] + "0"}
+            yield part["text"], {**message, "content": changed}
+
+
+def _opened(prompt: str, prefill: str) -> str:
+    """The beginning of a prefill that the prompt ends with; empty, or of two letters and more."""
+    for length in range(len(prefill), 1, -1):
+        beginning = prefill[:length]
+        if prompt.endswith(beginning) and len(beginning.strip()) > 1:
+            return beginning
+    return ""
 
 
 def _place_images(messages: list[dict[str, Any]], num_images: int) -> None:

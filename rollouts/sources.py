@@ -24,7 +24,11 @@ def rows_of(
 
     if path.suffix == ".csv":  # all of it as text: 007 is not 7, and NA is not nothing
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return list(csv.DictReader(file))
+            rows = list(csv.DictReader(file))
+        for number, row in enumerate(rows):
+            if None in row:  # the name of cells beyond the header's
+                raise ValueError(f"row {number} has more cells than the header has names")
+        return rows
 
     from datasets import load_dataset
 

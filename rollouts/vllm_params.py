@@ -26,7 +26,7 @@ FIELDS = {
 
 @with_config(STRICT)
 class StructuredOutputs(TypedDict, total=False):
-    """vLLM's guided decoding: one of the first six, and options."""
+    """vLLM's guided decoding: one of the `KINDS`, and options."""
 
     json: str | dict[str, Any]
     regex: str
@@ -62,7 +62,7 @@ class SamplingParams(TypedDict, total=False):
     ignore_eos: bool
     min_tokens: ZeroOrMore
     structured_outputs: StructuredOutputs
-    logit_bias: dict[int | str, float]
+    logit_bias: dict[ZeroOrMore | Annotated[str, Field(pattern="^[0-9]+$")], float]
     allowed_token_ids: TokenIds
     bad_words: list[Annotated[str, Field(min_length=1)]]
     thinking_token_budget: Annotated[int, Field(ge=-1)]
@@ -76,6 +76,9 @@ PARTS: dict[Any, Any] = {
 }
 
 
+KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+
+
 def fault_in(given: dict[str, Any], max_completion_len: int) -> str | None:
     """The first thing wrong with parameters, to follow `sampling_params`; None if they are good."""
     try:
@@ -83,9 +86,7 @@ def fault_in(given: dict[str, Any], max_completion_len: int) -> str | None:
     except ValidationError as error:
         first = error.errors()[0]
     else:
-        if given.get("min_tokens", 0) > max_completion_len:
-            return ": min_tokens must not exceed max_completion_len"
-        return None
+        return _fault_between(given, max_completion_len)
 
     name = str(first["loc"][-1])
     where = "".join(f".{part}" for part in first["loc"])
@@ -99,3 +100,17 @@ def fault_in(given: dict[str, Any], max_completion_len: int) -> str | None:
         return f" may not set {name}: use the field {FIELDS[nearest[0]]}"
     hint = f": did you mean {nearest[0]}?" if nearest else ""
     return f"{where} has no effect on tokens, or is unknown to vLLM{hint}"
+
+
+def _fault_between(given: dict[str, Any], max_completion_len: int) -> str | None:
+    """What is wrong between parameters that are good by themselves."""
+    if given.get("min_tokens", 0) > max_completion_len:
+        return ": min_tokens must not exceed max_completion_len"
+
+    outputs = given.get("structured_outputs")
+    if outputs is not None and len(outputs.keys() & set(KINDS)) != 1:
+        return f".structured_outputs must have one of {', '.join(KINDS)}, and one alone"
+    repetition = given.get("repetition_detection", {})
+    if repetition.get("min_pattern_size", 0) > repetition.get("max_pattern_size", 0):
+        return ".repetition_detection: min_pattern_size must not exceed max_pattern_size"
+    return None

@@ -53,6 +53,7 @@ ORDER = {
     "stream.py": "order of Groups,\nsampled ahead;\neach ends once",
     "rollouts.py": "the loop's side:\nGroups, held-out\nscores, weights",
     "own_rollouts.py": "completions of\na rollout_fn",
+    "own_advantages.py": "what advantage_fn\ngives",
 }
 GROUPS = {
     "sampling.py": "completions of\na Group",
@@ -97,7 +98,7 @@ CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
     "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py", "own_rollouts.py", "vllm_params.py",
-    "resume.py", "heartbeat.py", "sources.py",
+    "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file

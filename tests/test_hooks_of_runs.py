@@ -28,6 +28,7 @@ from prefix_attention import attach, pack
 from recipes.own_loss import reinforce
 from rollouts.evaluation import Round, held_out_metrics
 from rollouts.group import Completion, Group, Prompt
+from rollouts.processor import load_processor
 from rollouts.proofs import Probe, Proofs
 from rollouts.references import ReferenceServer
 from rollouts.rollouts import Rollouts
@@ -542,6 +543,9 @@ def test_a_teacher_of_another_vocabulary_is_refused(models, recipe, tmp_path):
         ),
     ):
         main(parse_args([recipe(server), "--reference_id", other, "--beta", "0.1"]))
+    Path(other, "adapter_config.json").write_text("{}")
+    with pytest.raises(UserError, match="reference_id=.*other is a LoRA adapter: merge it first"):
+        load_processor(make_config(model_id=models["untied"], reference_id=other, beta=0.1))
     with pytest.raises(UserError, match="reference_id has no effect without beta or a loss_fn"):
         parse_args([recipe(server), "--reference_id", other])
 

@@ -77,6 +77,22 @@ def test_sampling_params_are_vllms():
             {"structured_outputs": {"regexp": "a"}},
             r"structured_outputs.regexp .*: did you mean regex",
         ),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["a"]}},
+            "structured_outputs must have one of json, regex, .*, and one alone",
+        ),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "structured_outputs must have one"),
+        (
+            {
+                "repetition_detection": {
+                    "max_pattern_size": 3,
+                    "min_pattern_size": 4,
+                    "min_count": 2,
+                }
+            },
+            "repetition_detection: min_pattern_size must not exceed max_pattern_size",
+        ),
+        ({"logit_bias": {"three": 1.5}}, "logit_bias"),
         ({"best_of": 2}, "best_of has no effect on tokens, or is unknown to vLLM$"),
         ([], r"sampling_params=(\[\]|'\[\]'): Input should be a valid dictionary"),
     ],
@@ -150,6 +166,9 @@ def test_accuracy_is_of_one_function():
     graded = evaluated([[0.5, 0.5], [1.0, 0.0]])
     assert not [name for name in graded if name.startswith(("accuracy", "pass"))]
     assert evaluated([[0.5, 0.5], [1.0, 0.0]], accuracy_func="exact")["accuracy"] == 0.5
+    # A failed call's value is no verdict of right, and leaves the others what they are.
+    failed = evaluated([[1.0, 0.5], [-0.5, 0.0]], failed_reward=-0.5)
+    assert failed["accuracy"] == 0.5
     with pytest.raises(UserError, match="accuracy_func=nobody: it is none of reward_funcs"):
         make_config(eval_dataset_id="e", accuracy_func="nobody")
 
@@ -265,6 +284,12 @@ def test_numbers_that_no_float_holds(function, weights, message):
 
 
 # -- Data --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_csv_row_of_more_cells_than_names(tmp_path):
+    (tmp_path / "a.csv").write_text("prompt,answer\n1+1=,2\n1+1=,2,3\n")
+    with pytest.raises(UserError, match="a.csv: row 1 has more cells than the header has names"):
+        prompts_of(str(tmp_path / "a.csv"), make_tokenizer())
 
 
 def test_csv_and_json_are_read(tmp_path):

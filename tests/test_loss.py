@@ -497,8 +497,11 @@ def test_a_loss_of_ones_own(models, recipe, tmp_path):
         (lambda logprobs, *_: (logprobs.sum(), {"kl": 0.5}), "AttributeError: "),
         (lambda logprobs, *_: (logprobs.sum(), {"kl": logprobs}), "it returned -2.0 and {'kl': "),
         (lambda logprobs, *_: (logprobs.sum(), {"reward": logprobs.sum()}), "it returned .*reward"),
-        (lambda logprobs, old, ref, *_: ((logprobs - ref).sum(), {}), "TypeError: "),
-        (lambda logprobs: logprobs.sum(), "TypeError: "),
+        (
+            lambda logprobs, old, ref, *_: ((logprobs - ref).sum(), {}),
+            r"TypeError: .*\(test_loss.py:",
+        ),
+        (lambda logprobs: logprobs.sum(), r"TypeError: .*\(hooks.py:"),
         (lambda logprobs, *_: ((logprobs + 1).log().sum(), {}), "it returned -inf"),
         (
             lambda logprobs, *_: (logprobs.sum(), {}),
@@ -512,7 +515,7 @@ def test_a_loss_of_ones_own(models, recipe, tmp_path):
     ],
 )
 def test_a_loss_that_is_none(loss_fn, reason):
-    with pytest.raises(ValueError, match=rf"loss_fn must return \(a finite scalar .*\): {reason}"):
+    with pytest.raises(ValueError, match=rf"^loss_fn (must return \(a .*\): |raised ){reason}"):
         check_loss(make_config(loss_fn=loss_fn))
 
 
@@ -542,22 +545,25 @@ def test_advantages_of_ones_own():
 @pytest.mark.parametrize(
     ("advantage_fn", "reason"),
     [
-        (lambda rewards: rewards, "TypeError: "),
-        (lambda rewards, groups: rewards.tolist(), "AttributeError: "),
+        (lambda rewards: rewards, r"raised TypeError: .*\(own_advantages.py:"),
+        (lambda rewards, groups: rewards.tolist(), r"it returned \["),
         (lambda rewards, groups: rewards.mean(1), "it returned "),
         (
             lambda rewards, groups: rewards[0],
             "it returned ",
         ),  # which would fit every group by broadcasting
         (lambda rewards, groups: rewards / 0, "it returned tensor"),
-        (lambda rewards, groups: rewards.std(5), "IndexError: "),
+        (
+            lambda rewards, groups: groups[0].prompt.columns["gold"],
+            r"raised KeyError: 'gold' \(test_loss.py:",
+        ),
     ],
 )
 def test_advantages_that_are_none(advantage_fn, reason):
     config = make_config(advantage_fn=advantage_fn)
     groups = trial_groups([Prompt(0, [5], "", {}), Prompt(1, [5], "", {})], config)
-    shape = r"advantage_fn must return finite numbers \[2, 8\]"
-    with pytest.raises(ValueError, match=rf"{shape}: ({reason})"):
+    shape = r"must return finite numbers \[2, 8\]: "
+    with pytest.raises(ValueError, match=rf"^advantage_fn ({shape})?{reason}"):
         set_advantages(groups, config)
 
 

@@ -1,6 +1,7 @@
 """From messages to token ids: parts, nulls, prefills, and what tokenizers add to beginnings and ends."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -91,6 +92,33 @@ def test_a_prefill_follows_as_it_is(template, prefill):
     assert begun == rendered([user("1+1=")], template) + prefill
     parts = [user("1+1="), {"role": "assistant", "content": text_parts(prefill)}]
     assert rendered(parts, template) == begun
+
+
+@pytest.mark.parametrize(
+    ("prefill", "goes_on"),
+    [("<think>\n", ""), ("<think>\nI see", "I see"), ("<think>", "<think>"), ("\n", "\n")],
+)
+def test_a_prefill_that_the_template_has_opened_is_there_once(prefill, goes_on):
+    """As by DeepSeek R1 and Qwen3-Thinking."""
+    opens = QWEN.replace("<|assistant|>\n{% endif", "<|assistant|>\n<think>\n{% endif")
+    begun = rendered([user("1+1="), {"role": "assistant", "content": prefill}], opens)
+    prompt = rendered([user("1+1=")], opens)
+    assert prompt.endswith("<think>\n")
+    assert begun == prompt + goes_on
+
+
+def test_a_part_that_the_template_leaves_out():
+    """A template for images may show one of two texts."""
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content[0].text }}{% endfor %}"
+    tokenizer = make_tokenizer(chat_template=template)
+    processor = SimpleNamespace(
+        chat_template=template,
+        image_processor=None,
+        apply_chat_template=tokenizer.apply_chat_template,
+    )
+    messages = [user(text_parts("1+1=", "In a word."))]
+    with pytest.raises(ValueError, match="shows nothing of its user message 'In a word.'"):
+        as_text(processor, messages, 0, make_config())
 
 
 @pytest.mark.parametrize("alone", [True, False])

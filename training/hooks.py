@@ -7,7 +7,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from rollouts.group import Completion, Group, Prompt
-from utils import naming
+from utils import naming, naming_function
 
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # what a loss_fn may name, besides loss/...
 
@@ -18,24 +18,26 @@ def check_loss(config: TrainConfig) -> None:
     Raises:
         UserError: the function fails, or gives no loss that can be trained.
     """
+    loss_fn: Any = config.loss_fn
     names = ", ".join(LOSS_SUMS)
     for mask in (torch.ones(2), torch.zeros(2)):  # a row that fills up a round trains no token
+        logprobs = torch.full((2,), -1.0, requires_grad=True)
+        old_logprobs = logprobs.detach()
+        ref_logprobs = old_logprobs if config.has_reference else None
+        completion = torch.zeros(2, dtype=torch.long)
+        with naming_function("loss_fn"):
+            returned = loss_fn(
+                logprobs, old_logprobs, ref_logprobs, torch.ones(2), mask, completion, config
+            )
         with naming(
             f"loss_fn must return (a finite scalar of logprobs, sums named {names}, loss/...)"
         ):
-            _check_loss_of_two_tokens(mask, config)
+            _check_returned(returned, logprobs, mask)
 
 
-def _check_loss_of_two_tokens(mask: Tensor, config: TrainConfig) -> None:
-    """Raise ValueError where `loss_fn` gives no usable loss under the mask."""
-    loss_fn: Any = config.loss_fn
-    logprobs = torch.full((2,), -1.0, requires_grad=True)
-    old_logprobs = logprobs.detach()
-    ref_logprobs = old_logprobs if config.has_reference else None
-    completion = torch.zeros(2, dtype=torch.long)
-    loss, sums = loss_fn(
-        logprobs, old_logprobs, ref_logprobs, torch.ones(2), mask, completion, config
-    )
+def _check_returned(returned: Any, logprobs: Tensor, mask: Tensor) -> None:
+    """Raise where a `loss_fn` returned no usable loss of `logprobs` under the mask."""
+    loss, sums = returned
     loss.backward()
 
     is_usable = loss.isfinite()

@@ -14,19 +14,12 @@ MAX_CUT = 0.9  # share of completions that run into max_completion_len without a
 
 
 def warn_of(first: dict[str, float], config: TrainConfig) -> None:
-    """Warn of a first batch without signal, or mostly cut off."""
+    """Warn of a first batch without signal."""
     has_other_signal = config.advantage_fn or config.loss_fn or config.beta
     if first["frac_reward_zero_std"] == 1 and not has_other_signal:
         tqdm.write(
             "warning: no advantages, as every prompt's completions have the same reward (mean "
             f"{first['reward']:.4g}): read them with `python scripts/show.py {config.output_dir}`"
-        )
-    share = first["completions/clipped_ratio"]
-    if share > MAX_CUT:
-        tqdm.write(
-            f"warning: max_completion_len={config.max_completion_len} cuts {share:.0%} of "
-            "completions: raise it, or see why the model does not end its answers (EOS, chat "
-            "template)"
         )
 
 
@@ -40,11 +33,13 @@ class Terminal:
         self.held_out: list[str] = []  # the last evaluation's reward, for the live line
         self.first: dict[str, float] = {}  # the first values of some metrics
         self.has_warned = False  # of a collapse
+        self.has_warned_of_cuts = False
         self.bar = tqdm(disable=None, bar_format="{desc}")
         self.close = self.bar.close
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         """Renew the live line; print one every `log_steps` and after an evaluation."""
+        self._warn_of_cuts(metrics)
         self._warn_of_collapse(metrics)
         head = f"step {step}/{self.num_steps}"
         pace = self._pace(step, metrics)
@@ -60,6 +55,17 @@ class Terminal:
             names = self._printed_names(metrics)
             values = [f"{name} {metrics[name]:.4g}" for name in names if name in metrics]
             tqdm.write(" · ".join([head, *values, *pace]))
+
+    def _warn_of_cuts(self, metrics: dict[str, float]) -> None:
+        """Warn, once, of a batch that is mostly cut off."""
+        share = metrics.get("completions/clipped_ratio", 0.0)
+        if share > MAX_CUT and not self.has_warned_of_cuts:
+            self.has_warned_of_cuts = True
+            tqdm.write(
+                f"warning: max_completion_len={self.config.max_completion_len} cuts {share:.0%} of "
+                "completions: raise it, or see why the model does not end its answers (EOS, chat "
+                "template)"
+            )
 
     def _warn_of_collapse(self, metrics: dict[str, float]) -> None:
         """Warn, once, of a reward below a tenth of its first value, or of such an entropy.

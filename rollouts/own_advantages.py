@@ -1,0 +1,33 @@
+"""Advantages of the config's own `advantage_fn`, checked."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from config import TrainConfig
+from utils import naming, naming_function
+
+
+def own_advantages(rewards: Tensor, groups: Sequence[Any], config: TrainConfig) -> Tensor:
+    """What `advantage_fn` gives the groups; 0 for completions without a reward.
+
+    Args:
+        rewards: [groups, completions] float64, NaN for those without.
+        groups: of `rollouts.group.Group`, with their rewards.
+        config: `advantage_fn`.
+
+    Raises:
+        UserError: it fails, or gives no finite numbers in the shape of the rewards.
+    """
+    advantage_fn: Any = config.advantage_fn
+    with naming_function("advantage_fn"):
+        advantages = advantage_fn(rewards, groups)
+
+    has_reward = ~rewards.isnan()
+    with naming(f"advantage_fn must return finite numbers {list(rewards.shape)}"):
+        has_shape = isinstance(advantages, Tensor) and advantages.shape == rewards.shape
+        if not has_shape or not advantages[has_reward].isfinite().all():
+            raise ValueError(f"it returned {advantages}")
+    return torch.where(has_reward, advantages, 0.0)
