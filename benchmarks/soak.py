@@ -94,7 +94,9 @@ def stand_in(folder: Path) -> Iterator[tuple[str, int]]:
 def real(folder: Path) -> Iterator[tuple[str, int]]:
     """The real server's address and process."""
     log = folder / "server.log"
-    with local_server(str(folder / "model"), log, "--max-model-len", "64") as server:
+    # A small cache, which is all in use after a few steps: a large one is touched bit by bit.
+    options = ("--max-model-len", "64", "--kv-cache-memory-bytes", "64M")
+    with local_server(str(folder / "model"), log, *options) as server:
         yield server.wait(), server.process.pid
 
 
