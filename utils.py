@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import UserError
-from rollouts.workers import described
 
 # The vLLM whose routes and reload trainer and server know; requirements.txt has the same.
 VLLM_VERSION = "0.32.0"
@@ -149,15 +148,6 @@ def naming(where: str) -> Iterator[None]:
     except Exception as error:
         kind = "" if type(error) in (ValueError, UserError) else f"{type(error).__name__}: "
         raise UserError(" ".join(f"{where}: {kind}{error}".split())) from error
-
-
-@contextmanager
-def naming_function(name: str) -> Iterator[None]:
-    """Turn an error of one of the config's functions into a UserError with the line where."""
-    try:
-        yield
-    except Exception as error:
-        raise UserError(f"{name} raised {described(error)}") from error
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Completions come from the server, and weights go to it.
 import math
 import os
 import time
-from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -15,21 +14,22 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from itertools import count
-from typing import Annotated, Any, TypedDict
+from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
 import requests
 import torch
 from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import UserError
-from rollouts.group import CUT, ENVIRONMENT, FOREIGN, Completion, spans_to_versions
+from rollouts.group import CUT, FOREIGN, Completion, spans_to_versions
+from serving.messages import SAMPLE, Sampled, messages
 from utils import RIGHT_VLLM, api_token
 from weights.transfer import TransferGroup, address_towards
 
-NO_LOGPROB = -9999.0  # what vLLM's API makes of NaN and minus infinity
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 MAX_SERVERS = 1024  # that are told apart by their numbers
 TRAINER = os.urandom(16).hex()  # this process's name: servers take weights of one trainer at a time
@@ -53,69 +53,36 @@ class ServerLost(ServerError):
 # -- Replies ---------------------------------------------------------------------------------------
 
 
-class _Token(msgspec.Struct, gc=False):
-    logprob: float
-
-
-class _Span(TypedDict):
-    version: str
-    start: int
-    end: int
-
-
-class _Choice(msgspec.Struct):
-    """The fields read of a choice of /inference/v1/generate, or its streamed part."""
-
-    index: int = 0
-    finish_reason: str | None = None
-    token_ids: list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]] | None = None
-    logprobs: dict[str, list[_Token] | None] | None = None  # under the name `content`
-    weight_versions: list[_Span] | None = None
-
-
-class _Reply(msgspec.Struct):
-    choices: list[_Choice] = []
-    prompt_token_ids: list[int] | None = None
-    error: Any = None
-
-
-DECODER = msgspec.json.Decoder(_Reply)
-
-
-def completion_of(choice: _Choice) -> Completion:
+def completion_of(message: Sampled) -> Completion:
     """Check a completion that a server sampled.
 
     Raises:
         ServerLost: the server broke the completion off.
         ValueError: a part of it is missing or makes no sense.
     """
-    token_ids = choice.token_ids or []
+    if message.error:
+        raise ValueError(message.error)
+    token_ids = np.frombuffer(message.token_ids, np.int32).astype(np.int64)
+    logprobs = np.frombuffer(message.logprobs, np.float32).copy()
     num_tokens = len(token_ids)
-    if num_tokens == 0 or choice.finish_reason not in ("stop", *CUT):
+    if num_tokens == 0 or message.finish_reason not in ("stop", *CUT):
         raise ServerLost(
-            f"a server ended a completion by {choice.finish_reason!r} after {num_tokens} tokens"
+            f"a server ended a completion by {message.finish_reason!r} after {num_tokens} tokens"
         )
-
-    tokens = (choice.logprobs or {}).get("content") or []
-    logprobs = array("f", [token.logprob for token in tokens])
-    are_finite = math.isfinite(sum(logprobs))
-    if len(logprobs) != num_tokens or not are_finite or min(logprobs) <= NO_LOGPROB:
+    if len(logprobs) != num_tokens or not math.isfinite(logprobs.sum()):
         raise ValueError(f"of {num_tokens} tokens some log-probs are missing, or no finite numbers")
 
     spans = []
-    for span in choice.weight_versions or ():
-        version = int(span["version"]) if span["version"].isdecimal() else FOREIGN
-        spans.append((version, span["start"], span["end"]))
+    num_with_version = 0
+    for name, start, end in message.weight_versions:
+        version = int(name) if name.isdecimal() else FOREIGN
+        spans.append((version, start, end))
+        num_with_version += end - start
     versions = spans_to_versions(spans, num_tokens)
-    if (versions == ENVIRONMENT).any():
+    if num_with_version != num_tokens:
         raise ValueError(f"of {num_tokens} tokens some have no weight version")
-
-    # torch.tensor would take eight times as long
     return Completion(
-        torch.frombuffer(array("q", token_ids), dtype=torch.int64),
-        torch.frombuffer(logprobs, dtype=torch.float32),
-        choice.finish_reason,
-        versions,
+        torch.from_numpy(token_ids), torch.from_numpy(logprobs), message.finish_reason, versions
     )
 
 
@@ -125,11 +92,20 @@ def all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], l
     Raises:
         ValueError: the reply has another number of completions, or one that makes no sense.
     """
-    body = DECODER.decode(reply.content)
-    if len(body.choices) != num:
-        raise ValueError(f"{len(body.choices)} of {num} completions")
-    completions = [completion_of(choice) for choice in body.choices]
-    return completions, body.prompt_token_ids or []
+    completions, prompt_ids = first_choices(num, reply)
+    return [completions[number] for number in sorted(completions)], prompt_ids
+
+
+def first_choices(num: int, reply: requests.Response) -> tuple[dict[int, Completion], list[int]]:
+    """The first `num` completions of a reply to end, by number; else as `all_choices`."""
+    completions = {}
+    prompt_ids: list[int] = []
+    for message in messages(reply.iter_content(None)):
+        completions[message.index] = completion_of(message)
+        prompt_ids = np.frombuffer(message.prompt_token_ids, np.int32).tolist()
+        if len(completions) == num:
+            return completions, prompt_ids
+    raise ValueError(f"{len(completions)} of {num} completions")
 
 
 def json_of(reply: requests.Response) -> Any:
@@ -280,17 +256,15 @@ class Server:
             images: `rollouts.images.Images` of the prompt.
             timeout_s: as in `request`.
             read: takes the number of completions and the reply, as `all_choices`.
-            extra: so many more are sampled, and all are streamed to `read`, whose return aborts the
-                rest: `recipes/first_to_finish.py`.
+            extra: so many more are sampled; the return of `read` aborts the rest, as in
+                `recipes/first_to_finish.py`.
         """
         prompt_ids = torch.as_tensor(prompt).tolist()
         num = sampling.get("n", 1)
         body = self._prompt_body(prompt_ids, images)
         body["sampling_params"] = self._sampling_params(sampling, num + extra)
-        body["stream"] = extra > 0
-
         completions, expanded_ids = self.request(
-            "POST", "/inference/v1/generate", timeout_s, partial(read, num), json=body
+            "POST", SAMPLE, timeout_s, partial(read, num), json=body
         )
         if images and expanded_ids != prompt_ids:
             raise ServerError(
@@ -311,11 +285,7 @@ class Server:
             )
         if not images:
             return {"token_ids": prompt_ids}
-        return {
-            "token_ids": images.server_ids + text_ids,
-            "return_token_ids": True,
-            "content_parts": [{"type": "image_url", "url": url} for url in images.urls],
-        }
+        return {"token_ids": images.server_ids + text_ids, "images": images.urls}
 
     def _sampling_params(self, sampling: dict[str, Any], num: int) -> dict[str, Any]:
         """The caller's parameters, for `num` completions with log-probs and no forbidden token."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import vllm
 
+from serving.messages import SAMPLE
 from utils import RIGHT_VLLM, VLLM_VERSION, api_token, die_with
 from weights.transfer import TransferGroup
 
@@ -31,10 +32,13 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils, nccl, torch_utils
 from vllm.v1.core.sched import output
 
+from serving.route import sample
+from serving.whole import keep_tokens
+
 BACKEND = "grpo"
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 TRAINER_ROUTES = {
-    "/inference/v1/generate", "/pause", "/init_weight_transfer_engine", "/start_weight_update",
+    SAMPLE, "/pause", "/init_weight_transfer_engine", "/start_weight_update",
     "/update_weights", "/finish_weight_update", "/resume", "/health", "/version", "/v1/models",
     "/metrics", "/get_world_size", "/weight_checker",
 }  # fmt: skip
@@ -61,7 +65,6 @@ CPU_DEFAULTS = {
     "enable_chunked_prefill": False,
 }
 REQUIRED = [
-    "--enable-scale-out",  # /inference/v1/generate: token ids in, token ids out
     "--weight-transfer-config.backend", BACKEND,
     "--worker-extension-cls", "vllm_server.WorkerExtension",
     "--middleware", "vllm_server.AccessGuard",
@@ -211,6 +214,7 @@ class WorkerExtension:
     """
 
 
+keep_tokens()
 # The file is imported twice, as script and module.
 if BACKEND not in factory.WeightTransferEngineFactory._registry:
     factory.WeightTransferEngineFactory.register_engine(BACKEND, WeightReceiver)
@@ -234,7 +238,8 @@ class AccessGuard:
         """Pass the request on, or answer it here."""
         answer: ASGIApp = self.app
         if scope["type"] != "lifespan":
-            answer = self._refusal(scope) or self.app
+            own = sample if scope["path"] == SAMPLE else self.app
+            answer = self._refusal(scope) or own
         elif current_platform.is_cpu():  # where vLLM's log is quiet
             _announce(scope["app"].state)
         await answer(scope, receive, send)
@@ -322,7 +327,13 @@ def main(argv: list[str]) -> None:
     parser.set_defaults(**DEFAULTS)
     if current_platform.is_cpu():
         parser.set_defaults(**CPU_DEFAULTS)
+    parser.add_argument(
+        "--metrics",
+        action="store_true",
+        help="keep the statistics of /metrics, which cost CPU time",
+    )
     args = parser.parse_args([*argv, *REQUIRED])
+    args.disable_log_stats = not args.metrics
 
     if args.api_key:
         if len(args.api_key) > 1:

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import time
+from array import array
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cache
@@ -58,8 +59,18 @@ def best_us(call: Any, num_tokens: float, repeats: int) -> tuple[float, Any]:
 
 
 def reply_bytes(num: int, length: int, seed: int = 0) -> bytes:
-    """The body of a reply with `num` completions, as vLLM 0.32 writes it."""
+    """The body of a reply with `num` completions, as the checkout's server writes it."""
     rng = random.Random(seed)
+    with suppress(ImportError):  # of a checkout that asks vLLM's own route
+        from serving.messages import Sampled, packed
+
+        body = b""
+        for index in range(num):
+            ids = array("i", [rng.randrange(150_000) for _ in range(length)])
+            logprobs = array("f", [-3 * rng.random() for _ in range(length)])
+            versions = [("999", 0, length)]
+            body += packed(Sampled(index, "stop", ids.tobytes(), logprobs.tobytes(), versions))
+        return body
 
     def choice(index: int) -> dict[str, Any]:
         ids = [rng.randrange(150_000) for _ in range(length)]
@@ -102,7 +113,9 @@ def make_groups(num: int, prompt: int, completion: int, generations: int) -> tup
 
     def read(number: int) -> Any:
         body = bodies[number % len(bodies)]
-        reply: Any = SimpleNamespace(content=body, json=lambda: json.loads(body))
+        reply: Any = SimpleNamespace(
+            content=body, json=lambda: json.loads(body), iter_content=lambda size: [body]
+        )
         return all_choices(generations, reply)[0]
 
     few = [read(number) for number in range(len(bodies))]
@@ -227,7 +240,7 @@ class Handler(BaseHTTPRequestHandler):
         elif path == "/update_weights":
             while self.groups[host].receive():
                 pass
-        elif path == "/inference/v1/generate":
+        elif path in ("/sample", "/inference/v1/generate"):  # the second of older checkouts
             time.sleep(self.delay_s)
             reply = self.body
         self.send_response(200)

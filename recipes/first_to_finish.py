@@ -9,36 +9,15 @@ and biases the batch towards short ones.
 from dataclasses import replace
 
 from recipes import tiny
-from vllm_client import DECODER, completion_of
+from vllm_client import first_choices
 
 EXTRA = 2
 
 
 def first_to_finish(num, reply):
     """The first `num` completions to end, and the prompt's tokens as served."""
-    columns: dict[int, tuple[list, list]] = {}  # token ids and log-probs of a completion, so far
-    finished = []
-    prompt_ids: list[int] = []
-
-    for line in reply.iter_lines():
-        if not line.startswith(b"data: {"):
-            continue
-        chunk = DECODER.decode(line.removeprefix(b"data: "))
-        if chunk.error:
-            raise ValueError(f"the stream broke off: {chunk.error}")
-        prompt_ids = chunk.prompt_token_ids or prompt_ids  # only the first chunk has them
-
-        for part in chunk.choices:
-            ids, content = columns.setdefault(part.index, ([], []))
-            ids += part.token_ids or []
-            content += (part.logprobs or {}).get("content") or []
-            if part.finish_reason:
-                part.token_ids = ids
-                part.logprobs = {"content": content}
-                finished.append(part)
-        if len(finished) >= num:
-            return [completion_of(choice) for choice in finished[:num]], prompt_ids
-    raise ValueError(f"the stream ended after {len(finished)} of {num} completions")
+    completions, prompt_ids = first_choices(num, reply)
+    return list(completions.values()), prompt_ids
 
 
 def sample(server, prompt, sampling):

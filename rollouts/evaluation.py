@@ -96,8 +96,7 @@ def verdicts(groups: list[Group], config: TrainConfig) -> list[list[bool]] | Non
         given = [row[number] for row in group.rewards]
         found.append([reward for reward in given if reward is not None])
 
-    binary = (0, 1, config.failed_reward)
-    is_binary = all(reward in binary for reward in chain.from_iterable(found))
+    is_binary = {0, 1, config.failed_reward}.issuperset(chain.from_iterable(found))
     if not is_binary and not config.accuracy_func:
         return None
     return [[reward >= 1 for reward in rewards] for rewards in found]

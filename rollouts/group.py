@@ -154,6 +154,7 @@ class Group:
     num_sampled: list[int] = field(init=False, repr=False)
     versions: list[list[int]] = field(init=False, repr=False)
     sequences: Sequences = field(init=False, repr=False)
+    num_positions: int | None = None  # of a row that holds it alone, once they are counted
 
     def __post_init__(self) -> None:
         if self.completions:
@@ -176,6 +177,7 @@ class Group:
             completions_pairs.append(pairs)
 
         self.completions = completions
+        self.num_positions = None
         self.sequences = (own_prompt, completions_pairs)
         self.lengths = []
         for pairs in completions_pairs:

@@ -1,13 +1,24 @@
 """Advantages of the config's own `advantage_fn`, checked."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from config import TrainConfig
-from utils import naming, naming_function
+from config import TrainConfig, UserError
+from rollouts.workers import described
+from utils import naming
+
+
+@contextmanager
+def naming_function(name: str) -> Iterator[None]:
+    """Turn an error of one of the config's functions into a UserError with the line where."""
+    try:
+        yield
+    except Exception as error:
+        raise UserError(f"{name} raised {described(error)}") from error
 
 
 def own_advantages(rewards: Tensor, groups: Sequence[Any], config: TrainConfig) -> Tensor:

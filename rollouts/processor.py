@@ -161,9 +161,9 @@ def _check_shown(
             changed = [*messages]
             changed[number] = other
             if shown.strip() and render(changed) == text:
-                role = message["role"]
                 raise ValueError(
-                    f"the chat template shows nothing of its {role} message {shown!r:.100}"
+                    f"the chat template shows nothing of its {message['role']} message "
+                    f"{shown!r:.100}"
                 )
 
 

@@ -5,12 +5,15 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+import requests
 import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Group
 from rollouts.servers import ServerPool
+from serving.messages import SAMPLE, messages
 from vllm_client import Server, State
 
 
@@ -68,9 +71,13 @@ class ReferenceServer(Server):
             "token_ids": prompt_ids + token_ids,
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
         }
-        reply = self.request("POST", "/inference/v1/generate", json=body)
+        logprobs = self.request("POST", SAMPLE, json=body, read=_prompt_logprobs)
+        return logprobs[len(prompt_ids) - 1 :]  # the first token has none
 
-        tables = reply["prompt_logprobs"][len(prompt_ids) :]  # each by token
-        return torch.tensor(
-            [table[str(token)]["logprob"] for token, table in zip(token_ids, tables, strict=True)]
-        )
+
+def _prompt_logprobs(reply: requests.Response) -> Tensor:
+    """The log-probs of a prompt's tokens but the first: float32, nats."""
+    (message,) = messages(reply.iter_content(None))
+    if message.error:
+        raise ValueError(message.error)
+    return torch.from_numpy(np.frombuffer(message.prompt_logprobs, np.float32).copy())

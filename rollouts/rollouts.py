@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from config import TrainConfig, UserError, describe
-from prefix_attention import num_packed_tokens
 from rollouts import data
 from rollouts.group import Batch, Group, Prompt, RolloutFailed
 from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
@@ -21,6 +20,7 @@ from rollouts.sampling import on_one_server, sample_group
 from rollouts.scoring import Failures, Scorer
 from rollouts.servers import ServerPool
 from rollouts.stream import GroupStream
+from training.batching import tokens_alone
 from training.model import load_model_config, with_bf16
 from utils import Stopped, broadcast_object, gather_objects, is_main, timed
 from vllm_client import Server
@@ -197,7 +197,7 @@ class Rollouts:
                 # A replay may have fewer steps than the run.
                 return Word.STOP if self.version >= self.stream.num_steps else None
             groups.append(group)
-            num_tokens -= num_packed_tokens([group.sequences], self.config.share_prefix)
+            num_tokens -= tokens_alone(group, self.config)
             if self.stream.missing == 0:
                 return Word.COMPLETE
             return Word.ENOUGH if num_tokens <= 0 else None

@@ -8,12 +8,12 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
+from serving.messages import SAMPLE, Sampled, packed
 from utils import VLLM_VERSION
 from weights.transfer import TransferGroup
 
@@ -126,26 +127,20 @@ class FakeServer:
             self._resumed.set()
         return {}
 
-    def prompt_logprobs(self, ids: list[int]) -> list[dict[str, Any] | None]:
+    def prompt_logprobs(self, ids: list[int]) -> Sampled:
         """As a reference gives them: of each token but the first, at its temperature."""
         with self._computing, torch.no_grad():
             scaled = (
                 self.model(torch.tensor([ids])).logits[0, :-1] / self.temperature
             ).log_softmax(-1)
         values = scaled[range(len(ids) - 1), ids[1:]].tolist()
-        return [
-            None,
-            *(
-                {str(token): {"logprob": value}}
-                for token, value in zip(ids[1:], values, strict=True)
-            ),
-        ]
+        return Sampled(prompt_logprobs=array("f", values).tobytes())
 
-    def generate(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Each choice, when it has ended."""
+    def generate(self, body: dict[str, Any]) -> Iterator[Sampled]:
+        """Each completion, when it has ended."""
         sampling, prompt = body["sampling_params"], body["token_ids"]
         num = sampling.get("n", 1)
-        ended: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        ended: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
         for number in range(num):
             threading.Thread(
                 target=self._say, args=(prompt, number, sampling, ended), daemon=True
@@ -169,41 +164,43 @@ class FakeServer:
                 if not self._resumed.is_set():
                     break
                 versions.append(self.version)
-        choice = self._choice(prompt, number, said[: len(versions)], versions, sampling)
-        reason = (
+        message = self._message(prompt, number, said[: len(versions)], versions, sampling)
+        message.finish_reason = (
             "abort" if len(versions) < len(said) else "length" if len(said) < len(ids) else "stop"
         )
-        ended.put({**choice, "finish_reason": reason})
+        ended.put(message)
 
-    def _choice(
+    def _message(
         self,
         prompt: list[int],
         number: int,
         ids: list[int],
         versions: list[str],
         sampling: dict[str, Any],
-    ) -> dict[str, Any]:
+    ) -> Sampled:
         logprobs = [0.0] * len(ids)
-        spans: list[dict[str, Any]] = []
+        spans: list[tuple[str, int, int]] = []
         for place, version in enumerate(versions):
-            if not spans or spans[-1]["version"] != version:
-                spans.append({"version": version, "start": place, "end": place})
-            spans[-1]["end"] = place + 1
+            if not spans or spans[-1][0] != version:
+                spans.append((version, place, place))
+            spans[-1] = (version, spans[-1][1], place + 1)
         with self._computing, torch.no_grad():
-            for span in spans if self.with_logprobs else ():
+            for version, start, end in spans if self.with_logprobs else ():
                 inputs = (torch.tensor([prompt + ids]),)
                 logits = torch.func.functional_call(
-                    self.model, self.versions[span["version"]], inputs
+                    self.model, self.versions[version], inputs
                 ).logits[0]
                 scaled = (
                     logits[len(prompt) - 1 : -1] / (sampling.get("temperature") or 1.0)
                 ).log_softmax(-1)
-                part = slice(span["start"], span["end"])
+                part = slice(start, end)
                 logprobs[part] = scaled[range(len(ids)), ids][part].tolist()
-        return {
-            "index": number, "token_ids": ids, "weight_versions": spans,
-            "logprobs": {"content": [{"logprob": value} for value in logprobs]},
-        }  # fmt: skip
+        return Sampled(
+            number,
+            token_ids=array("i", ids).tobytes(),
+            logprobs=array("f", logprobs).tobytes(),
+            weight_versions=spans,
+        )
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -227,17 +224,10 @@ class _Handler(BaseHTTPRequestHandler):
             fake.fault(path)
             if fake.refused(path):
                 self.reply(403, {"error": "refused"})
-            elif path == "/inference/v1/generate" and body.get("stream"):
-                self.stream(body)
-            elif "prompt_logprobs" in body.get("sampling_params", ()):
-                self.reply(
-                    200, {"choices": [], "prompt_logprobs": fake.prompt_logprobs(body["token_ids"])}
-                )
-            elif path == "/inference/v1/generate":
-                self.reply(
-                    200,
-                    {"choices": sorted(fake.generate(body), key=lambda choice: choice["index"])},
-                )
+            elif path == SAMPLE and "prompt_logprobs" in body["sampling_params"]:
+                self.stream([fake.prompt_logprobs(body["token_ids"])])
+            elif path == SAMPLE:
+                self.stream(fake.generate(body))
             else:
                 self.reply(200, fake.control(path, body | query))
         except (BrokenPipeError, ConnectionResetError):
@@ -254,15 +244,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def stream(self, body: dict[str, Any]) -> None:
-        """A server-sent event for each choice that ends, each a chunk."""
+    def stream(self, found: Iterable[Sampled]) -> None:
+        """A chunk for each message."""
         self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
-        events = (json.dumps({"choices": [choice]}) for choice in self.server.fake.generate(body))
-        for event in chain(events, ["[DONE]"]):
-            data = f"data: {event}\n\n".encode()
+        for message in found:
+            data = packed(message)
             self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
         self.wfile.write(b"0\r\n\r\n")
 

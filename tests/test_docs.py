@@ -17,11 +17,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from config import TrainConfig, parse_args
 
-ROOMS = ("rollouts", "training", "weights")
+ROOMS = ("rollouts", "training", "weights", "serving")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 OPTIONS = {  # of the server, and of scripts: no fields
     "gpu-memory-utilization", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",
-    "servers", "print", "doctor", "kv-cache-memory-bytes", "no-enforce-eager",
+    "servers", "print", "doctor", "metrics", "kv-cache-memory-bytes", "no-enforce-eager",
 }  # fmt: skip
 # What documents name and no source of ours defines: other programs, their variables, routes, and names of examples.
 OUTSIDE = frozenset({

@@ -24,7 +24,7 @@ from training.resume import find_checkpoint
 from utils import VLLM_VERSION, process_group
 from vllm_client import ServerError
 
-GENERATE = "/inference/v1/generate"
+GENERATE = "/sample"
 
 # -- versions, drivers, ranks ----------------------------------------------------------------------------------------
 

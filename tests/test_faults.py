@@ -22,7 +22,7 @@ from train import main
 from vllm_client import Server, ServerError, ServerLost
 
 
-def asked(server, path="/inference/v1/generate"):
+def asked(server, path="/sample"):
     return [seconds for name, seconds in server.log if name == path]
 
 
@@ -206,7 +206,7 @@ def test_a_server_that_is_not_the_policy_stays_out(models, recipe, tmp_path, cap
         gone: list[str] = []
 
         def ill(path):
-            if "1" in two.versions and path == "/inference/v1/generate" and not gone:
+            if "1" in two.versions and path == "/sample" and not gone:
                 gone.append(path)
                 two.version = "default"
             if gone and path == "/resume":
@@ -368,9 +368,7 @@ def test_killed_in_any_phase_it_goes_on(models, recipe, tmp_path, undisturbed, p
         def ill(asked):
             if "2" in server.versions:
                 flag.touch()
-                if asked == {"generate": "/inference/v1/generate", "sync": "/update_weights"}.get(
-                    phase
-                ):
+                if asked == {"generate": "/sample", "sync": "/update_weights"}.get(phase):
                     os.kill(int(Path(f"{flag}.pid").read_text()), signal.SIGKILL)
 
         server.fault = ill

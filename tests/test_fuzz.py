@@ -1,8 +1,9 @@
 """Whatever comes in by the command line, a data set or a server's reply: what is wrong with it is said by us."""
 
+import copy
 import dataclasses
-import json
 import types
+from array import array
 from contextlib import suppress
 from typing import Any
 
@@ -78,35 +79,44 @@ def test_rows(processor, rows):
         assert all(0 < len(prompt.token_ids) <= 50 for prompt in prompts)
 
 
-CHOICE = {
-    "index": 0, "token_ids": [5, 6], "finish_reason": "stop",
-    "logprobs": {"content": [{"logprob": -1.0}, {"logprob": 0}]},
-    "weight_versions": [{"version": "3", "start": 0, "end": 2}],
+MESSAGE: dict[str, Any] = {
+    "index": 0, "finish_reason": "stop", "token_ids": array("i", [5, 6]).tobytes(),
+    "logprobs": array("f", [-1.0, 0.0]).tobytes(), "weight_versions": [["3", 0, 2]],
+    "prompt_token_ids": b"", "error": "",
 }  # fmt: skip
 PATHS = [
-    ["choices"], ["choices", 0], *(["choices", 0, name] for name in CHOICE), ["choices", 0, "token_ids", 1],
-    ["choices", 0, "logprobs", "content"], ["choices", 0, "logprobs", "content", 0],
-    ["choices", 0, "logprobs", "content", 0, "logprob"], ["choices", 0, "weight_versions", 0],
-    *(["choices", 0, "weight_versions", 0, name] for name in ("version", "start", "end")),
+    *([name] for name in MESSAGE), ["weight_versions", 0],
+    *(["weight_versions", 0, place] for place in range(3)),
 ]  # fmt: skip
 
 
+def reply_of(message, cut=0, chunk=7):
+    """A reply as it comes, cut off at its end."""
+    data = msgspec.msgpack.encode(message)
+    whole = len(data).to_bytes(4, "little") + data
+    whole = whole[: len(whole) - cut]
+    chunks = [whole[start : start + chunk] for start in range(0, len(whole), chunk)]
+    answer: Any = types.SimpleNamespace(iter_content=lambda size: chunks)
+    return answer
+
+
 @pytest.mark.parametrize("parse", [all_choices, first_to_finish])
-@given(path=st.sampled_from(PATHS), value=JSON, cut=st.integers(0, 60))
-def test_replies(parse, path, value, cut):
+@given(
+    path=st.sampled_from(PATHS),
+    value=JSON | st.binary(max_size=12),
+    cut=st.integers(0, 60),
+    chunk=st.integers(1, 90),
+)
+def test_replies(parse, path, value, cut, chunk):
     """A reply with one value replaced, or cut off, is an error that `request` retries, or two valid tokens."""
-    reply = json.loads(json.dumps({"choices": [CHOICE]}))
+    message = copy.deepcopy(MESSAGE)
     *way, last = path
-    place = reply
+    place: Any = message
     for step in way:
         place = place[step]
     place[last] = value
-    text = json.dumps(reply)
-    text = text[: len(text) - max(cut - 30, 0)]
-    lines = [b"data: " + text.encode(), b"data: [DONE]"]
-    answer: Any = types.SimpleNamespace(content=text.encode(), iter_lines=lambda: lines)
     try:
-        completions, _ = parse(1, answer)
+        completions, _ = parse(1, reply_of(message, max(cut - 30, 0), chunk))
     except (msgspec.MsgspecError, ValueError, ServerError):  # what `request` expects
         return
     (completion,) = completions
@@ -115,24 +125,14 @@ def test_replies(parse, path, value, cut):
     assert len(completion.weight_versions) == len(completion.token_ids)
 
 
-@pytest.mark.parametrize("logprob", [-9999.0, float("nan"), float("-inf"), None])
-def test_a_token_without_a_logprob_is_refused(logprob):
-    """vLLM's API says -9999 where its model computed NaN."""
-    spans = [{"version": "0", "start": 0, "end": 1}]
-
-    reply: Any = lambda content: types.SimpleNamespace(content=content)
-
-    def parse(value):
-        content = [{"logprob": value}]
-        choice = {
-            "token_ids": [5],
-            "logprobs": {"content": content},
-            "finish_reason": "stop",
-            "weight_versions": spans,
-        }
-        (completion,), _ = all_choices(1, reply(json.dumps({"choices": [choice]}).encode()))
+@pytest.mark.parametrize("logprobs", [[float("nan")], [float("-inf")], [], [-1.0, -1.0]])
+def test_a_token_without_a_logprob_is_refused(logprobs):
+    def parse(values):
+        message = MESSAGE | {"token_ids": array("i", [5]).tobytes()}
+        message |= {"logprobs": array("f", values).tobytes(), "weight_versions": [["3", 0, 1]]}
+        (completion,), _ = all_choices(1, reply_of(message))
         return completion
 
-    assert parse(-1.0).sampler_logprobs.tolist() == [-1.0]
-    with pytest.raises((ValueError, msgspec.MsgspecError)):
-        parse(logprob)
+    assert parse([-1.0]).sampler_logprobs.tolist() == [-1.0]
+    with pytest.raises(ValueError, match="some log-probs are missing, or no finite numbers"):
+        parse(logprobs)

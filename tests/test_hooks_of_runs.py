@@ -587,7 +587,7 @@ def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path,
 
             def ill(path):
                 if (path == "/health" and next(asked) > 3) or (
-                    path == "/inference/v1/generate" and next(asked) > 9
+                    path == "/sample" and next(asked) > 9
                 ):
                     raise RuntimeError("ill")
 
@@ -597,7 +597,7 @@ def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path,
             for reference in (two, three):
                 paths = {path for path, _ in reference.log}
                 assert paths.isdisjoint({"/update_weights", "/pause", "/weight_checker"})
-                assert "/inference/v1/generate" in paths
+                assert "/sample" in paths
     assert f"{two.url} is left out" in capsys.readouterr().out
     for name, weight in written[
         0

@@ -710,16 +710,13 @@ def test_an_image_that_would_fill_the_memory_is_refused(vlm, url, side):
     token = AutoConfig.from_pretrained(vlm).image_token_id
 
     def status(data):
-        image = {
-            "type": "image_url",
-            "url": "data:image/png;base64," + base64.b64encode(data).decode(),
-        }
+        image = "data:image/png;base64," + base64.b64encode(data).decode()
         body = {
             "token_ids": [5, token, 6],
             "sampling_params": {"max_tokens": 2},
-            "content_parts": [image],
+            "images": [image],
         }
-        return requests.post(f"{url}/inference/v1/generate", json=body, timeout=60).status_code
+        return requests.post(f"{url}/sample", json=body, timeout=60).status_code
 
     assert status(png) in (400, 500)
     assert status(small.getvalue()) == 200

@@ -591,7 +591,7 @@ def test_one_trainer_at_a_time(models, servers):
 
 
 TRAINERS = ("/v1/models", "/get_world_size", "/pause", "/resume", "/update_weights", "/start_weight_update",
-            "/inference/v1/generate", "/metrics", "/weight_checker", "/init_weight_transfer_engine")  # fmt: skip
+            "/sample", "/metrics", "/weight_checker", "/init_weight_transfer_engine")  # fmt: skip
 TRICKS = (
     "/health/../pause", "/health/%2e%2e/pause", "//pause", "/pause/", "/PAUSE", "/pause;x", "/health/pause", "/./pause",
     "/health%2f..%2fpause", "/v1/models/../../pause", "/%70ause%00", "/collective_rpc", "/start_profile", "/wake_up",
@@ -659,9 +659,7 @@ def test_strangers_are_refused(models, tmp_path, monkeypatch):
             for word in ("", "Authorization: Bearer secret\r\n"):
                 head = f"POST {trick} HTTP/1.1\r\nHost: HOST\r\n{word}Content-Length: 2\r\n\r\n"
                 tried.append(raw_status(url, head, b"{}") in (400, 404))
-        generate = (
-            "POST /inference/v1/generate HTTP/1.1\r\nHost: HOST\r\nAuthorization: Bearer secret\r\n"
-        )
+        generate = "POST /sample HTTP/1.1\r\nHost: HOST\r\nAuthorization: Bearer secret\r\n"
         for rest in (
             f"Content-Length: {1 << 40}\r\n\r\n",
             "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
@@ -678,9 +676,7 @@ def test_strangers_are_refused(models, tmp_path, monkeypatch):
             {"token_ids": [10**9], "sampling_params": {}},
         ]
         for body in bodies:
-            reply = requests.post(
-                url + "/inference/v1/generate", headers=token, json=body, timeout=20
-            )
+            reply = requests.post(url + "/sample", headers=token, json=body, timeout=20)
             tried.append(400 <= reply.status_code < 500)
         assert all(tried), [number for number, refused in enumerate(tried) if not refused]
         assert len(tried) > 40

@@ -391,9 +391,7 @@ def test_two_servers_share_the_work_and_groups_stay_together(models, recipe, tmp
         fake_server(models["untied"], answer_in(0.05)) as two,
     ):
         main(parse_args([recipe(one, two), "--max_staleness", "1"]))
-    counts = [
-        sum(path == "/inference/v1/generate" for path, _ in server.log) for server in (one, two)
-    ]
+    counts = [sum(path == "/sample" for path, _ in server.log) for server in (one, two)]
     assert sum(counts) == 3 * 6 + 2  # one request a group, and the probes
     assert min(counts) >= 6
     for name, weight in one.versions["3"].items():
@@ -401,7 +399,7 @@ def test_two_servers_share_the_work_and_groups_stay_together(models, recipe, tmp
     assert len(read(tmp_path, "completions")) == 72
 
 
-GENERATE = "/inference/v1/generate"
+GENERATE = "/sample"
 
 
 def asked(server, path=GENERATE):
@@ -559,7 +557,7 @@ def test_a_group_that_no_server_can_take_is_named(models, recipe):
     with fake_server(models["untied"], answer_in(0.01)) as server:
 
         def ill(path):
-            if path == "/inference/v1/generate" and "0" in server.versions and len(server.log) > 20:
+            if path == "/sample" and "0" in server.versions and len(server.log) > 20:
                 raise ValueError("a prompt like that")
 
         server.fault = ill
@@ -578,9 +576,7 @@ def test_the_fewest_in_flight_is_asked(models, recipe):
     ):
         limit = ["--max_concurrent_requests", "1", "--max_steps", "4", "--max_staleness", "1"]
         main(parse_args([recipe(slow, fast), *limit]))
-    counts = [
-        sum(path == "/inference/v1/generate" for path, _ in server.log) for server in (slow, fast)
-    ]
+    counts = [sum(path == "/sample" for path, _ in server.log) for server in (slow, fast)]
     assert counts[1] > 2 * counts[0]
 
 

@@ -56,6 +56,13 @@ def row_tokens(groups: Sequence[Group], config: TrainConfig) -> int:
     return num_packed_tokens(sequences, config.share_prefix, apart=groups_apart(groups))
 
 
+def tokens_alone(group: Group, config: TrainConfig) -> int:
+    """Positions of a row that holds the group alone; they are counted once."""
+    if group.num_positions is None:
+        group.num_positions = row_tokens([group], config)
+    return group.num_positions
+
+
 def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
     """The number of tokens of each completion that train.
 
@@ -197,18 +204,17 @@ class Dealer:
         if self.waiting and not self._has_room_for(group):
             self._pack_waiting(self.config.max_tokens_per_gpu)
         self.waiting.append(group)
-        self.waiting_tokens += row_tokens([group], self.config)
+        self.waiting_tokens += tokens_alone(group, self.config)
         self.added.append(group)
 
     def _has_room_for(self, group: Group) -> bool:
         """True where the open row can take the group."""
         max_tokens = self.config.max_tokens_per_gpu
-        if self.config.share_prefix:
-            # Sharing only takes tokens away, so this cheap sum is the most that the row can have.
-            at_most = self.waiting_tokens + row_tokens([group], self.config)
-            if at_most <= max_tokens:
-                return True
-        return row_tokens([*self.waiting, group], self.config) <= max_tokens
+        # Sharing only takes tokens away, so this cheap sum is the most that the row can have.
+        at_most = self.waiting_tokens + tokens_alone(group, self.config)
+        return (
+            at_most <= max_tokens or row_tokens([*self.waiting, group], self.config) <= max_tokens
+        )
 
     def _pack_waiting(self, max_tokens: int) -> None:
         """Pack the waiting groups into rows of at most `max_tokens`."""
@@ -220,6 +226,9 @@ class Dealer:
         """Spread the waiting groups evenly over the round's missing rows."""
         num_ranks = len(self.loads)
         num_missing = num_ranks - len(self.rows) % num_ranks
+        if num_missing == 1:  # all of them, as they wait for one row
+            self._pack_waiting(self.config.max_tokens_per_gpu)
+            return
         tokens_each = math.ceil(row_tokens(self.waiting, self.config) / num_missing)
         longest = longest_completion(self.waiting, self.config)
         self._pack_waiting(min(max(tokens_each, longest), self.config.max_tokens_per_gpu))
@@ -268,6 +277,9 @@ def longest_completion(groups: list[Group], config: TrainConfig) -> int:
     for group in groups:
         prompt_ids, completions = group.sequences
         for completion in completions:
-            alone = num_packed_tokens([(prompt_ids, [completion])], config.share_prefix)
+            own_prompt, token_ids = completion[0]
+            alone = len(own_prompt) + len(token_ids) - 1  # a position predicts the next token
+            if len(completion) > 1:  # segments, which may share
+                alone = num_packed_tokens([(prompt_ids, [completion])], config.share_prefix)
             longest = max(longest, alone)
     return longest

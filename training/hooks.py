@@ -7,7 +7,8 @@ from torch import Tensor
 
 from config import TrainConfig
 from rollouts.group import Completion, Group, Prompt
-from utils import naming, naming_function
+from rollouts.own_advantages import naming_function
+from utils import naming
 
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # what a loss_fn may name, besides loss/...
 

@@ -1,0 +1,215 @@
+"""What the real server costs beside its model: CPU time, bytes and tokens a second of completions.
+
+    python benchmarks/serving.py [--against CHECKOUT] [--json PATH] [--quick] [--length 96]
+
+The tiny model on a server whose engine is a process of its own, as on a GPU. Groups of 8 completions of `length` tokens
+are asked for, so many at once that the named number of sequences is under way. Columns:
+
+  tokens_per_s  completion tokens that arrive
+  api_us        CPU time of the API process for a completion token, microseconds
+  engine_us     of the engine's
+  client_us     of the process that asks: here it does nothing but ask and decode
+  decode_us     of that alone, the decoding of a reply that is there
+  bytes         of replies, for a token
+
+With `--against` a checkout of another commit is measured in turn with this one, each by its own client, three times;
+a row has the medians.
+"""
+
+import argparse
+import inspect
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent.parent
+sys.path.remove(str(Path(__file__).resolve().parent))  # where this file hides the room of its name
+GROUP = 8  # completions
+SEQUENCES = (16, 128, 512)
+WARM_UP_S, MEASURED_S = 4.0, 12.0
+
+
+def build(folder: Path) -> None:
+    """A random model of the tiny recipe's shape, with its tokenizer."""
+    sys.path[:0] = [str(HERE), str(HERE / "scripts")]
+    import torch
+    from build_tiny import build_model, build_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = build_tokenizer()
+    build_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+# -- In a process of its own, for one checkout -----------------------------------------------------
+
+
+class Load:
+    """Threads that ask for groups all the time; counts what arrives."""
+
+    def __init__(self, server: Any, num_groups: int, length: int):
+        self.server = server
+        self.length = length
+        self.num_tokens = 0
+        self.is_over = False
+        self.lock = threading.Lock()
+        self.threads = [threading.Thread(target=self.ask, args=(n,)) for n in range(num_groups)]
+        for thread in self.threads:
+            thread.start()
+
+    def ask(self, number: int) -> None:
+        """Ask for groups until the end, each of a prompt of its own."""
+        sampling = {"n": GROUP, "max_tokens": self.length, "ignore_eos": True, "temperature": 1.0}
+        turn = 0
+        while not self.is_over:
+            turn += 1
+            prompt = [5 + (number + turn + place) % 10 for place in range(12)]
+            completions = self.server.generate(prompt, sampling)
+            with self.lock:
+                self.num_tokens += sum(len(completion.token_ids) for completion in completions)
+
+    def close(self) -> None:
+        """Wait for what is under way."""
+        self.is_over = True
+        for thread in self.threads:
+            thread.join()
+
+
+def measured(url: str, api: Any, num_sequences: int, length: int, seconds: float) -> dict[str, Any]:
+    """The columns of one row."""
+    import psutil
+
+    from vllm_client import Server
+
+    server = Server(url, timeout_s=300.0)
+    load = Load(server, num_sequences // GROUP, length)
+    engines = api.children(recursive=True)
+
+    def spent() -> tuple[float, float, float]:
+        times = [sum(api.cpu_times()[:2]), 0.0, sum(psutil.Process().cpu_times()[:2])]
+        times[1] = sum(sum(engine.cpu_times()[:2]) for engine in engines)
+        return times[0], times[1], times[2]
+
+    time.sleep(WARM_UP_S)
+    before, tokens_before, started_s = spent(), load.num_tokens, time.monotonic()
+    time.sleep(seconds)
+    after, num_tokens = spent(), load.num_tokens - tokens_before
+    passed_s = time.monotonic() - started_s
+    load.close()
+
+    names = ("api_us", "engine_us", "client_us")
+    found: dict[str, Any] = {"tokens_per_s": num_tokens / passed_s}
+    for name, first, last in zip(names, before, after, strict=True):
+        found[name] = (last - first) / num_tokens * 1e6
+    return found | decoding(server, length)
+
+
+def decoding(server: Any, length: int) -> dict[str, float]:
+    """Seconds and bytes of one reply, for a token."""
+    read = inspect.signature(type(server).generate).parameters["read"].default
+    found: dict[str, float] = {}
+
+    def timed(num: int, reply: Any) -> Any:
+        content = reply.content  # all of it is there
+        times = []
+        for _ in range(20):
+            started_s = time.process_time()
+            completions = read(num, reply)
+            times.append(time.process_time() - started_s)
+        num_tokens = num * length
+        found["decode_us"] = sorted(times)[len(times) // 2] / num_tokens * 1e6
+        found["bytes"] = len(content) / num_tokens
+        return completions
+
+    sampling = {"n": GROUP, "max_tokens": length, "ignore_eos": True, "temperature": 1.0}
+    server.generate([5, 6, 7], sampling, read=timed)
+    return found
+
+
+def of_checkout(model: str, length: int, sequences: list[int], seconds: float) -> Any:
+    """All rows of the checkout that is first on the path."""
+    import psutil
+
+    from benchmarks.local_server import local_server
+
+    options = [
+        "--max-num-seqs", str(max(SEQUENCES)), "--max-model-len", str(length + 32),
+        "--kv-cache-memory-bytes", "1G",
+    ]  # fmt: skip
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    rows = []
+    with local_server(model, Path(model) / "server.log", *options, env=env) as server:
+        url = server.wait()
+        api = psutil.Process(server.process.pid)
+        for num_sequences in sequences:
+            found = measured(url, api, num_sequences, length, seconds)
+            rows.append({"sequences": num_sequences} | found)
+    return rows
+
+
+# -- The command line ------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Measure the checkouts in turn, and print and write the medians."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", type=Path, help="the checkout of another commit")
+    parser.add_argument("--json", type=Path, help="write the rows here")
+    parser.add_argument("--quick", action="store_true", help="16 sequences, once, in a minute")
+    parser.add_argument("--length", type=int, default=96, help="tokens of a completion")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--sequences", type=int, nargs="+", default=list(SEQUENCES))
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.quick:
+        args.repeats, args.sequences = 1, [SEQUENCES[0]]
+    if args.child:
+        seconds = 3.0 if args.quick else MEASURED_S
+        found = of_checkout(args.child, args.length, args.sequences, seconds)
+        print(json.dumps(found), flush=True)
+        os._exit(0)
+
+    checkouts = {"now": HERE}
+    if args.against:
+        checkouts = {"before": args.against.resolve(), "now": HERE}
+    runs: dict[tuple[str, int], list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        build(Path(folder))
+        for _ in range(args.repeats):
+            for when, checkout in checkouts.items():
+                command = [
+                    sys.executable,
+                    __file__,
+                    "--child",
+                    folder,
+                    "--length",
+                    str(args.length),
+                ]
+                command += ["--sequences", *map(str, args.sequences), *["--quick"] * args.quick]
+                env = {**os.environ, "PYTHONPATH": f"{checkout}:{checkout / 'scripts'}"}
+                done = subprocess.run(
+                    command, stdout=subprocess.PIPE, text=True, check=True, env=env, cwd=checkout
+                )
+                for row in json.loads(done.stdout.splitlines()[-1]):
+                    runs.setdefault((when, row.pop("sequences")), []).append(row)
+
+    sys.path.append(str(HERE))
+    from benchmarks.common import median, report
+
+    rows = []
+    for (when, num_sequences), found in runs.items():
+        medians = {name: median([run[name] for run in found]) for name in found[0]}
+        rows.append({"when": when, "sequences": num_sequences, **medians})
+    report(rows, args.json)
+
+
+if __name__ == "__main__":
+    main()

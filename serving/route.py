@@ -1,0 +1,152 @@
+"""The server's own route for completions: ids in, arrays out.
+
+vLLM's `/inference/v1/generate` makes an object and 136 bytes of JSON of every token, and decodes
+text that nobody reads.
+"""
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator
+from typing import Any
+from uuid import uuid4
+
+import msgspec
+from pydantic import TypeAdapter
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
+from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine.output_processor import RequestOutputCollector
+
+from serving.messages import Sampled, packed
+
+
+class SampleRequest(msgspec.Struct):
+    """The JSON that a trainer posts to the route."""
+
+    token_ids: list[int]  # of the prompt
+    sampling_params: dict[str, object]  # vLLM's
+    images: list[str] = []  # data URIs
+
+
+PARAMS = TypeAdapter(SamplingParams)
+REQUEST = msgspec.json.Decoder(SampleRequest)
+aborts: set[asyncio.Task[None]] = set()  # under way
+
+
+async def sample(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a `SampleRequest` by a `Sampled` for each completion, as they end.
+
+    A trainer that closes the connection aborts those that have not ended.
+    """
+    engine = scope["app"].state.engine_client
+    begun: list[RequestOutputCollector] = []
+    answer: JSONResponse | StreamingResponse
+    try:
+        body = await Request(scope, receive).body()
+        request = REQUEST.decode(body)
+        params = _params(request)
+        prompt = await _prompt(request, scope["app"].state)
+        name = uuid4().hex
+        for number, own_params in enumerate(_of_each(params)):
+            begun.append(await engine.add_request(f"{name}-{number}", prompt, own_params))
+    except Exception as error:  # whatever vLLM raises: the server goes on
+        _abort(begun, engine)
+        is_refusal = isinstance(error, (ValueError, msgspec.MsgspecError, VLLMClientError))
+        text = " ".join(f"{type(error).__name__}: {error}".split())
+        answer = JSONResponse({"error": text}, 400 if is_refusal else 500)
+    else:
+        answer = StreamingResponse(_replies(begun, bool(request.images), engine))
+    await answer(scope, receive, send)
+
+
+def _params(request: SampleRequest) -> SamplingParams:
+    """vLLM's parameters, for completions as a whole and without a text that nobody reads."""
+    params = PARAMS.validate_python(request.sampling_params)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    params.flat_logprobs = True
+    params.detokenize = bool(params.stop)
+    return params
+
+
+def _of_each(params: SamplingParams) -> list[SamplingParams]:
+    """The parameters of each of `params.n` completions: they differ in their seeds, as vLLM's."""
+    found = []
+    for number in range(params.n):
+        own = params.clone()
+        own.n = 1
+        if own.seed is not None:
+            own.seed += number
+        found.append(own)
+    return found
+
+
+async def _prompt(request: SampleRequest, state: Any) -> Any:
+    """The prompt as the engine takes it, images processed."""
+    if not request.images:
+        return {"type": "token", "prompt_token_ids": request.token_ids}
+    tracker = AsyncMultiModalItemTracker(state.engine_client.model_config)
+    parser = tracker.create_parser()
+    for url in request.images:
+        parser.parse_image(url, None)
+    images, names = await tracker.resolve_items()
+    prompt = TokensPrompt(prompt_token_ids=request.token_ids, multi_modal_data=images)
+    if names:
+        prompt["multi_modal_uuids"] = names
+    (rendered,) = await state.online_renderer.renderer.render_cmpl_async([prompt])
+    return rendered
+
+
+async def _replies(
+    begun: list[RequestOutputCollector], has_images: bool, engine: Any
+) -> AsyncIterator[bytes]:
+    """The messages of completions, in the order in which they end."""
+    ends = [asyncio.ensure_future(_end(number, queue)) for number, queue in enumerate(begun)]
+    try:
+        for end in asyncio.as_completed(ends):
+            number, output = await end
+            yield packed(_message(number, output, has_images))
+    except Exception as error:  # of the engine, after the reply has begun
+        yield packed(Sampled(error=f"{type(error).__name__}: {error}"))
+    finally:
+        left = [queue for end, queue in zip(ends, begun, strict=True) if not end.done()]
+        for end in ends:
+            end.cancel()
+        _abort(left, engine)
+
+
+async def _end(number: int, queue: RequestOutputCollector) -> tuple[int, Any]:
+    """A completion's number, and its output once it has ended."""
+    return number, await queue.get()
+
+
+def _abort(begun: list[RequestOutputCollector], engine: Any) -> None:
+    """Abort completions, in a task of its own: this one may be cancelled."""
+    if begun:
+        names = [queue.request_id for queue in begun]
+        task = asyncio.ensure_future(engine.abort(names, internal=True))
+        aborts.add(task)
+        task.add_done_callback(aborts.discard)
+
+
+def _message(number: int, output: RequestOutput, has_images: bool) -> Sampled:
+    """The message of a completion that has ended."""
+    (completion,) = output.outputs
+    message = Sampled(number, completion.finish_reason)
+    message.token_ids = array("i", completion.token_ids).tobytes()
+    message.logprobs = _floats(completion.logprobs)
+    for span in completion.weight_versions or ():
+        message.weight_versions.append((span.version, span.start, span.end))
+    if has_images:
+        message.prompt_token_ids = array("i", output.prompt_token_ids or ()).tobytes()
+    message.prompt_logprobs = _floats(output.prompt_logprobs)
+    return message
+
+
+def _floats(logprobs: Any) -> bytes:
+    """vLLM's flat log-probs, or none."""
+    return array("f", logprobs.logprobs).tobytes() if logprobs else b""

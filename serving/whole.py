@@ -1,0 +1,100 @@
+"""Whole completions from vLLM's engine to its API process.
+
+The engine sends a message of every token, and reading them costs the API process ten times what
+the rest of its work does. Where nobody waits for single tokens, the engine keeps them until the
+completion ends.
+"""
+
+from array import array
+from typing import Any
+
+import numpy as np
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import LogprobsLists
+
+_attach_weight_version = EngineCore._attach_weight_version
+_set_weight_version = EngineCore.set_weight_version
+
+
+class Kept:
+    """The tokens that the engine has of a completion, and has not sent."""
+
+    def __init__(self, client: int):
+        self.client = client  # the number of the API process
+        self.clear()
+
+    def clear(self) -> None:
+        """Keep none."""
+        self.token_ids: list[int] = []
+        self.logprobs = array("f")
+        self.ranks = array("q")
+
+    def add(self, output: EngineCoreOutput) -> None:
+        """Take the tokens of an output."""
+        self.token_ids += output.new_token_ids
+        if output.new_logprobs:
+            self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
+            self.ranks.extend(output.new_logprobs.sampled_token_ranks.tolist())
+
+    def put_into(self, output: EngineCoreOutput) -> EngineCoreOutput:
+        """Give an output all tokens; none are kept from then on."""
+        ids = np.array(self.token_ids, dtype=np.int64)[:, None]
+        logprobs = np.array(self.logprobs, dtype=np.float32)[:, None]
+        ranks = np.array(self.ranks, dtype=np.int64)
+        output.new_token_ids = self.token_ids
+        output.new_logprobs = LogprobsLists(ids, logprobs, ranks) if self.token_ids else None
+        self.clear()
+        return output
+
+
+def _attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
+    """Mark a step's messages with the weights' version; keep the tokens that can wait."""
+    _attach_weight_version(core, messages)
+    kept: dict[str, Kept] = core.__dict__.setdefault("kept", {})
+    requests = core.scheduler.requests
+    for client, message in list(messages.items()):
+        sent = []
+        for output in message.outputs:
+            name = output.request_id
+            if name not in kept:
+                if name in requests and _can_wait(requests[name].sampling_params):
+                    kept[name] = Kept(client)  # from the next token on
+                sent.append(output)
+                continue
+            kept[name].add(output)
+            if output.finished:
+                sent.append(kept.pop(name).put_into(output))
+        message.outputs = sent
+        if not sent and not message.scheduler_stats and not message.finished_requests:
+            del messages[client]
+    if len(kept) > len(requests):  # some were aborted
+        for name in kept.keys() - requests.keys():
+            del kept[name]
+
+
+def _can_wait(params: Any) -> bool:
+    """True where only the whole completion is asked for, without its text."""
+    is_whole = params.output_kind == RequestOutputKind.FINAL_ONLY
+    return is_whole and not params.detokenize and params.logprobs == 0
+
+
+def _send_and_set(core: Any, weight_version: str) -> None:
+    """Send all tokens that are kept, under the version that sampled them; set the next."""
+    of_clients: dict[int, list[EngineCoreOutput]] = {}
+    for name, tokens in core.__dict__.get("kept", {}).items():
+        if tokens.token_ids:
+            output = tokens.put_into(EngineCoreOutput(name, []))
+            of_clients.setdefault(tokens.client, []).append(output)
+    for client, outputs in of_clients.items():
+        message = EngineCoreOutputs(outputs=outputs, weight_version=core._weight_version)
+        core.output_queue.put_nowait((client, message))
+    _set_weight_version(core, weight_version)
+
+
+def keep_tokens() -> None:
+    """Change vLLM's engine in this process."""
+    core: Any = EngineCore
+    core._attach_weight_version = _attach_and_keep
+    core.set_weight_version = _send_and_set

@@ -1,0 +1,149 @@
+"""Completions on the wire, and what the engine keeps of them until they end."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+from vllm.v1.outputs import LogprobsLists
+
+from serving import whole
+from serving.messages import Sampled, messages, packed
+
+FINAL, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
+
+
+@given(sizes=st.lists(st.integers(0, 300), max_size=5), chunk=st.integers(1, 400))
+def test_messages_come_in_chunks_of_any_size(sizes, chunk):
+    sent = [Sampled(number, "stop", b"x" * size) for number, size in enumerate(sizes)]
+    data = b"".join(packed(message) for message in sent)
+    chunks = [data[start : start + chunk] for start in range(0, len(data), chunk)]
+    assert list(messages(chunks)) == sent
+    if sent:
+        assert list(messages([data[:-1]])) == sent[:-1]
+
+
+class Engine(SimpleNamespace):
+    """As much of vLLM's engine as keeps tokens."""
+
+    def __init__(self):
+        super().__init__(scheduler=SimpleNamespace(requests={}), sent=[], _weight_version="0")
+        self.output_queue: Any = SimpleNamespace(put_nowait=self.sent.append)
+
+    def add(self, name, **params):
+        defaults: dict[str, Any] = {"output_kind": FINAL, "detokenize": False, "logprobs": 0}
+        sampling = SamplingParams(**(defaults | params))
+        self.scheduler.requests[name] = SimpleNamespace(sampling_params=sampling)
+
+    def step(self, *outputs, stats=None):
+        """One step of (name, tokens, end); a log-prob is minus a tenth of its token, a rank the token and one."""
+        message = EngineCoreOutputs(scheduler_stats=stats)
+        for name, tokens, end in outputs:
+            ids = np.array(tokens)[:, None]
+            logprobs = LogprobsLists(ids, (-0.1 * ids).astype(np.float32), ids[:, 0] + 1)
+            message.outputs.append(
+                EngineCoreOutput(
+                    name, list(tokens), logprobs if tokens else None, finish_reason=end
+                )
+            )
+            if end:
+                del self.scheduler.requests[name]
+        step = {0: message}
+        whole._attach_and_keep(self, step)
+        self.sent += step.items()
+
+    def received(self, name):
+        """Its tokens, the versions and log-probs they came with, and the number of messages of it."""
+        found = []
+        num_messages = 0
+        for _, message in self.sent:
+            for output in message.outputs:
+                if output.request_id != name:
+                    continue
+                num_messages += 1
+                lists = output.new_logprobs
+                for place, token in enumerate(output.new_token_ids):
+                    assert lists.logprob_token_ids[place].tolist() == [token]
+                    assert lists.sampled_token_ranks[place] == token + 1
+                    found.append((token, message.weight_version, lists.logprobs[place].item()))
+        return found, num_messages
+
+
+def expected(tokens, version="0"):
+    return [(token, version, pytest.approx(-0.1 * token)) for token in tokens]
+
+
+def test_tokens_wait_for_the_end():
+    """The first comes at once, with what vLLM says of the prompt; the others with the last."""
+    engine = Engine()
+    engine.add("a")
+    engine.add("text", detokenize=True)
+    for token in range(1, 6):
+        end = FinishReason.STOP if token == 5 else None
+        engine.step(("a", [token], end), ("text", [10 * token], None))
+    assert engine.received("a") == (expected([1, 2, 3, 4, 5]), 2)
+    assert engine.received("text") == (expected([10, 20, 30, 40, 50]), 5)
+    assert not engine.kept
+
+
+@pytest.mark.parametrize(
+    "params", [{"output_kind": DELTA}, {"detokenize": True}, {"logprobs": 2}, {"logprobs": None}]
+)
+def test_tokens_that_somebody_waits_for(params):
+    engine = Engine()
+    engine.add("a", **params)
+    for token in (1, 2, 3):
+        engine.step(("a", [token], None))
+    assert engine.received("a") == (expected([1, 2, 3]), 3)
+
+
+def test_an_update_sends_what_the_old_weights_sampled():
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.add(name)
+    for token in (1, 2, 3):
+        engine.step(("a", [token], None), ("b", [token + 10], None))
+    whole._send_and_set(engine, "1")
+    assert engine._weight_version == "1"
+    whole._send_and_set(engine, "2")  # with nothing in between
+    engine.step(("a", [4, 5], None), ("b", [14], FinishReason.LENGTH))  # a step may have two tokens
+    engine.step(("a", [6], FinishReason.STOP))
+    assert engine.received("a")[0] == expected([1, 2, 3]) + expected([4, 5, 6], "2")
+    assert engine.received("b")[0] == expected([11, 12, 13]) + expected([14], "2")
+
+
+def test_an_end_without_a_token():
+    engine = Engine()
+    engine.add("a")
+    for token in (1, 2):
+        engine.step(("a", [token], None))
+    engine.step(("a", [], FinishReason.LENGTH))
+    assert engine.received("a")[0] == expected([1, 2])
+
+
+def test_what_was_aborted_is_forgotten():
+    engine = Engine()
+    for name in ("a", "b"):
+        engine.add(name)
+    for token in (1, 2):
+        engine.step(("a", [token], None), ("b", [token], None))
+    del engine.scheduler.requests["a"]  # as an abort does, without an output
+    engine.step(("b", [3], None))
+    assert set(engine.kept) == {"b"}
+    engine.step(("b", [4], FinishReason.STOP))
+    assert engine.received("b") == (expected([1, 2, 3, 4]), 2)
+
+
+def test_a_step_that_sends_nothing_is_no_message():
+    engine = Engine()
+    engine.add("a")
+    engine.step(("a", [1], None))
+    engine.step(("a", [2], None))
+    assert len(engine.sent) == 1
+    stats: Any = SimpleNamespace()
+    engine.step(("a", [3], None), stats=stats)
+    assert [message.scheduler_stats for _, message in engine.sent] == [None, stats]
