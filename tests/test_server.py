@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import json
 import os
@@ -400,7 +401,7 @@ def choose(argv, log, environment):
         seen.append({name: getattr(args, name, os.environ.get(name)) for name in ON_CPU})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli_args, "make_arg_parser", lambda _: parser)
+        patch.setattr(cli_args, "make_arg_parser", lambda _: copy.deepcopy(parser))
         patch.setattr(entry, "setup_server", lambda args, reuse_port: ("", None))
         patch.setattr(entry, "run_server_worker", run_server_worker)
         for cores, free, options, variables, _ in CHOICES:
