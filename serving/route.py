@@ -7,6 +7,7 @@ text that nobody reads.
 import asyncio
 from array import array
 from collections.abc import AsyncIterator
+from copy import copy
 from typing import Any
 from uuid import uuid4
 
@@ -77,8 +78,9 @@ def _of_each(params: SamplingParams) -> list[SamplingParams]:
     """The parameters of each of `params.n` completions: they differ in their seeds, as vLLM's."""
     found = []
     for number in range(params.n):
-        own = params.clone()
+        own = copy(params)
         own.n = 1
+        own.skip_clone = True  # a deep copy of each would cost more than all else here
         if own.seed is not None:
             own.seed += number
         found.append(own)
@@ -107,9 +109,10 @@ async def _replies(
     """The messages of completions, in the order in which they end."""
     ends = [asyncio.ensure_future(_end(number, queue)) for number, queue in enumerate(begun)]
     try:
-        for end in asyncio.as_completed(ends):
-            number, output = await end
-            yield packed(_message(number, output, has_images))
+        pending = set(ends)
+        while pending:
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            yield b"".join(packed(_message(*end.result(), has_images)) for end in ended)
     except Exception as error:  # of the engine, after the reply has begun
         yield packed(Sampled(error=f"{type(error).__name__}: {error}"))
     finally:

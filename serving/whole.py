@@ -27,12 +27,14 @@ class Kept:
 
     def clear(self) -> None:
         """Keep none."""
+        self.prefill_stats: Any = None
         self.token_ids: list[int] = []
         self.logprobs = array("f")
         self.ranks = array("q")
 
     def add(self, output: EngineCoreOutput) -> None:
-        """Take the tokens of an output."""
+        """Take the tokens of an output, and what the first says of the prompt."""
+        self.prefill_stats = self.prefill_stats or output.prefill_stats
         self.token_ids += output.new_token_ids
         if output.new_logprobs:
             self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
@@ -43,6 +45,7 @@ class Kept:
         ids = np.array(self.token_ids, dtype=np.int64)[:, None]
         logprobs = np.array(self.logprobs, dtype=np.float32)[:, None]
         ranks = np.array(self.ranks, dtype=np.int64)
+        output.prefill_stats = self.prefill_stats
         output.new_token_ids = self.token_ids
         output.new_logprobs = LogprobsLists(ids, logprobs, ranks) if self.token_ids else None
         self.clear()
@@ -58,14 +61,16 @@ def _attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
         sent = []
         for output in message.outputs:
             name = output.request_id
+            if name in requests and name not in kept and _can_wait(requests[name]):
+                kept[name] = Kept(client)
             if name not in kept:
-                if name in requests and _can_wait(requests[name].sampling_params):
-                    kept[name] = Kept(client)  # from the next token on
                 sent.append(output)
                 continue
             kept[name].add(output)
+            if _must_go(output):
+                sent.append(kept[name].put_into(output))
             if output.finished:
-                sent.append(kept.pop(name).put_into(output))
+                del kept[name]
         message.outputs = sent
         if not sent and not message.scheduler_stats and not message.finished_requests:
             del messages[client]
@@ -74,10 +79,17 @@ def _attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
             del kept[name]
 
 
-def _can_wait(params: Any) -> bool:
+def _can_wait(request: Any) -> bool:
     """True where only the whole completion is asked for, without its text."""
+    params = request.sampling_params
     is_whole = params.output_kind == RequestOutputKind.FINAL_ONLY
     return is_whole and not params.detokenize and params.logprobs == 0
+
+
+def _must_go(output: EngineCoreOutput) -> bool:
+    """True for an output that says more than tokens; events are for /metrics, which ask when."""
+    has_prompt = output.new_prompt_logprobs_tensors is not None
+    return output.finished or has_prompt or bool(output.events)
 
 
 def _send_and_set(core: Any, weight_version: str) -> None:

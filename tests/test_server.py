@@ -702,6 +702,14 @@ def test_a_reachable_host_needs_a_token(models, token, tmp_path):
     assert "set VLLM_API_KEY" in (tmp_path / "log").read_text()
 
 
+def test_one_front_end(models, tmp_path):
+    command = ["python", "vllm_server.py", "--model", models["tied"], "--api-server-count", "2"]
+    refused = Forked(command, tmp_path / "log", ENV)
+    refused.wait(120)
+    assert refused.poll() == 1
+    assert "--api-server-count: this server has one" in (tmp_path / "log").read_text()
+
+
 def test_server_not_reachable(models):
     client = ServerPool(make_config(models["tied"], "http://127.0.0.1:9", server_timeout=0.0))
     with pytest.raises(

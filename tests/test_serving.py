@@ -37,19 +37,20 @@ class Engine(SimpleNamespace):
     def add(self, name, **params):
         defaults: dict[str, Any] = {"output_kind": FINAL, "detokenize": False, "logprobs": 0}
         sampling = SamplingParams(**(defaults | params))
-        self.scheduler.requests[name] = SimpleNamespace(sampling_params=sampling)
+        self.scheduler.requests[name] = SimpleNamespace(sampling_params=sampling, is_new=True)
 
-    def step(self, *outputs, stats=None):
+    def step(self, *outputs, stats=None, **said):
         """One step of (name, tokens, end); a log-prob is minus a tenth of its token, a rank the token and one."""
         message = EngineCoreOutputs(scheduler_stats=stats)
         for name, tokens, end in outputs:
             ids = np.array(tokens)[:, None]
             logprobs = LogprobsLists(ids, (-0.1 * ids).astype(np.float32), ids[:, 0] + 1)
-            message.outputs.append(
-                EngineCoreOutput(
-                    name, list(tokens), logprobs if tokens else None, finish_reason=end
-                )
-            )
+            output: Any = EngineCoreOutput(name, list(tokens), finish_reason=end, **said)
+            output.new_logprobs = logprobs if tokens else None
+            if self.scheduler.requests[name].is_new:
+                output.prefill_stats = f"of {name}"
+                self.scheduler.requests[name].is_new = False
+            message.outputs.append(output)
             if end:
                 del self.scheduler.requests[name]
         step = {0: message}
@@ -78,14 +79,15 @@ def expected(tokens, version="0"):
 
 
 def test_tokens_wait_for_the_end():
-    """The first comes at once, with what vLLM says of the prompt; the others with the last."""
+    """They come with the last, and with what vLLM says of the prompt at the first."""
     engine = Engine()
     engine.add("a")
     engine.add("text", detokenize=True)
     for token in range(1, 6):
         end = FinishReason.STOP if token == 5 else None
         engine.step(("a", [token], end), ("text", [10 * token], None))
-    assert engine.received("a") == (expected([1, 2, 3, 4, 5]), 2)
+    assert engine.received("a") == (expected([1, 2, 3, 4, 5]), 1)
+    assert engine.sent[-1][1].outputs[0].prefill_stats == "of a"
     assert engine.received("text") == (expected([10, 20, 30, 40, 50]), 5)
     assert not engine.kept
 
@@ -135,7 +137,7 @@ def test_what_was_aborted_is_forgotten():
     engine.step(("b", [3], None))
     assert set(engine.kept) == {"b"}
     engine.step(("b", [4], FinishReason.STOP))
-    assert engine.received("b") == (expected([1, 2, 3, 4]), 2)
+    assert engine.received("b") == (expected([1, 2, 3, 4]), 1)
 
 
 def test_a_step_that_sends_nothing_is_no_message():
@@ -143,7 +145,20 @@ def test_a_step_that_sends_nothing_is_no_message():
     engine.add("a")
     engine.step(("a", [1], None))
     engine.step(("a", [2], None))
-    assert len(engine.sent) == 1
+    assert not engine.sent
     stats: Any = SimpleNamespace()
     engine.step(("a", [3], None), stats=stats)
-    assert [message.scheduler_stats for _, message in engine.sent] == [None, stats]
+    assert [message.scheduler_stats for _, message in engine.sent] == [stats]
+
+
+@pytest.mark.parametrize("said", [{"events": ["QUEUED"]}, {"new_prompt_logprobs_tensors": "x"}])
+def test_what_is_no_token_goes_at_once(said):
+    """With the tokens before it, in their order."""
+    engine = Engine()
+    engine.add("a")
+    engine.step(("a", [1], None), **said)
+    assert engine.received("a") == (expected([1]), 1)
+    engine.step(("a", [2], None))
+    engine.step(("a", [3], None), **said)
+    engine.step(("a", [4], FinishReason.STOP))
+    assert engine.received("a") == (expected([1, 2, 3, 4]), 3)
