@@ -26,7 +26,7 @@ from torch.distributed import TCPStore
 
 from config import UserError
 from rollouts.group import CUT, FOREIGN, Completion, spans_to_versions
-from serving.messages import SAMPLE, Sampled, messages
+from server.messages import SAMPLE, Sampled, messages
 from utils import RIGHT_VLLM, api_token
 from weights.transfer import TransferGroup, address_towards
 

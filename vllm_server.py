@@ -14,7 +14,7 @@ from typing import Any
 
 import vllm
 
-from serving.messages import SAMPLE
+from server.messages import SAMPLE
 from utils import RIGHT_VLLM, VLLM_VERSION, api_token, die_with
 from weights.transfer import TransferGroup
 
@@ -32,8 +32,8 @@ from vllm.platforms import current_platform
 from vllm.utils import cpu_resource_utils, nccl, torch_utils
 from vllm.v1.core.sched import output
 
-from serving.route import sample
-from serving.whole import keep_tokens
+from server.route import sample
+from server.whole import keep_tokens
 
 BACKEND = "grpo"
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images

@@ -62,7 +62,7 @@ def reply_bytes(num: int, length: int, seed: int = 0) -> bytes:
     """The body of a reply with `num` completions, as the checkout's server writes it."""
     rng = random.Random(seed)
     with suppress(ImportError):  # of a checkout that asks vLLM's own route
-        from serving.messages import Sampled, packed
+        from server.messages import Sampled, packed
 
         body = b""
         for index in range(num):

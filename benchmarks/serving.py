@@ -29,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent.parent
-# In the folder of benchmarks this file would hide the room of its name.
-sys.path[:] = [path for path in sys.path if Path(path).resolve() != HERE / "benchmarks"]
 GROUP = 8  # completions
 SEQUENCES = (16, 128, 512)
 WARM_UP_S, MEASURED_S = 4.0, 12.0

@@ -13,7 +13,7 @@ from torch import Tensor
 from config import TrainConfig, UserError
 from rollouts.group import Group
 from rollouts.servers import ServerPool
-from serving.messages import SAMPLE, messages
+from server.messages import SAMPLE, messages
 from vllm_client import Server, State
 
 

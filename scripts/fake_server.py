@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
-from serving.messages import SAMPLE, Sampled, packed
+from server.messages import SAMPLE, Sampled, packed
 from utils import VLLM_VERSION
 from weights.transfer import TransferGroup
 

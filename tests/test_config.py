@@ -479,7 +479,7 @@ def test_a_missing_value_is_argparses_error(words, capsys):
 
 def test_every_field_is_documented_and_read():
     names = [field.name for field in dataclasses.fields(TrainConfig)]
-    rooms = ("rollouts", "training", "weights", "serving")
+    rooms = ("rollouts", "training", "weights", "server")
     files = [*ROOT.glob("*.py"), *(file for room in rooms for file in ROOT.glob(f"{room}/*.py"))]
     code = "".join(file.read_text() for file in files)
     source = (ROOT / "config.py").read_text()

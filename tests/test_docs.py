@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from config import TrainConfig, parse_args
 
-ROOMS = ("rollouts", "training", "weights", "serving")
+ROOMS = ("rollouts", "training", "weights", "server")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 OPTIONS = {  # of the server, and of scripts: no fields
     "gpu-memory-utilization", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",

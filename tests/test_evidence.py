@@ -96,6 +96,6 @@ def test_the_house_is_what_the_script_draws():
     assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == drawn
     assert len(drawn) < 15_000
     names = re.findall(r">([\w]+\.py)<", drawn)
-    rooms = ("", "rollouts", "training", "weights", "serving")
+    rooms = ("", "rollouts", "training", "weights", "server")
     core = {path.name for room in rooms for path in (ROOT / room).glob("*.py")} - {"__init__.py"}
     assert set(names) == core

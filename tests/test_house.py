@@ -18,10 +18,10 @@ ROOMS = {
         "hooks", "heartbeat", "intact", "resume",
     },
     "weights": {"publish", "transfer", "cuda_ipc"},
-    "serving": {"messages", "route", "whole"},
+    "server": {"messages", "route", "whole"},
 }  # fmt: skip
 FLOORS = {  # of a file, or else of its room
-    "train": 6, "rollouts": 5, "training": 5, "vllm_client": 4, "vllm_server": 4, "weights": 3, "serving": 3, "serving.messages": -1,
+    "train": 6, "rollouts": 5, "training": 5, "vllm_client": 4, "vllm_server": 4, "weights": 3, "server": 3, "server.messages": -1,
     "rollouts.group": 3, "rollouts.vllm_params": -1, "rollouts.workers": -1, "rollouts.own_advantages": 2, "training.heartbeat": -1, "prefix_attention": 2, "utils": 1, "config": 0,
 }  # fmt: skip
 FILE_LINES, FUNCTION_LINES = 450, 60
@@ -32,7 +32,7 @@ FILE_LIMITS = {  # a library that nobody must read, and fields that are their ow
 ALL_NODES, NODES_OF_TINY = 40_500, 30_500  # of the syntax tree, without annotations and docstrings
 # What a run of recipes/tiny.py does not import; the server is a process of its own.
 OPTIONAL = {
-    "vllm_server", "serving.route", "serving.whole", "rollouts.images", "rollouts.references", "rollouts.replay", "rollouts.own_rollouts", "rollouts.own_advantages", "rollouts.sources", "rollouts.vllm_params", "training.resume", "training.heartbeat", "training.hooks", "training.lora",
+    "vllm_server", "server.route", "server.whole", "rollouts.images", "rollouts.references", "rollouts.replay", "rollouts.own_rollouts", "rollouts.own_advantages", "rollouts.sources", "rollouts.vllm_params", "training.resume", "training.heartbeat", "training.hooks", "training.lora",
     "training.rare_attention", "training.vision", "training.wandb_log", "weights.cuda_ipc",
 }  # fmt: skip
 

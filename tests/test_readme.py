@@ -19,7 +19,7 @@ from launch import LocalServer
 SMALL = "--max_completion_len 8 --batch_size 4 --num_generations 4 --max_tokens_per_gpu 2048 --max_steps 1"
 OF_MATH = "--dataset_id math.jsonl --eval_dataset_id none --eval_dataset_split test --eval_steps 0"
 OF_MATH += " --drop_zero_advantage false"  # no random model is right
-FOLDERS = ("recipes", "rollouts", "training", "weights", "serving", "scripts", "benchmarks")
+FOLDERS = ("recipes", "rollouts", "training", "weights", "server", "scripts", "benchmarks")
 TRAINS = re.compile(r"(\w+=\S+ )*(torchrun .*|python )train\.py ")
 TRAINING = [b for text in DOCUMENTS.values() for b in commands(text) if any(map(TRAINS.match, b))]
 

@@ -11,8 +11,8 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from serving import whole
-from serving.messages import Sampled, messages, packed
+from server import whole
+from server.messages import Sampled, messages, packed
 
 FINAL, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
 

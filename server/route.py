@@ -23,7 +23,7 @@ from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from serving.messages import Sampled, packed
+from server.messages import Sampled, packed
 
 
 class SampleRequest(msgspec.Struct):
