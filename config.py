@@ -208,7 +208,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     max_concurrent_requests: OneOrMore = 64
     """Groups in flight on one server."""
     request_timeout: Positive = 600.0
-    """Seconds one request may take."""
+    """Seconds that a server may be silent in a request; each completion that ends is a sign."""
     sync_timeout: Positive = 60.0
     """Seconds that one broadcast of a weight sync (at most 32 MiB) may take,
     and that a server may lag in one sync."""

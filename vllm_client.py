@@ -62,8 +62,8 @@ def completion_of(message: Sampled) -> Completion:
     """
     if message.error:
         raise ValueError(message.error)
-    token_ids = np.frombuffer(message.token_ids, np.int32).astype(np.int64)
-    logprobs = np.frombuffer(message.logprobs, np.float32).copy()
+    token_ids = np.frombuffer(message.token_ids, "<i4").astype(np.int64)
+    logprobs = np.frombuffer(message.logprobs, "<f4").copy()
     num_tokens = len(token_ids)
     if num_tokens == 0 or message.finish_reason not in ("stop", *CUT):
         raise ServerLost(
@@ -102,7 +102,7 @@ def first_choices(num: int, reply: requests.Response) -> tuple[dict[int, Complet
     prompt_ids: list[int] = []
     for message in messages(reply.iter_content(None)):
         completions[message.index] = completion_of(message)
-        prompt_ids = np.frombuffer(message.prompt_token_ids, np.int32).tolist()
+        prompt_ids = np.frombuffer(message.prompt_token_ids, "<i4").tolist()
         if len(completions) == num:
             return completions, prompt_ids
     raise ValueError(f"{len(completions)} of {num} completions")

@@ -71,13 +71,20 @@ class ReferenceServer(Server):
             "token_ids": prompt_ids + token_ids,
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
         }
-        logprobs = self.request("POST", SAMPLE, json=body, read=_prompt_logprobs)
-        return logprobs[len(prompt_ids) - 1 :]  # the first token has none
+        num_tokens = len(prompt_ids) + len(token_ids)
+        read = partial(_prompt_logprobs, num_tokens - 1)  # the first token has none
+        return self.request("POST", SAMPLE, json=body, read=read)[len(prompt_ids) - 1 :]
 
 
-def _prompt_logprobs(reply: requests.Response) -> Tensor:
-    """The log-probs of a prompt's tokens but the first: float32, nats."""
+def _prompt_logprobs(num: int, reply: requests.Response) -> Tensor:
+    """The `num` log-probs of a prompt's tokens but the first: float32, nats.
+
+    Raises:
+        ValueError: some are missing, or no finite numbers, as of a request that was aborted.
+    """
     (message,) = messages(reply.iter_content(None))
-    if message.error:
-        raise ValueError(message.error)
-    return torch.from_numpy(np.frombuffer(message.prompt_logprobs, np.float32).copy())
+    logprobs = np.frombuffer(message.prompt_logprobs, "<f4").copy()
+    if len(logprobs) != num or not np.isfinite(logprobs).all():
+        reason = message.error or message.finish_reason
+        raise ValueError(f"{len(logprobs)} of {num} log-probs of a prompt, or some NaN: {reason}")
+    return torch.from_numpy(logprobs)

@@ -5,13 +5,13 @@ text that nobody reads.
 """
 
 import asyncio
-from array import array
 from collections.abc import AsyncIterator
 from copy import copy
 from typing import Any
 from uuid import uuid4
 
 import msgspec
+import numpy as np
 from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
@@ -26,7 +26,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from server.messages import Sampled, packed
 
 
-class SampleRequest(msgspec.Struct):
+class SampleRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The JSON that a trainer posts to the route."""
 
     token_ids: list[int]  # of the prompt
@@ -36,6 +36,8 @@ class SampleRequest(msgspec.Struct):
 
 PARAMS = TypeAdapter(SamplingParams)
 REQUEST = msgspec.json.Decoder(SampleRequest)
+# What a request is to blame for; msgpack raises the second and third.
+REFUSALS = (ValueError, OverflowError, TypeError, msgspec.MsgspecError, VLLMClientError)
 aborts: set[asyncio.Task[None]] = set()  # under way
 
 
@@ -48,8 +50,7 @@ async def sample(scope: Scope, receive: Receive, send: Send) -> None:
     begun: list[RequestOutputCollector] = []
     answer: JSONResponse | StreamingResponse
     try:
-        body = await Request(scope, receive).body()
-        request = REQUEST.decode(body)
+        request = REQUEST.decode(await _json_body(Request(scope, receive)))
         params = _params(request)
         prompt = await _prompt(request, scope["app"].state)
         name = uuid4().hex
@@ -57,17 +58,29 @@ async def sample(scope: Scope, receive: Receive, send: Send) -> None:
             begun.append(await engine.add_request(f"{name}-{number}", prompt, own_params))
     except Exception as error:  # whatever vLLM raises: the server goes on
         _abort(begun, engine)
-        is_refusal = isinstance(error, (ValueError, msgspec.MsgspecError, VLLMClientError))
-        text = " ".join(f"{type(error).__name__}: {error}".split())
-        answer = JSONResponse({"error": text}, 400 if is_refusal else 500)
+        answer = JSONResponse({"error": _line(error)}, 400 if isinstance(error, REFUSALS) else 500)
     else:
         answer = StreamingResponse(_replies(begun, bool(request.images), engine))
     await answer(scope, receive, send)
 
 
+async def _json_body(request: Request) -> bytes:
+    """The body; ValueError for what a web page may send without being asked (no JSON, a GET)."""
+    if request.method != "POST" or request.headers.get("content-type") != "application/json":
+        raise ValueError("it takes a POST of application/json")
+    return await request.body()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def _params(request: SampleRequest) -> SamplingParams:
     """vLLM's parameters, for completions as a whole and without a text that nobody reads."""
-    params = PARAMS.validate_python(request.sampling_params)
+    # Without a limit a completion may fill the context; vLLM's own default is 16 tokens.
+    params = PARAMS.validate_python({"max_tokens": None, **request.sampling_params})
+    # Else the engine's encoder fails on them once the request is registered, which then stays.
+    msgspec.msgpack.encode(params)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     params.flat_logprobs = True
     params.detokenize = bool(params.stop)
@@ -114,11 +127,11 @@ async def _replies(
             ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             yield b"".join(packed(_message(*end.result(), has_images)) for end in ended)
     except Exception as error:  # of the engine, after the reply has begun
-        yield packed(Sampled(error=f"{type(error).__name__}: {error}"))
+        yield packed(Sampled(error=_line(error)))
     finally:
         left = [queue for end, queue in zip(ends, begun, strict=True) if not end.done()]
         for end in ends:
-            end.cancel()
+            end.cancel()  # of one that has failed, too: nobody asks for its error any more
         _abort(left, engine)
 
 
@@ -133,23 +146,30 @@ def _abort(begun: list[RequestOutputCollector], engine: Any) -> None:
         names = [queue.request_id for queue in begun]
         task = asyncio.ensure_future(engine.abort(names, internal=True))
         aborts.add(task)
-        task.add_done_callback(aborts.discard)
+        task.add_done_callback(_forget)
+
+
+def _forget(task: asyncio.Task[None]) -> None:
+    """Drop an abort that is over, also by an error: its engine is dead, and says so itself."""
+    aborts.discard(task)
+    if not task.cancelled():
+        task.exception()
 
 
 def _message(number: int, output: RequestOutput, has_images: bool) -> Sampled:
     """The message of a completion that has ended."""
     (completion,) = output.outputs
     message = Sampled(number, completion.finish_reason)
-    message.token_ids = array("i", completion.token_ids).tobytes()
+    message.token_ids = np.asarray(completion.token_ids, "<i4").tobytes()
     message.logprobs = _floats(completion.logprobs)
     for span in completion.weight_versions or ():
         message.weight_versions.append((span.version, span.start, span.end))
     if has_images:
-        message.prompt_token_ids = array("i", output.prompt_token_ids or ()).tobytes()
+        message.prompt_token_ids = np.asarray(output.prompt_token_ids, "<i4").tobytes()
     message.prompt_logprobs = _floats(output.prompt_logprobs)
     return message
 
 
 def _floats(logprobs: Any) -> bytes:
     """vLLM's flat log-probs, or none."""
-    return array("f", logprobs.logprobs).tobytes() if logprobs else b""
+    return np.asarray(logprobs.logprobs, "<f4").tobytes() if logprobs else b""

@@ -14,6 +14,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import LogprobsLists
 
+MOST_KEPT = 256  # tokens of a completion: an update sends all that are kept, while sampling pauses
+
 _attach_weight_version = EngineCore._attach_weight_version
 _set_weight_version = EngineCore.set_weight_version
 
@@ -63,18 +65,18 @@ def _attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
             name = output.request_id
             if name in requests and name not in kept and _can_wait(requests[name]):
                 kept[name] = Kept(client)
-            if name not in kept:
+            if name not in kept:  # as one that ended with its first token
                 sent.append(output)
                 continue
             kept[name].add(output)
-            if _must_go(output):
+            if _must_go(output) or len(kept[name].token_ids) >= MOST_KEPT:
                 sent.append(kept[name].put_into(output))
             if output.finished:
                 del kept[name]
         message.outputs = sent
         if not sent and not message.scheduler_stats and not message.finished_requests:
             del messages[client]
-    if len(kept) > len(requests):  # some were aborted
+    if len(kept) > len(requests):  # some were aborted, of which no output tells
         for name in kept.keys() - requests.keys():
             del kept[name]
 

@@ -125,6 +125,13 @@ def test_replies(parse, path, value, cut, chunk):
     assert len(completion.weight_versions) == len(completion.token_ids)
 
 
+@pytest.mark.parametrize("spans", [[["3", 0, 1]], [["3", 1, 2]], [], [["3", 0, 1], ["4", 1, 1]]])
+def test_a_token_without_a_version_is_refused(spans):
+    """Else it would count as the environment's, and not train."""
+    with pytest.raises(ValueError, match="of 2 tokens some have no weight version"):
+        all_choices(1, reply_of(MESSAGE | {"weight_versions": spans}))
+
+
 @pytest.mark.parametrize("logprobs", [[float("nan")], [float("-inf")], [], [-1.0, -1.0]])
 def test_a_token_without_a_logprob_is_refused(logprobs):
     def parse(values):
