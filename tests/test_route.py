@@ -82,7 +82,7 @@ def on_route(asks):
         try:
             return await asyncio.wait_for(asks(engine, connect), 30)
         finally:
-            server.should_exit = True
+            server.should_exit = server.force_exit = True
             await task
 
     return asyncio.run(run())
