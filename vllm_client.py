@@ -3,7 +3,6 @@
 Completions come from the server, and weights go to it.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -69,7 +68,7 @@ def completion_of(message: Sampled) -> Completion:
         raise ServerLost(
             f"a server ended a completion by {message.finish_reason!r} after {num_tokens} tokens"
         )
-    if len(logprobs) != num_tokens or not math.isfinite(logprobs.sum()):
+    if len(logprobs) != num_tokens or not np.isfinite(logprobs.sum()):
         raise ValueError(f"of {num_tokens} tokens some log-probs are missing, or no finite numbers")
 
     spans = []

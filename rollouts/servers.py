@@ -300,6 +300,8 @@ class ServerPool:
                 continue
             self._read_list()
             for server in self.servers:
+                if self._is_closed.is_set():  # which makes all of them lost
+                    return
                 if server.state is State.LOST and time.monotonic() > server.retry_s:
                     try:
                         self._take_back(server)
@@ -316,6 +318,8 @@ class ServerPool:
         if longest < self._longest:
             raise ServerError(f"its --max-model-len is {longest}: restart it with {self._longest}")
         self._connect(server)
+        if self._is_closed.is_set():  # the run has ended meanwhile
+            server.disconnect()
 
     def _read_list(self) -> None:
         """Read the files of addresses: take in new servers, drop unlisted servers."""

@@ -656,3 +656,22 @@ def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
         assert (len(groups), is_last) == (num_groups, False)
     stream.missing = 0
     assert Rollouts.take(rollouts, math.inf) == ([group], True)
+
+
+def test_a_run_that_ends_while_a_server_comes_back(models):
+    """The next run would find a trainer that uses the server, in a process that goes on, as a notebook's."""
+    with fake_server(models["untied"], lambda ids, number: (said(ids, number), 0.0)) as one:
+        pool = ServerPool(make_config(model_id=models["untied"], vllm_urls=[one.url]))
+        pool.wait_until_ready()
+        pool.connect(torch.device("cpu"))
+        (server,) = pool.servers
+        server.disconnect()
+
+        def end(path):
+            if path == "/get_world_size":
+                one.fault = lambda path: None
+                pool.close()
+
+        one.fault = end
+        pool._take_back(server)
+        assert server.transfer is None
