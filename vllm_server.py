@@ -341,7 +341,9 @@ def main(argv: list[str]) -> None:
         os.environ["VLLM_API_KEY"] = args.api_key[0]
         args.api_key = None  # the log would show it
     if args.api_server_count not in (None, 1):
-        sys.exit("--api-server-count: this server has one, which is seldom what it waits for")
+        sys.exit(
+            "--api-server-count: this server has one; start more servers in place of more of these"
+        )
     if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
         sys.exit(
             f"--host {args.host} is reachable from outside: set VLLM_API_KEY, "

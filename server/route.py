@@ -1,6 +1,6 @@
 """The server's own route for completions: ids in, arrays out.
 
-vLLM's `/inference/v1/generate` makes an object and 136 bytes of JSON of every token, and decodes
+vLLM's `/inference/v1/generate` makes an object and 132 bytes of JSON of every token, and decodes
 text that nobody reads.
 """
 

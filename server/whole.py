@@ -1,6 +1,6 @@
 """Whole completions from vLLM's engine to its API process.
 
-The engine sends a message of every token, and reading them costs the API process ten times what
+The engine sends a message of every token, and reading them costs the API process three times what
 the rest of its work does. Where nobody waits for single tokens, the engine keeps them until the
 completion ends.
 """
