@@ -25,7 +25,7 @@ from torch.distributed import TCPStore
 
 from config import UserError
 from rollouts.group import CUT, FOREIGN, Completion, spans_to_versions
-from server.messages import SAMPLE, Sampled, messages
+from server.messages import SAMPLE, UPDATE, Sampled, messages
 from utils import RIGHT_VLLM, api_token
 from weights.transfer import TransferGroup, address_towards
 
@@ -182,7 +182,9 @@ class Server:
         self.pool: ThreadPoolExecutor  # of one thread, for requests that wait for weights
         self.transfer: TransferGroup | None = None
         self.sending: Any = None  # the bucket under way
+        self.store_port = 0  # by which the server knows this connection
         self.loading: Future[Any]  # the server's reply to the update under way
+        self.paused_s = 0.0  # for how long the last update stopped sampling
         self.lag_s = 0.0  # for how long it was later than half of the servers, in this update
 
     @property
@@ -326,6 +328,7 @@ class Server:
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
         limit = timedelta(seconds=timeout_s)
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self.store_port = store.port
         init_info = {
             "host": address,
             "port": store.port,
@@ -345,7 +348,8 @@ class Server:
             time.sleep(0.01)
         self.transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)
         reply.result()
-        print(f"{self.url} gets its weights over {self.transfer.backend}", flush=True)
+        when = "while it samples" if self.transfer.stages else "in a pause"
+        print(f"{self.url} gets its weights over {self.transfer.backend}, {when}", flush=True)
 
     def disconnect(self) -> None:
         """Leave the transfer group."""
@@ -365,25 +369,16 @@ class Server:
 
     # -- the steps of an update --------------------------------------------------------------------
 
-    def pause(self) -> None:
-        """Make ready for new weights.
+    def start_update(self, version: int) -> None:
+        """Let the server take the coming buckets, up to an empty one, and sample on as `version`.
 
         Requests in flight go on under them, with K/V made anew and no cached prefix.
         """
         self.lag_s = 0.0
-        self.post("/pause?mode=keep&clear_cache=true")
-        try:
-            self.post("/start_weight_update")
-        except ServerLost:  # perhaps as a trainer died between this and its first bucket
-            with suppress(ServerError):
-                self.post("/finish_weight_update")
-            self.post("/start_weight_update")
-
-    def start_loading(self) -> None:
-        """Let the server load the coming buckets, up to an empty bucket."""
+        body = {"weight_version": str(version), "port": self.store_port}
         # Each broadcast has a time-out, so the request itself needs none.
         limits_s = (5, None)  # to connect, and to answer
-        self.loading = self.pool.submit(self.post, "/update_weights", {"update_info": {}}, limits_s)
+        self.loading = self.pool.submit(self.post, UPDATE, body, limits_s)
 
     def try_to_send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> bool:
         """Begin to send a bucket; returns False until the previous has arrived.
@@ -401,13 +396,12 @@ class Server:
         self.sending = transfer.send(bucket, buffers)
         return True
 
-    def end_update(self, version: int, timeout_s: float) -> None:
-        """Let the server sample on as `version`, once everything is loaded."""
+    def end_update(self, timeout_s: float) -> None:
+        """Wait until the server samples from the update."""
         try:
-            self.loading.result(timeout_s)
+            reply = self.loading.result(timeout_s)
         except TimeoutError:
             raise ServerLost(
                 f"{self.url} took longer than sync_timeout to load the last weights"
             ) from None
-        self.post("/finish_weight_update", {"weight_version": str(version)})
-        self.post("/resume")
+        self.paused_s = reply["paused_s"]

@@ -7,39 +7,35 @@ Start it by `python vllm_server.py --model Qwen/Qwen2.5-1.5B-Instruct`, with any
 import hmac
 import os
 import sys
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import vllm
 
-from server.messages import SAMPLE
+from server.messages import SAMPLE, UPDATE
 from utils import RIGHT_VLLM, VLLM_VERSION, api_token, die_with
-from weights.transfer import TransferGroup
 
 if vllm.__version__.partition("+")[0] != VLLM_VERSION:  # before an import below fails
     sys.exit(f"error: vLLM {vllm.__version__} is installed, not {VLLM_VERSION}: {RIGHT_VLLM}")
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from torch.distributed import TCPStore
-from vllm.distributed.weight_transfer import base, factory
-from vllm.model_executor.layers.logits_processor import LogitsProcessor
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import layerwise
+from vllm.distributed.weight_transfer import factory
 from vllm.platforms import current_platform
-from vllm.utils import cpu_resource_utils, nccl, torch_utils
+from vllm.utils import cpu_resource_utils, torch_utils
 from vllm.v1.core.sched import output
 
+from server.receiver import WeightReceiver
+from server.receiver import WorkerExtension as WorkerExtension  # as an option names it
 from server.route import sample
+from server.update import update
 from server.whole import keep_tokens
 
 BACKEND = "grpo"
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
+OWN_ROUTES: dict[str, ASGIApp] = {SAMPLE: sample, UPDATE: update}
 TRAINER_ROUTES = {
-    SAMPLE, "/pause", "/init_weight_transfer_engine", "/start_weight_update",
-    "/update_weights", "/finish_weight_update", "/resume", "/health", "/version", "/v1/models",
+    *OWN_ROUTES, "/pause", "/init_weight_transfer_engine", "/health", "/version", "/v1/models",
     "/metrics", "/get_world_size", "/weight_checker",
 }  # fmt: skip
 
@@ -84,136 +80,6 @@ def _keep_mm_data(mm_features: Any, *_: Any, **__: Any) -> Any:
 output.strip_covered_mm_data = _keep_mm_data
 
 
-@dataclass
-class TransferInit(base.WeightTransferInitInfo):
-    """The address at which the trainer waits for this server's workers.
-
-    For the server of a reference only a `temperature`.
-    """
-
-    host: str = ""
-    port: int = 0
-    world_size: int = 0
-    timeout_s: float = 0.0
-    trainer: str = ""
-    temperature: float = 0.0
-
-
-class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransferUpdateInfo]):
-    """Loads the trainer's weights into a worker.
-
-    The worker gets full tensors and keeps its shard of them, as of a checkpoint.
-    """
-
-    init_info_cls = TransferInit
-    # Buckets come until an empty one: there is nothing to say beforehand.
-    update_info_cls = base.WeightTransferUpdateInfo
-    group: TransferGroup | None = None
-    trainer = ""
-    temperature = 0.0  # of a reference, 0 for any other server
-
-    def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Join the trainer's transfer group, or become a reference.
-
-        The group takes the place of one that an earlier trainer left.
-        """
-        if init_info.temperature:
-            self._become_reference(init_info.temperature)
-            return
-        is_other = self.trainer != init_info.trainer
-        if self.group and is_other and self.group.trainer_lives():
-            raise RuntimeError("another trainer uses this server: one at a time")
-        self.shutdown()
-        self.trainer = init_info.trainer
-
-        config = self.parallel_config
-        rank = 1 + config.data_parallel_index * config.world_size + config.rank
-        # The store exists before the server hears of it: a trainer that is gone meanwhile keeps
-        # nobody waiting.
-        timeout = timedelta(seconds=10)
-        store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
-        store.set_timeout(timedelta(seconds=init_info.timeout_s))
-        dtype: Any = self.model_config.dtype
-        # The trainer has not what vLLM sets for its own communicators.
-        with nccl.unpinned_nccl_env():
-            self.group = TransferGroup(
-                store, rank, init_info.world_size, self.device, init_info.timeout_s, dtype=dtype
-            )
-
-    def _become_reference(self, temperature: float) -> None:
-        """Scale the logits, as vLLM's log-probs of prompts know no temperature."""
-        if self.temperature == temperature:
-            return
-        if self.temperature:
-            raise RuntimeError(
-                f"it is the reference of a run at temperature {self.temperature}: start another one"
-            )
-        for module in self.model.modules():
-            if isinstance(module, LogitsProcessor):
-                module.scale /= temperature
-        self.temperature = temperature
-
-    def start_weight_update(self) -> None:
-        """Open vLLM's layerwise reload.
-
-        Layers are rebuilt as soon as all of their weights have arrived.
-        """
-        layerwise.initialize_layerwise_reload(self.model)
-        # Of modules without weights vLLM would warn that they failed to load.
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        for module in self.model.modules():
-            info = layerwise.get_layerwise_info(module)
-            if not info.restore_metadata[0] or (tied and isinstance(module, ParallelLMHead)):
-                info.load_numel_total = 0
-
-    def receive_weights(self, update_info: base.WeightTransferUpdateInfo) -> None:
-        """Load buckets until an empty one.
-
-        Each has memory of its own, as layerwise reload keeps views until a layer is whole.
-        """
-        load_weights: Any = self.model.load_weights
-        try:
-            assert self.group, "/init_weight_transfer_engine comes first"
-            bucket = self.group.receive()
-            while bucket:
-                load_weights(bucket.items())
-                bucket = self.group.receive()
-        except BaseException:
-            # What the trainer sends then fails at once, instead of waiting for this worker.
-            self.shutdown()
-            # Or the layers cannot be opened again.
-            layerwise.finalize_layerwise_reload(self.model, self.model_config)
-            raise
-
-    def finish_weight_update(self) -> None:
-        """Close the reload, and refresh everything that the reload left alone."""
-        layerwise.finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type != "cpu":
-            return
-        # The reload does not touch what vLLM prepacks for the CPU, a tied embedding and experts:
-        # they would stay.
-        for module in self.model.modules():
-            quant_method: Any = getattr(module, "quant_method", None)
-            if isinstance(module, ParallelLMHead):
-                quant_method.process_weights_after_loading(module)
-            kernel = getattr(quant_method, "moe_kernel", None)
-            if kernel:
-                kernel.fused_experts.process_weights_after_loading(module)
-
-    def shutdown(self) -> None:
-        """Leave the transfer group."""
-        if self.group:
-            self.group.close()
-            self.group = None
-
-
-class WorkerExtension:
-    """Lets every worker import this module, as `--worker-extension-cls` names it.
-
-    The import registers `WeightReceiver`.
-    """
-
-
 keep_tokens()
 # The file is imported twice, as script and module.
 if BACKEND not in factory.WeightTransferEngineFactory._registry:
@@ -238,8 +104,8 @@ class AccessGuard:
         """Pass the request on, or answer it here."""
         answer: ASGIApp = self.app
         if scope["type"] != "lifespan":
-            own = sample if scope["path"] == SAMPLE else self.app
-            answer = self._refusal(scope) or own
+            route = OWN_ROUTES.get(scope.get("path", ""), self.app)
+            answer = self._refusal(scope) or route
         elif current_platform.is_cpu():  # where vLLM's log is quiet
             _announce(scope["app"].state)
         await answer(scope, receive, send)

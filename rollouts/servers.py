@@ -349,7 +349,7 @@ class ServerPool:
     ) -> list[Server]:
         """Publish a policy as `version` on all servers, side by side.
 
-        They pause, take it bucket by bucket, and resume.
+        They take it bucket by bucket, and pause to put it in place.
 
         Args:
             weights: (checkpoint name, tensor in its checkpoint's shape), consumed to the end.
@@ -363,19 +363,15 @@ class ServerPool:
             returned = self.returned
             servers = returned if only_returned else self.serving + returned
             try:
-                # All of them first: one that hangs keeps no other waiting.
-                servers = self._on(servers, Server.pause)
                 for server in servers:
-                    server.start_loading()
+                    server.start_update(version)
 
                 # One bucket loads while the trainer gathers the next; an empty one is the last.
                 for bucket in chain(buckets(weights), [{}]):
                     send = partial(Server.try_to_send, bucket=bucket, buffers={})
                     servers = self._until(servers, send)
 
-                end = partial(
-                    Server.end_update, version=version, timeout_s=self.config.sync_timeout
-                )
+                end = partial(Server.end_update, timeout_s=self.config.sync_timeout)
                 servers = self._on(servers, end)
                 self.version = version
                 return [server for server in servers if server in returned]

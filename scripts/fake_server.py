@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
-from server.messages import SAMPLE, Sampled, packed
+from server.messages import SAMPLE, UPDATE, Sampled, packed
 from utils import VLLM_VERSION
 from weights.transfer import TransferGroup
 
@@ -39,7 +39,9 @@ class FakeServer:
             place of the seconds is called before each token with its place, and returns when that may be sampled.
         slots: completions that are sampled at a time; others wait their turn.
         with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
-        fault: called with each path before it is served; raising an exception answers 500.
+        stages: take updates while sampling goes on, and pause to put them in place alone.
+        fault: called with each path before it is served, and in an update with `/update/arrived` and `/update/placed`;
+            raising an exception answers 500.
         refused: called with each path; where it says so, the answer is 403.
         versions: the weights received, by version.
         log: `(path, seconds on the monotonic clock)` of every request.
@@ -50,6 +52,7 @@ class FakeServer:
     slots: int = 1000
     max_model_len: int = 128
     with_logprobs: bool = True
+    stages: bool = False
     vllm_version: str = VLLM_VERSION
     fault: Callable[[str], None] = lambda path: None
     refused: Callable[[str], bool] = lambda path: False
@@ -102,30 +105,44 @@ class FakeServer:
             )
             if self.group is not None:
                 self.group.close()
+            room = 100.0 if self.stages else 0.0
             self.group = TransferGroup(
-                store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"]
+                store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"], room=room
             )
         elif path == "/weight_checker":
             for tensor in self.model.state_dict().values():
                 tensor.zero_()
-        elif path == "/update_weights":
-            assert self.group is not None
-            while bucket := self.group.receive():
-                with (
-                    self._computing
-                ):  # a forward lends the model another version's tensors for its time
-                    missing = self.model.load_state_dict(bucket, strict=False)
-                assert not missing.unexpected_keys
-        elif path == "/finish_weight_update":
-            with self._computing:
-                self.versions[body["weight_version"]] = self._weights()
-            self.version = body["weight_version"]
+        elif path == UPDATE:
+            return {"paused_s": self._update(body["weight_version"])}
         elif path == "/pause":
             self._resumed.clear()
             self._aborted = body.get("mode") == "abort"
-        elif path == "/resume":
-            self._resumed.set()
         return {}
+
+    def _update(self, version: str) -> float:
+        """Take an update; after an error sampling stays paused, as the real server's may."""
+        assert self.group is not None
+        if not self.stages:
+            self._pause()
+        weights: dict[str, Tensor] = {}
+        while bucket := self.group.receive():
+            weights |= bucket
+        self.fault(f"{UPDATE}/arrived")
+        if self.stages:
+            self._pause()
+        started_s = time.monotonic()
+        with self._computing:  # a forward lends the model another version's tensors for its time
+            missing = self.model.load_state_dict(weights, strict=False)
+            assert not missing.unexpected_keys
+            self.versions[version] = self._weights()
+        self.version = version
+        self.fault(f"{UPDATE}/placed")
+        self._resumed.set()
+        return time.monotonic() - started_s
+
+    def _pause(self) -> None:
+        self._aborted = False
+        self._resumed.clear()
 
     def prompt_logprobs(self, ids: list[int]) -> Sampled:
         """As a reference gives them: of each token but the first, at its temperature."""

@@ -4,7 +4,8 @@ from collections.abc import Iterable, Iterator
 
 import msgspec
 
-SAMPLE = "/sample"  # the route
+SAMPLE = "/sample"  # the routes
+UPDATE = "/update"
 HEAD = 4  # bytes before each message: its length
 
 

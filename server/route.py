@@ -50,7 +50,7 @@ async def sample(scope: Scope, receive: Receive, send: Send) -> None:
     begun: list[RequestOutputCollector] = []
     answer: JSONResponse | StreamingResponse
     try:
-        request = REQUEST.decode(await _json_body(Request(scope, receive)))
+        request = REQUEST.decode(await json_body(Request(scope, receive)))
         params = _params(request)
         prompt = await _prompt(request, scope["app"].state)
         name = uuid4().hex
@@ -58,17 +58,22 @@ async def sample(scope: Scope, receive: Receive, send: Send) -> None:
             begun.append(await engine.add_request(f"{name}-{number}", prompt, own_params))
     except Exception as error:  # whatever vLLM raises: the server goes on
         _abort(begun, engine)
-        answer = JSONResponse({"error": _line(error)}, 400 if isinstance(error, REFUSALS) else 500)
+        answer = refusal(error)
     else:
         answer = StreamingResponse(_replies(begun, bool(request.images), engine))
     await answer(scope, receive, send)
 
 
-async def _json_body(request: Request) -> bytes:
+async def json_body(request: Request) -> bytes:
     """The body; ValueError for what a web page may send without being asked (no JSON, a GET)."""
     if request.method != "POST" or request.headers.get("content-type") != "application/json":
         raise ValueError("it takes a POST of application/json")
     return await request.body()
+
+
+def refusal(error: Exception) -> JSONResponse:
+    """The answer to a request that cannot be served."""
+    return JSONResponse({"error": _line(error)}, 400 if isinstance(error, REFUSALS) else 500)
 
 
 def _line(error: Exception) -> str:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -42,12 +43,10 @@ def test_a_server_is_back_before_the_next_sync(models, recipe, tmp_path, capsys)
         two.fault = ill
         options = ["--max_steps", "2", "--max_concurrent_requests", "1", "--batch_size", "24"]
         main(parse_args([recipe(one, two), *options]))
-        steps = asked(two, "/finish_weight_update")
+        steps = asked(two, "/update")
         assert len(steps) == 4  # versions 0, 1, 1 again, 2
         assert len(asked(two, "/weight_checker")) == 2
-        assert (
-            len(asked(one, "/finish_weight_update")) == 3
-        )  # no version twice for the one that stayed
+        assert len(asked(one, "/update")) == 3  # no version twice for the one that stayed
         served = [seconds for seconds in asked(two) if steps[2] < seconds < steps[3]]
         assert len(served) > 2
     assert capsys.readouterr().out.count(f"{two.url} is back") == 1
@@ -209,7 +208,7 @@ def test_a_server_that_is_not_the_policy_stays_out(models, recipe, tmp_path, cap
             if "1" in two.versions and path == "/sample" and not gone:
                 gone.append(path)
                 two.version = "default"
-            if gone and path == "/resume":
+            if gone and path == "/update/placed":
                 spoil(two)
 
         two.fault = ill
@@ -227,11 +226,10 @@ def test_a_server_that_refuses_in_a_sync_is_left_out(models, recipe, tmp_path, c
         fake_server(models["untied"], answer_in(0.05)) as one,
         fake_server(models["untied"], answer_in(0.05)) as two,
     ):
-        two.refused = lambda path: path == "/start_weight_update" and "1" in two.versions
+        two.refused = lambda path: path == "/update" and "1" in two.versions
         main(parse_args([recipe(one, two), "--max_steps", "4"]))
-    assert (
-        f"{two.url} is left out until it answers again: POST {two.url}/start_weight_update answered 403"
-        in (capsys.readouterr().out)
+    assert f"{two.url} is left out until it answers again: POST {two.url}/update answered 403" in (
+        capsys.readouterr().out
     )
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
 
@@ -368,7 +366,7 @@ def test_killed_in_any_phase_it_goes_on(models, recipe, tmp_path, undisturbed, p
         def ill(asked):
             if "2" in server.versions:
                 flag.touch()
-                if asked == {"generate": "/sample", "sync": "/update_weights"}.get(phase):
+                if asked == {"generate": "/sample", "sync": "/update"}.get(phase):
                     os.kill(int(Path(f"{flag}.pid").read_text()), signal.SIGKILL)
 
         server.fault = ill
@@ -615,5 +613,6 @@ def test_a_new_update_forgets_how_late_a_server_was(monkeypatch):
     server = Server("http://127.0.0.1:9", 1.0)
     server.lag_s = 5.0
     monkeypatch.setattr(server, "post", lambda *_, **__: None)
-    server.pause()
+    server.pool = ThreadPoolExecutor(1)
+    server.start_update(1)
     assert server.lag_s == 0

@@ -289,8 +289,9 @@ def dropping(server, sync):
     def control(path, body):
         before = server.model.get_parameter(name).detach().clone()
         answer = receive(path, body)
-        if path == "/update_weights" and next(seen) == sync:
+        if path == "/update" and next(seen) == sync:
             server.model.get_parameter(name).data.copy_(0 * before)
+            server.versions[server.version] = server._weights()
         return answer
 
     server.control = control
@@ -323,27 +324,19 @@ def test_a_server_that_drops_a_tensor_is_left_out_and_heals(
 
 def serve_dropping(argv, log, environment):
     """`serve`, but the fifth update passes the last norm by, without a word: it stays as the fourth left it."""
-    from vllm_server import WeightReceiver
+    from server.staging import Twins
 
-    receive, seen = WeightReceiver.receive_weights, itertools.count(1)
+    begin, load, seen = Twins.open, Twins.load, itertools.count(1)
 
-    def receive_weights(self, update_info):
-        model, load, is_fifth = self.model, self.model.load_weights, next(seen) == 5
+    def counted(self):
+        self.number = next(seen)
+        begin(self)
 
-        def load_weights(weights):
-            load(
-                [
-                    (name, value)
-                    for name, value in weights
-                    if not (is_fifth and name == "model.norm.weight")
-                ]
-            )
+    def load_most(self, weights):
+        is_fifth = self.number == 5
+        load(self, [item for item in weights if not (is_fifth and item[0] == "model.norm.weight")])
 
-        model.load_weights = load_weights
-        receive(self, update_info)
-        model.load_weights = load
-
-    WeightReceiver.receive_weights = receive_weights  # type: ignore[method-assign]
+    Twins.open, Twins.load = counted, load_most  # type: ignore[method-assign]
     serve(argv, log, environment)
 
 
@@ -414,7 +407,7 @@ def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, caps
 
         def control(path, body):
             answer = again(path, body)
-            if path == "/finish_weight_update" and int(server.version) >= 1:
+            if path == "/update" and int(server.version) >= 1:
                 server.model.get_parameter(name).data.zero_()
                 server.versions[server.version] = server._weights()
             return answer
@@ -596,7 +589,7 @@ def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path,
             written.append(weights(tmp_path / "run"))
             for reference in (two, three):
                 paths = {path for path, _ in reference.log}
-                assert paths.isdisjoint({"/update_weights", "/pause", "/weight_checker"})
+                assert paths.isdisjoint({"/update", "/pause", "/weight_checker"})
                 assert "/sample" in paths
     assert f"{two.url} is left out" in capsys.readouterr().out
     for name, weight in written[

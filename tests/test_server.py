@@ -229,7 +229,8 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
 def test_a_trainer_that_dies_before_its_first_bucket_leaves_a_usable_server(models, servers):
     server = Server(servers["untied"], 60.0)
     server.connect(torch.device("cpu"), 60.0)
-    server.pause()
+    server.start_update(1)
+    time.sleep(0.5)
     server.disconnect()
     assert_agreement(make_config(models["untied"], servers["untied"]))
 
@@ -265,6 +266,53 @@ def test_an_update_that_breaks_off_leaves_a_usable_server(models, servers, monke
         rollouts.close()
     assert apart <= 2e-5
     assert versions == [0]
+
+
+def test_weights_travel_while_the_server_samples(models, servers, capsys):
+    """In the middle of an update it answers, under the old weights; the update is in place after its end alone."""
+    config = make_config(models["tied"], servers["tied"])
+    client = ServerPool(config)
+    client.connect(torch.device("cpu"))
+    assert "gets its weights over gloo, while it samples" in capsys.readouterr().out
+    (url,) = client.servers
+    with process_group(120) as device:
+        old, new = make_policy(config, device), make_policy(config, device)
+    disturb(new, 1)
+    for waiting in client.update_weights(published_weights(old), 0):
+        client.admit(waiting)
+    answers = []
+
+    def halting():
+        for number, weight in enumerate(published_weights(new)):
+            if number in (2, 20):
+                answers.append(url.generate(PROMPT, {"n": 1, "max_tokens": 16, "temperature": 1.0}))
+            yield weight
+
+    bucket_bytes = BUCKET_BYTES["cpu"]
+    try:
+        BUCKET_BYTES["cpu"] = 10_000
+        client.update_weights(halting(), 1)
+    finally:
+        BUCKET_BYTES["cpu"] = bucket_bytes
+    answers.append(url.generate(PROMPT, {"n": 1, "max_tokens": 16, "temperature": 1.0}))
+    client.close()
+    for (completion,), policy, version in zip(answers, (old, old, new), (0, 0, 1), strict=True):
+        assert completion.weight_versions.eq(version).all()
+        (row,) = pack([(PROMPT, [completion.token_ids])], share_prefix=False)
+        with torch.no_grad():
+            logprobs = completion_logprobs(policy, row)
+        assert (logprobs - completion.sampler_logprobs).abs().max() <= 1e-4
+
+
+def test_an_update_of_a_connection_that_is_over_is_refused(models, servers):
+    """The request of a trainer that is gone may still be on its way when the next one has connected."""
+    client = ServerPool(make_config(models["tied"], servers["tied"]))
+    client.connect(torch.device("cpu"))
+    (url,) = client.servers
+    gone = {"weight_version": "7", "port": url.store_port + 1}
+    with pytest.raises(ServerError, match="the trainer has connected anew, or left"):
+        url.post("/update", gone)
+    client.close()
 
 
 def test_updates_in_flight_keep_both_versions(models, servers):
@@ -580,7 +628,10 @@ def test_one_trainer_at_a_time(models, servers):
         env=ENV,
     ) as other:
         assert other.stdout
-        assert other.stdout.readline() == f"{servers['tied']} gets its weights over gloo\n"
+        assert (
+            other.stdout.readline()
+            == f"{servers['tied']} gets its weights over gloo, while it samples\n"
+        )
         assert other.stdout.readline() == "connected\n"
         client = ServerPool(make_config(models["tied"], servers["tied"]))
         with pytest.raises(ServerError, match="another trainer uses this server: one at a time"):
@@ -591,7 +642,7 @@ def test_one_trainer_at_a_time(models, servers):
     client.close()
 
 
-TRAINERS = ("/v1/models", "/get_world_size", "/pause", "/resume", "/update_weights", "/start_weight_update",
+TRAINERS = ("/v1/models", "/get_world_size", "/pause", "/update",
             "/sample", "/metrics", "/weight_checker", "/init_weight_transfer_engine")  # fmt: skip
 TRICKS = (
     "/health/../pause", "/health/%2e%2e/pause", "//pause", "/pause/", "/PAUSE", "/pause;x", "/health/pause", "/./pause",

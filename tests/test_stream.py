@@ -381,7 +381,7 @@ def test_staleness_one(models, recipe, tmp_path, options):
     ids = sorted({row["group"] for row in samples} | {row["group"] for row in dropped})
     assert ids == list(range(len(ids)))
     assert len(samples) == 8 * 6 * 4
-    updates = [path for path, _ in server.log if path == "/update_weights"]
+    updates = [path for path, _ in server.log if path == "/update"]
     assert len(updates) == 9
 
 
@@ -480,7 +480,7 @@ def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(models, recipe):
     ):
 
         def ill(asked):
-            if asked == "/pause" and "1" in two.versions:
+            if asked == "/update" and "1" in two.versions:
                 time.sleep(3)
                 raise ConnectionError("out of order")
 
@@ -491,11 +491,12 @@ def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(models, recipe):
     assert "3" not in two.versions
 
 
-@pytest.mark.parametrize("path", ["/pause", "/update_weights", "/finish_weight_update"])
-def test_a_server_lost_in_a_sync_does_not_cost_the_step(models, recipe, tmp_path, path):
+@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("path", ["/update", "/update/arrived", "/update/placed"])
+def test_a_server_lost_in_a_sync_does_not_cost_the_step(models, recipe, tmp_path, path, stages):
     with (
-        fake_server(models["untied"], answer_in(0.01)) as one,
-        fake_server(models["untied"], answer_in(0.01)) as two,
+        fake_server(models["untied"], answer_in(0.01), stages=stages) as one,
+        fake_server(models["untied"], answer_in(0.01), stages=stages) as two,
     ):
 
         def ill(asked):
@@ -517,7 +518,7 @@ def test_requests_in_flight_on_a_server_lost_in_a_sync_go_to_another(models, rec
     ):
 
         def ill(asked):
-            if asked == "/finish_weight_update" and "1" in two.versions:
+            if asked == "/update/arrived" and "1" in two.versions:
                 raise ConnectionError("out of order")
 
         two.fault = ill
@@ -537,13 +538,13 @@ def test_a_restarted_server_gets_the_weights_again(models, recipe, tmp_path, cap
     ):
 
         def restart(path):
-            if path == "/resume" and int(two.version) >= 2 and len(restarts) < 2:
-                restarts.append(asked(two, "/finish_weight_update"))
+            if path == "/update/placed" and int(two.version) >= 2 and len(restarts) < 2:
+                restarts.append(asked(two, "/update"))
                 two.version = "default"
 
         two.fault = restart
         restarts: list[int] = []
-        hold(one, lambda: not restarts or asked(two, "/finish_weight_update") >= restarts[0] + 2)
+        hold(one, lambda: not restarts or asked(two, "/update") >= restarts[0] + 2)
         main(parse_args([recipe(one, two), "--max_steps", "12"]))
     assert len(restarts) == 2  # the second one when it was given the weights again
     assert "was it restarted?" in capsys.readouterr().out

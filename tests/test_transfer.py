@@ -105,7 +105,7 @@ def nccl(monkeypatch):
     return lambda fault: monkeypatch.setattr(StandIn, "fault", staticmethod(fault))
 
 
-def join(gpus, ranks_gpus=(), dtype=None, timeout_s=TIMEOUT_S):
+def join(gpus, ranks_gpus=(), dtype=None, timeout_s=TIMEOUT_S, rooms=None):
     """The members of a group, by the numbers of their GPUs (-1: a CPU), or the errors they got."""
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
@@ -114,7 +114,8 @@ def join(gpus, ranks_gpus=(), dtype=None, timeout_s=TIMEOUT_S):
 
     def member(rank):
         device = torch.device("cpu", gpus[rank]) if gpus[rank] >= 0 else torch.device("cpu")
-        more = {"dtype": dtype} if rank else {"gpus": ranks_gpus}
+        room = rooms[rank - 1] if rooms and rank else 0.0
+        more = {"dtype": dtype, "room": room} if rank else {"gpus": ranks_gpus}
         try:
             return TransferGroup(stores[rank], rank, len(gpus), device, timeout_s, **more)
         except RuntimeError as error:
@@ -180,6 +181,26 @@ def test_cpus_take_gloo(nccl):
 
 
 # -- a shared GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks_gpus", "rooms", "stages"),
+    [
+        ([0, 1], [], [1.3], True),  # a GPU of its own: the weights and two buckets
+        ([0, 1], [], [1.2], False),
+        ([0, 1, 2], [], [9.0, 1.2], False),  # every worker needs it
+        ([0, 1], ["gpu 1"], [7.0], False),  # one that a rank trains on, whose states are to come
+        ([0, 1], ["gpu 1"], [9.0], True),
+        ([-1, -1], [], [7.0], False),
+        ([-1, -1], [], [9.0], True),
+        ([-1, -1], [], None, False),  # a model whose layers cannot be filled apart
+    ],
+)
+def test_updates_are_staged_where_there_is_room(nccl, gpus, ranks_gpus, rooms, stages):
+    members = join(gpus, ranks_gpus, rooms=rooms)
+    assert [member.stages for member in members] == [stages] * len(gpus)
+    for member in members:
+        member.close()
 
 
 @pytest.mark.parametrize("forbidden", ["nothing", "to make a handle", "to open it", "other memory"])
@@ -326,14 +347,44 @@ def test_a_frozen_trainer_keeps_no_worker(nccl, monkeypatch):
     trainer.close()
 
 
-@pytest.mark.parametrize("call", ["set", "get", "backend"])
+def test_a_broadcast_that_nobody_finished_is_not_taken(nccl):
+    """Its worker was stopped in the middle, and goes on after the trainer has left; nccl then calls it over."""
+    trainer, worker = join([0, 1])
+    finish = worker.finish
+
+    def stopped(work):
+        trainer.close()
+        finish(work)
+
+    worker.finish = stopped
+    trainer.send({"a": FULL}, {})
+    assert error_of(worker.receive)[0] == "the trainer has left"
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_bucket_may_be_long_in_coming(first):
+    """Between two updates a trainer trains; within one it may not be silent."""
+    trainer, worker = join([-1, -1], timeout_s=0.2)
+    worker._timeout_s = -4.9  # 2 x -4.9 + 10: a limit of 0.2 s
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(worker.receive, is_first=first)
+        time.sleep(1.0)
+        if first:
+            assert not reply.done()
+            trainer.close()
+        message, _ = error_of(reply.result)
+    assert message == ("the trainer has left" if first else "nothing came through in 0 s")
+    trainer.close()
+
+
+@pytest.mark.parametrize("call", ["set", "get", "terms"])
 def test_a_trainer_that_freezes_in_meeting_keeps_no_worker(call):
     """The worker's request to the trainer's store gets no answer, ever."""
     frozen = threading.Event()
 
     class Store(SimpleNamespace):
         def __getattr__(self, name):
-            return lambda key, *_: frozen.wait(60) if call in (name, key) else b'[null, "None"]'
+            return lambda key, *_: frozen.wait(60) if call in (name, key) else b'[null, "None", 0]'
 
     store: Any = Store()
     message, seconds = error_of(lambda: TransferGroup(store, 1, 2, torch.device("cpu"), TIMEOUT_S))
@@ -376,8 +427,7 @@ def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
     monkeypatch.setitem(BUCKET_BYTES, "cpu", 1)
     client = make_client(*(f"http://{i}" for i in range(len(seconds))))
     client.config = dataclasses.replace(client.config, sync_timeout=1.0)
-    for step in ("pause", "end_update"):
-        monkeypatch.setattr(Server, step, lambda *_, **__: None)
+    monkeypatch.setattr(Server, "end_update", lambda *_, **__: None)
     for server, pause_s in zip(client.servers, seconds, strict=True):
         server.transfer, server.state, server.pool = Receiver(pause_s), State.SERVING, Loading()
     groups = [server.transfer for server in client.servers]
@@ -455,8 +505,7 @@ def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
     client = make_client("http://a")
     (server,) = client.servers
     server.transfer, server.state, server.pool = trainer, State.SERVING, Loading()
-    for step in ("pause", "end_update"):
-        monkeypatch.setattr(Server, step, lambda *_, **__: None)
+    monkeypatch.setattr(Server, "end_update", lambda *_, **__: None)
     gathered = []
 
     def weights():

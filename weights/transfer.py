@@ -19,6 +19,10 @@ from torch import Tensor
 # Two buckets are alive at a time: one travels while the next is gathered.
 BUCKET_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}
 
+# Free memory that staging needs, in multiples of a worker's weights: they and two buckets, and
+# where a trainer may come to want it, its gradients and optimizer's state besides.
+ROOM_ALONE, ROOM_BESIDE_TRAINER = 1.25, 8.0
+
 _making = threading.Lock()
 # One for each address: its thread wakes up 100 times a second.
 _gloo_device = cache(dist.ProcessGroupGloo.create_device)
@@ -56,10 +60,13 @@ class TransferGroup:
     def __init__(
         self, store: dist.TCPStore, rank: int, world_size: int, device: torch.device,
         timeout_s: float, gpus: Collection[str | None] = (), dtype: torch.dtype | None = None,
+        room: float = 0.0,
     ):  # fmt: skip
         """Meet the other members.
 
-        `gpus` are those of all ranks, given by the trainer; `dtype` is the model's, by a worker.
+        `gpus` are those of all ranks, given by the trainer. A worker gives its model's `dtype`, and
+        the `room` beside it: how many times its weights fit. Where there is enough, the workers
+        `stages` updates: they take them beside the weights that they sample from.
 
         Raises:
             RuntimeError: the members do not meet.
@@ -72,9 +79,9 @@ class TransferGroup:
         self._number = 0  # of the next bucket
         self._group: Any = None
 
-        members = _within(timeout_s, partial(self._introduce, world_size, dtype))
+        members = _within(timeout_s, partial(self._introduce, world_size, dtype, room))
         trainer_gpu = members[0][0]
-        worker_gpus = [gpu for gpu, _ in members[1:]]
+        worker_gpus = [gpu for gpu, _, _ in members[1:]]
         self._dtype = getattr(torch, members[1][1], None)  # of the workers
 
         if trainer_gpu is not None and worker_gpus == [trainer_gpu]:
@@ -82,29 +89,28 @@ class TransferGroup:
 
             # None where that is forbidden.
             self._group = _within(timeout_s, partial(share_memory, store, rank, device))
-        if self._group:
-            self.backend = "ipc"
-        else:
-            self.backend = _within(timeout_s, partial(self._agree, trainer_gpu, worker_gpus, gpus))
+        self.backend, self.stages = _within(timeout_s, partial(self._agree, members, gpus))
+        if not self._group:
             self._meet()
 
-    def _introduce(self, world_size: int, dtype: torch.dtype | None) -> list[Any]:
-        """Tell the others this member's GPU and dtype; returns all members'."""
-        mine = [gpu_of(self.device), str(dtype).removeprefix("torch.")]
+    def _introduce(self, world_size: int, dtype: torch.dtype | None, room: float) -> list[Any]:
+        """Tell the others this member's GPU, dtype and room; returns all members'."""
+        mine = [gpu_of(self.device), str(dtype).removeprefix("torch."), room]
         self._store.set(f"member/{self._rank}", json.dumps(mine))
         return [json.loads(self._store.get(f"member/{member}")) for member in range(world_size)]
 
-    def _agree(self, trainer_gpu: str | None, worker_gpus: list[Any], gpus: Collection[Any]) -> str:
-        """The trainer's choice of nccl or gloo."""
+    def _agree(self, members: list[Any], gpus: Collection[Any]) -> Any:
+        """The trainer's choice of a backend, and whether the workers stage updates."""
         if self._rank == 0:
-            taken_gpus = {None, trainer_gpu, *gpus}
-            takes_nccl = (
-                trainer_gpu is not None
-                and taken_gpus.isdisjoint(worker_gpus)
-                and len(set(worker_gpus)) == len(worker_gpus)
-            )
-            self._store.set("backend", "nccl" if takes_nccl else "gloo")
-        return self._store.get("backend").decode()
+            trainer_gpu = members[0][0]
+            worker_gpus = [gpu for gpu, _, _ in members[1:]]
+            has_own_gpus = {None, trainer_gpu, *gpus}.isdisjoint(worker_gpus)
+            is_apart = has_own_gpus and len(set(worker_gpus)) == len(worker_gpus)
+            backend = "nccl" if trainer_gpu is not None and is_apart else "gloo"
+            needed = ROOM_ALONE if has_own_gpus else ROOM_BESIDE_TRAINER
+            stages = min(room for _, _, room in members[1:]) > needed
+            self._store.set("terms", json.dumps(["ipc" if self._group else backend, stages]))
+        return json.loads(self._store.get("terms"))
 
     def _meet(self) -> None:
         """Connect to the other members."""
@@ -168,12 +174,14 @@ class TransferGroup:
         self._number += 1
         return self._broadcast(buffer) if len(buffer) else None
 
-    def receive(self) -> dict[str, Tensor]:
+    def receive(self, is_first: bool = False) -> dict[str, Tensor]:
         """Take rank 0's next bucket, in fresh memory on the group's device.
 
-        The bucket is empty at the end of the stream.
+        The bucket is empty at the end of the stream. The first may be long in coming.
         """
         key = f"bucket/{self._rank}/{self._number}"
+        if is_first:
+            self._wait_for(key)
         # The trainer may be waiting its own time-out for another server.
         limit_s = 2 * self._timeout_s + 10
         # The store's own limit ends the thread that `_within` leaves behind.
@@ -188,11 +196,25 @@ class TransferGroup:
         if size:
             self.finish(self._broadcast(buffer))
         self._number += 1
+        # A worker that was stopped meanwhile may find a broadcast over that nobody has finished.
+        if self._store.check(["left"]):
+            raise RuntimeError("the trainer has left")
 
         bucket = {}
         for name, dtype, shape, start, end in entries:
             bucket[name] = buffer[start:end].view(getattr(torch, dtype)).view(shape)
         return bucket
+
+    def _wait_for(self, key: str) -> None:
+        """Wait without a limit until the trainer sets a key, or is gone."""
+        # A store does one thing at a time, and others need this one meanwhile.
+        store: Any = self._store
+        own_store = store.clone()
+        while self._group:
+            with suppress(dist.DistStoreError):  # a minute is over
+                own_store.wait([key], timedelta(minutes=1))
+                return
+        raise RuntimeError("the transfer group is closed")
 
     def _broadcast(self, data: Tensor) -> Any:
         group = self._group
@@ -286,14 +308,8 @@ def _flat(
     return entries, parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
-    """Make a call in a thread; pass on its result or error.
-
-    Nothing can end such a call.
-
-    Raises:
-        RuntimeError: the call takes longer than `timeout_s`.
-    """
+def in_thread(call: Callable[[], Any]) -> Future[Any]:
+    """Make a call in a thread of its own, which nothing can end."""
     outcome: Future[Any] = Future()
 
     def run() -> None:
@@ -303,6 +319,16 @@ def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
             outcome.set_exception(error)
 
     threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
+    """Make a call in a thread; pass on its result or error.
+
+    Raises:
+        RuntimeError: the call takes longer than `timeout_s`.
+    """
+    outcome = in_thread(call)
     if not wait([outcome], timeout_s).done:
         raise RuntimeError(f"nothing came through in {timeout_s:.0f} s")
     return outcome.result()

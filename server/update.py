@@ -1,0 +1,55 @@
+"""The server's own route for updates."""
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from server.route import json_body, refusal
+
+POLL_S = 5e-3  # between looks whether an update has arrived
+
+
+class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON that a trainer posts to the route."""
+
+    weight_version: str
+    port: int  # of the store by which the trainer is connected
+
+
+REQUEST = msgspec.json.Decoder(UpdateRequest)
+
+
+async def update(scope: Scope, receive: Receive, send: Send) -> None:
+    """Take an update from the trainer, and sample on as its version.
+
+    Sampling pauses once the update is there, or before it comes where memory has no room for it.
+    The answer says for how many seconds. After an error it may stay paused, with other weights: the
+    trainer takes the server for lost.
+    """
+    state: Any = scope["app"].state
+    try:
+        request = REQUEST.decode(await json_body(Request(scope, receive)))
+        paused_s = await _update(state.engine_client, request)
+        answer = JSONResponse({"paused_s": paused_s})
+    except Exception as error:  # whatever vLLM raises: the server goes on
+        answer = refusal(error)
+    await answer(scope, receive, send)
+
+
+async def _update(engine: Any, request: UpdateRequest) -> float:
+    while not all(await engine.collective_rpc("can_place_update", args=(request.port,))):
+        await asyncio.sleep(POLL_S)
+
+    await engine.renderer.clear_mm_cache_async()
+    # vLLM's `pause_generation` sleeps for 20 ms more.
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+    started_s = time.monotonic()
+    await engine.collective_rpc("place_update", args=(request.port,))
+    await engine.update_weight_version(request.weight_version)
+    await engine.resume_generation()
+    return time.monotonic() - started_s
