@@ -98,6 +98,9 @@ SERVING = {
     "route.py": "ids in, arrays out",
     "messages.py": "on the wire",
     "whole.py": "in the engine",
+    "update.py": "new weights",
+    "receiver.py": "in a worker",
+    "staging.py": "while it samples",
 }
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
@@ -135,8 +138,8 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (276, 886, 112, 44, 12, "grey", RANKS),
     (398, 886, 112, 44, 12, "grey", HEARTBEAT),
     (604, 78, 114, 746, 12, "purple", CLIENT),
-    (748, 78, 124, 554, 12, "purple", SERVER),
-    (748, 644, 124, 48, 13, "purple", SERVING),
+    (748, 78, 124, 371, 12, "purple", SERVER),
+    (748, 461, 124, 48, 13, "purple", SERVING),
 ]
 LOOP = [44, 229, 414]  # x of train.py's parts
 ROW = {"prompt": 64, "first": 40, "2nd": 30, "third": 40}  # widths of its parts
