@@ -78,6 +78,7 @@ class ServerPool:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never for rollouts
         self._updating = threading.Lock()
+        self._sharing: Any = None  # of servers that are sent the same, where there are several
         self._slots = threading.Condition()  # guards what the servers do, and tells of a free one
         self._limit = config.max_concurrent_requests  # groups on a server; 0 while `drained`
         self._is_closed = threading.Event()
@@ -365,6 +366,8 @@ class ServerPool:
             try:
                 for server in servers:
                     server.start_update(version)
+                if len(self.servers) > 1 and not only_returned:
+                    self._share(servers)
 
                 # One bucket loads while the trainer gathers the next; an empty one is the last.
                 for bucket in chain(buckets(weights), [{}]):
@@ -380,6 +383,13 @@ class ServerPool:
                 # next sync resumes it.
                 self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
                 raise
+
+    def _share(self, servers: list[Server]) -> None:
+        """Let servers share what they are sent."""
+        from weights.shared import Sharing
+
+        self._sharing = self._sharing or Sharing()
+        self._sharing.share([server.transfer for server in servers if server.transfer])
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
         """Do a step on all servers at once; returns the successful servers."""

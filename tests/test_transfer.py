@@ -23,7 +23,9 @@ from config import TrainConfig
 from rollouts.servers import ServerPool
 from vllm_client import Server, State
 from weights import cuda_ipc
+from weights import shared as shared_module
 from weights.publish import buckets
+from weights.shared import Sharing
 from weights.transfer import BUCKET_BYTES, TransferGroup, _flat
 
 TIMEOUT_S = 2.0
@@ -365,7 +367,7 @@ def test_a_broadcast_that_nobody_finished_is_not_taken(nccl):
 def test_the_first_bucket_may_be_long_in_coming(first):
     """Between two updates a trainer trains; within one it may not be silent."""
     trainer, worker = join([-1, -1], timeout_s=0.2)
-    worker._timeout_s = -4.9  # 2 x -4.9 + 10: a limit of 0.2 s
+    worker.timeout_s = -4.9  # 2 x -4.9 + 10: a limit of 0.2 s
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(worker.receive, is_first=first)
         time.sleep(1.0)
@@ -576,3 +578,175 @@ def test_small_weights_share_a_bucket_after_a_full_one(monkeypatch):
     weights = [("large", torch.zeros(30))] + [(f"w{n}", torch.zeros(5)) for n in range(6)]
     found = [list(bucket) for bucket in buckets(iter(weights))]
     assert found == [["large"], ["w0", "w1", "w2", "w3", "w4"], ["w5"]]
+
+
+# -- one way to many servers ------------------------------------------------------------------------------------------
+
+MANY = [{"a": FULL, "b": torch.randn(300, 1000)}, {"c": torch.randn(700_000)}, {"d": FULL[0]}]
+
+
+def join_many(num, timeout_s=4.0):
+    """The trainer's members, and the workers, of `num` servers of one or two workers."""
+    groups = [join([-1] * (2 + number % 2), timeout_s=timeout_s) for number in range(num)]
+    return [group[0] for group in groups], [worker for group in groups for worker in group[1:]]
+
+
+def send_all(trainers, weights=MANY):
+    """As the pool does: to all servers side by side; those that fail are left. Returns their errors."""
+    errors = {}
+    sending = dict.fromkeys(trainers)
+    for bucket in [*weights, {}]:
+        buffers: dict[Any, Any] = {}
+        waiting = [trainer for trainer in trainers if trainer not in errors]
+        while waiting:
+            for trainer in list(waiting):
+                try:
+                    if sending[trainer] and not trainer.is_over(sending[trainer]):
+                        continue
+                    sending[trainer] = trainer.send(bucket, buffers)
+                except RuntimeError as error:
+                    errors[trainer] = error
+                    trainer.close()
+                waiting.remove(trainer)
+            time.sleep(1e-4)
+    return errors
+
+
+def receive_all(worker):
+    """The buckets of an update, up to the empty one."""
+    found = [worker.receive(is_first=True)]
+    while found[-1]:
+        found.append(worker.receive())
+    return found
+
+
+def assert_whole(received, weights=MANY):
+    assert [list(bucket) for bucket in received] == [list(bucket) for bucket in [*weights, {}]]
+    for bucket, sent in zip(received, weights, strict=False):
+        assert all(torch.equal(bucket[name], sent[name]) for name in sent)
+
+
+def updated(pool, sharing, trainers, workers, weights=MANY):
+    """One update of all servers; returns what each worker gets, as futures, and the trainers' errors."""
+    received = [pool.submit(receive_all, worker) for worker in workers]
+    sharing.share(trainers)
+    return received, send_all(trainers, weights)
+
+
+def test_many_servers_get_the_same_bits():
+    """Also a single byte more than whole pieces, and in a second update, for which the group is there."""
+    sharing = Sharing()
+    trainers, workers = join_many(3)
+    groups = set()
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(2):
+            odd = torch.arange(4 * (1 << 16) + 1, dtype=torch.int64).to(torch.uint8)
+            weights = [*MANY, {"odd": odd}]
+            received, errors = updated(pool, sharing, trainers, workers, weights)
+            for future in received:
+                assert_whole(future.result(20), weights)
+            assert not errors
+            groups |= {trainer.shared for trainer in trainers}
+    assert len(groups) == 1
+    assert None not in groups
+    for member in trainers + workers:
+        member.close()
+
+
+def test_each_byte_leaves_the_trainer_once(monkeypatch):
+    """By what is given to gloo: the scatters of a bucket hold it once, with padding of less than a chunk."""
+    trainers, workers = join_many(3)
+    sent: list[int] = []
+    start = shared_module.SharedGroup._start
+
+    class Counting:
+        def __init__(self, group):
+            self.group = group
+
+        def scatter(self, out, pieces, options):
+            sent.extend(len(piece) for piece in pieces[0][1:])
+            return self.group.scatter(out, pieces, options)
+
+    def counting(self, buffer):
+        group, self._group = self._group, Counting(self._group)
+        start(self, buffer)
+        self._group = group
+
+    with ThreadPoolExecutor(8) as pool:
+        received, _ = updated(pool, sharing := Sharing(), trainers, workers)
+        [future.result(20) for future in received]
+        monkeypatch.setattr(shared_module.SharedGroup, "_start", counting)
+        received, _ = updated(pool, sharing, trainers, workers)
+        [future.result(20) for future in received]
+    num_bytes = sum(tensor.nbytes for bucket in MANY for tensor in bucket.values())
+    assert num_bytes <= sum(sent) < num_bytes + len(MANY) * (shared_module.CHUNK_BYTES + 64)
+    for member in trainers + workers:
+        member.close()
+
+
+@pytest.mark.parametrize("fault", ["fails", "hangs", "leaves"])
+def test_a_server_that_is_lost_in_a_shared_update_costs_the_others_no_weight(fault):
+    """They get the bucket again, each by itself, within the time-out; the next update is shared without it."""
+    sharing = Sharing()
+    trainers, workers = join_many(3)
+    lost, its_trainer = workers[0], trainers[0]
+    wakes = threading.Event()
+    with ThreadPoolExecutor(8) as pool:
+        received, _ = updated(pool, sharing, trainers, workers)
+        [future.result(20) for future in received]
+
+        take = lost.shared.take
+        turns = iter(range(9))
+
+        def ill(size):
+            if next(turns) == 1:
+                if fault == "hangs":
+                    wakes.wait(30)
+                elif fault == "leaves":
+                    its_trainer.close()
+                else:
+                    lost.close()
+                raise RuntimeError(fault)
+            return take(size)
+
+        lost.shared.take = ill
+        started_s = time.monotonic()
+        received, errors = updated(pool, sharing, trainers, workers)
+        seconds = time.monotonic() - started_s
+        for future in received[1:]:
+            assert_whole(future.result(1))
+        assert list(errors) == [its_trainer]
+        assert seconds < 4.0 + 3  # the time-out, once, and what closing takes
+        wakes.set()
+        assert received[0].exception(20)
+
+        received, errors = updated(pool, sharing, trainers[1:], workers[1:])
+        for future in received:
+            assert_whole(future.result(20))
+        assert not errors
+        assert trainers[1].shared is trainers[2].shared is not None
+    for member in trainers + workers:
+        member.close()
+
+
+def test_servers_that_do_not_meet_go_on_by_themselves(monkeypatch, capsys):
+    """They have no route to each other; it is tried once."""
+    sharing = Sharing()
+    trainers, workers = join_many(2, timeout_s=2.0)
+    make = shared_module.make_group
+
+    def no_route(backend, store, name, *more, **named):
+        if name == "workers":
+            raise RuntimeError("no route to host")
+        return make(backend, store, name, *more, **named)
+
+    monkeypatch.setattr(shared_module, "make_group", no_route)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(2):
+            received, errors = updated(pool, sharing, trainers, workers)
+            for future in received:
+                assert_whole(future.result(20))
+            assert not errors
+    assert capsys.readouterr().out.count("2 servers get their weights one by one: ") == 1
+    for member in trainers + workers:
+        member.close()

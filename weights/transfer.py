@@ -75,11 +75,14 @@ class TransferGroup:
         self._rank = rank
         self._workers = range(1, world_size)
         self.device = device
-        self._timeout_s = timeout_s
-        self._number = 0  # of the next bucket
+        self.timeout_s = timeout_s
+        self._number = 0  # of the next message
+        self._bucket = 0  # the last one's number
+        self._entries: list[Any] = []  # what is in it
         self._group: Any = None
+        self.shared: Any = None  # a SharedGroup, where other servers are sent the same
 
-        members = _within(timeout_s, partial(self._introduce, world_size, dtype, room))
+        members = within(timeout_s, partial(self._introduce, world_size, dtype, room))
         trainer_gpu = members[0][0]
         worker_gpus = [gpu for gpu, _, _ in members[1:]]
         self._dtype = getattr(torch, members[1][1], None)  # of the workers
@@ -88,8 +91,8 @@ class TransferGroup:
             from weights.cuda_ipc import share_memory
 
             # None where that is forbidden.
-            self._group = _within(timeout_s, partial(share_memory, store, rank, device))
-        self.backend, self.stages = _within(timeout_s, partial(self._agree, members, gpus))
+            self._group = within(timeout_s, partial(share_memory, store, rank, device))
+        self.backend, self.stages = within(timeout_s, partial(self._agree, members, gpus))
         if not self._group:
             self._meet()
 
@@ -118,7 +121,7 @@ class TransferGroup:
             self.device = torch.device("cpu")
 
         try:
-            _within(self._timeout_s, self._connect)
+            within(self.timeout_s, self._connect)
         except RuntimeError as error:
             self.close()
             cause = str(error).partition("\n")[0]
@@ -132,27 +135,9 @@ class TransferGroup:
 
         The first broadcast makes nccl's communicator.
         """
-        store = dist.PrefixStore(f"weights/{self.backend}", self._store)
-        world_size = 1 + len(self._workers)
-        timeout = timedelta(seconds=self._timeout_s)
-        if self.backend == "gloo":
-            gloo: Any = dist.ProcessGroupGloo
-            options = gloo._Options()
-            options._timeout = timeout
-            options._devices = [_gloo_device(hostname=address_towards(self._store.host))]
-            self._group = gloo(store, self._rank, world_size, options)
-        else:
-            nccl: Any = dist.ProcessGroupNCCL
-            options = nccl.Options()
-            options._timeout = timeout
-            # Each group reads the variable as it is made, and the trainer's own must not see it.
-            with _making:
-                os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
-                try:
-                    self._group = nccl(store, self._rank, world_size, options)
-                finally:
-                    del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
-
+        self._group = make_group(
+            self.backend, self._store, "weights", self._rank, 1 + self.num_workers, self.timeout_s
+        )
         self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
     def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> Any:
@@ -163,47 +148,127 @@ class TransferGroup:
         that are given the same `buffers`, at first {}, make one buffer for all. An empty bucket
         ends the stream, without a wait.
         """
-        kind = (self.device, self._dtype)
-        if kind not in buffers:
-            buffers[kind] = _flat(bucket, *kind)
-        entries, buffer = buffers[kind]
+        form = (self.device, self._dtype)
+        if form not in buffers:
+            buffers[form] = _flat(bucket, *form)
+        self._entries, buffer = buffers[form]
+        self._bucket += 1
+        self._announce(buffer)
+        if not len(buffer):
+            return None
+        if self.shared:
+            self._begun_s = time.monotonic()
+            return self.shared.sending(self, buffer)
+        return self._broadcast(buffer)
 
-        header = json.dumps([len(buffer), entries])
+    def send_again(self, buffer: Tensor) -> Any:
+        """Send the last bucket to this server's workers by themselves, within its time."""
+        self.shared = None
+        begun_s = self._begun_s
+        self._announce(buffer)
+        work = self._broadcast(buffer)
+        self._begun_s = begun_s
+        return work
+
+    def invite(self, port: int, first_rank: int, world_size: int) -> None:
+        """Let the workers join a shared group, by a store of this host."""
         for worker in self._workers:
-            self._store.set(f"bucket/{worker}/{self._number}", header)
+            self._post(worker, {"join": [port, first_rank + worker - 1, world_size]})
         self._number += 1
-        return self._broadcast(buffer) if len(buffer) else None
+
+    def _announce(self, buffer: Tensor) -> None:
+        is_shared = bool(len(buffer) and self.shared)
+        for worker in self._workers:
+            self._post(worker, [len(buffer), self._entries, self._bucket, is_shared])
+        self._number += 1
+
+    def _post(self, worker: int, message: Any) -> None:
+        self._store.set(f"message/{worker}/{self._number}", json.dumps(message))
+
+    @property
+    def num_workers(self) -> int:
+        """Workers of the server."""
+        return len(self._workers)
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What servers have in common that may share what they are sent."""
+        return self.backend, self.device, self._dtype, self._store.host
 
     def receive(self, is_first: bool = False) -> dict[str, Tensor]:
         """Take rank 0's next bucket, in fresh memory on the group's device.
 
         The bucket is empty at the end of the stream. The first may be long in coming.
         """
-        key = f"bucket/{self._rank}/{self._number}"
-        if is_first:
-            self._wait_for(key)
-        # The trainer may be waiting its own time-out for another server.
-        limit_s = 2 * self._timeout_s + 10
-        # The store's own limit ends the thread that `_within` leaves behind.
-        _within(limit_s, partial(self._store.wait, [key], timedelta(seconds=limit_s + 60)))
-        header = self._store.get(key)
-        self._store.delete_key(key)
-        if not header:
-            raise RuntimeError("the trainer has left")
+        buffer = None
+        while buffer is None:
+            message = self._next_message(is_first)
+            is_first = False
+            if "join" in message:
+                self._join(*message["join"])
+                continue
+            size, entries, number, is_shared = message
+            buffer = self._take(size, is_shared)
+            # A worker that was stopped meanwhile may find a broadcast over that nobody finished.
+            if self._store.check(["left"]):
+                raise RuntimeError("the trainer has left")
+            if number == self._bucket:  # sent again, as others have not got it
+                buffer = None
 
-        size, entries = json.loads(header)
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        if size:
-            self.finish(self._broadcast(buffer))
-        self._number += 1
-        # A worker that was stopped meanwhile may find a broadcast over that nobody has finished.
-        if self._store.check(["left"]):
-            raise RuntimeError("the trainer has left")
-
+        self._bucket = number
         bucket = {}
         for name, dtype, shape, start, end in entries:
             bucket[name] = buffer[start:end].view(getattr(torch, dtype)).view(shape)
         return bucket
+
+    def _next_message(self, is_first: bool) -> Any:
+        """What the trainer has posted next for this worker."""
+        key = f"message/{self._rank}/{self._number}"
+        if is_first:
+            self._wait_for(key)
+        # The trainer may be waiting its own time-out for another server.
+        limit_s = 2 * self.timeout_s + 10
+        # The store's own limit ends the thread that `within` leaves behind.
+        within(limit_s, partial(self._store.wait, [key], timedelta(seconds=limit_s + 60)))
+        message = self._store.get(key)
+        self._store.delete_key(key)
+        if not message:
+            raise RuntimeError("the trainer has left")
+        self._number += 1
+        return json.loads(message)
+
+    def _join(self, port: int, rank: int, world_size: int) -> None:
+        """Join a shared group; one that does not meet is done without."""
+        from weights.shared import SharedGroup
+
+        self.leave_shared()
+        limit = timedelta(seconds=self.timeout_s)
+        with suppress(RuntimeError):
+            store = dist.TCPStore(self._store.host, port, is_master=False, timeout=limit)
+            self.shared = SharedGroup(
+                store, rank, world_size, self.backend, self.device, self.timeout_s
+            )
+
+    def leave_shared(self) -> None:
+        """Get what is sent by oneself from now on."""
+        shared = self.shared
+        self.shared = None
+        if shared:
+            shared.close()
+
+    def _take(self, size: int, is_shared: bool) -> Tensor | None:
+        """A bucket's bytes; None where a shared group fails: the trainer sends them again."""
+        if is_shared:
+            with suppress(RuntimeError):
+                if self.shared:
+                    taken: Tensor = self.shared.take(size)
+                    return taken
+            self.shared = None
+            return None
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if size:
+            self.finish(self._broadcast(buffer))
+        return buffer
 
     def _wait_for(self, key: str) -> None:
         """Wait without a limit until the trainer sets a key, or is gone."""
@@ -232,8 +297,8 @@ class TransferGroup:
         if work.is_completed():
             work.wait()
             return True
-        if time.monotonic() > self._begun_s + self._timeout_s:
-            raise RuntimeError(f"nothing moved over {self.backend} for {self._timeout_s:.0f} s")
+        if time.monotonic() > self._begun_s + self.timeout_s:
+            raise RuntimeError(f"nothing moved over {self.backend} for {self.timeout_s:.0f} s")
         return False
 
     def finish(self, work: Any) -> None:
@@ -254,7 +319,7 @@ class TransferGroup:
         """True while the trainer answers and has not left the group."""
         with suppress(RuntimeError):
             # From a host that is lost nothing comes, ever.
-            return not _within(5.0, partial(self._store.check, ["left"]))
+            return not within(5.0, partial(self._store.check, ["left"]))
         return False
 
     def close(self) -> None:
@@ -262,20 +327,46 @@ class TransferGroup:
 
         A member that waits for this one gets an error. May be called again.
         """
+        self.leave_shared()
         with suppress(RuntimeError):
             if self._rank == 0:
                 self._store.set("left", "")
                 for worker in self._workers:
-                    self._store.set(f"bucket/{worker}/{self._number}", "")
+                    self._store.set(f"message/{worker}/{self._number}", "")
             # In a thread of its own: the end of a gloo group, which comes with the last reference,
             # waits for a broadcast that its peer does not take.
-            _within(1.0, self._end_group)
+            within(1.0, self._end_group)
 
     def _end_group(self) -> None:
         group = self._group
         self._group = None
         if group and self.backend == "nccl":
             group.abort()
+
+
+def make_group(
+    backend: str, store: Any, name: str, rank: int, world_size: int, timeout_s: float
+) -> Any:
+    """A bare process group of members that meet in a TCPStore, apart from the default group."""
+    own_store = dist.PrefixStore(f"{name}/{backend}", store)
+    timeout = timedelta(seconds=timeout_s)
+    if backend == "gloo":
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = timeout
+        options._devices = [_gloo_device(hostname=address_towards(store.host))]
+        return gloo(own_store, rank, world_size, options)
+
+    nccl: Any = dist.ProcessGroupNCCL
+    options = nccl.Options()
+    options._timeout = timeout
+    # Each group reads the variable as it is made, and the trainer's own must not see it.
+    with _making:
+        os.environ["TORCH_NCCL_BLOCKING_WAIT"] = "1"
+        try:
+            return nccl(own_store, rank, world_size, options)
+        finally:
+            del os.environ["TORCH_NCCL_BLOCKING_WAIT"]
 
 
 def _flat(
@@ -322,7 +413,7 @@ def in_thread(call: Callable[[], Any]) -> Future[Any]:
     return outcome
 
 
-def _within(timeout_s: float, call: Callable[[], Any]) -> Any:
+def within(timeout_s: float, call: Callable[[], Any]) -> Any:
     """Make a call in a thread; pass on its result or error.
 
     Raises:

@@ -1,0 +1,275 @@
+"""One way for the weights to many servers: each byte leaves the trainer once.
+
+`TransferGroup` sends to the workers of one server. Where several servers take the same bytes, their
+workers form a `SharedGroup` besides, and only if that breaks does each server get them by itself.
+"""
+
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weights.transfer import TransferGroup, make_group, within
+
+CHUNK_BYTES = 2 << 20  # that the trainer scatters at a time, over gloo
+PIECE_BYTES = 1 << 16  # at least, to a worker
+
+
+class SharedGroup:
+    """The trainer, rank 0, and the workers of several servers.
+
+    nccl runs a broadcast as a ring. gloo sends one from rank 0 to every member, so there the
+    trainer scatters a chunk in pieces, which the workers gather from each other while the next one
+    comes.
+
+    A member that fails breaks the group, for all members: they notice within a second.
+    """
+
+    def __init__(
+        self, store: dist.TCPStore, rank: int, world_size: int, backend: str,
+        device: torch.device, timeout_s: float,
+    ):  # fmt: skip
+        """Meet the other members.
+
+        Raises:
+            RuntimeError: they do not meet.
+        """
+        self._store = store
+        self._rank = rank
+        self._num_workers = world_size - 1
+        self._backend = backend
+        self._device = device
+        self._timeout_s = timeout_s
+        self._number = -1  # of the bucket under way
+        self._arrived = -1  # the last one that every worker has
+        self._buffer: Callable[[], Tensor | None] = lambda: None  # what rank 0 sends, while it does
+        self._works: list[Any] = []
+        self.is_broken = False
+        self._group: Any = None
+        self._workers: Any = None
+        piece_bytes = max(CHUNK_BYTES // self._num_workers, PIECE_BYTES)
+        self._chunk_bytes = piece_bytes * self._num_workers
+
+        self._group = make_group(backend, store, "all", rank, world_size, timeout_s / 2)
+        if backend == "gloo" and rank > 0:
+            self._workers = make_group(
+                backend, store, "workers", rank - 1, world_size - 1, timeout_s / 2
+            )
+        if rank > 0:
+            self.take(1)
+        else:
+            self.send(torch.zeros(1, dtype=torch.uint8, device=device))
+            while not self.has_arrived(0):
+                time.sleep(1e-3)
+
+    # -- the trainer -------------------------------------------------------------------------------
+
+    def send(self, buffer: Tensor) -> int:
+        """Start to send a buffer of bytes, once for all servers; returns its number."""
+        if buffer is not self._buffer():
+            self._buffer = weakref.ref(buffer)
+            self._number += 1
+            self._begun_s = time.monotonic()
+            try:
+                self._start(buffer)
+            except RuntimeError:
+                self.close()
+        return self._number
+
+    def _start(self, buffer: Tensor) -> None:
+        if self.is_broken:
+            return
+        if self._backend == "nccl":
+            self._works = [self._group.broadcast([buffer], dist.BroadcastOptions())]
+            return
+        options = dist.ScatterOptions()
+        options.rootRank = 0
+        self._works = []
+        for chunk in buffer.split(self._chunk_bytes):
+            if len(chunk) < self._chunk_bytes:
+                chunk = torch.cat([chunk, chunk.new_empty(self._chunk_bytes - len(chunk))])
+            pieces = list(chunk.chunk(self._num_workers))
+            unused = torch.empty_like(pieces[0])
+            self._works.append(self._group.scatter([unused], [[unused, *pieces]], options))
+
+    def has_arrived(self, number: int) -> bool:
+        """True once every worker has the buffer of a number.
+
+        Raises:
+            RuntimeError: the group is broken, or half of the time-out is over: the other half is
+                for servers that get it by themselves.
+        """
+        if number <= self._arrived:
+            return True
+        if self.is_broken or self._store.check(["broken"]):
+            raise RuntimeError("the shared group is broken")
+        for work in self._works:
+            if work.is_completed():
+                work.wait()  # raises what it failed with
+        if self._store.add(f"taken/{number}", 0) == self._num_workers:
+            self._arrived = number
+            self._works = []
+            return True
+        if time.monotonic() > self._begun_s + self._timeout_s / 2:
+            raise RuntimeError(f"nothing moved to some server for {self._timeout_s / 2:.0f} s")
+        return False
+
+    def sending(self, transfer: TransferGroup, buffer: Tensor) -> "SharedSending":
+        """Send a buffer to all servers, of which `transfer`'s is one."""
+        return SharedSending(transfer, self, buffer)
+
+    # -- a worker ----------------------------------------------------------------------------------
+
+    def take(self, size: int) -> Tensor:
+        """Take the bytes that are sent, of which there are `size`.
+
+        Raises:
+            RuntimeError: the group is broken.
+        """
+        self._number += 1
+        try:
+            buffer = self._taken(size)
+        except BaseException:
+            self.close()
+            raise
+        self._store.add(f"taken/{self._number}", 1)
+        return buffer
+
+    def _taken(self, size: int) -> Tensor:
+        if self._backend == "nccl":
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._finish(self._group.broadcast([buffer], dist.BroadcastOptions()))
+            return buffer
+
+        num_chunks = -(-size // self._chunk_bytes)
+        buffer = torch.empty(num_chunks * self._chunk_bytes, dtype=torch.uint8)
+        chunks = buffer.split(self._chunk_bytes)
+        pieces = [torch.empty_like(chunk.chunk(self._num_workers)[0]) for chunk in chunks]
+        options = dist.ScatterOptions()
+        options.rootRank = 0
+        coming = [self._group.scatter([piece], [], options) for piece in pieces]
+        gathers = []
+        for work, piece, chunk in zip(coming, pieces, chunks, strict=True):
+            self._finish(work)
+            gathers.append(self._workers._allgather_base(chunk, piece))
+        for work in gathers:
+            self._finish(work)
+        return buffer[:size]
+
+    def _finish(self, work: Any) -> None:
+        """Wait until the work is over."""
+        asked_s = time.monotonic()
+        while not work.is_completed():
+            if time.monotonic() > asked_s + 0.5:
+                asked_s = time.monotonic()
+                if within(5.0, partial(self._store.check, ["broken"])):
+                    raise RuntimeError("the shared group is broken")
+            time.sleep(2e-4)
+        work.wait()
+
+    def close(self) -> None:
+        """Break the group, in a second or two. May be called again."""
+        if self.is_broken:
+            return
+        self.is_broken = True
+        with suppress(RuntimeError):
+            within(1.0, partial(self._store.set, "broken", ""))
+            within(1.0, self._end)
+
+    def _end(self) -> None:
+        group = self._group
+        self._group = None
+        self._workers = None
+        if group and self._backend == "nccl":
+            group.abort()
+
+
+class SharedSending:
+    """A bucket on its way to one server: with others', and by itself after that has failed.
+
+    Has the methods of torch.distributed's works.
+    """
+
+    def __init__(self, transfer: TransferGroup, shared: SharedGroup, buffer: Tensor):
+        self._transfer = transfer
+        self._shared = shared
+        self._buffer = buffer
+        self._number = shared.send(buffer)
+        self._own_work: Any = None
+
+    def is_completed(self) -> bool:
+        """True once the server's workers have it."""
+        if self._own_work:
+            return self._own_work.is_completed()
+        try:
+            return self._shared.has_arrived(self._number)
+        except RuntimeError:
+            self._shared.close()
+            self._own_work = self._transfer.send_again(self._buffer)
+            return False
+
+    def wait(self) -> None:
+        """Raise the failure, if there is one."""
+        if self._own_work:
+            self._own_work.wait()
+
+
+class Sharing:
+    """The shared groups of a trainer, of servers that differ in nothing that they are sent."""
+
+    def __init__(self) -> None:
+        self._formed: dict[Any, list[TransferGroup]] = {}  # by their kind
+        self._apart: dict[Any, list[TransferGroup]] = {}  # did not meet
+
+    def share(self, transfers: Iterable[TransferGroup]) -> None:
+        """Let servers of a kind share what they are sent, from the next bucket on."""
+        kinds: dict[Any, list[TransferGroup]] = {}
+        for transfer in transfers:
+            if transfer.backend != "ipc":
+                kinds.setdefault(transfer.kind, []).append(transfer)
+        for kind, members in kinds.items():
+            shared = members[0].shared
+            is_formed = self._formed.get(kind) == members and shared and not shared.is_broken
+            # Where they have no route to each other, each try would take half of the time-out.
+            if is_formed or self._apart.get(kind) == members:
+                continue
+            self._formed[kind] = members
+            if not _form(members):
+                self._apart[kind] = members
+
+
+def _form(members: list[TransferGroup]) -> bool:
+    """Try to make a group of servers; where they do not meet, each goes on by itself."""
+    for member in members:
+        member.leave_shared()
+    if len(members) == 1:
+        return True
+    timeout_s = members[0].timeout_s
+    limit = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        members[0].kind[-1], 0, is_master=True, wait_for_workers=False, timeout=limit
+    )
+    *first_ranks, world_size = accumulate((member.num_workers for member in members), initial=1)
+    for member, first_rank in zip(members, first_ranks, strict=True):
+        member.invite(store.port, first_rank, world_size)
+    backend, device = members[0].backend, members[0].device
+    make = partial(SharedGroup, store, 0, world_size, backend, device, timeout_s)
+    try:
+        shared: SharedGroup | None = within(timeout_s / 2, make)
+        print(f"{len(members)} servers share what they are sent over {backend}", flush=True)
+    except RuntimeError as error:
+        shared = None
+        store.set("broken", "")
+        cause = str(error).partition("\n")[0]
+        print(f"{len(members)} servers get their weights one by one: {cause}", flush=True)
+    for member in members:
+        member.shared = shared
+    return shared is not None
