@@ -182,6 +182,7 @@ class Server:
         self.pool: ThreadPoolExecutor  # of one thread, for requests that wait for weights
         self.transfer: TransferGroup | None = None
         self.sending: Any = None  # the bucket under way
+        self.sync_timeout_s = 0.0
         self.store_port = 0  # by which the server knows this connection
         self.loading: Future[Any]  # the server's reply to the update under way
         self.paused_s = 0.0  # for how long the last update stopped sampling
@@ -328,6 +329,7 @@ class Server:
         address = address_towards(urlsplit(self.url).hostname or "127.0.0.1")
         limit = timedelta(seconds=timeout_s)
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        self.sync_timeout_s = timeout_s
         self.store_port = store.port
         init_info = {
             "host": address,
@@ -396,10 +398,10 @@ class Server:
         self.sending = transfer.send(bucket, buffers)
         return True
 
-    def end_update(self, timeout_s: float) -> None:
+    def end_update(self) -> None:
         """Wait until the server samples from the update."""
         try:
-            reply = self.loading.result(timeout_s)
+            reply = self.loading.result(self.sync_timeout_s)
         except TimeoutError:
             raise ServerLost(
                 f"{self.url} took longer than sync_timeout to load the last weights"

@@ -51,6 +51,7 @@ from benchmarks.train_modes import (
 )  # fmt: skip
 from utils import die_with, process_group
 from weights import transfer
+from weights.arrival import WorkerGroup
 
 SPAWN = multiprocessing.get_context("spawn")
 PARTS = ("transfer", "modes", "lost")
@@ -141,9 +142,7 @@ def follow(
     link.send("meets")
     group = None
     try:
-        group = transfer.TransferGroup(
-            store, rank, world_size, device, TIMEOUT_S, dtype=torch.bfloat16
-        )
+        group = WorkerGroup(store, rank, world_size, device, TIMEOUT_S, dtype=torch.bfloat16)
         link.send("met")
         while True:
             wrong = count = 0

@@ -256,7 +256,10 @@ class Handler(BaseHTTPRequestHandler):
         import torch
         from torch.distributed import TCPStore
 
-        from weights.transfer import TransferGroup
+        try:
+            from weights.arrival import WorkerGroup
+        except ModuleNotFoundError:  # an older checkout
+            from weights.transfer import TransferGroup as WorkerGroup  # type: ignore[assignment]
 
         store = TCPStore(
             info["host"],
@@ -264,7 +267,7 @@ class Handler(BaseHTTPRequestHandler):
             is_master=False,
             timeout=timedelta(seconds=info["timeout_s"]),
         )
-        self.groups[host] = TransferGroup(
+        self.groups[host] = WorkerGroup(
             store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"]
         )
 

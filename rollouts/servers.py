@@ -78,7 +78,6 @@ class ServerPool:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never for rollouts
         self._updating = threading.Lock()
-        self._sharing: Any = None  # of servers that are sent the same, where there are several
         self._slots = threading.Condition()  # guards what the servers do, and tells of a free one
         self._limit = config.max_concurrent_requests  # groups on a server; 0 while `drained`
         self._is_closed = threading.Event()
@@ -275,10 +274,7 @@ class ServerPool:
                 )
 
     def keep_out(self, server: Server, reason: object) -> None:
-        """Leave out a server that answers and cannot be used, for `RETRY_S`.
-
-        The same reason is printed once.
-        """
+        """Leave out a server that answers and cannot be used, for `RETRY_S`."""
         server.state = State.LOST
         server.retry_s = time.monotonic() + RETRY_S
         self._say_once(f"{server.url} answers again, but stays left out: {reason}")
@@ -348,9 +344,7 @@ class ServerPool:
     def update_weights(
         self, weights: Iterable[Any], version: int, only_returned: bool = False
     ) -> list[Server]:
-        """Publish a policy as `version` on all servers, side by side.
-
-        They take it bucket by bucket, and pause to put it in place.
+        """Publish a policy as `version` on all servers, side by side, bucket by bucket.
 
         Args:
             weights: (checkpoint name, tensor in its checkpoint's shape), consumed to the end.
@@ -366,16 +360,15 @@ class ServerPool:
             try:
                 for server in servers:
                     server.start_update(version)
-                if len(self.servers) > 1 and not only_returned:
-                    self._share(servers)
-
+                num_sharing = 0
                 # One bucket loads while the trainer gathers the next; an empty one is the last.
                 for bucket in chain(buckets(weights), [{}]):
+                    if len(servers) != num_sharing and not only_returned:
+                        num_sharing = self._share(servers)
                     send = partial(Server.try_to_send, bucket=bucket, buffers={})
                     servers = self._until(servers, send)
 
-                end = partial(Server.end_update, timeout_s=self.config.sync_timeout)
-                servers = self._on(servers, end)
+                servers = self._on(servers, Server.end_update)
                 self.version = version
                 return [server for server in servers if server in returned]
             except BaseException:
@@ -384,12 +377,13 @@ class ServerPool:
                 self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
                 raise
 
-    def _share(self, servers: list[Server]) -> None:
-        """Let servers share what they are sent."""
-        from weights.shared import Sharing
+    def _share(self, servers: list[Server]) -> int:
+        """Let those that are left share what they are sent; returns their number."""
+        if len(self.servers) > 1:
+            from weights.shared import share
 
-        self._sharing = self._sharing or Sharing()
-        self._sharing.share([server.transfer for server in servers if server.transfer])
+            share([server.transfer for server in servers if server.transfer])
+        return len(servers)
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
         """Do a step on all servers at once; returns the successful servers."""

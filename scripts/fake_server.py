@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 
 from server.messages import SAMPLE, UPDATE, Sampled, packed
 from utils import VLLM_VERSION
-from weights.transfer import TransferGroup
+from weights.arrival import WorkerGroup
 
 Answer = Callable[[list[int], int], tuple[list[int], float | Callable[[int], None]]]
 
@@ -65,7 +65,7 @@ class FakeServer:
         self.model = AutoModelForCausalLM.from_pretrained(self.model_id, dtype=torch.float32).eval()
         self.version = "default"
         self.versions["default"] = self._weights()
-        self.group: TransferGroup | None = None
+        self.group: WorkerGroup | None = None
         self._resumed = threading.Event()
         self._resumed.set()
         self._aborted = False
@@ -106,7 +106,7 @@ class FakeServer:
             if self.group is not None:
                 self.group.close()
             room = 100.0 if self.stages else 0.0
-            self.group = TransferGroup(
+            self.group = WorkerGroup(
                 store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"], room=room
             )
         elif path == "/weight_checker":

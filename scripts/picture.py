@@ -87,8 +87,12 @@ POLICY = {
 PREFIXES = {
     "prefix_attention.py": "a row holds each prompt once;\nits completions do not see\neach other",
 }
-SENDING = {"publish.py": "whole tensors", "transfer.py": "on the wire"}
-ON_ONE_GPU = {"cuda_ipc.py": "on one GPU"}
+SENDING = {
+    "publish.py": "whole tensors",
+    "transfer.py": "on the wire",
+    "shared.py": "to several servers",
+}
+ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "in a worker"}
 SETTINGS = {"config.py": "every setting"}
 PARAMETERS = {"vllm_params.py": "settings of vLLM"}
 RANKS = {"utils.py": "ranks, signals"}
@@ -105,7 +109,7 @@ SERVING = {
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
-    "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py", "own_rollouts.py", "vllm_params.py",
+    "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
     "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
 }  # fmt: skip
 
@@ -121,7 +125,7 @@ FLOORS = {  # x, y, width, height: a wall around rooms
     "rollouts/": (32, 78, 564, 300),
     "train.py": (32, 412, 564, 94),
     "training/": (32, 540, 320, 334),
-    "weights/": (364, 706, 232, 118),
+    "weights/": (364, 706, 232, 172),
 }
 COLUMNS = [  # x and y of the first room, width, height and gap of each, css, the rooms downwards
     (44, 106, 123, 48, 5, "blue", PROMPTS),
@@ -132,7 +136,7 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (199, 563, 141, 37, 7, "green", POLICY),
     (364, 540, 198, 154, 12, "pink", PREFIXES),
     (482, 716, 102, 43, 12, "purple", SENDING),
-    (374, 771, 102, 43, 12, "purple", ON_ONE_GPU),
+    (374, 771, 102, 43, 12, "purple", ARRIVING),
     (32, 886, 112, 44, 12, "grey", SETTINGS),
     (154, 886, 112, 44, 12, "grey", PARAMETERS),
     (276, 886, 112, 44, 12, "grey", RANKS),

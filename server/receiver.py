@@ -12,7 +12,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.utils import nccl
 
 from server.staging import StagedUpdates, room_beside
-from weights.transfer import TransferGroup
+from weights.arrival import WorkerGroup
 
 
 @dataclass
@@ -39,7 +39,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
     init_info_cls = TransferInit
     # Buckets come until an empty one: there is nothing to say beforehand.
     update_info_cls = base.WeightTransferUpdateInfo
-    group: TransferGroup | None = None
+    group: WorkerGroup | None = None
     staged: StagedUpdates | None = None  # where they are taken beside the model
     trainer = ""
     port = 0  # of the trainer's store
@@ -70,7 +70,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
         dtype: Any = self.model_config.dtype
         # The trainer has not what vLLM sets for its own communicators.
         with nccl.unpinned_nccl_env():
-            self.group = TransferGroup(
+            self.group = WorkerGroup(
                 store, rank, init_info.world_size, self.device, init_info.timeout_s,
                 dtype=dtype, room=room_beside(self.model, self.model_config, self.device),
             )  # fmt: skip

@@ -15,7 +15,8 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
 
-from weights.transfer import TransferGroup, in_thread
+from weights.arrival import WorkerGroup
+from weights.transfer import in_thread
 
 logger = init_logger(__name__)
 
@@ -166,7 +167,7 @@ class StagedUpdates:
     """Takes a trainer's updates into twins, in a thread, until the trainer has left."""
 
     def __init__(
-        self, group: TransferGroup, model: nn.Module, config: VllmConfig, device: torch.device
+        self, group: WorkerGroup, model: nn.Module, config: VllmConfig, device: torch.device
     ):
         self._group = group
         dtype: Any = config.model_config.dtype

@@ -40,6 +40,7 @@ from training.lora import add_lora
 from training.model import load_model, parallelize
 from utils import broadcast_object, process_group
 from vllm_client import Server, ServerError
+from weights.arrival import WorkerGroup
 from weights.publish import buckets, full_weights, host_weights, published_weights, unwrap
 from weights.transfer import BUCKET_BYTES, TransferGroup
 
@@ -827,9 +828,10 @@ def test_buckets_and_pieces(monkeypatch):
     assert [list(bucket) for bucket in joined] == [["w0", "w1", "w2", "w3"], ["w4"], ["w5"]]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     stores = [store, TCPStore("127.0.0.1", store.port, is_master=False)]
-    join = lambda rank: TransferGroup(stores[rank], rank, 2, torch.device("cpu"), 30.0)
+    join = lambda kind, rank: kind(stores[rank], rank, 2, torch.device("cpu"), 30.0)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        trainer, worker = pool.map(join, (0, 1))
+        met: Any = pool.map(join, (TransferGroup, WorkerGroup), (0, 1))
+        trainer, worker = met
         for bucket in joined:
             reply = pool.submit(worker.receive)
             trainer.finish(trainer.send(bucket, {}))

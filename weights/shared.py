@@ -53,22 +53,30 @@ class SharedGroup:
         self._buffer: Callable[[], Tensor | None] = lambda: None  # what rank 0 sends, while it does
         self._works: list[Any] = []
         self.is_broken = False
+        self.members: list[TransferGroup] = []  # on rank 0: one for each server
         self._group: Any = None
         self._workers: Any = None
         piece_bytes = max(CHUNK_BYTES // self._num_workers, PIECE_BYTES)
         self._chunk_bytes = piece_bytes * self._num_workers
 
-        self._group = make_group(backend, store, "all", rank, world_size, timeout_s / 2)
-        if backend == "gloo" and rank > 0:
-            self._workers = make_group(
-                backend, store, "workers", rank - 1, world_size - 1, timeout_s / 2
-            )
-        if rank > 0:
-            self.take(1)
-        else:
-            self.send(torch.zeros(1, dtype=torch.uint8, device=device))
+        try:
+            self._meet(world_size)
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self, world_size: int) -> None:
+        """Connect to the other members, and send a byte through."""
+        make = partial(make_group, self._backend, self._store, timeout_s=self._timeout_s / 2)
+        self._group = make("all", self._rank, world_size)
+        if self._rank == 0:
+            self.send(torch.zeros(1, dtype=torch.uint8, device=self._device))
             while not self.has_arrived(0):
                 time.sleep(1e-3)
+        else:
+            if self._backend == "gloo":
+                self._workers = make("workers", self._rank - 1, world_size - 1)
+            self.take(1)
 
     # -- the trainer -------------------------------------------------------------------------------
 
@@ -137,6 +145,9 @@ class SharedGroup:
         self._number += 1
         try:
             buffer = self._taken(size)
+            # A member that was stopped may find a broadcast over that nobody has finished.
+            if within(5.0, partial(self._store.check, ["broken"])):
+                raise RuntimeError("the shared group is broken")
         except BaseException:
             self.close()
             raise
@@ -222,54 +233,45 @@ class SharedSending:
             self._own_work.wait()
 
 
-class Sharing:
-    """The shared groups of a trainer, of servers that differ in nothing that they are sent."""
+def share(transfers: Iterable[TransferGroup]) -> None:
+    """Let servers that differ in nothing share what they are sent, from the next bucket on.
 
-    def __init__(self) -> None:
-        self._formed: dict[Any, list[TransferGroup]] = {}  # by their kind
-        self._apart: dict[Any, list[TransferGroup]] = {}  # did not meet
-
-    def share(self, transfers: Iterable[TransferGroup]) -> None:
-        """Let servers of a kind share what they are sent, from the next bucket on."""
-        kinds: dict[Any, list[TransferGroup]] = {}
-        for transfer in transfers:
-            if transfer.backend != "ipc":
-                kinds.setdefault(transfer.kind, []).append(transfer)
-        for kind, members in kinds.items():
-            shared = members[0].shared
-            is_formed = self._formed.get(kind) == members and shared and not shared.is_broken
-            # Where they have no route to each other, each try would take half of the time-out.
-            if is_formed or self._apart.get(kind) == members:
-                continue
-            self._formed[kind] = members
-            if not _form(members):
-                self._apart[kind] = members
+    Collective with their workers, which are invited to join.
+    """
+    kinds: dict[Any, list[TransferGroup]] = {}
+    for transfer in transfers:
+        if transfer.backend != "ipc":
+            kinds.setdefault(transfer.kind, []).append(transfer)
+    for members in kinds.values():
+        shared = members[0].shared
+        is_formed = shared and shared.members == members and not shared.is_broken
+        # Where they have no route to each other, each try would take half of the time-out.
+        if not is_formed and members[0].apart_from != members:
+            _form(members)
 
 
-def _form(members: list[TransferGroup]) -> bool:
+def _form(members: list[TransferGroup]) -> None:
     """Try to make a group of servers; where they do not meet, each goes on by itself."""
     for member in members:
         member.leave_shared()
     if len(members) == 1:
-        return True
+        return
+    backend, device, _, host = members[0].kind
     timeout_s = members[0].timeout_s
     limit = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
-        members[0].kind[-1], 0, is_master=True, wait_for_workers=False, timeout=limit
-    )
     *first_ranks, world_size = accumulate((member.num_workers for member in members), initial=1)
-    for member, first_rank in zip(members, first_ranks, strict=True):
-        member.invite(store.port, first_rank, world_size)
-    backend, device = members[0].backend, members[0].device
-    make = partial(SharedGroup, store, 0, world_size, backend, device, timeout_s)
     try:
-        shared: SharedGroup | None = within(timeout_s / 2, make)
-        print(f"{len(members)} servers share what they are sent over {backend}", flush=True)
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+        for member, first_rank in zip(members, first_ranks, strict=True):
+            member.invite(store.port, first_rank, world_size)
+        make = partial(SharedGroup, store, 0, world_size, backend, device, timeout_s)
+        shared: SharedGroup = within(timeout_s / 2, make)
     except RuntimeError as error:
-        shared = None
-        store.set("broken", "")
+        members[0].apart_from = members
         cause = str(error).partition("\n")[0]
         print(f"{len(members)} servers get their weights one by one: {cause}", flush=True)
+        return
+    shared.members = members
     for member in members:
         member.shared = shared
-    return shared is not None
+    print(f"{len(members)} servers share what they are sent over {backend}", flush=True)

@@ -1,0 +1,95 @@
+"""Weights on the wire: the side of a server's worker."""
+
+import json
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weights.shared import SharedGroup
+from weights.transfer import TransferGroup, within
+
+
+class WorkerGroup(TransferGroup):
+    """A `TransferGroup`, as a worker of the server sees it."""
+
+    def receive(self, is_first: bool = False) -> dict[str, Tensor]:
+        """Take rank 0's next bucket, in fresh memory on the group's device.
+
+        The bucket is empty at the end of the stream. The first may be long in coming.
+        """
+        buffer = None
+        while buffer is None:
+            message = self._next_message(is_first)
+            is_first = False
+            if "join" in message:
+                self._join(*message["join"])
+                continue
+            size, entries, number, is_shared = message
+            buffer = self._take(size, is_shared)
+            # A worker that was stopped meanwhile may find a broadcast over that nobody finished.
+            if not self.trainer_lives():
+                raise RuntimeError("the trainer has left")
+            if number == self._bucket:  # sent again, as others have not got it
+                buffer = None
+
+        self._bucket = number
+        bucket = {}
+        for name, dtype, shape, start, end in entries:
+            bucket[name] = buffer[start:end].view(getattr(torch, dtype)).view(shape)
+        return bucket
+
+    def _next_message(self, is_first: bool) -> Any:
+        """What the trainer has posted next for this worker."""
+        key = f"message/{self._rank}/{self._number}"
+        if is_first:
+            self._wait_for(key)
+        # The trainer may be waiting its own time-out for another server.
+        limit_s = 2 * self.timeout_s + 10
+        # The store's own limit ends the thread that `within` leaves behind.
+        within(limit_s, partial(self._store.wait, [key], timedelta(seconds=limit_s + 60)))
+        message = self._store.get(key)
+        self._store.delete_key(key)
+        if not message:
+            raise RuntimeError("the trainer has left")
+        self._number += 1
+        return json.loads(message)
+
+    def _join(self, port: int, rank: int, world_size: int) -> None:
+        """Join a shared group; one that does not meet is done without."""
+        self.leave_shared()
+        limit = timedelta(seconds=self.timeout_s)
+        with suppress(RuntimeError):
+            store = dist.TCPStore(self._store.host, port, is_master=False, timeout=limit)
+            self.shared = SharedGroup(
+                store, rank, world_size, self.backend, self.device, self.timeout_s
+            )
+
+    def _take(self, size: int, is_shared: bool) -> Tensor | None:
+        """A bucket's bytes; None where a shared group fails: the trainer sends them again."""
+        if is_shared:
+            with suppress(RuntimeError):
+                if self.shared:
+                    taken: Tensor = self.shared.take(size)
+                    return taken
+            self.shared = None
+            return None
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        if size:
+            self.finish(self._broadcast(buffer))
+        return buffer
+
+    def _wait_for(self, key: str) -> None:
+        """Wait without a limit until the trainer sets a key, or is gone."""
+        # A store does one thing at a time, and others need this one meanwhile.
+        store: Any = self._store
+        own_store = store.clone()
+        while self._group:
+            with suppress(dist.DistStoreError):  # a minute is over
+                own_store.wait([key], timedelta(minutes=1))
+                return
+        raise RuntimeError("the transfer group is closed")
