@@ -377,6 +377,7 @@ class Server:
         Requests in flight go on under them, with K/V made anew and no cached prefix.
         """
         self.lag_s = 0.0
+        self.sending = None
         body = {"weight_version": str(version), "port": self.store_port}
         # Each broadcast has a time-out, so the request itself needs none.
         limits_s = (5, None)  # to connect, and to answer

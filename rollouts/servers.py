@@ -382,7 +382,8 @@ class ServerPool:
         if len(self.servers) > 1:
             from weights.shared import share
 
-            share([server.transfer for server in servers if server.transfer])
+            transfers = filter(None, [server.transfer for server in servers])
+            share(transfers, lambda: any(server.loading.done() for server in servers))
         return len(servers)
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:

@@ -30,6 +30,12 @@ class TransferInit(base.WeightTransferInitInfo):
     temperature: float = 0.0
 
 
+class UnpinnedGroup(WorkerGroup):
+    """Makes its nccl groups without the variables that vLLM sets, which the trainer has not."""
+
+    environment = staticmethod(nccl.unpinned_nccl_env)
+
+
 class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransferUpdateInfo]):
     """Loads the trainer's weights into a worker.
 
@@ -68,9 +74,8 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
         store.set_timeout(timedelta(seconds=init_info.timeout_s))
         dtype: Any = self.model_config.dtype
-        # The trainer has not what vLLM sets for its own communicators.
         with nccl.unpinned_nccl_env():
-            self.group = WorkerGroup(
+            self.group = UnpinnedGroup(
                 store, rank, init_info.world_size, self.device, init_info.timeout_s,
                 dtype=dtype, room=room_beside(self.model, self.model_config, self.device),
             )  # fmt: skip

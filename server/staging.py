@@ -74,7 +74,10 @@ class Twins:
         info = layerwise.get_layerwise_info(layer)
         forms = []
         for tensors in info.restore_metadata:  # parameters and buffers
-            forms.append({name: _form_for(twin, form, layer) for name, form in tensors.items()})
+            own_forms = {}
+            for name, form in tensors.items():
+                own_forms[name] = _for_twin(form.data.to("meta"), form, twin, layer)
+            forms.append(own_forms)
         twin_info = layerwise.get_layerwise_info(twin)
         twin_info.restore_device = info.restore_device
         twin_info.restore_metadata = (forms[0], forms[1])
@@ -97,6 +100,13 @@ class Twins:
             for name, value in layer.__dict__.items():
                 if name not in OWN:
                     twin.__dict__[name] = value
+            for own in ("_parameters", "_buffers"):
+                for name, tensor in layer.__dict__[own].items():
+                    # vLLM loads these where they are: not where the layer samples.
+                    if name in meta.SKIP_TENSORS and tensor is not None:
+                        twin.__dict__[own][name] = _for_twin(
+                            tensor.data.clone(), tensor, twin, layer
+                        )
         layerwise.initialize_layerwise_reload(self._model)
         for twin in self._twins.values():
             # Else a layer that is whole would be copied to where it samples.
@@ -143,15 +153,16 @@ class Twins:
                 attention.process_weights_after_loading(self._dtype)
 
 
-def _form_for(twin: nn.Module, form: Tensor, layer: nn.Module) -> Tensor:
-    """A weight's form, without values, whose loaders are the twin's."""
-    form = meta.to_meta_tensor(form)
-    for name, value in form.__dict__.items():
+def _for_twin(tensor: Tensor, model: Tensor, twin: nn.Module, layer: nn.Module) -> Tensor:
+    """Give a tensor the class and loaders of a layer's, bound to the twin."""
+    tensor.__class__ = model.__class__
+    tensor.__dict__.update(model.__dict__)
+    for name, value in tensor.__dict__.items():
         # vLLM takes a layer out of the forms that it keeps, and leaves it in those it has used.
         owners = (layer, sanitize.layer_ref_sentinel)
         if isinstance(value, MethodType) and any(value.__self__ is owner for owner in owners):
-            form.__dict__[name] = value.__func__.__get__(twin)
-    return form
+            tensor.__dict__[name] = value.__func__.__get__(twin)
+    return tensor
 
 
 def _lasting(layer: nn.Module) -> dict[str, Tensor]:
@@ -207,7 +218,7 @@ class StagedUpdates:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread
         try:
-            with set_current_vllm_config(self._config), self._device:
+            with self._device:
                 while True:
                     self._may_come.wait()
                     self._may_come.clear()
@@ -225,9 +236,11 @@ class StagedUpdates:
         bucket = self._group.receive(is_first=True)
         while bucket:
             coming = in_thread(self._group.receive)
-            self._twins.load(bucket.items())
+            with set_current_vllm_config(self._config):
+                self._twins.load(bucket.items())
             bucket = coming.result()
-        self._twins.close()
+        with set_current_vllm_config(self._config):
+            self._twins.close()
 
     def _synchronize(self) -> None:
         """Wait for the GPU: sampling has a stream of its own."""

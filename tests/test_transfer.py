@@ -636,7 +636,7 @@ def assert_whole(received, weights=MANY):
 def updated(pool, trainers, workers, weights=MANY):
     """One update of all servers; returns what each worker gets, as futures, and the trainers' errors."""
     received = [pool.submit(receive_all, worker) for worker in workers]
-    share(trainers)
+    share(trainers, lambda: False)
     return received, send_all(trainers, weights)
 
 

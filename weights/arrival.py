@@ -1,7 +1,8 @@
 """Weights on the wire: the side of a server's worker."""
 
 import json
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,6 +17,8 @@ from weights.transfer import TransferGroup, within
 
 class WorkerGroup(TransferGroup):
     """A `TransferGroup`, as a worker of the server sees it."""
+
+    environment: Callable[[], AbstractContextManager[Any]] = nullcontext  # to join groups in
 
     def receive(self, is_first: bool = False) -> dict[str, Tensor]:
         """Take rank 0's next bucket, in fresh memory on the group's device.
@@ -63,7 +66,7 @@ class WorkerGroup(TransferGroup):
         """Join a shared group; one that does not meet is done without."""
         self.leave_shared()
         limit = timedelta(seconds=self.timeout_s)
-        with suppress(RuntimeError):
+        with suppress(RuntimeError), type(self).environment():
             store = dist.TCPStore(self._store.host, port, is_master=False, timeout=limit)
             self.shared = SharedGroup(
                 store, rank, world_size, self.backend, self.device, self.timeout_s

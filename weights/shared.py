@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weights.transfer import TransferGroup, make_group, within
+from weights.transfer import TransferGroup, in_thread, make_group, within
 
 CHUNK_BYTES = 2 << 20  # that the trainer scatters at a time, over gloo
 PIECE_BYTES = 1 << 16  # at least, to a worker
@@ -93,10 +93,9 @@ class SharedGroup:
         return self._number
 
     def _start(self, buffer: Tensor) -> None:
-        if self.is_broken:
-            return
+        group = self._living_group()
         if self._backend == "nccl":
-            self._works = [self._group.broadcast([buffer], dist.BroadcastOptions())]
+            self._works = [group.broadcast([buffer], dist.BroadcastOptions())]
             return
         options = dist.ScatterOptions()
         options.rootRank = 0
@@ -106,7 +105,7 @@ class SharedGroup:
                 chunk = torch.cat([chunk, chunk.new_empty(self._chunk_bytes - len(chunk))])
             pieces = list(chunk.chunk(self._num_workers))
             unused = torch.empty_like(pieces[0])
-            self._works.append(self._group.scatter([unused], [[unused, *pieces]], options))
+            self._works.append(group.scatter([unused], [[unused, *pieces]], options))
 
     def has_arrived(self, number: int) -> bool:
         """True once every worker has the buffer of a number.
@@ -154,10 +153,18 @@ class SharedGroup:
         self._store.add(f"taken/{self._number}", 1)
         return buffer
 
+    def _living_group(self) -> Any:
+        group = self._group  # read once, as another thread may close it
+        if not group:
+            raise RuntimeError("the shared group is closed")
+        return group
+
     def _taken(self, size: int) -> Tensor:
+        group = self._living_group()
+        workers = self._workers
         if self._backend == "nccl":
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._finish(self._group.broadcast([buffer], dist.BroadcastOptions()))
+            self._finish(group.broadcast([buffer], dist.BroadcastOptions()))
             return buffer
 
         num_chunks = -(-size // self._chunk_bytes)
@@ -166,11 +173,11 @@ class SharedGroup:
         pieces = [torch.empty_like(chunk.chunk(self._num_workers)[0]) for chunk in chunks]
         options = dist.ScatterOptions()
         options.rootRank = 0
-        coming = [self._group.scatter([piece], [], options) for piece in pieces]
+        coming = [group.scatter([piece], [], options) for piece in pieces]
         gathers = []
         for work, piece, chunk in zip(coming, pieces, chunks, strict=True):
             self._finish(work)
-            gathers.append(self._workers._allgather_base(chunk, piece))
+            gathers.append(workers._allgather_base(chunk, piece))
         for work in gathers:
             self._finish(work)
         return buffer[:size]
@@ -191,8 +198,9 @@ class SharedGroup:
         if self.is_broken:
             return
         self.is_broken = True
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # of a trainer that is dead
             within(1.0, partial(self._store.set, "broken", ""))
+        with suppress(RuntimeError):
             within(1.0, self._end)
 
     def _end(self) -> None:
@@ -224,7 +232,7 @@ class SharedSending:
             return self._shared.has_arrived(self._number)
         except RuntimeError:
             self._shared.close()
-            self._own_work = self._transfer.send_again(self._buffer)
+            self._own_work = self._transfer.send_again(self._buffer, self._shared)
             return False
 
     def wait(self) -> None:
@@ -233,10 +241,10 @@ class SharedSending:
             self._own_work.wait()
 
 
-def share(transfers: Iterable[TransferGroup]) -> None:
+def share(transfers: Iterable[TransferGroup], one_is_lost: Callable[[], bool]) -> None:
     """Let servers that differ in nothing share what they are sent, from the next bucket on.
 
-    Collective with their workers, which are invited to join.
+    Collective with their workers, which are invited to join; one that is lost is not waited for.
     """
     kinds: dict[Any, list[TransferGroup]] = {}
     for transfer in transfers:
@@ -247,31 +255,55 @@ def share(transfers: Iterable[TransferGroup]) -> None:
         is_formed = shared and shared.members == members and not shared.is_broken
         # Where they have no route to each other, each try would take half of the time-out.
         if not is_formed and members[0].apart_from != members:
-            _form(members)
+            _form(members, one_is_lost)
 
 
-def _form(members: list[TransferGroup]) -> None:
+def _form(members: list[TransferGroup], one_is_lost: Callable[[], bool]) -> None:
     """Try to make a group of servers; where they do not meet, each goes on by itself."""
     for member in members:
         member.leave_shared()
     if len(members) == 1:
         return
-    backend, device, _, host = members[0].kind
-    timeout_s = members[0].timeout_s
-    limit = timedelta(seconds=timeout_s)
-    *first_ranks, world_size = accumulate((member.num_workers for member in members), initial=1)
+    started_s = time.monotonic()
     try:
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-        for member, first_rank in zip(members, first_ranks, strict=True):
-            member.invite(store.port, first_rank, world_size)
-        make = partial(SharedGroup, store, 0, world_size, backend, device, timeout_s)
-        shared: SharedGroup = within(timeout_s / 2, make)
+        shared = _met(members, one_is_lost)
     except RuntimeError as error:
         members[0].apart_from = members
+        for member in members:
+            member.spent_s = time.monotonic() - started_s
         cause = str(error).partition("\n")[0]
         print(f"{len(members)} servers get their weights one by one: {cause}", flush=True)
         return
-    shared.members = members
-    for member in members:
-        member.shared = shared
-    print(f"{len(members)} servers share what they are sent over {backend}", flush=True)
+    if shared:
+        shared.members = members
+        for member in members:
+            member.shared = shared
+        print(f"{len(members)} servers share what they are sent", flush=True)
+
+
+def _met(members: list[TransferGroup], one_is_lost: Callable[[], bool]) -> SharedGroup | None:
+    """The group of servers that have met; None where one is lost meanwhile.
+
+    Raises:
+        RuntimeError: they do not meet in half of the time-out.
+    """
+    backend, device, _, host = members[0].kind
+    timeout_s = members[0].timeout_s
+    store = dist.TCPStore(
+        host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+    )
+    *first_ranks, world_size = accumulate((member.num_workers for member in members), initial=1)
+    for member, first_rank in zip(members, first_ranks, strict=True):
+        member.invite(store.port, first_rank, world_size)
+
+    meeting = in_thread(partial(SharedGroup, store, 0, world_size, backend, device, timeout_s))
+    ends_s = time.monotonic() + timeout_s / 2
+    while not meeting.done() and not one_is_lost() and time.monotonic() < ends_s:
+        time.sleep(1e-3)
+    if meeting.done():
+        shared: SharedGroup = meeting.result()
+        return shared
+    store.set("broken", "")  # for a thread that goes on to meet
+    if one_is_lost():
+        return None
+    raise RuntimeError(f"nothing came through in {timeout_s / 2:.0f} s")

@@ -82,6 +82,7 @@ class TransferGroup:
         self._group: Any = None
         self.shared: Any = None  # a SharedGroup, where other servers are sent the same
         self.apart_from: list[TransferGroup] = []  # those that it tried to share with, in vain
+        self.spent_s = 0.0  # on that, of the next bucket's time
 
         members = within(timeout_s, partial(self._introduce, world_size, dtype, room))
         trainer_gpu = members[0][0]
@@ -154,19 +155,27 @@ class TransferGroup:
             buffers[form] = _flat(bucket, *form)
         self._entries, buffer = buffers[form]
         self._bucket += 1
-        self._announce(buffer)
+        shared = self.shared  # read once, as another thread may close it
+        self._announce(buffer, bool(len(buffer) and shared))
         if not len(buffer):
             return None
-        if self.shared:
+        if shared:
             self._begun_s = time.monotonic()
-            return self.shared.sending(self, buffer)
-        return self._broadcast(buffer)
+            return shared.sending(self, buffer)
+        work = self._broadcast(buffer)
+        self._begun_s -= self.spent_s
+        self.spent_s = 0.0
+        return work
 
-    def send_again(self, buffer: Tensor) -> Any:
-        """Send the last bucket to this server's workers by themselves, within its time."""
-        self.shared = None
+    def send_again(self, buffer: Tensor, shared: Any) -> Any:
+        """Send the last bucket, which `shared` has lost, to this server's workers by themselves.
+
+        Within its time: what has passed counts.
+        """
+        if self.shared is shared:  # there may be a newer one
+            self.shared = None
         begun_s = self._begun_s
-        self._announce(buffer)
+        self._announce(buffer, is_shared=False)
         work = self._broadcast(buffer)
         self._begun_s = begun_s
         return work
@@ -177,8 +186,7 @@ class TransferGroup:
             self._post(worker, {"join": [port, first_rank + worker - 1, world_size]})
         self._number += 1
 
-    def _announce(self, buffer: Tensor) -> None:
-        is_shared = bool(len(buffer) and self.shared)
+    def _announce(self, buffer: Tensor, is_shared: bool) -> None:
         for worker in self._workers:
             self._post(worker, [len(buffer), self._entries, self._bucket, is_shared])
         self._number += 1
