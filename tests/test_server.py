@@ -314,6 +314,7 @@ def test_an_update_of_a_connection_that_is_over_is_refused(models, servers):
     with pytest.raises(ServerError, match="the trainer has connected anew, or left"):
         url.post("/update", gone)
     client.close()
+    assert_agreement(make_config(models["tied"], servers["tied"]))  # connecting had zeroed it
 
 
 def test_updates_in_flight_keep_both_versions(models, servers):
