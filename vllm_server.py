@@ -104,7 +104,7 @@ class AccessGuard:
         """Pass the request on, or answer it here."""
         answer: ASGIApp = self.app
         if scope["type"] != "lifespan":
-            route = OWN_ROUTES.get(scope.get("path", ""), self.app)
+            route = OWN_ROUTES.get(scope["path"], self.app)
             answer = self._refusal(scope) or route
         elif current_platform.is_cpu():  # where vLLM's log is quiet
             _announce(scope["app"].state)

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,26 +50,26 @@ def client_pool(url: str) -> Any:
     return pool
 
 
-def pauses_of(server: Any) -> Any:
-    """A list that grows by the seconds that each sync stops sampling."""
-    if hasattr(server, "paused_s"):
-        return None
+def pauses_of(server: Any) -> list[float]:
+    """A list that grows by the seconds that each sync stops sampling: all of it, of an older checkout."""
     pauses: list[float] = []
-    pause, end_update = server.pause, server.end_update
-    started_s = [0.0]
+    kind = type(server)  # the pool calls the class's methods
+    end_update = kind.end_update
+    if hasattr(kind, "pause"):
+        pause = kind.pause
 
-    def begin() -> None:
-        started_s[0] = time.perf_counter()
-        pause()
+        def begin(self: Any) -> None:
+            self.started_s = time.perf_counter()
+            pause(self)
 
-    def end(*args: Any, **kwargs: Any) -> None:
-        end_update(*args, **kwargs)
-        pauses.append(time.perf_counter() - started_s[0])
+        kind.pause = begin
 
-    # The pool calls the class's methods.
-    kind = type(server)
-    kind.pause = lambda self: begin()
-    kind.end_update = lambda self, *args, **kwargs: end(*args, **kwargs)
+    def end(self: Any, *args: Any, **kwargs: Any) -> None:
+        end_update(self, *args, **kwargs)
+        now_s = time.perf_counter()
+        pauses.append(self.paused_s if hasattr(self, "paused_s") else now_s - self.started_s)
+
+    kind.end_update = end
     return pauses
 
 
@@ -98,15 +99,12 @@ def of_checkout(model: str) -> list[dict[str, Any]]:
     receiver.start()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ports.put(store.port)
-    from datetime import timedelta
-
     group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=120))
     data = torch.zeros(num_bytes, dtype=torch.uint8)
 
     options = ["--max-model-len", "128", "--max-num-seqs", "64"]
-    env: dict[str, str] = {}
     rows = []
-    with local_server(model, Path(model) / "server.log", *options, env=env) as started:
+    with local_server(model, Path(model) / "server.log", *options) as started:
         pool = client_pool(started.wait())
         [server] = pool.servers
         pauses = pauses_of(server)
@@ -125,7 +123,7 @@ def of_checkout(model: str) -> list[dict[str, Any]]:
                 started_s = time.perf_counter()
                 pool.update_weights(published_weights(policy), version)
                 times["sync_s"].append(time.perf_counter() - started_s)
-                times["pause_s"].append(pauses[-1] if pauses else server.paused_s)
+                times["pause_s"].append(pauses[-1])
                 started_s = time.perf_counter()
                 group.broadcast([data], dist.BroadcastOptions()).wait()
                 times["plain_s"].append(time.perf_counter() - started_s)

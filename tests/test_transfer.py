@@ -754,3 +754,19 @@ def test_servers_that_do_not_meet_go_on_by_themselves(monkeypatch, capsys):
     assert capsys.readouterr().out.count("2 servers get their weights one by one: ") == 1
     for member in trainers + workers:
         member.close()
+
+
+def test_a_server_that_refuses_keeps_no_other_waiting():
+    """Its workers never join; the others are free as soon as that is known, long before the time-out."""
+    trainers, workers = join_many(3, timeout_s=60.0)
+    started_s = time.monotonic()
+    with ThreadPoolExecutor(8) as pool:
+        received = [pool.submit(receive_all, worker) for worker in workers[1:]]
+        share(trainers, lambda: time.monotonic() > started_s + 0.5)
+        trainers[0].close()
+        assert not send_all(trainers[1:])
+        for future in received:
+            assert_whole(future.result(20))
+    assert time.monotonic() - started_s < 20  # 5 of them where a name server does not answer
+    for member in trainers + workers:
+        member.close()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weights.shared import SharedGroup
+from weights.shared import SharedGroup, meet
 from weights.transfer import TransferGroup, within
 
 
@@ -68,9 +68,15 @@ class WorkerGroup(TransferGroup):
         limit = timedelta(seconds=self.timeout_s)
         with suppress(RuntimeError), type(self).environment():
             store = dist.TCPStore(self._store.host, port, is_master=False, timeout=limit)
-            self.shared = SharedGroup(
-                store, rank, world_size, self.backend, self.device, self.timeout_s
+            make = partial(
+                SharedGroup, store, rank, world_size, self.backend, self.device, self.timeout_s
             )
+            self.shared = meet(make, self.timeout_s, partial(self._is_off, port))
+
+    def _is_off(self, port: int) -> bool:
+        """True once the trainer has called off a meeting."""
+        found: bool = within(5.0, partial(self._store.check, [f"off/{port}"]))
+        return found
 
     def _take(self, size: int, is_shared: bool) -> Tensor | None:
         """A bucket's bytes; None where a shared group fails: the trainer sends them again."""

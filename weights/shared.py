@@ -7,6 +7,7 @@ workers form a `SharedGroup` besides, and only if that breaks does each server g
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -296,14 +297,33 @@ def _met(members: list[TransferGroup], one_is_lost: Callable[[], bool]) -> Share
     for member, first_rank in zip(members, first_ranks, strict=True):
         member.invite(store.port, first_rank, world_size)
 
-    meeting = in_thread(partial(SharedGroup, store, 0, world_size, backend, device, timeout_s))
+    make = partial(SharedGroup, store, 0, world_size, backend, device, timeout_s)
+    shared = None
+    try:
+        shared = meet(make, timeout_s, one_is_lost)
+    finally:
+        if not shared:
+            for member in members:
+                member.call_off(store.port)
+    return shared
+
+
+def meet(
+    make: Callable[[], SharedGroup], timeout_s: float, is_off: Callable[[], bool]
+) -> SharedGroup | None:
+    """The group that `make` returns once all members have met; None where it is off meanwhile.
+
+    A thread that still waits for them is left behind, and ends by its own time-out.
+
+    Raises:
+        RuntimeError: they do not meet in half of the time-out.
+    """
+    meeting = in_thread(make)
     ends_s = time.monotonic() + timeout_s / 2
-    while not meeting.done() and not one_is_lost() and time.monotonic() < ends_s:
-        time.sleep(1e-3)
-    if meeting.done():
-        shared: SharedGroup = meeting.result()
-        return shared
-    store.set("broken", "")  # for a thread that goes on to meet
-    if one_is_lost():
-        return None
-    raise RuntimeError(f"nothing came through in {timeout_s / 2:.0f} s")
+    while not meeting.done():
+        if is_off():
+            return None
+        if time.monotonic() > ends_s:
+            raise RuntimeError(f"nothing came through in {timeout_s / 2:.0f} s")
+        wait([meeting], 0.02)
+    return meeting.result()

@@ -186,6 +186,10 @@ class TransferGroup:
             self._post(worker, {"join": [port, first_rank + worker - 1, world_size]})
         self._number += 1
 
+    def call_off(self, port: int) -> None:
+        """Let no worker wait any more for those that it was invited to meet."""
+        self._store.set(f"off/{port}", "")
+
     def _announce(self, buffer: Tensor, is_shared: bool) -> None:
         for worker in self._workers:
             self._post(worker, [len(buffer), self._entries, self._bucket, is_shared])
