@@ -1,23 +1,32 @@
-"""A whole run with the real vLLM on one GPU: where a step's time goes.
+"""A whole run with the real vLLM on one GPU: where a step's time goes. And TRL's, if it is installed.
 
-    python benchmarks/one_gpu.py [--json PATH] [--quick] [--models 0.6B,1.5B,4B] [-- OPTIONS OF THE SERVER]
+    python benchmarks/one_gpu.py [--json PATH] [--quick] [--models 0.6B,1.5B,4B] [--together] [-- OPTIONS OF THE SERVER]
 
 Random weights of Qwen3's shapes and random words as prompts: 16 prompts of 512 tokens, 8 completions of 512 each
 (`ignore_eos`), the trainer under bf16 autocast, beside vLLM on the same GPU; the 4B with LoRA. Each model runs with
 `max_staleness` 0 and 1. Times are medians over the steps but the first two. `sampled_tokens_per_s` counts a
 step's completion tokens, over the time of its sampling at 0 and of the whole step at 1. `front_end` and `engine` are
-the CPU seconds a second of the server's API process and of the process that runs the model. `--quick` is a tiny model
-on a CPU.
+the CPU seconds a second of the server's API process and of the process that runs the model.
+
+Then, with no training beside it (not the 4B): what the server samples of the same prompts, and the `sync_s` of new
+weights, of which `pause_s` stops sampling, where it is idle and where it is busy with them. TRL runs with the smallest model, vLLM colocated (one_gpu_trl.py): `train_s` is what
+neither samples nor sends weights.
+
+vLLM runs with CUDA graphs of decoding, and without inductor. `--together` starts all servers at once, which saves minutes and takes memory. `--quick` is a tiny model on a CPU.
 """
 
 import argparse
 import importlib.util
 import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,11 +38,25 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from benchmarks.common import Rows, device_here, median
+from benchmarks.common import Rows, Skipped, device_here, median
 from benchmarks.local_server import local_server
 from benchmarks.prefix_attention import SIZES
 from benchmarks.steps import MODELS
-from utils import die_with
+from config import TrainConfig
+from rollouts.servers import ServerPool
+from training.model import build_policy
+from utils import die_with, process_group
+from weights.publish import published_weights
+from weights.transfer import gpu_of
+
+NUM_GENERATIONS = 8
+SYNCS = 5
+# Of vLLM in either place. Without inductor, which would take minutes to start.
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 8, 32, 64, 128],
+}
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": MODELS["Qwen3-0.6B"],
@@ -64,7 +87,7 @@ def parity(completion_ids, **_):
     return [sum(i % 2 for i in ids) / len(ids) for ids in completion_ids]
 config = TrainConfig(
     model_id="", dataset_id=rows, reward_funcs=[parity], max_completion_len={num_tokens}, batch_size={num_prompts}, num_generations=8,
-    learning_rate=1e-6, no_apply_chat_template=True, max_tokens_per_gpu=32768, gradient_checkpoint=False,
+    learning_rate=1e-6, no_apply_chat_template=True, max_tokens_per_gpu=16384, gradient_checkpoint=False,
     sampling_params={{"ignore_eos": True}}, reward_workers=2, server_timeout=300, logged_groups=1,
     max_logprob_mismatch=0.3, log_steps=1,
 )
@@ -138,8 +161,10 @@ def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: i
             num_steps = len(metrics.read_text().splitlines()) if metrics.exists() else 0
             if 2 <= num_steps < steps:  # not while it saves
                 samples.append((time.monotonic(), cpu_seconds(server)))
+            elif num_steps >= steps:
+                process.kill()  # instead of saving what nobody wants
             time.sleep(0.2)
-    if process.returncode:
+    if process.returncode not in (0, -signal.SIGKILL):
         text = (folder / "train.log").read_text()
         raise RuntimeError(" ".join(text.split())[-280:])
 
@@ -161,33 +186,152 @@ def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: i
     return found
 
 
-def runs(rows: Rows, folder: Path, size: str, *options: str) -> dict[str, Any]:
-    """Both runs of a model on one server; the seconds of its start."""
-    device = device_here()
-    is_quick = size == "quick"
-    build(folder, size, device)
-    num_tokens = 32 if is_quick else 512
+def num_tokens_of(size: str) -> int:
+    """Of a prompt, and of a completion."""
+    return 32 if size == "quick" else 512
+
+
+def num_prompts_of(size: str) -> int:
+    """Of a batch."""
+    return 4 if size == "quick" else 16
+
+
+def cache_bytes(size: str) -> int:
+    """What the keys and values of two batches take, one of whose completions are sampled."""
+    shape = SHAPES[size]
+    num_tokens = num_tokens_of(size) * num_prompts_of(size) * (2 + NUM_GENERATIONS) * 5 // 4
+    width = shape.get("head_dim", 128) * shape["num_key_value_heads"]
+    num_bytes = 2 if device_here().type == "cuda" else 4
+    return num_tokens * width * shape["num_hidden_layers"] * 2 * num_bytes
+
+
+def prepare(folder: Path, size: str) -> None:
+    """Make the model and its recipe."""
+    folder.mkdir(parents=True, exist_ok=True)
+    build(folder, size, device_here())
     recipe = RECIPE.format(
         vocab_size=SHAPES[size]["vocab_size"],
-        num_tokens=num_tokens,
-        num_prompts=4 if is_quick else 16,
+        num_tokens=num_tokens_of(size),
+        num_prompts=num_prompts_of(size),
     )
     (folder / "one_gpu_recipe.py").write_text(recipe)
-    words = ["--max-model-len", str(2 * num_tokens + 64), "--max-num-seqs", "128"]
-    words += ["--load-format", "dummy"]
-    if device.type == "cuda":
-        words += ["--gpu-memory-utilization", "0.25", "--dtype", "bfloat16"]
-    env = {"TORCHDYNAMO_DISABLE": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+def served(folder: Path, size: str, *options: str) -> Any:
+    """The server of a model, as a block to be entered."""
+    words = ["--max-model-len", str(2 * num_tokens_of(size) + 64), "--max-num-seqs", "128"]
+    words += ["--load-format", "dummy", "--kv-cache-memory-bytes", str(cache_bytes(size))]
+    env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if device_here().type == "cuda":
+        words += ["--gpu-memory-utilization", "0.02", "--dtype", "bfloat16"]
+        words += ["--compilation-config", json.dumps(GRAPHS)]
+        env["TORCHDYNAMO_DISABLE"] = "0"
+    return local_server(str(folder), folder / "server.log", *words, *options, env=env)
+
+
+def alone(folder: Path, size: str, url: str, server: int) -> dict[str, Any]:
+    """Sampling of the batch's prompts, and syncs of other weights, without a trainer's work beside them."""
+    recipe = runpy.run_path(str(folder / "one_gpu_recipe.py"))
+    words = [row["prompt"].split() for row in recipe["rows"]()[: num_prompts_of(size)]]
+    prompts = [[int(word[1:]) for word in prompt] for prompt in words]
+    sampling: dict[str, Any] = {"n": NUM_GENERATIONS, "max_tokens": num_tokens_of(size)}
+    sampling |= {"ignore_eos": True, "temperature": 1.0}
+
+    with process_group(120) as device, ThreadPoolExecutor(len(prompts)) as threads:
+        config = TrainConfig(
+            model_id=str(folder), vllm_urls=[url], dataset_id="none", reward_funcs=[print]
+        )
+        pool = ServerPool(config)
+        pool.connect(device, [gpu_of(device)])
+        policy = build_policy(config, device)
+        weights = list(published_weights(policy))
+        for connected in pool.update_weights(weights, 0):
+            pool.admit(connected)
+        [only] = pool.servers
+        sample = partial(only.generate, sampling=sampling)
+
+        times = []
+        for _ in range(4):
+            before = cpu_seconds(server)
+            started_s = time.perf_counter()
+            replies = list(threads.map(sample, prompts))
+            times.append(time.perf_counter() - started_s)
+        spent = {pid: s - before.get(pid, 0.0) for pid, s in cpu_seconds(server).items()}
+        num_sampled = sum(len(reply.token_ids) for group in replies for reply in group)
+        found = {"sampled_tokens_per_s": num_sampled / median(times[1:])}
+        found["front_end"] = spent.pop(server) / times[-1]
+        found["engine"] = max(spent.values(), default=0.0) / times[-1]
+
+        for state in ("idle", "busy"):
+            asked = [threads.submit(sample, prompt) for prompt in prompts if state == "busy"]
+            times, pauses = [], []
+            for _ in range(SYNCS):
+                time.sleep(0.05)
+                started_s = time.perf_counter()
+                pool.update_weights(weights, pool.version + 1)
+                times.append(time.perf_counter() - started_s)
+                pauses.append(only.paused_s)
+            found[f"sync_s, {state}"] = median(times)
+            found[f"pause_s, {state}"] = median(pauses)
+            for reply in asked:
+                reply.result()
+        pool.close()
+    return found
+
+
+class Trl:
+    """TRL's trainer in a process of its own, which waits with its model loaded until it is asked."""
+
+    def __init__(self, folder: Path, size: str):
+        self.log = (folder / "trl.log").open("w+")
+        self.process: Any = None
+        if not importlib.util.find_spec("trl"):
+            return
+        options: dict[str, Any] = {"kv_cache_memory_bytes": cache_bytes(size)}
+        if device_here().type == "cuda":
+            options["compilation_config"] = GRAPHS
+        else:
+            options["enforce_eager"] = True
+        numbers = (num_tokens_of(size), num_prompts_of(size), NUM_GENERATIONS)
+        command = [sys.executable, str(ROOT / "benchmarks" / "one_gpu_trl.py"), str(folder)]
+        self.process = subprocess.Popen(
+            [*command, json.dumps(options), *map(str, numbers)], cwd=folder, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log,
+            preexec_fn=partial(die_with, os.getpid()),
+        )  # fmt: skip
+
+    def train(self) -> dict[str, Any]:
+        """The medians of its steps."""
+        if not self.process:
+            raise Skipped("TRL is not installed")
+        text, _ = self.process.communicate("train\n")
+        if self.process.returncode:
+            self.log.seek(0)
+            raise RuntimeError(self.log.read()[-280:])
+        found: dict[str, Any] = json.loads(text.splitlines()[-1])
+        return found
+
+    def end(self) -> None:
+        """End the process."""
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+        self.log.close()
+
+
+def measure(rows: Rows, folder: Path, size: str, server: Any) -> None:
+    """All rows of a model."""
     started_s = time.perf_counter()
-    with local_server(str(folder), folder / "server.log", *words, *options, env=env) as server:
-        url = server.wait()
-        start_s = time.perf_counter() - started_s
-        for staleness in (0, 1):
-            names = {"model": size, "max_staleness": staleness}
-            steps = 4 if is_quick else 5 + 2 * staleness
-            one = partial(run, folder, size, url, server.process.pid, staleness, steps)
-            rows.measure(names, one)
-    return {"server_starts_s": start_s}
+    url = server.wait()
+    rows.add({"model": size, "waited_for_server_s": time.perf_counter() - started_s})
+    for staleness in (0, 1):
+        names = {"model": size, "max_staleness": staleness}
+        steps = 4 if size == "quick" else 5 + 2 * staleness
+        one = partial(run, folder, size, url, server.process.pid, staleness, steps)
+        rows.measure(names, one)
+    if "use_peft" not in FIELDS[size]:
+        of_server = partial(alone, folder, size, url, server.process.pid)
+        rows.measure({"model": size, "beside": "no training"}, of_server)
 
 
 def main() -> None:
@@ -198,6 +342,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the rows here, one by one")
     parser.add_argument("--quick", action="store_true", help="a tiny model, on a CPU, too")
     parser.add_argument("--models", default="0.6B,1.5B,4B")
+    parser.add_argument("--together", action="store_true", help="start all servers at once")
+    parser.add_argument("--keep", type=Path, help="a folder for models, logs and runs, which stays")
     parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="of the server")
     args = parser.parse_args()
     rows = Rows(args.json)
@@ -207,9 +353,26 @@ def main() -> None:
     if reason:
         rows.add({"skipped": reason})
         return
-    for size in ["quick"] if args.quick else args.models.split(","):
-        with tempfile.TemporaryDirectory() as name:
-            rows.measure({"model": size}, partial(runs, rows, Path(name), size, *args.options))
+
+    sizes = ["quick"] if args.quick else args.models.split(",")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.keep or Path(temporary)
+        for together in [sizes] if args.together else [[size] for size in sizes]:
+            with ExitStack() as started:
+                servers = {}
+                trl = None
+                for size in together:
+                    prepare(folder / size, size)
+                    servers[size] = started.enter_context(
+                        served(folder / size, size, *args.options)
+                    )
+                    if size == sizes[0]:
+                        trl = Trl(folder / size, size)
+                        started.callback(trl.end)
+                for size, server in servers.items():
+                    measure(rows, folder / size, size, server)
+                    if trl and size == sizes[0]:
+                        rows.measure({"model": size, "trainer": "TRL"}, trl.train)
 
 
 if __name__ == "__main__":

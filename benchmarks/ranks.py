@@ -1,6 +1,6 @@
 """Several ranks on this machine: train.py's modes, the group of weights, and members that are lost.
 
-    NCCL_LIBRARY=.../libnccl.so.2 python benchmarks/ranks.py [--json PATH] [--quick] [--parts transfer,modes,lost]
+    NCCL_LIBRARY=.../libnccl.so.2 python benchmarks/ranks.py [--json PATH] [--quick] [--parts transfer,shared,modes,lost]
 
 Without enough GPUs for the ranks they share one over nccl, of which 2.30 or later is needed (`pip download
 nvidia-nccl-cu13==2.30.7`, unpacked); without any they run over gloo. Parts:
@@ -8,6 +8,8 @@ nvidia-nccl-cu13==2.30.7`, unpacked); without any they run over gloo. Parts:
             to two workers, of 8 buckets, the second time; `wrong` counts tensors that came with other bits. Then one
             member is killed or stopped in the middle, or while the group is made: `after_s` is when the other has its
             error, and `works_after` that its own collectives or its device still work
+  shared    a trainer with three servers of one worker: `apart_s` sent to each by itself, `shared_s` in one group,
+            `lost_s` with one of them killed or stopped in the middle, `again_s` without it
   modes     as train_modes.py, on 2 and 4 ranks: differences from fp32 on one CPU rank. They run side by side: their
             seconds say nothing
   lost      a rank of an FSDP2 run is killed or stopped: `ended_after_s` is when torchrun has ended all, to be compared
@@ -52,9 +54,10 @@ from benchmarks.train_modes import (
 from utils import die_with, process_group
 from weights import transfer
 from weights.arrival import WorkerGroup
+from weights.shared import share
 
 SPAWN = multiprocessing.get_context("spawn")
-PARTS = ("transfer", "modes", "lost")
+PARTS = ("transfer", "shared", "modes", "lost")
 
 # -- The group of weights --------------------------------------------------------------------------
 
@@ -88,41 +91,65 @@ def first_line(error: Exception) -> str:
     return str(error).splitlines()[0][:150]
 
 
-def lead(link: Any, world_size: int, backend: str, num_values: int, parent: int) -> None:
+def send_all(groups: list[Any], buckets: list[dict[str, torch.Tensor]]) -> str | None:
+    """Send buckets to servers side by side, and leave out those that fail; what one failed with."""
+    error = None
+    for bucket in buckets:
+        buffers: dict[Any, Any] = {}
+        works = {group: group.send(bucket, buffers) for group in groups}
+        for group, work in works.items():
+            try:
+                group.finish(work)
+            except RuntimeError as failed:
+                error = first_line(failed)
+                groups.remove(group)
+    return error
+
+
+def lead(
+    link: Any, num_servers: int, world_size: int, backend: str, num_values: int, parent: int
+) -> None:
     """The trainer, which does what comes over the link and answers each command."""
     die_with(parent)
     pretend_gpus(0, backend)
     with process_group(60) as device:
         buckets = [weights_of(number, device, num_values) for number in range(NUM_BUCKETS)]
-        store = dist.TCPStore(
-            "127.0.0.1",
-            0,
-            is_master=True,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=TIMEOUT_S),
-        )
-        link.send(store.port)
-        group: Any = None
+        limit = timedelta(seconds=TIMEOUT_S)
+        stores = []
+        for _ in range(num_servers):
+            stores.append(
+                dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+            )
+        link.send([store.port for store in stores])
+        groups: list[Any] = []  # of servers that can be sent to
+        made: list[Any] = []
         while (command := link.recv()) != "end":
             started_s = time.monotonic()
             error = None
             try:
                 if command == "meet":
-                    group = transfer.TransferGroup(store, 0, world_size, device, TIMEOUT_S)
+                    for store in stores:
+                        made.append(transfer.TransferGroup(store, 0, world_size, device, TIMEOUT_S))
+                    groups = list(made)
+                elif command == "share":
+                    share(groups, lambda: False)
+                    assert all(group.shared for group in groups)
                 elif command == "close":
-                    group.close()
+                    for group in made:
+                        group.close()
                 elif command == "own group":
                     ones = torch.ones(4, device=device)
                     dist.all_reduce(ones)
                     assert ones.sum().item() == 4
                 else:  # a number of buckets to send
-                    for bucket in buckets[:command]:
-                        group.finish(group.send(bucket, {}))
+                    error = send_all(groups, buckets[:command])
                     if command == NUM_BUCKETS:
-                        group.send({}, {})
+                        for group in groups:
+                            group.send({}, {})
             except RuntimeError as failed:
                 error = first_line(failed)
-            link.send((time.monotonic() - started_s, error, group and group.backend))
+            backend = made[0].backend if made else ""
+            link.send((time.monotonic() - started_s, error, backend))
     os._exit(0)
 
 
@@ -161,18 +188,19 @@ def follow(
 
 
 class Members:
-    """A trainer and workers, in processes that end with this one."""
+    """A trainer, member 0, and the workers of its servers, in processes that end with this one."""
 
-    def __init__(self, num_workers: int, backend: str, num_values: int):
+    def __init__(self, num_servers: int, num_workers: int, backend: str, num_values: int):
         self.backend = backend
         self.num_values = num_values
-        self.world_size = 1 + num_workers
+        self.workers = range(1, 1 + num_servers * num_workers)
         self.processes: list[Any] = []
         self.links: list[Any] = []
-        self._start(lead, self.world_size, backend, num_values)
-        port = self.heard(0)
-        for rank in range(1, self.world_size):
-            self._start(follow, rank, self.world_size, port, backend, num_values)
+        world_size = 1 + num_workers
+        self._start(lead, num_servers, world_size, backend, num_values)
+        for port in self.heard(0):
+            for rank in range(1, world_size):
+                self._start(follow, rank, world_size, port, backend, num_values)
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> None:
         here, there = SPAWN.Pipe()
@@ -215,11 +243,13 @@ class Members:
 
 
 @contextmanager
-def members(num_workers: int, backend: str, num_values: int, is_met: bool = True) -> Iterator[Any]:
+def members(
+    num_workers: int, backend: str, num_values: int, is_met: bool = True, num_servers: int = 1
+) -> Iterator[Any]:
     """Members, who have met unless they are to be asked to."""
-    group = Members(num_workers, backend, num_values)
+    group = Members(num_servers, num_workers, backend, num_values)
     try:
-        for rank in range(1, group.world_size):
+        for rank in group.workers:
             group.until(rank, "meets")
         if is_met:
             _, error, found = group.tell("meet")
@@ -238,7 +268,7 @@ def speed(backend: str, num_workers: int, num_values: int) -> dict[str, Any]:
             seconds, error, _ = group.tell(NUM_BUCKETS)
             if error:
                 raise RuntimeError(error)
-            for rank in range(1, group.world_size):
+            for rank in group.workers:
                 wrong += group.until(rank, NUM_BUCKETS)[1]
         num_bytes = NUM_BUCKETS * 2 * num_values
         return {
@@ -248,6 +278,41 @@ def speed(backend: str, num_workers: int, num_values: int) -> dict[str, Any]:
             "seconds": seconds,
             "gb_per_s": num_bytes / seconds / 1e9,
         }
+
+
+def shared(backend: str, num_servers: int, number: int, num_values: int) -> dict[str, Any]:
+    """Several servers, apart and in one group, of which the last is lost."""
+    with members(1, backend, num_values, num_servers=num_servers) as group:
+
+        def synced(*workers: int) -> tuple[float, int]:
+            """Seconds of a sync, and how many tensors came wrong to these workers."""
+            seconds, error, _ = group.tell(NUM_BUCKETS)
+            if error:
+                raise RuntimeError(error)
+            return seconds, sum(group.until(rank, NUM_BUCKETS)[1] for rank in workers)
+
+        *left, lost = group.workers
+        synced(*left, lost)  # the first is slower
+        found: dict[str, Any] = {"servers": num_servers}
+        found["apart_s"], wrong = synced(*left, lost)
+        found["sharing_s"], error, _ = group.tell("share")
+        if error:
+            raise RuntimeError(error)
+        synced(*left, lost)
+        found["shared_s"], more_wrong = synced(*left, lost)
+        found["wrong"] = wrong + more_wrong
+
+        group.links[0].send(NUM_BUCKETS)
+        group.until(lost, "first bucket")
+        group.signal(lost, number)
+        found["lost_s"], found["says"], _ = group.heard(0)
+        found["wrong_after"] = sum(group.until(rank, NUM_BUCKETS)[1] for rank in left)
+        _, error, _ = group.tell("share")
+        if error:
+            raise RuntimeError(error)
+        found["again_s"], wrong = synced(*left)
+        found["wrong_after"] += wrong
+        return found
 
 
 def lost_worker(backend: str, number: int, num_values: int) -> dict[str, Any]:
@@ -296,6 +361,24 @@ def lost_in_meeting(backend: str, number: int, num_values: int) -> dict[str, Any
         return {"after_s": after_s, "says": error, "works_after": own_error is None}
 
 
+SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
+
+
+def shared_cases(rows: Rows, is_quick: bool) -> None:
+    """Measure the part `shared`."""
+    is_cuda = device_here().type == "cuda"
+    backend = "nccl" if is_cuda else "gloo"
+
+    def case(number: int) -> dict[str, Any]:
+        if is_cuda:
+            shares_one_gpu(4)
+        return shared(backend, 3, number, 1 << 20 if is_quick else 1 << 26)
+
+    for verb, number in SIGNALS.items():
+        names = {"part": "shared", "case": f"then one {verb}", "backend": backend}
+        rows.measure(names, partial(case, number))
+
+
 def transfers(is_quick: bool) -> list[tuple[dict[str, Any], Callable[[], dict[str, Any]], bool]]:
     """Names, what measures, and whether it must run alone."""
     num_values = 1 << 20 if is_quick else 1 << 26
@@ -307,13 +390,13 @@ def transfers(is_quick: bool) -> list[tuple[dict[str, Any], Callable[[], dict[st
     ]
     if torch.cuda.device_count() == 1:
         jobs.append(("speed, ipc", partial(speed, "ipc", 1, num_values), True))
-    for verb, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+    for verb, number in SIGNALS.items():
         jobs.append((f"worker {verb}", partial(lost_worker, backend, number, num_few), False))
         jobs.append(
             (f"trainer {verb}", partial(lost_trainer, backend, number, num_few, None), False)
         )
     if not is_quick:
-        for verb, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+        for verb, number in SIGNALS.items():
             of_worker = partial(lost_in_meeting, backend, number, num_few)
             jobs.append((f"worker {verb} in meeting", of_worker, False))
             for wait_s in (0.0, 0.05, 0.2, 0.5):
@@ -490,7 +573,7 @@ def main() -> None:
         parser.error(f"--parts {args.parts}: there are {', '.join(PARTS)}")
 
     with suppress(Skipped):
-        if shares_one_gpu(3):  # before the first of the processes that inherit this
+        if shares_one_gpu(4):  # before the first of the processes that inherit this
             os.environ.update(sharing_one_gpu())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     rows = Rows(args.json)
@@ -509,8 +592,10 @@ def main() -> None:
                     rows.measure(names, job)
                 else:
                     jobs.append((names, job))
+        if "shared" in parts:
+            shared_cases(rows, args.quick)
         if "lost" in parts and not args.quick:
-            for verb, number in (("killed", signal.SIGKILL), ("stopped", signal.SIGSTOP)):
+            for verb, number in SIGNALS.items():
                 for rank in ("0", "1"):
                     names = {"part": "lost", "case": f"rank {rank} of FSDP2 {verb}"}
                     jobs.append((names, partial(lost_rank, folder, model, rank, number, 20)))

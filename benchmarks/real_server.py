@@ -4,9 +4,9 @@
 
 On a GPU the two share it, or each has one where there are two; the server computes in bf16. `--quick` runs on a CPU,
 too, in fp32, with a smaller model and few steps. Parts:
-  small             a random model, with two rows. `sync` is the seconds of a weight sync (median), and the probe: the
-                    mean difference of the trainer's log-probs from the server's under the new weights, nats, on four
-                    sampled completions. `in flight` is an update in the middle of completions: the versions of their
+  small             a random model, with two rows. `sync` is the seconds of a weight sync (median), of which `pause_s`
+                    stops sampling, and the probe: the mean difference of the trainer's log-probs from the server's
+                    under the new weights, nats, on four sampled completions. `in flight` is an update in the middle of completions: the versions of their
                     tokens, and the same difference for the tokens before it from the old weights, and for those after
                     it from the new ones
   0.6B, 1.5B, 8B    on a GPU, random models of these shapes: `sync`. `copies` is it as a multiple of one copy, on the
@@ -123,6 +123,7 @@ def differences(policy: Any, completion: Any, device: torch.device) -> torch.Ten
 def syncs(rollouts: Rollouts, policy: Any, device: torch.device, repeats: int) -> dict[str, Any]:
     """Some syncs of other weights each, and the probe."""
     times: list[float] = []
+    pauses: list[float] = []
     weights = [tensor for _, tensor in published_weights(policy)]
     num_bytes = sum(tensor.nbytes for tensor in weights)
 
@@ -134,13 +135,17 @@ def syncs(rollouts: Rollouts, policy: Any, device: torch.device, repeats: int) -
     rollouts.publish(policy, 0)
     for version in range(1, repeats + 1):
         disturbed(policy, device, version)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
         started = time.perf_counter()
         rollouts.publish(policy, version)
         times.append(time.perf_counter() - started)
+        pauses.append(rollouts.pool.servers[0].paused_s)
     replies = rollouts.pool.servers[0].generate(PROMPT, SAMPLING)
     probe = torch.cat([differences(policy, reply, device) for reply in replies]).mean().item()
     versions = torch.cat([reply.weight_versions for reply in replies]).unique().tolist()
-    found = {"sent_mb": num_bytes / 1e6, "sync_s": median(times), "copies": median(times) / copy_s}
+    found = {"sent_mb": num_bytes / 1e6, "sync_s": median(times), "pause_s": median(pauses)}
+    found["copies"] = found["sync_s"] / copy_s
     transfer = rollouts.pool.servers[0].transfer
     return found | {
         "probe": probe,
