@@ -6,7 +6,7 @@ Completions come from the server, and weights go to it.
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -27,7 +27,7 @@ from config import UserError
 from rollouts.group import CUT, FOREIGN, Completion, spans_to_versions
 from server.messages import SAMPLE, UPDATE, Sampled, messages
 from utils import RIGHT_VLLM, api_token
-from weights.transfer import TransferGroup, address_towards
+from weights.transfer import TransferGroup, address_towards, in_thread
 
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
 MAX_SERVERS = 1024  # that are told apart by their numbers
@@ -179,11 +179,10 @@ class Server:
         self.in_flight = 0  # groups
         self.idle_since_s = time.monotonic()  # if none are in flight
 
-        self.pool: ThreadPoolExecutor  # of one thread, for requests that wait for weights
         self.transfer: TransferGroup | None = None
         self.sending: Any = None  # the bucket under way
         self.sync_timeout_s = 0.0
-        self.store_port = 0  # by which the server knows this connection
+        self.connection = ""  # its name
         self.loading: Future[Any]  # the server's reply to the update under way
         self.paused_s = 0.0  # for how long the last update stopped sampling
         self.lag_s = 0.0  # for how long it was later than half of the servers, in this update
@@ -310,7 +309,6 @@ class Server:
         Raises:
             ServerError: it refuses.
         """
-        self.pool = ThreadPoolExecutor(1)  # fresh: what a lost server was sent may still be waiting
         reply = self.request("GET", "/get_world_size", CONTROL_TIMEOUT_S)
         try:
             self._open_group(1 + reply["world_size"], device, timeout_s, gpus)
@@ -330,19 +328,20 @@ class Server:
         limit = timedelta(seconds=timeout_s)
         store = TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=limit)
         self.sync_timeout_s = timeout_s
-        self.store_port = store.port
+        self.connection = os.urandom(8).hex()
         init_info = {
             "host": address,
             "port": store.port,
             "world_size": world_size,
             "timeout_s": timeout_s,
             "trainer": TRAINER,
+            "connection": self.connection,
         }
 
         # Both sides must enter the rendezvous, and a server that refuses never comes.
         path = "/init_weight_transfer_engine"
         reply_limit_s = timeout_s + CONTROL_TIMEOUT_S
-        reply = self.pool.submit(self.post, path, {"init_info": init_info}, reply_limit_s)
+        reply = in_thread(partial(self.post, path, {"init_info": init_info}, reply_limit_s))
         while not store.check(["member/1"]):  # which the first worker sets in `TransferGroup`
             if reply.done():
                 reply.result()  # raises why the server refused
@@ -374,14 +373,14 @@ class Server:
     def start_update(self, version: int) -> None:
         """Let the server take the coming buckets, up to an empty one, and sample on as `version`.
 
-        Requests in flight go on under them, with K/V made anew and no cached prefix.
+        Requests in flight go on with the new weights: with K/V made anew, and no cached prefix.
         """
         self.lag_s = 0.0
         self.sending = None
-        body = {"weight_version": str(version), "port": self.store_port}
-        # Each broadcast has a time-out, so the request itself needs none.
-        limits_s = (5, None)  # to connect, and to answer
-        self.loading = self.pool.submit(self.post, UPDATE, body, limits_s)
+        body = {"weight_version": str(version), "connection": self.connection}
+        # Each bucket has a time-out, and so has the wait for this answer in the end.
+        # A server that vanishes never answers; the thread keeps no process from its end.
+        self.loading = in_thread(partial(self.post, UPDATE, body, timeout_s=(5, None)))
 
     def try_to_send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> bool:
         """Begin to send a bucket; returns False until the previous has arrived.

@@ -131,7 +131,7 @@ class AccessGuard:
 
 
 def _announce(state: Any) -> None:
-    """Print the server's address, once it serves."""
+    """Print the server's address, as it begins to serve."""
     host = f"[{state.args.host}]" if ":" in str(state.args.host) else state.args.host
     address = f"http://{host}:{state.args.port}"
     max_len = state.vllm_config.model_config.max_model_len

@@ -299,7 +299,8 @@ class ServerPool:
             for server in self.servers:
                 if self._is_closed.is_set():  # which makes all of them lost
                     return
-                if server.state is State.LOST and time.monotonic() > server.retry_s:
+                is_tried = server.state is State.LOST and time.monotonic() > server.retry_s
+                if is_tried and not self._updating.locked():  # an update may still use it
                     try:
                         self._take_back(server)
                     except Exception as error:  # any, as the watcher goes on for the other servers
@@ -349,10 +350,10 @@ class ServerPool:
         Args:
             weights: (checkpoint name, tensor in its checkpoint's shape), consumed to the end.
             version: of the policy.
-            only_returned: send it to servers that wait for weights alone.
+            only_returned: leave out the servers that serve already.
 
         Returns:
-            The servers that waited: they serve once passed to `admit`.
+            The servers that were `WAITING` and have it now: they serve once passed to `admit`.
         """
         with self._updating:
             returned = self.returned
@@ -360,11 +361,12 @@ class ServerPool:
             try:
                 for server in servers:
                     server.start_update(version)
-                num_sharing = 0
+                sharing: Any = None
                 # One bucket loads while the trainer gathers the next; an empty one is the last.
                 for bucket in chain(buckets(weights), [{}]):
-                    if len(servers) != num_sharing and not only_returned:
-                        num_sharing = self._share(servers)
+                    if servers != sharing and not only_returned:
+                        self._share(servers)
+                        sharing = servers
                     send = partial(Server.try_to_send, bucket=bucket, buffers={})
                     servers = self._until(servers, send)
 
@@ -372,19 +374,17 @@ class ServerPool:
                 self.version = version
                 return [server for server in servers if server in returned]
             except BaseException:
-                # To go on with half of the weights would end an engine. Wait for its answer: the
-                # next sync resumes it.
+                # What has half of the weights stays paused until its next update. Wait for that.
                 self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
                 raise
 
-    def _share(self, servers: list[Server]) -> int:
-        """Let those that are left share what they are sent; returns their number."""
+    def _share(self, servers: list[Server]) -> None:
+        """Let those that are left share what they are sent."""
         if len(self.servers) > 1:
             from weights.shared import share
 
             transfers = filter(None, [server.transfer for server in servers])
             share(transfers, lambda: any(server.loading.done() for server in servers))
-        return len(servers)
 
     def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
         """Do a step on all servers at once; returns the successful servers."""

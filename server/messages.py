@@ -1,11 +1,11 @@
-"""Completions on the wire, from a server to the trainer."""
+"""The server's own routes, and completions on the wire to the trainer."""
 
 from collections.abc import Iterable, Iterator
 
 import msgspec
 
-SAMPLE = "/sample"  # the routes
-UPDATE = "/update"
+SAMPLE = "/sample"  # completions of a prompt
+UPDATE = "/update"  # new weights
 HEAD = 4  # bytes before each message: its length
 
 
@@ -34,6 +34,8 @@ def packed(message: Sampled) -> bytes:
 
 def messages(chunks: Iterable[bytes]) -> Iterator[Sampled]:
     """The whole messages in a reply that comes in chunks of any size.
+
+    One that is cut off at the end is left out: the caller knows how many there should be.
 
     Raises:
         msgspec.MsgspecError: one makes no sense.

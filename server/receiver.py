@@ -27,13 +27,8 @@ class TransferInit(base.WeightTransferInitInfo):
     world_size: int = 0
     timeout_s: float = 0.0
     trainer: str = ""
+    connection: str = ""  # its name
     temperature: float = 0.0
-
-
-class UnpinnedGroup(WorkerGroup):
-    """Makes its nccl groups without the variables that vLLM sets, which the trainer has not."""
-
-    environment = staticmethod(nccl.unpinned_nccl_env)
 
 
 class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransferUpdateInfo]):
@@ -48,7 +43,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
     group: WorkerGroup | None = None
     staged: StagedUpdates | None = None  # where they are taken beside the model
     trainer = ""
-    port = 0  # of the trainer's store
+    connection = ""
     temperature = 0.0  # of a reference, 0 for any other server
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
@@ -64,21 +59,20 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
             raise RuntimeError("another trainer uses this server: one at a time")
         self.shutdown()
         self.trainer = init_info.trainer
-        self.port = init_info.port
+        self.connection = init_info.connection
 
         config = self.parallel_config
         rank = 1 + config.data_parallel_index * config.world_size + config.rank
-        # The store exists before the server hears of it: a trainer that is gone meanwhile keeps
-        # nobody waiting.
+        # The trainer made the store before it invited us: where none is, the trainer is gone.
         timeout = timedelta(seconds=10)
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
         store.set_timeout(timedelta(seconds=init_info.timeout_s))
         dtype: Any = self.model_config.dtype
-        with nccl.unpinned_nccl_env():
-            self.group = UnpinnedGroup(
-                store, rank, init_info.world_size, self.device, init_info.timeout_s,
-                dtype=dtype, room=room_beside(self.model, self.model_config, self.device),
-            )  # fmt: skip
+        self.group = WorkerGroup(
+            store, rank, init_info.world_size, self.device, init_info.timeout_s,
+            dtype=dtype, room=room_beside(self.model, self.model_config, self.device),
+            environment=nccl.unpinned_nccl_env,  # vLLM sets variables that the trainer has not
+        )  # fmt: skip
         if self.group.stages:
             self.staged = StagedUpdates(self.group, self.model, self.vllm_config, self.device)
 
@@ -95,13 +89,13 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
                 module.scale /= temperature
         self.temperature = temperature
 
-    def can_place(self, port: int) -> bool:
+    def can_place(self, connection: str) -> bool:
         """True once an update can be put in place: it is here, or comes in the pause.
 
         Raises:
-            RuntimeError: another connection has taken the place of `port`'s, or none comes.
+            RuntimeError: no update comes by this connection any more.
         """
-        if port != self.port or not self.group:
+        if connection != self.connection or not self.group:
             raise RuntimeError("the trainer has connected anew, or left")
         return self.staged.has_arrived() if self.staged else True
 
@@ -163,22 +157,32 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
 
 
 class WorkerExtension:
-    """What every worker of vLLM's can do besides, as `--worker-extension-cls` names it."""
+    """A base that vLLM gives its `Worker`, as `--worker-extension-cls` names it.
+
+    So `self` is the worker, and has vLLM's own methods.
+    """
 
     weight_transfer_engine: WeightReceiver
 
-    def can_place_update(self, port: int) -> bool:
+    def can_place_update(self, connection: str) -> bool:
         """As `WeightReceiver.can_place`."""
-        return self.weight_transfer_engine.can_place(port)
+        return self.weight_transfer_engine.can_place(connection)
 
-    def place_update(self: Any, port: int) -> None:
-        """Give the model an update's weights, while sampling pauses."""
+    def place_update(self: Any, connection: str) -> None:
+        """Give the model an update's weights, while sampling pauses.
+
+        Without staging this takes the whole update, through vLLM's methods of the worker, which
+        call the `WeightReceiver`'s of the same names.
+
+        Raises:
+            RuntimeError: no update comes by this connection any more.
+        """
         receiver = self.weight_transfer_engine
-        assert receiver.can_place(port)
+        receiver.can_place(connection)  # raises
         if receiver.staged:
             receiver.staged.put_in_place()
             self.model_runner.reset_lora_state()  # as vLLM does
         else:
             self.start_weight_update()
-            self.update_weights({})
+            self.update_weights({})  # there is nothing to say: buckets come by the group
             self.finish_weight_update()

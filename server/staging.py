@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Iterable
 from copy import copy
-from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -14,6 +13,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
+from vllm.utils import cpu_resource_utils
 
 from weights.arrival import WorkerGroup
 from weights.transfer import in_thread
@@ -35,16 +35,11 @@ def room_beside(model: nn.Module, model_config: Any, device: torch.device) -> fl
         return 0.0
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
+        # What an earlier trainer's updates have left to torch is free, too.
+        free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
-        free_bytes = _available_bytes()
+        free_bytes = cpu_resource_utils.get_memory_node_info().available_memory
     return free_bytes / sum(weight.nbytes for weight in model.parameters())
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return int(line.split()[1]) << 10
-    return 0
 
 
 class Twins:
@@ -56,6 +51,7 @@ class Twins:
     def __init__(self, model: nn.Module, dtype: torch.dtype):
         self._dtype = dtype
         self._twins: dict[nn.Module, Any] = {}  # by the layer that samples
+        self._shared: dict[nn.Module, dict[str, Any]] = {}  # attributes that both have
         self._whole: list[nn.Module] = []  # layers whose twins have new weights
         self._model: Any = self._twin_of(model)
         self._ties = self._tied_weights()
@@ -97,9 +93,10 @@ class Twins:
     def open(self) -> None:
         """Make ready for an update."""
         for layer, twin in self._twins.items():
-            for name, value in layer.__dict__.items():
-                if name not in OWN:
-                    twin.__dict__[name] = value
+            shared = layer.__dict__.copy()  # at once, as the layer samples meanwhile
+            self._shared[layer] = shared
+            for name in shared.keys() - OWN:
+                twin.__dict__[name] = shared[name]
             for own in ("_parameters", "_buffers"):
                 for name, tensor in layer.__dict__[own].items():
                     # vLLM loads these where they are: not where the layer samples.
@@ -144,9 +141,10 @@ class Twins:
             fresh = _lasting(twin)
             for name, tensor in _lasting(layer).items():
                 tensor.copy_(fresh[name])
-            for name, value in twin.__dict__.items():
-                if name not in OWN:  # as what a CPU packs
-                    layer.__dict__[name] = value
+            shared = self._shared[layer]
+            for name in twin.__dict__.keys() - OWN:
+                if twin.__dict__[name] is not shared.get(name):  # as what a CPU packs
+                    layer.__dict__[name] = twin.__dict__[name]
         for layer in self._twins:
             if is_deferred_attention_layer(layer):  # some make weights of others
                 attention: Any = layer

@@ -18,7 +18,7 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The JSON that a trainer posts to the route."""
 
     weight_version: str
-    port: int  # of the store by which the trainer is connected
+    connection: str  # by which it comes
 
 
 REQUEST = msgspec.json.Decoder(UpdateRequest)
@@ -42,14 +42,14 @@ async def update(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _update(engine: Any, request: UpdateRequest) -> float:
-    while not all(await engine.collective_rpc("can_place_update", args=(request.port,))):
+    while not all(await engine.collective_rpc("can_place_update", args=(request.connection,))):
         await asyncio.sleep(POLL_S)
 
     await engine.renderer.clear_mm_cache_async()
     # vLLM's `pause_generation` sleeps for 20 ms more.
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
     started_s = time.monotonic()
-    await engine.collective_rpc("place_update", args=(request.port,))
+    await engine.collective_rpc("place_update", args=(request.connection,))
     await engine.update_weight_version(request.weight_version)
     await engine.resume_generation()
     return time.monotonic() - started_s

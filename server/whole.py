@@ -76,7 +76,7 @@ def _attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
         message.outputs = sent
         if not sent and not message.scheduler_stats and not message.finished_requests:
             del messages[client]
-    if len(kept) > len(requests):  # some were aborted, of which no output tells
+    if len(kept) > len(requests):  # some were aborted, of which no output tells: not to pile up
         for name in kept.keys() - requests.keys():
             del kept[name]
 
@@ -89,7 +89,10 @@ def _can_wait(request: Any) -> bool:
 
 
 def _must_go(output: EngineCoreOutput) -> bool:
-    """True for an output that says more than tokens; events are for /metrics, which ask when."""
+    """True for an output that cannot wait: the last, or one with more than tokens.
+
+    Such are log-probs of the prompt, and events, of which /metrics tells the time.
+    """
     has_prompt = output.new_prompt_logprobs_tensors is not None
     return output.finished or has_prompt or bool(output.events)
 
@@ -108,7 +111,10 @@ def _send_and_set(core: Any, weight_version: str) -> None:
 
 
 def keep_tokens() -> None:
-    """Change vLLM's engine in this process."""
+    """Change vLLM's engine in this process: its two methods that versions of weights go through.
+
+    One marks the messages of a step with the version, the other sets the next version.
+    """
     core: Any = EngineCore
     core._attach_weight_version = _attach_and_keep
     core.set_weight_version = _send_and_set

@@ -3,11 +3,12 @@
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 import train
 from config import UserError, parse_args
+from rollouts import servers as servers_module
 from rollouts.servers import ServerPool
 from train import main
 from vllm_client import Server, ServerError, ServerLost
@@ -613,6 +615,29 @@ def test_a_new_update_forgets_how_late_a_server_was(monkeypatch):
     server = Server("http://127.0.0.1:9", 1.0)
     server.lag_s = 5.0
     monkeypatch.setattr(server, "post", lambda *_, **__: None)
-    server.pool = ThreadPoolExecutor(1)
     server.start_update(1)
     assert server.lag_s == 0
+
+
+def test_a_server_that_vanishes_in_an_update_keeps_no_trainer_from_its_end():
+    """Its host is gone, or the way to it: there is no answer, and nothing that tells so."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code = f"from vllm_client import Server; Server({url!r}, 1.0).start_update(1)"
+        subprocess.run([sys.executable, "-c", code], env=ENV, cwd=ROOT, check=True, timeout=60)
+
+
+def test_a_server_that_is_lost_in_an_update_does_not_come_back_in_its_middle(monkeypatch):
+    """The rest of the update would go to the new connection, which has not had its beginning."""
+    monkeypatch.setattr(servers_module, "PROBE_S", 0.01)
+    pool = ServerPool(
+        parse_args(["--model_id=m", "--dataset_id=d", "--reward_funcs=os.path.exists"])
+    )
+    pool.version = 0
+    tried = threading.Event()
+    monkeypatch.setattr(pool, "_take_back", lambda _: tried.set())
+    with pool._updating:
+        threading.Thread(target=pool._watch, daemon=True).start()
+        assert not tried.wait(0.5)
+    assert tried.wait(20)
+    pool.close()

@@ -310,7 +310,7 @@ def test_an_update_of_a_connection_that_is_over_is_refused(models, servers):
     client = ServerPool(make_config(models["tied"], servers["tied"]))
     client.connect(torch.device("cpu"))
     (url,) = client.servers
-    gone = {"weight_version": "7", "port": url.store_port + 1}
+    gone = {"weight_version": "7", "connection": "another"}
     with pytest.raises(ServerError, match="the trainer has connected anew, or left"):
         url.post("/update", gone)
     client.close()

@@ -1,6 +1,7 @@
 """Weights on the wire: the side of a server's worker."""
 
 import json
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
@@ -18,7 +19,17 @@ from weights.transfer import TransferGroup, within
 class WorkerGroup(TransferGroup):
     """A `TransferGroup`, as a worker of the server sees it."""
 
-    environment: Callable[[], AbstractContextManager[Any]] = nullcontext  # to join groups in
+    def __init__(
+        self, store: dist.TCPStore, *args: Any,
+        environment: Callable[[], AbstractContextManager[Any]] = nullcontext, **kwargs: Any,
+    ):  # fmt: skip
+        """Meet the other members, and those of shared groups later, within `environment`."""
+        self._environment = environment
+        # A store does one thing at a time: what waits for messages keeps no question waiting.
+        clonable: Any = store
+        self._inbox = clonable.clone()
+        with environment():
+            super().__init__(store, *args, **kwargs)
 
     def receive(self, is_first: bool = False) -> dict[str, Tensor]:
         """Take rank 0's next bucket, in fresh memory on the group's device.
@@ -34,13 +45,13 @@ class WorkerGroup(TransferGroup):
                 continue
             size, entries, number, is_shared = message
             buffer = self._take(size, is_shared)
-            # A worker that was stopped meanwhile may find a broadcast over that nobody finished.
+            # To a worker that was stopped, a broadcast may seem over that nobody has finished.
             if not self.trainer_lives():
                 raise RuntimeError("the trainer has left")
-            if number == self._bucket:  # sent again, as others have not got it
+            if number == self._bucket_number:  # sent again, as others have not got it
                 buffer = None
 
-        self._bucket = number
+        self._bucket_number = number
         bucket = {}
         for name, dtype, shape, start, end in entries:
             bucket[name] = buffer[start:end].view(getattr(torch, dtype)).view(shape)
@@ -54,7 +65,7 @@ class WorkerGroup(TransferGroup):
         # The trainer may be waiting its own time-out for another server.
         limit_s = 2 * self.timeout_s + 10
         # The store's own limit ends the thread that `within` leaves behind.
-        within(limit_s, partial(self._store.wait, [key], timedelta(seconds=limit_s + 60)))
+        within(limit_s, partial(self._inbox.wait, [key], timedelta(seconds=limit_s + 60)))
         message = self._store.get(key)
         self._store.delete_key(key)
         if not message:
@@ -66,7 +77,7 @@ class WorkerGroup(TransferGroup):
         """Join a shared group; one that does not meet is done without."""
         self.leave_shared()
         limit = timedelta(seconds=self.timeout_s)
-        with suppress(RuntimeError), type(self).environment():
+        with suppress(RuntimeError), self._environment():
             store = dist.TCPStore(self._store.host, port, is_master=False, timeout=limit)
             make = partial(
                 SharedGroup, store, rank, world_size, self.backend, self.device, self.timeout_s
@@ -89,16 +100,14 @@ class WorkerGroup(TransferGroup):
             return None
         buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
         if size:
+            self._begun_s = time.monotonic()
             self.finish(self._broadcast(buffer))
         return buffer
 
     def _wait_for(self, key: str) -> None:
         """Wait without a limit until the trainer sets a key, or is gone."""
-        # A store does one thing at a time, and others need this one meanwhile.
-        store: Any = self._store
-        own_store = store.clone()
-        while self._group:
+        while self._group and self.trainer_lives():
             with suppress(dist.DistStoreError):  # a minute is over
-                own_store.wait([key], timedelta(minutes=1))
+                self._inbox.wait([key], timedelta(minutes=1))
                 return
         raise RuntimeError("the transfer group is closed")

@@ -51,7 +51,7 @@ class SharedGroup:
         self._timeout_s = timeout_s
         self._number = -1  # of the bucket under way
         self._arrived = -1  # the last one that every worker has
-        self._buffer: Callable[[], Tensor | None] = lambda: None  # what rank 0 sends, while it does
+        self._last_sent: Callable[[], Tensor | None] = lambda: None  # on rank 0, a weak reference
         self._works: list[Any] = []
         self.is_broken = False
         self.members: list[TransferGroup] = []  # on rank 0: one for each server
@@ -82,9 +82,12 @@ class SharedGroup:
     # -- the trainer -------------------------------------------------------------------------------
 
     def send(self, buffer: Tensor) -> int:
-        """Start to send a buffer of bytes, once for all servers; returns its number."""
-        if buffer is not self._buffer():
-            self._buffer = weakref.ref(buffer)
+        """Start to send a buffer of bytes; returns its number.
+
+        Each server's sending calls it: the first call sends to all. `has_arrived` tells failures.
+        """
+        if buffer is not self._last_sent():
+            self._last_sent = weakref.ref(buffer)
             self._number += 1
             self._begun_s = time.monotonic()
             try:
@@ -144,8 +147,8 @@ class SharedGroup:
         """
         self._number += 1
         try:
-            buffer = self._taken(size)
-            # A member that was stopped may find a broadcast over that nobody has finished.
+            buffer = self._receive(size)
+            # To a member that was stopped, a broadcast may seem over that nobody has finished.
             if within(5.0, partial(self._store.check, ["broken"])):
                 raise RuntimeError("the shared group is broken")
         except BaseException:
@@ -160,7 +163,7 @@ class SharedGroup:
             raise RuntimeError("the shared group is closed")
         return group
 
-    def _taken(self, size: int) -> Tensor:
+    def _receive(self, size: int) -> Tensor:
         group = self._living_group()
         workers = self._workers
         if self._backend == "nccl":

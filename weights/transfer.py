@@ -77,12 +77,12 @@ class TransferGroup:
         self.device = device
         self.timeout_s = timeout_s
         self._number = 0  # of the next message
-        self._bucket = 0  # the last one's number
+        self._bucket_number = 0  # of the last one
         self._entries: list[Any] = []  # what is in it
         self._group: Any = None
         self.shared: Any = None  # a SharedGroup, where other servers are sent the same
         self.apart_from: list[TransferGroup] = []  # those that it tried to share with, in vain
-        self.spent_s = 0.0  # on that, of the next bucket's time
+        self.spent_s = 0.0  # of the next bucket's time, on trying to share
 
         members = within(timeout_s, partial(self._introduce, world_size, dtype, room))
         trainer_gpu = members[0][0]
@@ -127,9 +127,11 @@ class TransferGroup:
         except RuntimeError as error:
             self.close()
             cause = str(error).partition("\n")[0]
+            cure = "open the ports between them"
+            if self.backend == "nccl":
+                cure += ", and name their interface, NCCL_SOCKET_IFNAME"
             raise RuntimeError(
-                f"trainer and server do not meet over {self.backend}: {cause}; name the interface "
-                f"between them, {self.backend.upper()}_SOCKET_IFNAME, and open its ports"
+                f"trainer and server do not meet over {self.backend}: {cause}; {cure}"
             ) from error
 
     def _connect(self) -> None:
@@ -140,6 +142,7 @@ class TransferGroup:
         self._group = make_group(
             self.backend, self._store, "weights", self._rank, 1 + self.num_workers, self.timeout_s
         )
+        self._begun_s = time.monotonic()
         self.finish(self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device)))
 
     def send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> Any:
@@ -154,31 +157,24 @@ class TransferGroup:
         if form not in buffers:
             buffers[form] = _flat(bucket, *form)
         self._entries, buffer = buffers[form]
-        self._bucket += 1
+        self._bucket_number += 1
+        self._begun_s = time.monotonic() - self.spent_s
+        self.spent_s = 0.0
         shared = self.shared  # read once, as another thread may close it
         self._announce(buffer, bool(len(buffer) and shared))
         if not len(buffer):
             return None
-        if shared:
-            self._begun_s = time.monotonic()
-            return shared.sending(self, buffer)
-        work = self._broadcast(buffer)
-        self._begun_s -= self.spent_s
-        self.spent_s = 0.0
-        return work
+        return shared.sending(self, buffer) if shared else self._broadcast(buffer)
 
     def send_again(self, buffer: Tensor, shared: Any) -> Any:
         """Send the last bucket, which `shared` has lost, to this server's workers by themselves.
 
-        Within its time: what has passed counts.
+        The time that has passed counts.
         """
         if self.shared is shared:  # there may be a newer one
             self.shared = None
-        begun_s = self._begun_s
         self._announce(buffer, is_shared=False)
-        work = self._broadcast(buffer)
-        self._begun_s = begun_s
-        return work
+        return self._broadcast(buffer)
 
     def invite(self, port: int, first_rank: int, world_size: int) -> None:
         """Let the workers join a shared group, by a store of this host."""
@@ -192,7 +188,7 @@ class TransferGroup:
 
     def _announce(self, buffer: Tensor, is_shared: bool) -> None:
         for worker in self._workers:
-            self._post(worker, [len(buffer), self._entries, self._bucket, is_shared])
+            self._post(worker, [len(buffer), self._entries, self._bucket_number, is_shared])
         self._number += 1
 
     def _post(self, worker: int, message: Any) -> None:
@@ -219,7 +215,6 @@ class TransferGroup:
         group = self._group
         if not group:
             raise RuntimeError("the transfer group is closed")
-        self._begun_s = time.monotonic()
         return group.broadcast([data], dist.BroadcastOptions())
 
     def is_over(self, work: Any) -> bool:
@@ -232,7 +227,9 @@ class TransferGroup:
             work.wait()
             return True
         if time.monotonic() > self._begun_s + self.timeout_s:
-            raise RuntimeError(f"nothing moved over {self.backend} for {self.timeout_s:.0f} s")
+            raise RuntimeError(
+                f"a bucket took longer than {self.timeout_s:.0f} s over {self.backend}"
+            )
         return False
 
     def finish(self, work: Any) -> None:
@@ -250,7 +247,7 @@ class TransferGroup:
             time.sleep(2e-4)
 
     def trainer_lives(self) -> bool:
-        """True while the trainer answers and has not left the group."""
+        """True while the trainer answers, within 5 s, and has not left the group."""
         with suppress(RuntimeError):
             # From a host that is lost nothing comes, ever.
             return not within(5.0, partial(self._store.check, ["left"]))
