@@ -216,13 +216,12 @@ class StagedUpdates:
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)  # of this thread
         try:
-            with self._device:
-                while True:
-                    self._may_come.wait()
-                    self._may_come.clear()
-                    self._take_one()
-                    self._synchronize()
-                    self._arrived.set()
+            while True:
+                self._may_come.wait()
+                self._may_come.clear()
+                self._take_one()
+                self._synchronize()
+                self._arrived.set()
         except BaseException as error:  # for the request that waits for the update
             self._error = error
             self._group.close()  # what the trainer sends then fails at once
