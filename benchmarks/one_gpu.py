@@ -20,6 +20,7 @@ import importlib.util
 import json
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -149,6 +150,7 @@ def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: i
     command = [sys.executable, str(ROOT / "train.py"), str(folder / "one_gpu_recipe.py")]
     for name, value in fields.items():
         command += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
+    shutil.rmtree(output, ignore_errors=True)
     before = cpu_seconds(server)
     with (folder / "train.log").open("w") as log:
         process = subprocess.Popen(
@@ -232,12 +234,14 @@ def served(folder: Path, size: str, *options: str) -> Any:
 def alone(folder: Path, size: str, url: str, server: int) -> dict[str, Any]:
     """Sampling of the batch's prompts, and syncs of other weights, without a trainer's work beside them."""
     recipe = runpy.run_path(str(folder / "one_gpu_recipe.py"))
-    words = [row["prompt"].split() for row in recipe["rows"]()[: num_prompts_of(size)]]
-    prompts = [[int(word[1:]) for word in prompt] for prompt in words]
+    prompts = []
+    for row in recipe["rows"]():
+        prompts.append([int(word[1:]) for word in row["prompt"].split()])
+    num = num_prompts_of(size)
     sampling: dict[str, Any] = {"n": NUM_GENERATIONS, "max_tokens": num_tokens_of(size)}
     sampling |= {"ignore_eos": True, "temperature": 1.0}
 
-    with process_group(120) as device, ThreadPoolExecutor(len(prompts)) as threads:
+    with process_group(120) as device, ThreadPoolExecutor(num) as threads:
         config = TrainConfig(
             model_id=str(folder), vllm_urls=[url], dataset_id="none", reward_funcs=[print]
         )
@@ -251,10 +255,10 @@ def alone(folder: Path, size: str, url: str, server: int) -> dict[str, Any]:
         sample = partial(only.generate, sampling=sampling)
 
         times = []
-        for _ in range(4):
+        for start in range(0, 4 * num, num):  # other prompts each time, which no cache has
             before = cpu_seconds(server)
             started_s = time.perf_counter()
-            replies = list(threads.map(sample, prompts))
+            replies = list(threads.map(sample, prompts[start : start + num]))
             times.append(time.perf_counter() - started_s)
         spent = {pid: s - before.get(pid, 0.0) for pid, s in cpu_seconds(server).items()}
         num_sampled = sum(len(reply.token_ids) for group in replies for reply in group)
@@ -263,10 +267,10 @@ def alone(folder: Path, size: str, url: str, server: int) -> dict[str, Any]:
         found["engine"] = max(spent.values(), default=0.0) / times[-1]
 
         for state in ("idle", "busy"):
-            asked = [threads.submit(sample, prompt) for prompt in prompts if state == "busy"]
+            asked = [threads.submit(sample, p) for p in prompts[:num] if state == "busy"]
             times, pauses = [], []
             for _ in range(SYNCS):
-                time.sleep(0.05)
+                time.sleep(0.3)  # an update lets a busy server compute all keys and values anew
                 started_s = time.perf_counter()
                 pool.update_weights(weights, pool.version + 1)
                 times.append(time.perf_counter() - started_s)
@@ -300,6 +304,12 @@ class Trl:
             preexec_fn=partial(die_with, os.getpid()),
         )  # fmt: skip
 
+    def wait(self) -> None:
+        """Wait until it has loaded all, or has failed."""
+        if self.process:
+            while self.process.stdout.readline() not in ("loaded\n", ""):
+                pass
+
     def train(self) -> dict[str, Any]:
         """The medians of its steps."""
         if not self.process:
@@ -321,9 +331,7 @@ class Trl:
 
 def measure(rows: Rows, folder: Path, size: str, server: Any) -> None:
     """All rows of a model."""
-    started_s = time.perf_counter()
     url = server.wait()
-    rows.add({"model": size, "waited_for_server_s": time.perf_counter() - started_s})
     for staleness in (0, 1):
         names = {"model": size, "max_staleness": staleness}
         steps = 4 if size == "quick" else 5 + 2 * staleness
@@ -369,6 +377,13 @@ def main() -> None:
                     if size == sizes[0]:
                         trl = Trl(folder / size, size)
                         started.callback(trl.end)
+                started_s = time.perf_counter()
+                for server in servers.values():
+                    server.wait()
+                if trl:
+                    trl.wait()
+                waited_s = time.perf_counter() - started_s
+                rows.add({"models": " ".join(servers), "waited_for_servers_s": waited_s})
                 for size, server in servers.items():
                     measure(rows, folder / size, size, server)
                     if trl and size == sizes[0]:

@@ -6,6 +6,7 @@ first two.
 
 import json
 import runpy
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -92,11 +93,12 @@ def main(
     inner.generate = clock.timed("generate_s", inner.generate)
     inner.sync_weights = clock.timed("sync_s", inner.sync_weights)
 
+    print("loaded", flush=True)
     sys.stdin.readline()
     trainer.train()
     found = {}
     for name, seconds in clock.seconds.items():
-        found[name] = sorted(seconds[2:])[len(seconds[2:]) // 2]
+        found[name] = statistics.median(seconds[2:])
     found["train_s"] = found["step_s"] - found["generate_s"] - found["sync_s"]
     num_sampled = batch_size * num_tokens
     found["sampled_tokens_per_s"] = num_sampled / found["generate_s"]

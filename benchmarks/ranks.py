@@ -172,13 +172,15 @@ def follow(
         group = WorkerGroup(store, rank, world_size, device, TIMEOUT_S, dtype=torch.bfloat16)
         link.send("met")
         while True:
-            wrong = count = 0
+            received = []
             while bucket := group.receive():
-                wrong += num_wrong(bucket, count, num_values)
-                count += 1
-                if count == 1:
+                received.append(bucket)
+                if len(received) == 1:
                     link.send("first bucket")
-            link.send((count, wrong))
+            wrong = 0
+            for number, bucket in enumerate(received):
+                wrong += num_wrong(bucket, number, num_values)
+            link.send((len(received), wrong))
     except (RuntimeError, dist.DistError) as error:
         link.send(("error", first_line(error)))
         if group:

@@ -6,6 +6,7 @@ from copy import copy
 from types import MethodType
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -13,7 +14,6 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.model_loader.reload import layerwise, meta, sanitize
-from vllm.utils import cpu_resource_utils
 
 from weights.arrival import WorkerGroup
 from weights.transfer import in_thread
@@ -34,11 +34,10 @@ def room_beside(model: nn.Module, model_config: Any, device: torch.device) -> fl
     if model_config.quantization or any(isinstance(m, FusedMoEMethodBase) for m in methods):
         return 0.0
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # of what an earlier trainer's updates have left
         free_bytes, _ = torch.cuda.mem_get_info(device)
-        # What an earlier trainer's updates have left to torch is free, too.
-        free_bytes += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     else:
-        free_bytes = cpu_resource_utils.get_memory_node_info().available_memory
+        free_bytes = psutil.virtual_memory().available
     return free_bytes / sum(weight.nbytes for weight in model.parameters())
 
 

@@ -584,8 +584,11 @@ def test_small_weights_share_a_bucket_after_a_full_one(monkeypatch):
 
 def test_a_worker_that_waits_for_a_bucket_knows_whether_the_trainer_lives():
     """Else a second trainer, which the worker asks it for, would take the place of the first."""
-    trainer, worker = join([-1, -1])
+    trainer, worker = join([-1, -1], timeout_s=20.0)
     with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(worker.receive, is_first=True)
+        trainer.finish(trainer.send({"a": FULL}, {}))
+        assert coming.result(20)
         coming = pool.submit(worker.receive)
         time.sleep(0.3)
         assert worker.trainer_lives()

@@ -25,9 +25,7 @@ class WorkerGroup(TransferGroup):
     ):  # fmt: skip
         """Meet the other members, and those of shared groups later, within `environment`."""
         self._environment = environment
-        # A store does one thing at a time: what waits for messages keeps no question waiting.
-        clonable: Any = store
-        self._inbox = clonable.clone()
+        self._inbox: Any = store
         with environment():
             super().__init__(store, *args, **kwargs)
 
@@ -106,8 +104,11 @@ class WorkerGroup(TransferGroup):
 
     def _wait_for(self, key: str) -> None:
         """Wait without a limit until the trainer sets a key, or is gone."""
+        # A store does one thing at a time: one that waits would keep questions waiting.
+        if self._inbox is self._store:
+            self._inbox = self._inbox.clone()  # type: ignore[attr-defined]  # of torch's stubs
         while self._group and self.trainer_lives():
             with suppress(dist.DistStoreError):  # a minute is over
                 self._inbox.wait([key], timedelta(minutes=1))
                 return
-        raise RuntimeError("the transfer group is closed")
+        raise RuntimeError("the trainer has left")
