@@ -253,10 +253,7 @@ class ServerPool:
     # -- lost and returned servers -----------------------------------------------------------------
 
     def lose(self, server: Server, error: BaseException) -> None:
-        """Leave out a server that served.
-
-        It is left out until it answers again and has the current weights.
-        """
+        """Leave out a server that served, until it answers again and has the current weights."""
         with self._slots:
             if not server.has_weights:
                 return
@@ -299,8 +296,9 @@ class ServerPool:
             for server in self.servers:
                 if self._is_closed.is_set():  # which makes all of them lost
                     return
-                is_tried = server.state is State.LOST and time.monotonic() > server.retry_s
-                if is_tried and not self._updating.locked():  # an update may still use it
+                with self._updating:  # which may still use it
+                    is_lost = server.state is State.LOST
+                if is_lost and time.monotonic() > server.retry_s:
                     try:
                         self._take_back(server)
                     except Exception as error:  # any, as the watcher goes on for the other servers
