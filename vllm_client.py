@@ -182,7 +182,7 @@ class Server:
         self.transfer: TransferGroup | None = None
         self.sending: Any = None  # the bucket under way
         self.sync_timeout_s = 0.0
-        self.connection = ""  # its name
+        self.connection = ""  # a name for it, which the server knows
         self.loading: Future[Any]  # the server's reply to the update under way
         self.paused_s = 0.0  # for how long the last update stopped sampling
         self.lag_s = 0.0  # for how long it was later than half of the servers, in this update
@@ -378,8 +378,8 @@ class Server:
         self.lag_s = 0.0
         self.sending = None
         body = {"weight_version": str(version), "connection": self.connection}
-        # Each bucket has a time-out, and so has the wait for this answer in the end.
-        # A server that vanishes never answers; the thread keeps no process from its end.
+        # There is no limit to the answer: each bucket has one, and so has `end_update`. A server
+        # that vanishes never answers, but its thread keeps no process from ending.
         self.loading = in_thread(partial(self.post, UPDATE, body, timeout_s=(5, None)))
 
     def try_to_send(self, bucket: dict[str, Tensor], buffers: dict[Any, Any]) -> bool:

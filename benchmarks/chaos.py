@@ -168,6 +168,56 @@ def bad_inputs(model: str) -> tuple[int, int]:
     return num_refused, len(tried)
 
 
+def row_of(
+    kind: str, kills: dict[str, int], folder: Path, num_steps: int, seed: int
+) -> dict[str, Any]:
+    """What became of all groups of a run, whose server and trainer are killed so many times."""
+    model = str(folder / "model")
+    output = folder / kind
+    options = ["--max-model-len", "64", "--max-num-seqs", "256", "--gpu-memory-utilization", "0.3"]
+    log = folder / f"{kind}.server.log"
+    with local_server(model, log, *options, start=restarting) as server:
+        command = [
+            sys.executable, "train.py", "recipes/tiny.py", "--model_id", model, "--vllm_urls", server.wait(),
+            "--dataset_id", folder / "train.jsonl", "--eval_dataset_id", folder / "heldout.jsonl",
+            "--output_dir", output, "--max_steps", num_steps, "--save_steps", 2, "--keep_last_n", 2,
+            "--resume_from_checkpoint", "auto", "--server_timeout", 300, "--logged_groups", "none",
+        ]  # fmt: skip
+        words = [str(word) for word in command]
+        took = train(words, output, server, num_steps, kills, random.Random(seed))
+
+    steps = {(row["step"], row["group"]) for row in lines(output / "completions.jsonl")}
+    trained = Counter(group for _, group in steps)
+    ended = trained + Counter(row["group"] for row in lines(output / "dropped.jsonl"))
+    num_saved = output.with_suffix(".log").read_text().count("saved ")
+    return {
+        "run": kind,
+        "servers_killed": took.get("server", 0),
+        "trainers_killed": took.get("trainer", 0),
+        "groups_trained": len(trained),
+        "groups_lost": num_steps * 64 - len(trained) + max(ended) + 1 - len(ended),
+        "groups_twice": sum(count > 1 for count in ended.values()),
+        "seconds": took["seconds"],
+        "accuracy": lines(output / "metrics.jsonl")[-1]["eval/accuracy"],
+        "checkpoint_mb": size(output / f"checkpoint-{num_steps}") * num_saved / 1e6,
+    }
+
+
+def summary(quiet: dict[str, Any], chaos: dict[str, Any]) -> str:
+    """Both runs in words."""
+    num_kills = chaos["servers_killed"] + chaos["trainers_killed"]
+    cost_s = (chaos["seconds"] - quiet["seconds"]) / max(num_kills, 1)
+    refused = f"{quiet['bad_inputs_refused']} of {quiet['bad_inputs_tried']}"
+    return (
+        f"kills survived: {num_kills}; groups lost: {chaos['groups_lost']},"
+        f" trained twice: {chaos['groups_twice']}\n"
+        f"seconds lost per kill: {cost_s:.1f}\n"
+        f"held-out accuracy: {quiet['accuracy']:.1%} undisturbed,"
+        f" {chaos['accuracy']:.1%} disturbed\n"
+        f"checkpoints written: {chaos['checkpoint_mb']:.0f} MB; bad inputs refused: {refused}"
+    )
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -178,65 +228,17 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     num_steps = 6 if args.quick else 40
-    rows = []
+    no_kills = {"server": 0, "trainer": 0}
+    kills = {"server": 1, "trainer": 1} if args.quick else {"server": 5, "trainer": 3}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         build(folder, seed=0)
-        model = str(folder / "model")
-        options = (
-            "--max-model-len",
-            "64",
-            "--max-num-seqs",
-            "256",
-            "--gpu-memory-utilization",
-            "0.3",
-        )
-        kills = {"server": 1, "trainer": 1} if args.quick else {"server": 5, "trainer": 3}
-        for kind, num in (("undisturbed", {"server": 0, "trainer": 0}), ("disturbed", kills)):
-            output = folder / kind
-            with local_server(
-                model, folder / f"{kind}.server.log", *options, start=restarting
-            ) as server:
-                command = [
-                    sys.executable, "train.py", "recipes/tiny.py", "--model_id", model, "--vllm_urls", server.wait(),
-                    "--dataset_id", folder / "train.jsonl", "--eval_dataset_id", folder / "heldout.jsonl",
-                    "--output_dir", output, "--max_steps", num_steps, "--save_steps", 2, "--keep_last_n", 2,
-                    "--resume_from_checkpoint", "auto", "--server_timeout", 300, "--logged_groups", "none",
-                ]  # fmt: skip
-                words = [str(word) for word in command]
-                took = train(words, output, server, num_steps, num, random.Random(args.seed))
-            steps = {(row["step"], row["group"]) for row in lines(output / "completions.jsonl")}
-            trained = Counter(group for _, group in steps)
-            ended = trained + Counter(row["group"] for row in lines(output / "dropped.jsonl"))
-            num_saved = output.with_suffix(".log").read_text().count("saved ")
-            rows.append(
-                {
-                    "run": kind,
-                    "servers_killed": took.get("server", 0),
-                    "trainers_killed": took.get("trainer", 0),
-                    "groups_trained": len(trained),
-                    "groups_lost": num_steps * 64 - len(trained) + max(ended) + 1 - len(ended),
-                    "groups_twice": sum(count > 1 for count in ended.values()),
-                    "seconds": took["seconds"],
-                    "accuracy": lines(output / "metrics.jsonl")[-1]["eval/accuracy"],
-                    "checkpoint_mb": size(output / f"checkpoint-{num_steps}") * num_saved / 1e6,
-                }
-            )
-        num_refused, num_tried = bad_inputs(model)
-    quiet, chaos = rows
-    num_kills = chaos["servers_killed"] + chaos["trainers_killed"]
+        quiet = row_of("undisturbed", no_kills, folder, num_steps, args.seed)
+        chaos = row_of("disturbed", kills, folder, num_steps, args.seed)
+        num_refused, num_tried = bad_inputs(str(folder / "model"))
     quiet |= {"bad_inputs_tried": num_tried, "bad_inputs_refused": num_refused}
-    report(rows, args.json)
-    print(
-        f"kills survived: {num_kills}; groups lost: {chaos['groups_lost']}, trained twice: {chaos['groups_twice']}"
-    )
-    print(f"seconds lost per kill: {(chaos['seconds'] - quiet['seconds']) / max(num_kills, 1):.1f}")
-    print(
-        f"held-out accuracy: {quiet['accuracy']:.1%} undisturbed, {chaos['accuracy']:.1%} disturbed"
-    )
-    print(
-        f"checkpoints written: {chaos['checkpoint_mb']:.0f} MB; bad inputs refused: {num_refused} of {num_tried}"
-    )
+    report([quiet, chaos], args.json)
+    print(summary(quiet, chaos))
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ step's completion tokens, over the time of its sampling at 0 and of the whole st
 the CPU seconds a second of the server's API process and of the process that runs the model.
 
 Then, with no training beside it (not the 4B): what the server samples of the same prompts, and the `sync_s` of new
-weights, of which `pause_s` stops sampling, where it is idle and where it is busy with them. TRL runs with the smallest model, vLLM colocated (one_gpu_trl.py): `train_s` is what
-neither samples nor sends weights.
+weights, of which `pause_s` stops sampling, where it is idle and where it is busy with them. TRL runs with the first
+model, vLLM colocated (one_gpu_trl.py): `train_s` is what neither samples nor sends weights.
 
-vLLM runs with CUDA graphs of decoding, and without inductor. `--together` starts all servers at once, which saves minutes and takes memory. `--quick` is a tiny model on a CPU.
+vLLM runs with CUDA graphs of decoding, and without inductor. `--together` starts all servers at once, which saves
+minutes and takes memory. `--quick` is a tiny model on a CPU.
 """
 
 import argparse
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import psutil
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -123,23 +125,13 @@ def build(folder: Path, size: str, device: torch.device) -> None:
 
 def cpu_seconds(root: int) -> dict[int, float]:
     """CPU seconds of a process and of all its descendants, by process id."""
-    parents = {}
+    parent = psutil.Process(root)
     seconds = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
-            continue
-        pid = int(path.parent.name)
-        parents[pid] = int(fields[1])
-        seconds[pid] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def descends(pid: int) -> bool:
-        while pid in parents and pid != root:
-            pid = parents[pid]
-        return pid == root
-
-    return {pid: spent for pid, spent in seconds.items() if descends(pid)}
+    for process in [parent, *parent.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):  # it has ended
+            times = process.cpu_times()
+            seconds[process.pid] = times.user + times.system
+    return seconds
 
 
 def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: int) -> Any:
@@ -175,8 +167,9 @@ def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: i
     names = [name for name in lines[0] if name.startswith(("time/", "idle/"))]
     found = {name: median([line[name] for line in lines]) for name in names}
     sampling = "time/step_s" if staleness else "time/generate_s"
-    num_tokens = lines[0]["completions/mean_length"] * 8 * (16 if size != "quick" else 4)
-    found["sampled_tokens_per_s"] = num_tokens / found[sampling]
+    num_completions = NUM_GENERATIONS * num_prompts_of(size)
+    num_sampled = lines[0]["completions/mean_length"] * num_completions
+    found["sampled_tokens_per_s"] = num_sampled / found[sampling]
     mismatch = "sampling/sampling_logp_difference/mean"
     found["mismatch"] = median([line[mismatch] for line in lines])
 
@@ -289,13 +282,12 @@ class Trl:
     def __init__(self, folder: Path, size: str):
         self.log = (folder / "trl.log").open("w+")
         self.process: Any = None
-        if not importlib.util.find_spec("trl"):
+        self.why_not = "" if importlib.util.find_spec("trl") else "TRL is not installed"
+        if device_here().type == "cpu":
+            self.why_not = "TRL cannot give new weights to vLLM's layers of a CPU"
+        if self.why_not:
             return
-        options: dict[str, Any] = {"kv_cache_memory_bytes": cache_bytes(size)}
-        if device_here().type == "cuda":
-            options["compilation_config"] = GRAPHS
-        else:
-            options["enforce_eager"] = True
+        options = {"kv_cache_memory_bytes": cache_bytes(size), "compilation_config": GRAPHS}
         numbers = (num_tokens_of(size), num_prompts_of(size), NUM_GENERATIONS)
         command = [sys.executable, str(ROOT / "benchmarks" / "one_gpu_trl.py"), str(folder)]
         self.process = subprocess.Popen(
@@ -312,8 +304,8 @@ class Trl:
 
     def train(self) -> dict[str, Any]:
         """The medians of its steps."""
-        if not self.process:
-            raise Skipped("TRL is not installed")
+        if self.why_not:
+            raise Skipped(self.why_not)
         text, _ = self.process.communicate("train\n")
         if self.process.returncode:
             self.log.seek(0)
@@ -342,6 +334,32 @@ def measure(rows: Rows, folder: Path, size: str, server: Any) -> None:
         rows.measure({"model": size, "beside": "no training"}, of_server)
 
 
+def one_round(
+    rows: Rows, folder: Path, sizes: list[str], options: list[str], with_trl: bool
+) -> None:
+    """Start the servers of some models, wait until all have loaded, and measure one after the other."""
+    with ExitStack() as started:
+        servers = {}
+        for size in sizes:
+            prepare(folder / size, size)
+            servers[size] = started.enter_context(served(folder / size, size, *options))
+        first = sizes[0]
+        trl = Trl(folder / first, first) if with_trl else None
+        started_s = time.perf_counter()
+        if trl:
+            started.callback(trl.end)
+            trl.wait()
+        for server in servers.values():
+            server.wait()
+        waited_s = time.perf_counter() - started_s
+        rows.add({"models": " ".join(servers), "waited_for_servers_s": waited_s})
+
+        for size, server in servers.items():
+            measure(rows, folder / size, size, server)
+            if trl and size == first:
+                rows.measure({"model": size, "trainer": "TRL"}, trl.train)
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -365,29 +383,9 @@ def main() -> None:
     sizes = ["quick"] if args.quick else args.models.split(",")
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
-        for together in [sizes] if args.together else [[size] for size in sizes]:
-            with ExitStack() as started:
-                servers = {}
-                trl = None
-                for size in together:
-                    prepare(folder / size, size)
-                    servers[size] = started.enter_context(
-                        served(folder / size, size, *args.options)
-                    )
-                    if size == sizes[0]:
-                        trl = Trl(folder / size, size)
-                        started.callback(trl.end)
-                started_s = time.perf_counter()
-                for server in servers.values():
-                    server.wait()
-                if trl:
-                    trl.wait()
-                waited_s = time.perf_counter() - started_s
-                rows.add({"models": " ".join(servers), "waited_for_servers_s": waited_s})
-                for size, server in servers.items():
-                    measure(rows, folder / size, size, server)
-                    if trl and size == sizes[0]:
-                        rows.measure({"model": size, "trainer": "TRL"}, trl.train)
+        rounds = [sizes] if args.together else [[size] for size in sizes]
+        for number, together in enumerate(rounds):
+            one_round(rows, folder, together, args.options, with_trl=number == 0)
 
 
 if __name__ == "__main__":

@@ -178,12 +178,49 @@ class Figures(NamedTuple):
     gradients: Tensor
 
 
+def trl_trainer(
+    case: Case, config: Any, rows: list[dict[str, str]], answers: list[Tensor], model: Path
+) -> Any:
+    """TRL's trainer of the case's completions and rewards, whose model gives `answers`, one a time."""
+    from datasets import Dataset
+    from trl import GRPOTrainer
+
+    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
+        logprobs = []
+        env_mask = []
+        for number, ids in enumerate(case.token_ids):
+            logprobs.append(case.sampler[number, : len(ids)].tolist())
+            env_mask.append(case.is_sampled[number, : len(ids)].int().tolist())
+        return {
+            "prompt_ids": [[3 + int(letter) for letter in prompt] for prompt in prompts],
+            "completion_ids": case.token_ids,
+            "logprobs": logprobs,
+            "env_mask": env_mask,
+        }
+
+    def logprobs_and_entropies(*_: Any, **__: Any) -> tuple[Tensor, Tensor, None]:
+        answer = answers.pop(0)
+        return answer, torch.zeros_like(answer), None
+
+    trainer: Any = GRPOTrainer(
+        str(model),
+        reward_funcs=[sevens],
+        args=config,
+        train_dataset=Dataset.from_list(rows),
+        rollout_func=rollout,
+    )
+    trainer.model.train()
+    trainer._last_loaded_step = trainer.state.global_step  # it has no vLLM to send weights to
+    trainer._calculate_rewards = lambda *_: case.rewards.reshape(-1, 1)
+    trainer._get_per_token_logps_and_entropies = logprobs_and_entropies
+    return trainer
+
+
 def trl_figures(
     case: Case, setting: Setting, loss_type: str, layout: Layout, model: Path
 ) -> Figures:
     """TRL's own code, from the rewards on."""
-    from datasets import Dataset
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOConfig
 
     size = NUM_COMPLETIONS // (layout.updates * layout.trl_ranks * layout.trl_micro_batches)
     fields = dict(setting.trl)
@@ -195,40 +232,9 @@ def trl_figures(
         num_iterations=2, steps_per_generation=1, **fields,
     )  # fmt: skip
     answers: list[Tensor] = []  # of the model, in the order in which TRL asks for them
-
-    def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
-        sampler = [
-            row[: len(ids)].tolist() for row, ids in zip(case.sampler, case.token_ids, strict=True)
-        ]
-        env_mask = [
-            row[: len(ids)].int().tolist()
-            for row, ids in zip(case.is_sampled, case.token_ids, strict=True)
-        ]
-        ids = [[3 + int(letter) for letter in prompt] for prompt in prompts]
-        return {
-            "prompt_ids": ids,
-            "completion_ids": case.token_ids,
-            "logprobs": sampler,
-            "env_mask": env_mask,
-        }
-
     rows = [{"prompt": prompt} for prompt in case.prompts]
-    trainer: Any = GRPOTrainer(
-        str(model),
-        reward_funcs=[sevens],
-        args=config,
-        train_dataset=Dataset.from_list(rows),
-        rollout_func=rollout,
-    )
-    trainer.model.train()
+    trainer = trl_trainer(case, config, rows, answers, model)
     trainer.use_vllm = any(name.startswith("vllm") for name in fields)
-    trainer._last_loaded_step = trainer.state.global_step  # it has no vLLM to send weights to
-    trainer._calculate_rewards = lambda *_: case.rewards.reshape(-1, 1)
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (
-        answers[0],
-        torch.zeros_like(answers.pop(0)),
-        None,
-    )
     answers += [case.old, case.ref][: 2 if trainer.beta else 1]
     torch.set_default_dtype(torch.float64)  # TRL divides a count by a count in the default type
     batch = trainer._generate_and_score_completions(rows)
@@ -256,6 +262,23 @@ def trl_figures(
     return Figures(torch.stack(losses), torch.stack(gradients))
 
 
+def our_groups(case: Case, advantages: Tensor, numbers: tuple[Tensor, ...]) -> list[Group]:
+    """The case's completions, scored, with `numbers` in the place of log-probs."""
+    groups = []
+    for g, start in enumerate(range(0, NUM_COMPLETIONS, NUM_GENERATIONS)):
+        completions = []
+        for c in range(start, start + NUM_GENERATIONS):
+            ids = case.token_ids[c]
+            reason = "stop" if ids[-1] == 2 else "length"
+            is_sampled = torch.as_tensor(case.is_sampled[c, : len(ids)])
+            versions = torch.where(is_sampled, 0, ENVIRONMENT)
+            completions.append(Completion(ids, numbers[c], reason, versions))
+        prompt = Prompt(g, [3 + int(letter) for letter in case.prompts[start]], "", {})
+        reward = case.rewards[g].tolist()
+        groups.append(Group(prompt, completions, reward=reward, advantages=advantages[g].tolist()))
+    return groups
+
+
 def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) -> Figures:
     """Our functions, on rows that `Dealer` deals to the ranks."""
     fields: dict[str, Any] = {
@@ -272,23 +295,7 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
     # In the place of log-probs, to find a row's tokens again.
     numbers = torch.arange(sum(lengths)).split(lengths)
     advantages = compute_advantages(case.rewards, config.scale_rewards)
-    groups = []
-    for g, start in enumerate(range(0, NUM_COMPLETIONS, NUM_GENERATIONS)):
-        completions = []
-        for c in range(start, start + NUM_GENERATIONS):
-            ids, sampled = case.token_ids[c], case.is_sampled[c, : lengths[c]]
-            reason = "stop" if ids[-1] == 2 else "length"
-            versions = torch.where(torch.as_tensor(sampled), 0, ENVIRONMENT)
-            completions.append(Completion(ids, numbers[c], reason, versions))
-        prompt = Prompt(g, [3 + int(letter) for letter in case.prompts[start]], "", {})
-        groups.append(
-            Group(
-                prompt,
-                completions,
-                reward=case.rewards[g].tolist(),
-                advantages=advantages[g].tolist(),
-            )
-        )
+    groups = our_groups(case, advantages, numbers)
     logprobs = case.logprobs[case.is_token].requires_grad_()
     old, sampler, ref = (values[case.is_token] for values in (case.old, case.sampler, case.ref))
     # Those of a row are float32.
@@ -302,18 +309,11 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
         for micro in (micro for share in shares for micro in share.micro_batches):
             place, completion = micro.sampler_logprobs.long(), micro.packed.completion
             weights = off_policy_weights(old[place], sampler[place], micro.mask, completion, config)
-            loss = (
-                loss
-                + grpo_loss(
-                    logprobs[place],
-                    old[place],
-                    ref[place],
-                    by_token[place] * weights,
-                    micro.mask,
-                    completion,
-                    config,
-                )[0]
+            advantages = by_token[place] * weights
+            of_row, _ = grpo_loss(
+                logprobs[place], old[place], ref[place], advantages, micro.mask, completion, config
             )
+            loss = loss + of_row
         num_completions, num_tokens = shares[0].num_trained
         loss = loss / loss_normalizer(num_completions, num_tokens, config)
         gradients += torch.autograd.grad(loss, logprobs)

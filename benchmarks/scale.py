@@ -411,6 +411,36 @@ def load_on_rank(model: str, folder: str, dtype: str) -> None:
         del policy
 
 
+def loaded(
+    checkpoint: str, size_mb: float, dtype: str, num_ranks: int, folder: Path
+) -> dict[str, float]:
+    """A row of `loading`: the ranks speak to this process by files in `folder`."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(num_ranks)]
+    command += ["--master_port", str(free_port()), __file__, "--checkout", str(root())]
+    command += ["--child", "load_on_rank", checkpoint, str(folder), dtype]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    wait_for(folder, "ready", num_ranks, process)
+    pids = [int((folder / f"ready{rank}").read_text()) for rank in range(num_ranks)]
+    time.sleep(1)
+
+    before = sum(map(anonymous_mb, pids))
+    (folder / "go").touch()
+    peak, started = before, time.perf_counter()
+    while len(list(folder.glob("done*"))) < num_ranks and process.poll() is None:
+        peak = max(peak, sum(map(anonymous_mb, pids)))
+        time.sleep(0.002)
+    took_s = time.perf_counter() - started
+    after = sum(map(anonymous_mb, pids))
+    (folder / "end").touch()
+    if process.wait(120):
+        raise RuntimeError(f"the ranks ended with {process.returncode}")
+    return {
+        "peak_of_checkpoint": (peak - before) / size_mb,
+        "after": (after - before) / size_mb,
+        "seconds": took_s,
+    }
+
+
 def loading(quick: bool) -> list[dict[str, Any]]:
     """The peak of all ranks' memory together, above what they had before, over the size of the checkpoint."""
     import torch
@@ -437,43 +467,12 @@ def loading(quick: bool) -> list[dict[str, Any]]:
             model.save_pretrained(f"{path}/{stored}", max_shard_size="100MB")
             del model
         for stored, kept, num_ranks in cases:
-            size_mb, folder = sizes_mb[stored], Path(path) / f"{stored}-{kept}-{num_ranks}"
+            about = {"checkpoint": stored, "dtype": kept, "ranks": num_ranks}
+            about["checkpoint_mb"] = sizes_mb[stored]
+            folder = Path(path) / f"{stored}-{kept}-{num_ranks}"
             folder.mkdir()
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc_per_node",
-                str(num_ranks),
-            ]
-            command += ["--master_port", str(free_port()), __file__, "--checkout", str(root())]
-            command += ["--child", "load_on_rank", f"{path}/{stored}", str(folder), kept]
-            process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            wait_for(folder, "ready", num_ranks, process)
-            pids = [int((folder / f"ready{rank}").read_text()) for rank in range(num_ranks)]
-            time.sleep(1)
-            before = sum(map(anonymous_mb, pids))
-            (folder / "go").touch()
-            peak, started = before, time.perf_counter()
-            while len(list(folder.glob("done*"))) < num_ranks and process.poll() is None:
-                peak = max(peak, sum(map(anonymous_mb, pids)))
-                time.sleep(0.002)
-            took_s = time.perf_counter() - started
-            after = sum(map(anonymous_mb, pids))
-            (folder / "end").touch()
-            if process.wait(120):
-                raise RuntimeError(f"the ranks ended with {process.returncode}")
-            sizes = {
-                "peak_of_checkpoint": (peak - before) / size_mb,
-                "after": (after - before) / size_mb,
-            }
-            about = {
-                "checkpoint": stored,
-                "dtype": kept,
-                "ranks": num_ranks,
-                "checkpoint_mb": size_mb,
-            }
-            rows.append({**about, **sizes, "seconds": took_s})
+            checkpoint = f"{path}/{stored}"
+            rows.append(about | loaded(checkpoint, sizes_mb[stored], kept, num_ranks, folder))
     return rows
 
 

@@ -296,7 +296,7 @@ class ServerPool:
             for server in self.servers:
                 if self._is_closed.is_set():  # which makes all of them lost
                     return
-                with self._updating:  # which may still use it
+                with self._updating:  # a server lost in an update comes back after it
                     is_lost = server.state is State.LOST
                 if is_lost and time.monotonic() > server.retry_s:
                     try:
@@ -359,7 +359,7 @@ class ServerPool:
             try:
                 for server in servers:
                     server.start_update(version)
-                sharing: Any = None
+                sharing: list[Server] | None = None
                 # One bucket loads while the trainer gathers the next; an empty one is the last.
                 for bucket in chain(buckets(weights), [{}]):
                     if servers != sharing and not only_returned:
@@ -372,7 +372,7 @@ class ServerPool:
                 self.version = version
                 return [server for server in servers if server in returned]
             except BaseException:
-                # What has half of the weights stays paused until its next update. Wait for that.
+                # A server with half of the weights must not sample: wait until it is stopped.
                 self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
                 raise
 

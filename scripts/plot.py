@@ -175,6 +175,28 @@ def keep(rows: Rows, names: list[str], x: str, folder: Path) -> None:
             lines.write(json.dumps(row) + "\n")
 
 
+def print_ends(name: str, rows: list[dict[str, Any]], is_only: bool) -> None:
+    """Print a run's rewards, and its held-out figures before and after."""
+    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+    if rewards:
+        print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
+
+    held_out = [row for row in rows if row.get("eval/reward") is not None]
+    if not held_out:
+        return
+    # An accuracy that equals the reward: rewards are 0 or 1.
+    is_share = all(row.get("eval/accuracy") == row["eval/reward"] for row in held_out)
+    kinds = [] if is_share else [("reward", ".3g")]
+    if is_share or any(row.get("eval/accuracy") for row in held_out):
+        kinds.append(("accuracy", ".1%"))
+    whose = "" if is_only else f" of {name}"
+    for kind, form in kinds:
+        before = held_out[0].get(f"eval/{kind}", math.nan)
+        after = held_out[-1].get(f"eval/{kind}", math.nan)
+        print(f"held-out {kind}{whose} before: {before:{form}}")
+        print(f"held-out {kind}{whose} after:  {after:{form}}")
+
+
 def main(argv: list[str]) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -227,24 +249,7 @@ def main(argv: list[str]) -> None:
     if args.keep:
         keep(next(iter(runs.values())), args.metric, args.x, args.keep)
     for name, rows in runs.items():
-        rewards = [row["reward"] for row in rows if row.get("reward") is not None]
-        if rewards:
-            print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
-        of = f" of {name}" if len(runs) > 1 else ""
-        held_out = [row for row in rows if row.get("eval/reward") is not None]
-        if held_out:
-            # An accuracy that equals the reward: rewards are 0 or 1.
-            is_share = all(row.get("eval/accuracy") == row["eval/reward"] for row in held_out)
-            kinds = []
-            if not is_share:
-                kinds.append(("reward", ".3g"))
-            if is_share or any(row.get("eval/accuracy") for row in held_out):
-                kinds.append(("accuracy", ".1%"))
-            for what, form in kinds:
-                before = held_out[0].get(f"eval/{what}", math.nan)
-                after = held_out[-1].get(f"eval/{what}", math.nan)
-                print(f"held-out {what}{of} before: {before:{form}}")
-                print(f"held-out {what}{of} after:  {after:{form}}")
+        print_ends(name, rows, is_only=len(runs) == 1)
     print(f"reward curve: {path}")
 
 

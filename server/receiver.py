@@ -27,7 +27,7 @@ class TransferInit(base.WeightTransferInitInfo):
     world_size: int = 0
     timeout_s: float = 0.0
     trainer: str = ""
-    connection: str = ""  # its name
+    connection: str = ""  # a name for it
     temperature: float = 0.0
 
 
@@ -43,7 +43,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
     group: WorkerGroup | None = None
     staged: StagedUpdates | None = None  # where they are taken beside the model
     trainer = ""
-    connection = ""
+    connection = ""  # the name of the trainer's
     temperature = 0.0  # of a reference, 0 for any other server
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:

@@ -76,7 +76,7 @@ def _attach_and_keep(core: Any, messages: dict[int, EngineCoreOutputs]) -> None:
         message.outputs = sent
         if not sent and not message.scheduler_stats and not message.finished_requests:
             del messages[client]
-    if len(kept) > len(requests):  # some were aborted, of which no output tells: not to pile up
+    if len(kept) > len(requests):  # some were aborted, of which no output tells
         for name in kept.keys() - requests.keys():
             del kept[name]
 
@@ -111,9 +111,9 @@ def _send_and_set(core: Any, weight_version: str) -> None:
 
 
 def keep_tokens() -> None:
-    """Change vLLM's engine in this process: its two methods that versions of weights go through.
+    """Change two methods of vLLM's engine in this process.
 
-    One marks the messages of a step with the version, the other sets the next version.
+    One marks a step's messages with the version of the weights, the other sets the next version.
     """
     core: Any = EngineCore
     core._attach_weight_version = _attach_and_keep

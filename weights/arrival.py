@@ -25,7 +25,7 @@ class WorkerGroup(TransferGroup):
     ):  # fmt: skip
         """Meet the other members, and those of shared groups later, within `environment`."""
         self._environment = environment
-        self._inbox: Any = store
+        self._inbox: Any = store  # by which it waits for messages
         with environment():
             super().__init__(store, *args, **kwargs)
 
