@@ -13,6 +13,7 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from itertools import count
+from math import isfinite
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -68,7 +69,7 @@ def completion_of(message: Sampled) -> Completion:
         raise ServerLost(
             f"a server ended a completion by {message.finish_reason!r} after {num_tokens} tokens"
         )
-    if len(logprobs) != num_tokens or not np.isfinite(logprobs.sum()):
+    if len(logprobs) != num_tokens or not isfinite(logprobs.sum()):
         raise ValueError(f"of {num_tokens} tokens some log-probs are missing, or no finite numbers")
 
     spans = []
