@@ -181,7 +181,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Sample among the k likeliest tokens only.
     Anything but None makes the server's log-probs inexact."""
     stop: Values[Annotated[str, Field(min_length=1)]] | None = None
-    """Strings that end a completion."""
+    """Strings that end a completion, and stay at its end."""
     sampling_params: dict[str, Any] | None = None
     """Further parameters of vLLM, as `{"top_p": 0.9}`;
     what bends the distribution acts as `top_k` does."""

@@ -125,6 +125,15 @@ def _session() -> requests.Session:
     return session
 
 
+def _reason(reply: requests.Response) -> str:
+    """The text of a server's error, out of the JSON and the call around it."""
+    text = reply.text
+    with suppress(ValueError, TypeError, KeyError):
+        error = reply.json()["error"]
+        text = str(error["message"] if isinstance(error, dict) else error)
+    return text.rpartition("collective_rpc method failed: ")[2]
+
+
 def _refusal(method: str, url: str, reply: requests.Response) -> ServerError:
     """The one-line error for a reply of status 400 or more."""
     status = reply.status_code
@@ -134,7 +143,7 @@ def _refusal(method: str, url: str, reply: requests.Response) -> ServerError:
     elif status == 404 and method == "GET":
         cure = f" ({RIGHT_VLLM})"
 
-    text = " ".join(reply.text.split())
+    text = " ".join(_reason(reply).split())
     kind = ServerError if status < 500 else ServerLost
     return kind(f"{method} {url} answered {status}{cure}: {text[:500]}")
 

@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# Or C++ prints a stack for every trainer that ends.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
 import vllm
 
 from server.messages import SAMPLE, UPDATE

@@ -1,7 +1,6 @@
 """The rollout servers of a run: leases, losses, returns, and new weights."""
 
 import math
-import re
 import resource
 import threading
 import time
@@ -16,8 +15,9 @@ from urllib.parse import urlsplit
 
 import torch
 
-from config import ADDRESS, TrainConfig, UserError
-from utils import RIGHT_VLLM, VLLM_VERSION, naming
+from config import TrainConfig, UserError
+from rollouts.addresses import server_urls
+from utils import RIGHT_VLLM, VLLM_VERSION
 from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
 from weights.publish import buckets
 
@@ -25,29 +25,6 @@ POLL_S = 2e-4  # between looks at what servers do
 POLL_S_PER_SERVER = 2e-5
 PROBE_S = 1.0  # between questions to a lost server
 RETRY_S = 30.0  # before a server that answered, and could not be used, is tried again
-
-
-def server_urls(config: TrainConfig) -> list[str]:
-    """The addresses that `vllm_urls` names now, each once.
-
-    `@file` stands for the addresses in a file.
-
-    Raises:
-        UserError: there are none, or something else than addresses.
-    """
-    with naming(f"vllm_urls={','.join(config.vllm_urls)}"):
-        urls: list[str] = []
-        for word in config.vllm_urls:
-            if word.startswith("@"):
-                urls += Path(word[1:]).expanduser().read_text().split()
-            else:
-                urls.append(word)
-        urls = [url.rstrip("/") for url in urls]
-
-        wrong = [url for url in urls if not re.match(ADDRESS, url)]
-        if wrong or not urls:
-            raise ValueError(f"it needs lines of http://host:port, and has {wrong or 'none'}")
-    return list(dict.fromkeys(urls))
 
 
 class ServerPool:
@@ -82,7 +59,7 @@ class ServerPool:
         self._limit = config.max_concurrent_requests  # groups on a server; 0 while `drained`
         self._is_closed = threading.Event()
 
-        self._why_lost: BaseException | None = None
+        self._why_lost: object = None  # why no server is left
         self._all_lost_s = math.inf  # when the last server was lost
         self._idle_s = 0.0  # without groups in flight, since it was asked for, all servers together
         self._say_once = cache(partial(print, flush=True))  # what is tried again and again
@@ -119,8 +96,7 @@ class ServerPool:
         Raises:
             ServerError: there is no answer in time; the message says how to start a server.
         """
-        port = urlsplit(server.url).port or 80
-        hint = f"`python vllm_server.py --model {self.config.model_id} --port {port}`"
+        hint = self._how_to_start(server)
         while not server.answers():
             self._say_once(
                 f"waiting up to {self.config.server_timeout:.0f} s for {server.url} ({hint})"
@@ -130,6 +106,10 @@ class ServerPool:
                     f"no rollout server at {server.url}: start one with {hint}, or set vllm_urls"
                 )
             time.sleep(1)
+
+    def _how_to_start(self, server: Server) -> str:
+        port = urlsplit(server.url).port or 80
+        return f"`python vllm_server.py --model {self.config.model_id} --port {port}`"
 
     def _max_model_len(self, server: Server) -> int:
         """The longest sequence that a server takes, in tokens.
@@ -266,7 +246,7 @@ class ServerPool:
                 self._all_lost_s = time.monotonic()
                 print(
                     "no rollout server is left: waiting "
-                    f"{self.config.server_timeout:.0f} s for one",
+                    f"{self.config.server_timeout:.0f} s for one ({self._how_to_start(server)})",
                     flush=True,
                 )
 
@@ -274,6 +254,8 @@ class ServerPool:
         """Leave out a server that answers and cannot be used, for `RETRY_S`."""
         server.state = State.LOST
         server.retry_s = time.monotonic() + RETRY_S
+        if not self.serving:
+            self._why_lost = reason
         self._say_once(f"{server.url} answers again, but stays left out: {reason}")
 
     def admit(self, server: Server) -> None:

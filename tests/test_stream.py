@@ -1,6 +1,7 @@
 """Asynchronous rollouts: the bound on staleness, every group once, updates in flight, filters; latencies are ours."""
 
 import itertools
+import json
 import math
 import random
 import threading
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import requests
 import torch
 from fake_server import fake_server
 from helpers import ROOT, answer_in, on_forked_ranks, read, said
@@ -25,7 +27,7 @@ from rollouts.rollouts import Rollouts, Word
 from rollouts.servers import ServerPool
 from rollouts.stream import GroupStream
 from train import compute_advantages, grpo_loss, main
-from vllm_client import ServerError
+from vllm_client import ServerError, ServerLost, State, _reason
 
 BATCH, STEPS = 4, 8
 
@@ -676,3 +678,33 @@ def test_a_run_that_ends_while_a_server_comes_back(models):
         one.fault = end
         pool._take_back(server)
         assert server.transfer is None
+
+
+def test_the_last_reason_is_the_one_that_is_told():
+    """A server that is started again with another model is not said to refuse connections."""
+    config = TrainConfig(
+        model_id="m", dataset_id="d", reward_funcs=[lambda **_: []], server_timeout=0.1
+    )
+    pool = ServerPool(config)
+    (server,) = pool.servers
+    server.state = State.SERVING
+    pool.lose(server, ServerLost("connection refused"))
+    pool.keep_out(server, "it serves another model")
+    time.sleep(0.2)
+    with pytest.raises(ServerError, match="left: it serves another model; start"), pool.lease():
+        pass
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"error": {"message": "Call to collective_rpc method failed: no room", "code": 500}},
+        {"error": "no room"},
+        "no room",
+    ],
+)
+def test_the_reason_of_a_refusal(body):
+    """It stands in JSON of vLLM's, and in ours."""
+    reply = requests.Response()
+    reply._content = (body if isinstance(body, str) else json.dumps(body)).encode()
+    assert _reason(reply) == "no room"
