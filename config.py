@@ -590,6 +590,14 @@ def _compute_dtype(config: TrainConfig) -> str:
     return "bfloat16" if config.bf16 or config.fsdp_bf16 else config.dtype
 
 
+def lora_options(lora_rank: int) -> list[str]:
+    """The options of a server that takes adapters of this rank; none where vLLM has no such."""
+    for most in (1, 8, 16, 32, 64, 128, 256, 320, 512):
+        if most >= lora_rank:
+            return ["--enable-lora", "--max-lora-rank", str(most)]
+    return []
+
+
 def to_json(config: TrainConfig) -> dict[str, Any]:
     """The resolved configuration as JSON values; functions become their dotted paths."""
 

@@ -185,6 +185,7 @@ class Server:
 
         self.state = State.LOST
         self.was_ours = False  # this trainer has connected it before
+        self.why_out = ""  # for what reason it cannot be used, where it answers
         self.retry_s = 0.0  # when a lost server may be tried again, on the monotonic clock
         self.in_flight = 0  # groups
         self.idle_since_s = time.monotonic()  # if none are in flight
@@ -316,6 +317,8 @@ class Server:
     ) -> None:
         """Open a transfer group with the server's workers, and zero its weights.
 
+        A server that `takes_adapter` keeps them.
+
         Raises:
             ServerError: it refuses.
         """
@@ -326,9 +329,15 @@ class Server:
             raise ServerError(f"{self.url}: no weight-transfer group: {error}") from error
 
         # Zeroes: log-probs can only agree if every weight arrives.
-        self.post("/weight_checker", {"action": "reset"})
+        if not self.takes_adapter:
+            self.post("/weight_checker", {"action": "reset"})
         self.state = State.WAITING
         self.was_ours = True
+
+    @property
+    def takes_adapter(self) -> bool:
+        """True for a server that was started with `--enable-lora`: it takes nothing else."""
+        return self.transfer is not None and self.transfer.lora_rank > 0
 
     def _open_group(
         self, world_size: int, device: torch.device, timeout_s: float, gpus: Sequence[str | None]
@@ -359,8 +368,9 @@ class Server:
             time.sleep(0.01)
         self.transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)
         reply.result()
+        what = "the adapter" if self.takes_adapter else "its weights"
         when = "while it samples" if self.transfer.stages else "in a pause"
-        print(f"{self.url} gets its weights over {self.transfer.backend}, {when}", flush=True)
+        print(f"{self.url} gets {what} over {self.transfer.backend}, {when}", flush=True)
 
     def disconnect(self) -> None:
         """Leave the transfer group."""

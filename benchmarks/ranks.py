@@ -169,7 +169,9 @@ def follow(
     link.send("meets")
     group = None
     try:
-        group = WorkerGroup(store, rank, world_size, device, TIMEOUT_S, dtype=torch.bfloat16)
+        group = WorkerGroup(
+            store, rank, world_size, device, TIMEOUT_S, about=transfer.About("bfloat16")
+        )
         link.send("met")
         while True:
             received = []

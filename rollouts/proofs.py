@@ -14,12 +14,13 @@ from rollouts.servers import ServerPool
 from training.batching import row_images
 from training.model import token_logprobs
 from utils import broadcast_object, is_main
-from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost
+from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
 
 MISMATCH = (
     "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model"
-    " otherwise, or takes no new weights for a part of it (as gpt-oss's experts); compare its"
-    " --dtype and, for images, --mm-processor-kwargs, or raise max_logprob_mismatch"
+    " otherwise, takes no new weights for a part of it (as gpt-oss's experts), or has another base"
+    " under the adapter (--enable-lora); compare its --model, --dtype and, for images,"
+    " --mm-processor-kwargs, or raise max_logprob_mismatch"
 )
 
 
@@ -113,6 +114,8 @@ class Proofs:
 
     def _probe(self, server: Server) -> Probe:
         """Ask for two short completions under the weights that were sent."""
+        if server.state is State.LOST:  # in the first sync
+            return Probe(server.url, [], f"took no weights: {server.why_out}")
         sampling: dict[str, Any] = {
             "n": 2,
             "max_tokens": min(16, self.config.max_completion_len),

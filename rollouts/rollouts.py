@@ -69,19 +69,21 @@ class Rollouts:
 
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         opened = self._open(resumed, gpus) if is_main() else None
-        self.num_steps, self.example, self.probe_prompt = broadcast_object(opened)
+        self.num_steps, self.example, self.probe_prompt, self.sends_adapter = broadcast_object(
+            opened
+        )
         self._restart_clocks()
 
     # -- Opening, on rank 0 --
 
     def _open(
         self, resumed: dict[str, Any] | None, gpus: list[str | None]
-    ) -> tuple[int, Prompt | None, Prompt]:
+    ) -> tuple[int, Prompt | None, Prompt, bool]:
         """Load, check and connect all that rank 0 needs.
 
         Returns:
-            The number of steps; an example of images, None where no prompt has any; and the prompt
-            of probes.
+            The number of steps; an example of images, None where no prompt has any; the prompt of
+            probes; and True where servers take adapters alone.
         """
         config = self.config
         print(describe(config, usual=with_bf16(replace(config, bf16=None))))
@@ -108,6 +110,10 @@ class Rollouts:
             example = image_example(self.prompts, self.processor, config)
 
         self.pool.connect(self.device, gpus)
+        if config.use_peft or any(server.takes_adapter for server in self.pool.servers):
+            from rollouts.adapters import take_adapters
+
+            self.pool.sends_adapter = take_adapters(self.pool.servers, config)
         if self.references:
             self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)
@@ -120,7 +126,7 @@ class Rollouts:
                 f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
                 flush=True,
             )
-        return num_steps, example, example or self.prompts[0]
+        return num_steps, example, example or self.prompts[0], self.pool.sends_adapter
 
     def _load_prompts(self) -> None:
         """Load all data sets, without prompts too long for trainer or servers."""
@@ -345,7 +351,12 @@ class Rollouts:
         """
         if self.config.replay:  # there are no servers
             return []
-        weights = published_weights(self.proofs.policy)
+        if self.sends_adapter:
+            from rollouts.adapters import adapter_weights
+
+            weights = adapter_weights(self.proofs.policy)
+        else:
+            weights = published_weights(self.proofs.policy)
         if is_main():
             return self.pool.update_weights(weights, self.version, only_returned)
         for _ in weights:  # every rank gathers all

@@ -49,6 +49,7 @@ class ServerPool:
         if not config.replay:
             self.servers = [self._make_server(url) for url in server_urls(config)]
         self.version = -1  # of the policy that was published last
+        self.sends_adapter = False  # in place of whole weights
 
         # Every request has a connection, which is a file.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -253,6 +254,7 @@ class ServerPool:
     def keep_out(self, server: Server, reason: object) -> None:
         """Leave out a server that answers and cannot be used, for `RETRY_S`."""
         server.state = State.LOST
+        server.why_out = str(reason)
         server.retry_s = time.monotonic() + RETRY_S
         if not self.serving:
             self._why_lost = reason
@@ -296,6 +298,10 @@ class ServerPool:
         if longest < self._longest:
             raise ServerError(f"its --max-model-len is {longest}: restart it with {self._longest}")
         self._connect(server)
+        if server.takes_adapter != self.sends_adapter:
+            server.disconnect()
+            how = "with" if self.sends_adapter else "without"
+            raise ServerError(f"restart it {how} --enable-lora, as the others")
         if self._is_closed.is_set():  # the run has ended meanwhile
             server.disconnect()
 

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 from server.messages import SAMPLE, UPDATE, Sampled, packed
 from utils import VLLM_VERSION
 from weights.arrival import WorkerGroup
+from weights.transfer import About
 
 Answer = Callable[[list[int], int], tuple[list[int], float | Callable[[int], None]]]
 
@@ -105,9 +106,9 @@ class FakeServer:
             )
             if self.group is not None:
                 self.group.close()
-            room = 100.0 if self.stages else 0.0
+            about = About(room=100.0 if self.stages else 0.0)
             self.group = WorkerGroup(
-                store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"], room=room
+                store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"], about=about
             )
         elif path == "/weight_checker":
             for tensor in self.model.state_dict().values():

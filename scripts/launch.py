@@ -35,7 +35,7 @@ from filelock import FileLock, Timeout
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from config import TrainConfig, UserError, parse_args
+from config import TrainConfig, UserError, lora_options, parse_args
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Command = tuple[list[str], dict[str, str]]  # its words, and what it needs in its environment
@@ -135,7 +135,7 @@ def shares(gpus: list[str], sizes: list[int]) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[end - size : end])} for end, size in ends]
 
 
-def server_words(args: argparse.Namespace, config: TrainConfig) -> list[str]:
+def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = True) -> list[str]:
     """The command line of a server of the recipe's model, but for its port."""
     path = Path(config.model_id) / "config.json"
     model: dict[str, Any] = {}
@@ -165,6 +165,9 @@ def server_words(args: argparse.Namespace, config: TrainConfig) -> list[str]:
         words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)]
     if config.trust_remote_code:
         words.append("--trust-remote-code")
+    # A CPU samples faster from merged weights. vLLM has no place for adapters of a vision tower.
+    if config.use_peft and has_gpu and "vision_config" not in model:
+        words += lora_options(config.lora_rank)
     return words
 
 
@@ -176,7 +179,7 @@ def commands(
     num_servers = 0 if config.replay else args.servers
     *given, env = shares(gpus, [*[args.tensor_parallel] * num_servers, args.trainers])
 
-    words = server_words(args, config) if given else []
+    words = server_words(args, config, bool(gpus)) if given else []
     if gpus and env in given:  # a server has the trainer's GPU
         words += ["--gpu-memory-utilization", "0.35"]
     words += shlex.split(args.server_options)

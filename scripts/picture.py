@@ -53,19 +53,21 @@ ORDER = {
     "stream.py": "order of Groups,\nsampled ahead;\neach ends once",
     "rollouts.py": "the loop's side:\nGroups, held-out\nscores, weights",
     "own_rollouts.py": "completions of\na rollout_fn",
-    "own_advantages.py": "what advantage_fn\ngives",
 }
 GROUPS = {
     "sampling.py": "completions of\na Group",
     "scoring.py": "rewards of\na Group",
     "workers.py": "reward calls, with\na time-out",
+    "own_advantages.py": "what advantage_fn\ngives",
     "group.py": "Group: a prompt,\nits completions",
 }
 SERVERS = {
-    "servers.py": "leases; lost and\nreturned servers",
-    "proofs.py": "servers have the\ntrainer's weights",
-    "references.py": "servers of the\nreference",
-    "evaluation.py": "held-out\nproblems",
+    "servers.py": "leases, losses",
+    "addresses.py": "that may change",
+    "proofs.py": "of their weights",
+    "adapters.py": "LoRA's alone",
+    "references.py": "of the reference",
+    "evaluation.py": "held-out problems",
 }
 RECORDS = {
     "batching.py": "rows, for the ranks",
@@ -105,12 +107,13 @@ SERVING = {
     "update.py": "new weights",
     "receiver.py": "in a worker",
     "staging.py": "while it samples",
+    "adapter.py": "LoRA's alone",
 }
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
     "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
-    "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
+    "adapters.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file
@@ -130,8 +133,8 @@ FLOORS = {  # x, y, width, height: a wall around rooms
 COLUMNS = [  # x and y of the first room, width, height and gap of each, css, the rooms downwards
     (44, 106, 123, 48, 5, "blue", PROMPTS),
     (183, 106, 123, 78, 13, "blue", ORDER),
-    (322, 106, 123, 56, 12, "blue", GROUPS),
-    (461, 106, 123, 56, 12, "blue", SERVERS),
+    (322, 106, 123, 48, 5, "blue", GROUPS),
+    (461, 106, 123, 40, 4, "blue", SERVERS),
     (44, 566, 141, 40, 12, "green", RECORDS),
     (199, 563, 141, 37, 7, "green", POLICY),
     (364, 540, 198, 154, 12, "pink", PREFIXES),
@@ -143,7 +146,7 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (398, 886, 112, 44, 12, "grey", HEARTBEAT),
     (604, 78, 114, 746, 12, "purple", CLIENT),
     (748, 78, 124, 371, 12, "purple", SERVER),
-    (748, 461, 124, 48, 13, "purple", SERVING),
+    (748, 461, 124, 40, 12, "purple", SERVING),
 ]
 LOOP = [44, 229, 414]  # x of train.py's parts
 ROW = {"prompt": 64, "first": 40, "2nd": 30, "third": 40}  # widths of its parts
@@ -167,7 +170,7 @@ STEPS = [  # x and y of its number, words
     (246, 460, "loss and backward\nof each row"),
     (431, 460, "one division, then\nclip and AdamW"),
     (386, 739, "weights,\nversion + 1"),
-    (765, 762, "loads weights,\neven in a\ncompletion"),
+    (765, 395, "loads weights,\neven in a\ncompletion"),
 ]
 PASSED = [  # x, y, what goes along an arrow
     (613, 128, "token ids"),
@@ -183,10 +186,10 @@ WAY = [  # points of arrows: the way of a Group, and of the weights back to the 
     "445,124 461,124",
     "584,124 604,124",
     "718,124 748,124",
-    "748,150 718,150",  # and back
-    "604,150 584,150",
-    "461,150 445,150",
-    "384,162 384,174",  # scored
+    "748,142 718,142",  # and back
+    "604,142 584,142",
+    "461,142 445,142",
+    "384,154 384,159",  # scored
     "322,202 314,202 314,170 306,170",
     "244,184 244,197",
     "183,236 175,236 175,395 150,395 150,438",  # trained

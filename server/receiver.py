@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 from torch.distributed import TCPStore
@@ -11,8 +12,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.utils import nccl
 
-from server.staging import StagedUpdates, room_beside
+from server.adapter import Adapter
+from server.staging import StagedUpdates, Twins, room_beside
 from weights.arrival import WorkerGroup
+from weights.transfer import About
 
 
 @dataclass
@@ -67,14 +70,23 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
         timeout = timedelta(seconds=10)
         store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
         store.set_timeout(timedelta(seconds=init_info.timeout_s))
-        dtype: Any = self.model_config.dtype
         self.group = WorkerGroup(
             store, rank, init_info.world_size, self.device, init_info.timeout_s,
-            dtype=dtype, room=room_beside(self.model, self.model_config, self.device),
+            about=self._about(),
             environment=nccl.unpinned_nccl_env,  # vLLM sets variables that the trainer has not
         )  # fmt: skip
         if self.group.stages:
-            self.staged = StagedUpdates(self.group, self.model, self.vllm_config, self.device)
+            lora = self.vllm_config.lora_config
+            dtype: Any = self.model_config.dtype
+            beside = Adapter(self.model, lora) if lora else Twins(self.model, dtype)
+            self.staged = StagedUpdates(self.group, beside, self.vllm_config, self.device)
+
+    def _about(self) -> About:
+        dtype = str(self.model_config.dtype).removeprefix("torch.")
+        lora = self.vllm_config.lora_config
+        if lora:  # an adapter is small
+            return About(dtype, inf, lora.max_lora_rank)
+        return About(dtype, room_beside(self.model, self.model_config, self.device))
 
     def _become_reference(self, temperature: float) -> None:
         """Scale the logits, as vLLM's log-probs of prompts know no temperature."""
@@ -181,7 +193,6 @@ class WorkerExtension:
         receiver.can_place(connection)  # raises
         if receiver.staged:
             receiver.staged.put_in_place()
-            self.model_runner.reset_lora_state()  # as vLLM does
         else:
             self.start_weight_update()
             self.update_weights({})  # there is nothing to say: buckets come by the group

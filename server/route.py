@@ -54,8 +54,13 @@ async def sample(scope: Scope, receive: Receive, send: Send) -> None:
         params = _params(request)
         prompt = await _prompt(request, scope["app"].state)
         name = uuid4().hex
+        adapter = getattr(scope["app"].state, "lora_request", None)  # there is one after an update
         for number, own_params in enumerate(_of_each(params)):
-            begun.append(await engine.add_request(f"{name}-{number}", prompt, own_params))
+            begun.append(
+                await engine.add_request(
+                    f"{name}-{number}", prompt, own_params, lora_request=adapter
+                )
+            )
     except Exception as error:  # whatever vLLM raises: the server goes on
         _abort(begun, engine)
         answer = refusal(error)

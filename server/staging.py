@@ -172,14 +172,14 @@ def _lasting(layer: nn.Module) -> dict[str, Tensor]:
 
 
 class StagedUpdates:
-    """Takes a trainer's updates into twins, in a thread, until the trainer has left."""
+    """Takes a trainer's updates in a thread, until the trainer has left.
 
-    def __init__(
-        self, group: WorkerGroup, model: nn.Module, config: VllmConfig, device: torch.device
-    ):
+    They lie `beside` the model, as `Twins` or an `Adapter`, until they are put in place.
+    """
+
+    def __init__(self, group: WorkerGroup, beside: Any, config: VllmConfig, device: torch.device):
         self._group = group
-        dtype: Any = config.model_config.dtype
-        self._twins = Twins(model, dtype)
+        self._beside = beside
         self._config = config
         self._device = device
         self._error: BaseException | None = None
@@ -201,7 +201,7 @@ class StagedUpdates:
     def put_in_place(self) -> None:
         """Let the model sample from the update that has arrived."""
         assert self.has_arrived()
-        self._twins.put_in_place()
+        self._beside.put_in_place()
         self._synchronize()  # before the twins' memory is given up
         self._arrived.clear()
         self._may_come.set()
@@ -228,15 +228,15 @@ class StagedUpdates:
     @torch.no_grad()
     def _take_one(self) -> None:
         """Take one update, up to its empty bucket; the next bucket comes while one loads."""
-        self._twins.open()
+        self._beside.open()
         bucket = self._group.receive(is_first=True)
         while bucket:
             coming = in_thread(self._group.receive)
             with set_current_vllm_config(self._config):
-                self._twins.load(bucket.items())
+                self._beside.load(bucket.items())
             bucket = coming.result()
         with set_current_vllm_config(self._config):
-            self._twins.close()
+            self._beside.close()
 
     def _synchronize(self) -> None:
         """Wait for the GPU: sampling has a stream of its own."""

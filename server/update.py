@@ -9,6 +9,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from server.adapter import ADAPTER
 from server.route import json_body, refusal
 
 POLL_S = 5e-3  # between looks whether an update has arrived
@@ -34,14 +35,15 @@ async def update(scope: Scope, receive: Receive, send: Send) -> None:
     state: Any = scope["app"].state
     try:
         request = REQUEST.decode(await json_body(Request(scope, receive)))
-        paused_s = await _update(state.engine_client, request)
+        paused_s = await _update(state, request)
         answer = JSONResponse({"paused_s": paused_s})
     except Exception as error:  # whatever vLLM raises: the server goes on
         answer = refusal(error)
     await answer(scope, receive, send)
 
 
-async def _update(engine: Any, request: UpdateRequest) -> float:
+async def _update(state: Any, request: UpdateRequest) -> float:
+    engine = state.engine_client
     while not all(await engine.collective_rpc("can_place_update", args=(request.connection,))):
         await asyncio.sleep(POLL_S)
 
@@ -50,6 +52,8 @@ async def _update(engine: Any, request: UpdateRequest) -> float:
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
     started_s = time.monotonic()
     await engine.collective_rpc("place_update", args=(request.connection,))
+    if engine.vllm_config.lora_config:
+        state.lora_request = ADAPTER  # of all completions from now on
     await engine.update_weight_version(request.weight_version)
     await engine.resume_generation()
     return time.monotonic() - started_s

@@ -28,7 +28,7 @@ from weights import shared as shared_module
 from weights.arrival import WorkerGroup
 from weights.publish import buckets
 from weights.shared import share
-from weights.transfer import BUCKET_BYTES, TransferGroup, _flat
+from weights.transfer import BUCKET_BYTES, About, TransferGroup, _flat
 
 TIMEOUT_S = 2.0
 FULL = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
@@ -109,7 +109,7 @@ def nccl(monkeypatch):
     return lambda fault: monkeypatch.setattr(StandIn, "fault", staticmethod(fault))
 
 
-def join(gpus, ranks_gpus=(), dtype=None, timeout_s=TIMEOUT_S, rooms=None):
+def join(gpus, ranks_gpus=(), dtype="", timeout_s=TIMEOUT_S, rooms=None):
     """The members of a group, by the numbers of their GPUs (-1: a CPU), or the errors they got."""
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=20)
@@ -119,7 +119,7 @@ def join(gpus, ranks_gpus=(), dtype=None, timeout_s=TIMEOUT_S, rooms=None):
     def member(rank):
         device = torch.device("cpu", gpus[rank]) if gpus[rank] >= 0 else torch.device("cpu")
         room = rooms[rank - 1] if rooms and rank else 0.0
-        more = {"dtype": dtype, "room": room} if rank else {"gpus": ranks_gpus}
+        more = {"about": About(dtype, room)} if rank else {"gpus": ranks_gpus}
         try:
             kind = WorkerGroup if rank else TransferGroup
             return kind(stores[rank], rank, len(gpus), device, timeout_s, **more)
@@ -541,7 +541,7 @@ def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
 
 def test_matrices_are_rounded_to_the_servers_dtype(nccl):
     """As it does itself with a checkpoint; vectors, integers and narrower types go as they are."""
-    trainer, worker = join([0, 1], dtype=torch.bfloat16)
+    trainer, worker = join([0, 1], dtype="bfloat16")
     bucket = {
         "matrix": FULL,
         "vector": FULL[0],

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, wait
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache, partial
 from typing import Any
@@ -41,6 +42,18 @@ def address_towards(host: str) -> str:
         return probe.getsockname()[0]
 
 
+@dataclass(frozen=True)
+class About:
+    """What a worker says about itself."""
+
+    dtype: str = ""  # of its model
+    room: float = 0.0  # how many times its weights fit into the memory that is free
+    lora_rank: int = 0  # of the largest adapter that it takes, in place of weights
+
+
+ANY = About()
+
+
 class TransferGroup:
     """A trainer and the workers of one server, between whom weights travel.
 
@@ -59,14 +72,13 @@ class TransferGroup:
 
     def __init__(
         self, store: dist.TCPStore, rank: int, world_size: int, device: torch.device,
-        timeout_s: float, gpus: Collection[str | None] = (), dtype: torch.dtype | None = None,
-        room: float = 0.0,
+        timeout_s: float, gpus: Collection[str | None] = (), about: About = ANY,
     ):  # fmt: skip
         """Meet the other members.
 
-        `gpus` are those of all ranks, given by the trainer. A worker gives its model's `dtype`, and
-        the `room` beside it: how many times its weights fit. Where there is enough, the workers
-        `stages` updates: they take them beside the weights that they sample from.
+        `gpus` are those of all ranks, given by the trainer; a worker tells `about` itself. Where
+        all have room, the workers `stages` updates: they take them beside the weights that they
+        sample from.
 
         Raises:
             RuntimeError: the members do not meet.
@@ -84,10 +96,11 @@ class TransferGroup:
         self.apart_from: list[TransferGroup] = []  # those that it tried to share with, in vain
         self.spent_s = 0.0  # of the next bucket's time, on trying to share
 
-        members = within(timeout_s, partial(self._introduce, world_size, dtype, room))
-        trainer_gpu = members[0][0]
-        worker_gpus = [gpu for gpu, _, _ in members[1:]]
-        self._dtype = getattr(torch, members[1][1], None)  # of the workers
+        members = within(timeout_s, partial(self._introduce, world_size, about))
+        trainer_gpu = members[0]["gpu"]
+        worker_gpus = [worker["gpu"] for worker in members[1:]]
+        self._dtype = getattr(torch, members[1]["dtype"], None)  # of the workers
+        self.lora_rank: int = members[1]["lora_rank"]
 
         if trainer_gpu is not None and worker_gpus == [trainer_gpu]:
             from weights.cuda_ipc import share_memory
@@ -98,22 +111,22 @@ class TransferGroup:
         if not self._group:
             self._meet()
 
-    def _introduce(self, world_size: int, dtype: torch.dtype | None, room: float) -> list[Any]:
-        """Tell the others this member's GPU, dtype and room; returns all members'."""
-        mine = [gpu_of(self.device), str(dtype).removeprefix("torch."), room]
-        self._store.set(f"member/{self._rank}", json.dumps(mine))
+    def _introduce(self, world_size: int, about: About) -> list[Any]:
+        """Tell the others about this member; returns all members."""
+        own = {"gpu": gpu_of(self.device), **asdict(about)}
+        self._store.set(f"member/{self._rank}", json.dumps(own))
         return [json.loads(self._store.get(f"member/{member}")) for member in range(world_size)]
 
     def _agree(self, members: list[Any], gpus: Collection[Any]) -> Any:
         """The trainer's choice of a backend, and whether the workers stage updates."""
         if self._rank == 0:
-            trainer_gpu = members[0][0]
-            worker_gpus = [gpu for gpu, _, _ in members[1:]]
+            trainer_gpu = members[0]["gpu"]
+            worker_gpus = [worker["gpu"] for worker in members[1:]]
             has_own_gpus = {None, trainer_gpu, *gpus}.isdisjoint(worker_gpus)
             is_apart = has_own_gpus and len(set(worker_gpus)) == len(worker_gpus)
             backend = "nccl" if trainer_gpu is not None and is_apart else "gloo"
             needed = ROOM_ALONE if has_own_gpus else ROOM_BESIDE_TRAINER
-            stages = min(room for _, _, room in members[1:]) > needed
+            stages = min(worker["room"] for worker in members[1:]) > needed
             self._store.set("terms", json.dumps(["ipc" if self._group else backend, stages]))
         return json.loads(self._store.get("terms"))
 
