@@ -4,6 +4,10 @@
 
 Arguments are those of `train.py`, and the servers must run; under torchrun it looks at all ranks. It samples and trains
 a few batches with the trainer's own parts, at learning rate 0, and writes nothing to `output_dir`.
+
+    python scripts/doctor.py recipe.py --plan 24GB [--field value ...]
+
+says what fits on a card of 24 GB, with its server and without, and how to start it. It needs neither GPU nor server.
 """
 
 import ctypes
@@ -436,7 +440,19 @@ def examine(config: TrainConfig) -> None:
             print("\n" + (advice or "no setting looks off"))
 
 
+def main(argv: list[str]) -> None:
+    """Plan or examine."""
+    if "--plan" not in argv:
+        return examine(with_bf16(parse_args(argv)))
+    from plan import print_plan
+
+    place = argv.index("--plan")
+    card = "".join(argv[place + 1 : place + 2])
+    words = argv[:place] + argv[place + 2 :]
+    return print_plan(parse_args(words), card, words)
+
+
 if __name__ == "__main__":
     cure = "; lower max_tokens_per_gpu, or set gradient_checkpoint or use_fsdp"
     with exits({UserError: "", ServerError: "", torch.OutOfMemoryError: cure}):
-        examine(with_bf16(parse_args(sys.argv[1:])))
+        main(sys.argv[1:])

@@ -1,0 +1,364 @@
+"""What a recipe takes of a GPU's memory, from shapes alone: `python scripts/doctor.py recipe.py --plan 24GB`.
+
+A row of the policy runs forward and backward on tensors without data, whose bytes are counted. Nothing is loaded, and no
+GPU or server is asked. Images are not counted.
+"""
+
+import math
+import re
+import shlex
+import weakref
+from bisect import bisect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+from transformers import AutoModelForCausalLM
+
+import prefix_attention
+from config import TrainConfig, UserError
+from prefix_attention import attach, completion_logprobs, pack
+from training.lora import add_lora
+from training.model import import_rare_attention, load_model_config
+
+GB = 1e9
+CONTEXT_GB = 0.6  # CUDA's own, and cuBLAS's workspaces
+SERVER_GB = 2.0  # of vLLM's beside weights and cache: the same, graphs, and a step's activations
+USABLE = 0.93  # of a card: the rest is lost to fragments
+PROMPT_TOKENS = 512  # of a prompt, where the recipe does not say
+SEQUENCES = 64  # that the server samples at once, if the recipe asks for as many
+LENGTHS = (1024, 4096, 16384, 65536)  # tokens of rows that are run; between them lines are drawn
+
+
+# -- Memory without memory -------------------------------------------------------------------------
+
+
+class Counted(TorchDispatchMode):
+    """Counts the bytes of tensors that operations make, while they are alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._known: Any = WeakIdKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count what it gives."""
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self.count(tensor)
+        return found
+
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor, once for all that share its memory."""
+        storage = tensor.untyped_storage()
+        if storage in self._known:
+            return
+        num_bytes = storage.nbytes()
+        self._known[storage] = num_bytes
+        self.now += num_bytes
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, num_bytes)
+
+    def _forget(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+def _with_data(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that looks at values, of tensors that have some."""
+
+    def call(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args)
+
+    return call
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Let prefix_attention.py run without data, as it does on a GPU."""
+    module: Any = prefix_attention
+    names = ("_keep_predicting", "_read", "_derive")
+    before = {name: getattr(module, name) for name in names}
+    gave = module._LogprobHead.gave
+    module._keep_predicting = _with_data(module._keep_predicting)
+    module._LogprobHead.gave = lambda *_: True
+    for name in names[1:]:  # which are compiled there, and make nothing between
+        setattr(module, name, _in_place(before[name]))
+    fakes: Any = FakeTensor
+    fakes.is_cuda = True
+    try:
+        yield
+    finally:
+        del fakes.is_cuda
+        module._LogprobHead.gave = gave
+        for name in names:
+            setattr(module, name, before[name])
+
+
+def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function as it is for a CPU."""
+
+    def call(*args: Any) -> Any:
+        fakes: Any = FakeTensor
+        fakes.is_cuda = False
+        try:
+            return function(*args)
+        finally:
+            fakes.is_cuda = True
+
+    return call
+
+
+def _without_data(model: nn.Module) -> None:
+    """Give a model on the meta device tensors that operations take, and that have no memory."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and id(weight) not in made:
+                made[id(weight)] = nn.Parameter(
+                    torch.empty(weight.shape, dtype=weight.dtype), weight.requires_grad
+                )
+            if weight is not None:
+                module._parameters[name] = made[id(weight)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+# -- A policy --------------------------------------------------------------------------------------
+
+
+class OnPaper:
+    """A recipe's policy, by its shapes; `model_config` is transformers', or that of `model_id`."""
+
+    def __init__(self, config: TrainConfig, model_config: Any = None):
+        self.config = config
+        if model_config is None:
+            model_config, _ = load_model_config(config)
+        self.text_config = model_config.get_text_config(decoder=True)
+
+    def build(self) -> Any:
+        """The model on the meta device, with its adapters."""
+        config = self.config
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                deepcopy(self.text_config), dtype=getattr(torch, config.dtype)
+            )
+            if config.gradient_checkpoint:
+                options = {"use_reentrant": False}
+                model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+            if config.use_peft:
+                model = add_lora(model, config)
+        return model.train()
+
+    @cached_property
+    def whole(self) -> Any:
+        """The model, for its weights."""
+        return self.build()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of all weights, the adapter's too."""
+        return sum(weight.nbytes for weight in self.whole.parameters())
+
+    @property
+    def trained_bytes(self) -> int:
+        """Of the weights that train."""
+        return sum(w.nbytes for w in self.whole.parameters() if w.requires_grad)
+
+    @property
+    def num_weights(self) -> int:
+        """Weights of the model, without the adapter."""
+        return sum(w.numel() for n, w in self.whole.named_parameters() if ".lora_" not in n)
+
+    def row_bytes(self, num_tokens: float) -> float:
+        """What a row takes at most, beside weights and gradients.
+
+        The maximum of some linear functions, which lines between its points never underestimate.
+        """
+        return float(np.interp(num_tokens, LENGTHS, self._rows))
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        return [self.counted(length) for length in LENGTHS]
+
+    def counted(self, num_tokens: int, has_gradients: bool = True) -> int:
+        """Run a row, whose completion is all but its first token."""
+        model = self.build()
+        (row,) = pack([([5], [[5] * num_tokens])])  # the head runs on all of its tokens
+        in_half = self.config.bf16 or self.config.fsdp_bf16
+        counted = Counted()
+        with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
+            _without_data(model)
+            import_rare_attention(model)
+            attach(model)
+            for weight in model.parameters():
+                counted.count(weight)
+                if has_gradients and weight.requires_grad:  # as from a batch's second row on
+                    weight.grad = torch.empty_like(weight)
+                    counted.count(weight.grad)
+            start = counted.now
+            with counted:
+                with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
+                    logprobs = completion_logprobs(model, row)
+                logprobs.sum().backward()
+        return counted.peak - start
+
+    @property
+    def state_bytes(self) -> int:
+        """Weights, gradients, AdamW's two moments, and the reference's weights."""
+        total = self.weight_bytes + 3 * self.trained_bytes
+        if self.config.has_reference and not self.config.use_peft:
+            total += self.weight_bytes
+        return total
+
+
+# -- A card ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Plan:
+    """A policy on a card, with its server or without."""
+
+    policy: OnPaper
+    card_gb: float
+    has_server: bool
+
+    @property
+    def num_sequences(self) -> int:
+        """Completions that the server has room for at once."""
+        config = self.policy.config
+        return min(config.batch_size * config.num_generations, SEQUENCES)
+
+    @property
+    def server_parts(self) -> dict[str, float]:
+        """GB of the server, by what takes them; its weights are in 16 bits."""
+        if not self.has_server:
+            return {}
+        text = self.policy.text_config
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        length = PROMPT_TOKENS + self.policy.config.max_completion_len
+        cache = 4 * text.num_hidden_layers * heads * size * length * self.num_sequences
+        return {
+            "the server's weights": 2 * self.policy.num_weights / GB,
+            f"its cache, {self.num_sequences} sequences of {length:,}": cache / GB,
+            "its graphs and the like": SERVER_GB,
+        }
+
+    def parts(self, num_tokens: int) -> dict[str, float]:
+        """GB by what takes them, with rows of so many tokens."""
+        return {
+            "weights, gradients, optimizer": self.policy.state_bytes / GB,
+            f"a row of {num_tokens:,} tokens": self.policy.row_bytes(num_tokens) / GB,
+            "CUDA": CONTEXT_GB,
+            **self.server_parts,
+        }
+
+    def fits(self, num_tokens: int) -> bool:
+        """True where the card has room for rows of so many tokens."""
+        return sum(self.parts(num_tokens).values()) <= USABLE * self.card_gb
+
+    def most_tokens(self) -> int:
+        """The longest row that fits, of 65,536 tokens at most; 0 where the shortest does not."""
+        least = self.policy.config.max_completion_len + PROMPT_TOKENS
+        lengths = range(least // 256 * 256 + 256, LENGTHS[-1] + 1, 256)
+        num_fitting = bisect(lengths, False, key=self._is_over)
+        return lengths[num_fitting - 1] if num_fitting else 0
+
+    def _is_over(self, num_tokens: int) -> bool:
+        return not self.fits(num_tokens)
+
+    def command(self, recipe: list[str], changes: dict[str, Any], num_tokens: int) -> str:
+        """What starts trainer and server."""
+        words = list(recipe)
+        for name, value in {**changes, "max_tokens_per_gpu": num_tokens}.items():
+            words += [f"--{name}", str(value).lower()]
+        if not self.has_server:
+            return shlex.join(["torchrun", "train.py", *words, "--vllm_urls", "http://..."])
+        share = math.ceil(100 * sum(self.server_parts.values()) / self.card_gb) / 100
+        options = f"--gpu-memory-utilization {share} --max-num-seqs {self.num_sequences}"
+        return shlex.join(["python", "scripts/launch.py", *words, f"--server_options={options}"])
+
+
+# What makes a recipe fit, what changes least first.
+CHANGES: list[dict[str, Any]] = [
+    {},
+    {"gradient_checkpoint": True},
+    {"gradient_checkpoint": True, "use_peft": True, "dtype": "bfloat16"},
+]
+
+
+class Variants:
+    """A recipe as it is, and changed so that it takes less."""
+
+    def __init__(self, config: TrainConfig, model_config: Any = None):
+        self._variants: list[tuple[dict[str, Any], OnPaper]] = []
+        for changes in CHANGES:
+            own = {k: value for k, value in changes.items() if getattr(config, k) != value}
+            if own not in [known for known, _ in self._variants]:
+                changed = on_a_gpu(replace(config, **own))
+                self._variants.append((own, OnPaper(changed, model_config)))
+
+    def first_that_fits(
+        self, card_gb: float, has_server: bool
+    ) -> tuple[dict[str, Any], Plan, int] | None:
+        """The changes that a card asks for, and the longest row; None where none is enough.
+
+        A run of all weights becomes one of LoRA only where it does not fit at all.
+        """
+        best = None
+        for changes, policy in self._variants:
+            if best and "use_peft" in changes:
+                break
+            plan = Plan(policy, card_gb, has_server)
+            most = plan.most_tokens()
+            if most and (not best or best[2] < min(most, policy.config.max_tokens_per_gpu)):
+                best = changes, plan, most
+        return best
+
+
+def on_a_gpu(config: TrainConfig) -> TrainConfig:
+    """A `bf16` of None, decided as on a GPU that has it."""
+    if config.bf16 is not None:
+        return config
+    wanted = config.dtype == "float32" or config.use_peft
+    if config.use_fsdp:
+        return replace(config, bf16=False, fsdp_bf16=wanted or config.fsdp_bf16)
+    return replace(config, bf16=wanted)
+
+
+def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:
+    """Print what a recipe takes of a card such as `24GB`, and commands that fit."""
+    match = re.fullmatch(r"([\d.]+) ?(GB)?", card)
+    if not match:
+        raise UserError(f"--plan {card}: it needs the memory of a GPU, such as 24GB")
+    card_gb = float(match[1])
+    variants = Variants(config)
+    for has_server in (True, False):
+        where = "with its server" if has_server else "without a server"
+        found = variants.first_that_fits(card_gb, has_server)
+        if not found:
+            print(f"\n{config.model_id} does not fit on {card_gb:g} GB {where}")
+            continue
+        changes, plan, most = found
+        how = "LoRA" if plan.policy.config.use_peft else "all weights"
+        print(f"\n{config.model_id}, {how}, on {card_gb:g} GB {where}")
+        num_tokens = min(most, config.max_tokens_per_gpu)
+        parts = plan.parts(num_tokens)
+        for name, gb in {**parts, "together": sum(parts.values())}.items():
+            print(f"  {name:<40}{gb:6.1f} GB")
+        print(f"  max_tokens_per_gpu may be up to {most:,}")
+        print(f"  {plan.command(recipe, changes, num_tokens)}")
