@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from helpers import ENV, ROOT
@@ -62,7 +63,7 @@ def test_less_is_changed_first():
     config = on_paper(MODELS["quick"]).config
     shape = MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}
     variants = Variants(config, Qwen3Config(**shape, tie_word_embeddings=True))
-    kinds = {}
+    kinds: dict[int, Any] = {}
     for card_gb in (80, 8, 4, 1):
         found = variants.first_that_fits(card_gb, has_server=False)
         kinds[card_gb] = found and (found[0], found[2])
