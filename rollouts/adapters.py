@@ -58,9 +58,8 @@ def _check_rank(server: Server, config: TrainConfig) -> None:
         return
     cure = "without --enable-lora, or set use_peft"
     if config.use_peft:
-        cure = " ".join(["with", *lora_options(config.lora_rank)])
-        if not lora_options(config.lora_rank):
-            cure = "without --enable-lora"
+        options = lora_options(config.lora_rank)
+        cure = " ".join(["with", *options]) if options else "without --enable-lora"
     raise ServerError(
         f"{server.url} takes adapters alone, of rank {most} at most: restart it {cure}"
     )

@@ -33,9 +33,9 @@ from training.model import import_rare_attention, load_model_config
 
 GB = 1e9
 CONTEXT_GB = 0.6  # CUDA's own, and cuBLAS's workspaces
-SERVER_GB = 2.0  # of vLLM's beside weights and cache: the same, graphs, and a step's activations
+SERVER_GB = 2.0  # vLLM's beside weights and cache: CUDA's own, graphs, a step's activations
 USABLE = 0.93  # of a card: the rest is lost to fragments
-PROMPT_TOKENS = 512  # of a prompt, where the recipe does not say
+PROMPT_TOKENS = 512  # of a prompt, which no data set is asked for
 SEQUENCES = 64  # that the server samples at once, if the recipe asks for as many
 LENGTHS = (1024, 4096, 16384, 65536)  # tokens of rows that are run; between them lines are drawn
 

@@ -51,7 +51,6 @@ class Adapter:
             dtype=self._dtype,
             weights_mapper=rename and rename.get_rename_mapper(),
         )
-        self._tensors = {}
         self._check(self._coming)
 
     def _check(self, adapter: LoRAModel) -> None:

@@ -1,6 +1,5 @@
 """LoRA without merging: servers that were started with `--enable-lora`, and take the adapter alone."""
 
-import concurrent.futures
 import json
 import os
 import re
@@ -16,11 +15,9 @@ import torch
 import torch.distributed as dist
 from helpers import on_ranks, server
 from launch import end_all
-from test_server import PROMPT, bits, disturb, make_config, make_policy, mismatch
+from test_server import bits, check_an_update_in_flight, disturb, make_config, make_policy, mismatch
 
-from prefix_attention import completion_logprobs, pack
 from rollouts.adapters import adapter_weights
-from rollouts.group import version_spans
 from rollouts.rollouts import Rollouts
 from training.model import build_policy, share_prefixes
 from utils import process_group
@@ -103,30 +100,7 @@ def test_what_travels(models):
 
 
 def test_updates_in_flight(models, url):
-    """Tokens after an update are computed under the new adapter as a whole, those before under the old one."""
-    config = lora_config(models["untied"], url, max_completion_len=100)
-    sampling = {"n": 4, "max_tokens": 100, "ignore_eos": True, "temperature": 1.0}
-    with process_group(120) as device, published(config, device, ()) as (rollouts, old):
-        for attempt in range(1, 20):  # until the update hits a request in mid-generation
-            new = make_policy(config, device)
-            disturb(new, attempt)
-            with concurrent.futures.ThreadPoolExecutor(1) as pool:
-                reply = pool.submit(rollouts.pool.servers[0].generate, PROMPT, sampling)
-                rollouts.publish(new, attempt)
-                completions = reply.result()
-            if any(len(version_spans(c.weight_versions)) == 2 for c in completions):
-                break
-            old = new
-        completion = next(c for c in completions if len(version_spans(c.weight_versions)) == 2)
-        (_, _, change), (version, start, end) = version_spans(completion.weight_versions)
-        assert (version, start, end) == (attempt, change, 100)
-        (row,) = pack([(PROMPT, [completion.token_ids])], share_prefix=False)
-        with torch.no_grad():
-            under_old, under_new = (completion_logprobs(model, row) for model in (old, new))
-        sampled = completion.sampler_logprobs
-        assert (under_old - sampled)[:change].abs().max() <= 1e-4
-        assert (under_new - sampled)[change:].abs().max() <= 1e-4
-        assert (under_old - sampled)[change:].abs().max() > 1e-2  # the two do differ
+    check_an_update_in_flight(lora_config(models["untied"], url, max_completion_len=100))
 
 
 def test_tensor_parallel_workers(models, tmp_path):

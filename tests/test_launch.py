@@ -103,6 +103,17 @@ def test_what_the_server_takes_from_the_recipe(my_recipe):
     assert "--mm-processor-kwargs" not in server
 
 
+def test_adapters_travel_alone_on_gpus(my_recipe, vlm):
+    """By the smallest rank of vLLM's that takes them; not where merged weights are the better choice, or the only."""
+    lora = ["--use_peft", "true", "--lora_rank", "20"]
+    (_, server), _ = made(my_recipe, *lora, gpus="0")
+    assert "--enable-lora" in server
+    assert option(server, "--max-lora-rank") == "32"
+    for words, gpus in ((lora, ""), ([], "0"), ([*lora, "--model_id", vlm], "0")):
+        (_, server), _ = made(my_recipe, *words, gpus=gpus)
+        assert "--enable-lora" not in server
+
+
 def test_the_length_of_a_vision_language_model(my_recipe, vlm):
     """Its text model has it."""
     for bound, length in (("512", "512"), ("513", "auto")):

@@ -317,9 +317,8 @@ def test_an_update_of_a_connection_that_is_over_is_refused(models, servers):
     assert_agreement(make_config(models["tied"], servers["tied"]))  # connecting had zeroed it
 
 
-def test_updates_in_flight_keep_both_versions(models, servers):
+def check_an_update_in_flight(config):
     """Tokens before an update keep the old version and log-probs; those after are computed under the new weights."""
-    config = make_config(models["untied"], servers["untied"], max_completion_len=100)
     sampling = {"n": 4, "max_tokens": 100, "ignore_eos": True, "temperature": 1.0}
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
@@ -345,6 +344,12 @@ def test_updates_in_flight_keep_both_versions(models, servers):
         sampled = completion.sampler_logprobs
         assert (under_old - sampled)[:change].abs().max() <= 1e-4
         assert (under_new - sampled)[change:].abs().max() <= 1e-4
+        assert (under_old - sampled)[change:].abs().max() > 1e-2  # the two do differ
+
+
+def test_updates_in_flight_keep_both_versions(models, servers):
+    config = make_config(models["untied"], servers["untied"], max_completion_len=100)
+    check_an_update_in_flight(config)
 
 
 def test_merged_weights_are_temporaries(models):
