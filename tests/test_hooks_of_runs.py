@@ -37,7 +37,7 @@ from rollouts.scoring import Failures, Scorer
 from train import grpo_loss, main
 from training.model import build_policy, build_reference, token_logprobs
 from utils import process_group
-from vllm_client import ServerError, ServerLost
+from vllm_client import ServerError, ServerLost, State
 
 
 def weights(folder, step=3):
@@ -477,7 +477,7 @@ def test_who_is_lost_while_it_is_probed_is_not_let_in(served):
 def test_a_server_that_answers_a_probe_with_other_weights_is_left_out(answers):
     """One that serves and does not answer in time goes on."""
     lost: list[Any] = []
-    one: Any = StandIn(url="http://a", has_weights=True, proved_version=-1)
+    one: Any = StandIn(url="http://a", has_weights=True, state=State.SERVING, proved_version=-1)
     pool = SimpleNamespace(lose=lambda server, error: lost.append(str(error)))
     stale = Completion([5], [-1.0], "stop", 3)
     one.generate = lambda *_: [stale]

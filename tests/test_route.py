@@ -32,7 +32,8 @@ class Engine:
         self.fails_at = None
         self.slowness_s = 0.0
 
-    async def add_request(self, name, prompt, params):
+    async def add_request(self, name, prompt, params, lora_request):
+        assert lora_request is None  # there was no update
         await asyncio.sleep(self.slowness_s)
         if len(self.queues) == self.fails_at:
             raise RuntimeError("it is\nbroken")

@@ -7,6 +7,7 @@ and one of its own after the group's time-out; `abort` ends kernels under way wi
 
 import dataclasses
 import gc
+import json
 import os
 import threading
 import time
@@ -389,9 +390,11 @@ def test_a_trainer_that_freezes_in_meeting_keeps_no_worker(call):
     """The worker's request to the trainer's store gets no answer, ever."""
     frozen = threading.Event()
 
+    member = json.dumps({"gpu": None, "dtype": "", "room": 0.0, "lora_rank": 0})
+
     class Store(SimpleNamespace):
         def __getattr__(self, name):
-            return lambda key, *_: frozen.wait(60) if call in (name, key) else b'[null, "None", 0]'
+            return lambda key, *_: frozen.wait(60) if call in (name, key) else member
 
     store: Any = Store()
     message, seconds = error_of(lambda: TransferGroup(store, 1, 2, torch.device("cpu"), TIMEOUT_S))
