@@ -328,6 +328,8 @@ class Server:
         except RuntimeError as error:
             raise ServerError(f"{self.url}: no weight-transfer group: {error}") from error
 
+        if self.sleeps:  # since an earlier trainer that did not end well
+            self.post("/wake_up")
         # Zeroes: log-probs can only agree if every weight arrives.
         if not self.takes_adapter:
             self.post("/weight_checker", {"action": "reset"})
@@ -338,6 +340,11 @@ class Server:
     def takes_adapter(self) -> bool:
         """True for a server that was started with `--enable-lora`: it takes nothing else."""
         return self.transfer is not None and self.transfer.lora_rank > 0
+
+    @property
+    def sleeps(self) -> bool:
+        """True for a server that was started with `--enable-sleep-mode`."""
+        return self.transfer is not None and self.transfer.sleeps
 
     def _open_group(
         self, world_size: int, device: torch.device, timeout_s: float, gpus: Sequence[str | None]

@@ -39,7 +39,7 @@ MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 OWN_ROUTES: dict[str, ASGIApp] = {SAMPLE: sample, UPDATE: update}
 TRAINER_ROUTES = {
     *OWN_ROUTES, "/pause", "/init_weight_transfer_engine", "/health", "/version", "/v1/models",
-    "/metrics", "/get_world_size", "/weight_checker",
+    "/metrics", "/get_world_size", "/weight_checker", "/sleep", "/wake_up",
 }  # fmt: skip
 
 DEFAULTS = {  # ours, in place of vLLM's

@@ -69,8 +69,8 @@ class Rollouts:
 
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         opened = self._open(resumed, gpus) if is_main() else None
-        self.num_steps, self.example, self.probe_prompt, self.sends_adapter = broadcast_object(
-            opened
+        self.num_steps, self.example, self.probe_prompt, self.sends_adapter, self.takes_turns = (
+            broadcast_object(opened)
         )
         self._restart_clocks()
 
@@ -78,12 +78,12 @@ class Rollouts:
 
     def _open(
         self, resumed: dict[str, Any] | None, gpus: list[str | None]
-    ) -> tuple[int, Prompt | None, Prompt, bool]:
+    ) -> tuple[int, Prompt | None, Prompt, bool, bool]:
         """Load, check and connect all that rank 0 needs.
 
         Returns:
             The number of steps; an example of images, None where no prompt has any; the prompt of
-            probes; and True where servers take adapters alone.
+            probes; whether servers take adapters alone; and whether they sleep while we train.
         """
         config = self.config
         print(describe(config, usual=with_bf16(replace(config, bf16=None))))
@@ -114,6 +114,11 @@ class Rollouts:
             from rollouts.adapters import take_adapters
 
             self.pool.sends_adapter = take_adapters(self.pool.servers, config)
+        takes_turns = any(server.sleeps for server in self.pool.servers)
+        if takes_turns:
+            from rollouts.sleep import check_turns
+
+            check_turns(config)
         if self.references:
             self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)
@@ -126,7 +131,8 @@ class Rollouts:
                 f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
                 flush=True,
             )
-        return num_steps, example, example or self.prompts[0], self.pool.sends_adapter
+        probe_prompt = example or self.prompts[0]
+        return num_steps, example, probe_prompt, self.pool.sends_adapter, takes_turns
 
     def _load_prompts(self) -> None:
         """Load all data sets, without prompts too long for trainer or servers."""
@@ -205,8 +211,12 @@ class Rollouts:
             groups.append(group)
             num_tokens -= tokens_alone(group, self.config)
             if self.stream.missing == 0:
+                if self.takes_turns:
+                    from rollouts.sleep import fall_asleep
+
+                    fall_asleep(self.pool)
                 return Word.COMPLETE
-            return Word.ENOUGH if num_tokens <= 0 else None
+            return Word.ENOUGH if num_tokens <= 0 and not self.takes_turns else None
 
         started_s = time.monotonic()
         word = self._wait(look)
@@ -326,6 +336,10 @@ class Rollouts:
         """
         is_first = self.proofs is None
         self.version = version
+        if self.takes_turns:
+            from rollouts.sleep import make_room
+
+            make_room()
         self.proofs = Proofs(
             policy, version, self.pool, self.probe_prompt, self.config, self.device
         )

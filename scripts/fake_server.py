@@ -41,6 +41,7 @@ class FakeServer:
         slots: completions that are sampled at a time; others wait their turn.
         with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
         stages: take updates while sampling goes on, and pause to put them in place alone.
+        sleeps: say that it can sleep; it then samples nothing, and at level 2 loses its weights, until an update.
         fault: called with each path before it is served, and in an update with `/update/arrived` and `/update/placed`;
             raising an exception answers 500.
         refused: called with each path; where it says so, the answer is 403.
@@ -54,6 +55,7 @@ class FakeServer:
     max_model_len: int = 128
     with_logprobs: bool = True
     stages: bool = False
+    sleeps: bool = False
     vllm_version: str = VLLM_VERSION
     fault: Callable[[str], None] = lambda path: None
     refused: Callable[[str], bool] = lambda path: False
@@ -106,7 +108,7 @@ class FakeServer:
             )
             if self.group is not None:
                 self.group.close()
-            about = About(room=100.0 if self.stages else 0.0)
+            about = About(room=100.0 if self.stages else 0.0, sleeps=self.sleeps)
             self.group = WorkerGroup(
                 store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"], about=about
             )
@@ -115,9 +117,14 @@ class FakeServer:
                 tensor.zero_()
         elif path == UPDATE:
             return {"paused_s": self._update(body["weight_version"])}
-        elif path == "/pause":
+        elif path in ("/pause", "/sleep"):
             self._resumed.clear()
-            self._aborted = body.get("mode") == "abort"
+            self._aborted = path == "/sleep" or body.get("mode") == "abort"
+            if body.get("level") == "2":
+                for tensor in self.model.state_dict().values():
+                    tensor.fill_(torch.nan)
+        elif path == "/wake_up":
+            self._resumed.set()
         return {}
 
     def _update(self, version: str) -> float:

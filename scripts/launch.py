@@ -180,8 +180,15 @@ def commands(
     *given, env = shares(gpus, [*[args.tensor_parallel] * num_servers, args.trainers])
 
     words = server_words(args, config, bool(gpus)) if given else []
-    if gpus and env in given:  # a server has the trainer's GPU
-        words += ["--gpu-memory-utilization", "0.35"]
+    is_shared = bool(gpus) and env in given  # a server has the trainer's GPU
+    if args.sleep and not is_shared:
+        raise UserError("--sleep: server and trainer share no GPU here")
+    if args.sleep and config.max_staleness > 0:
+        raise UserError("--sleep: the server samples while the trainer trains: set max_staleness=0")
+    if is_shared:
+        words += ["--gpu-memory-utilization", "0.6" if args.sleep else "0.35"]
+    if args.sleep:
+        words.append("--enable-sleep-mode")
     words += shlex.split(args.server_options)
     servers = {}
     for own in given:
@@ -298,6 +305,11 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
         "--server_options", default="", metavar="WORDS", help="of vLLM, as ='--quantization fp8'"
     )
     parser.add_argument(
+        "--sleep",
+        action="store_true",
+        help="let the server leave the GPU that it shares to the trainer while that trains, at max_staleness 0",
+    )
+    parser.add_argument(
         "--doctor", action="store_true", help="run scripts/doctor.py in place of train.py"
     )
     instead = parser.add_mutually_exclusive_group()
@@ -313,6 +325,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str], TrainConfig]:
             sys.exit(f"error: --{name} has no effect {'with' if args.slurm else 'without'} --slurm")
     if min(getattr(args, name) for name in (*here, "tensor_parallel", *there)) < 1:
         sys.exit("error: numbers of servers, trainers, nodes and GPUs are 1 or more")
+    if args.sleep and (args.slurm or args.doctor):
+        sys.exit("error: --sleep has no effect with --slurm or --doctor")
     if args.doctor and args.slurm:
         sys.exit("error: --doctor has no effect with --slurm")
     if any(word.partition("=")[0].replace("-", "_") == "__vllm_urls" for word in words):

@@ -66,6 +66,7 @@ SERVERS = {
     "addresses.py": "that may change",
     "proofs.py": "of their weights",
     "adapters.py": "LoRA's alone",
+    "sleep.py": "taking turns",
     "references.py": "of the reference",
     "evaluation.py": "held-out problems",
 }
@@ -113,7 +114,7 @@ CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
     "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
-    "adapters.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
+    "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file

@@ -83,9 +83,12 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
 
     def _about(self) -> About:
         dtype = str(self.model_config.dtype).removeprefix("torch.")
+        sleeps = self.model_config.enable_sleep_mode
         lora = self.vllm_config.lora_config
         if lora:  # an adapter is small
-            return About(dtype, inf, lora.max_lora_rank)
+            return About(dtype, inf, lora.max_lora_rank, sleeps)
+        if sleeps:  # it samples nothing during an update, and would lie in the trainer's memory
+            return About(dtype, sleeps=True)
         return About(dtype, room_beside(self.model, self.model_config, self.device))
 
     def _become_reference(self, temperature: float) -> None:

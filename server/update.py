@@ -29,8 +29,8 @@ async def update(scope: Scope, receive: Receive, send: Send) -> None:
     """Take an update from the trainer, and sample on as its version.
 
     Sampling pauses once the update is there, or before it comes where memory has no room for it.
-    The answer says for how many seconds. After an error it may stay paused, with other weights: the
-    trainer takes the server for lost.
+    The answer says for how many seconds. A server that sleeps wakes up for it. After an error it
+    may stay paused, with other weights: the trainer takes the server for lost.
     """
     state: Any = scope["app"].state
     try:
@@ -51,9 +51,14 @@ async def _update(state: Any, request: UpdateRequest) -> float:
     # vLLM's `pause_generation` sleeps for 20 ms more.
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
     started_s = time.monotonic()
+    sleeps = engine.vllm_config.model_config.enable_sleep_mode and await engine.is_sleeping()
+    if sleeps:
+        await engine.wake_up(["weights"])
     await engine.collective_rpc("place_update", args=(request.connection,))
     if engine.vllm_config.lora_config:
         state.lora_request = ADAPTER  # of all completions from now on
     await engine.update_weight_version(request.weight_version)
+    if sleeps:  # last, as loading takes memory that the cache may fill; then it samples
+        await engine.wake_up(["kv_cache"])
     await engine.resume_generation()
     return time.monotonic() - started_s

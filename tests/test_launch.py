@@ -114,6 +114,19 @@ def test_adapters_travel_alone_on_gpus(my_recipe, vlm):
         assert "--enable-lora" not in server
 
 
+def test_a_server_that_sleeps(my_recipe):
+    """On the GPU that it shares alone, and where nothing is sampled while the trainer trains."""
+    words = ["--sleep", "--max_staleness", "0"]
+    (_, server), (_, trainer) = made(my_recipe, *words, gpus="0")
+    assert "--enable-sleep-mode" in server
+    assert option(server, "--gpu-memory-utilization") == "0.6"
+    assert "--sleep" not in trainer
+    for gpus in ("", "0,1"):
+        assert "share no GPU here" in made(my_recipe, *words, gpus=gpus)
+    assert "set max_staleness=0" in made(my_recipe, "--sleep", "--max_staleness", "1", gpus="0")
+    assert "no effect with --slurm or --doctor" in made(my_recipe, *words, "--doctor", gpus="0")
+
+
 def test_the_length_of_a_vision_language_model(my_recipe, vlm):
     """Its text model has it."""
     for bound, length in (("512", "512"), ("513", "auto")):

@@ -495,8 +495,10 @@ def test_a_server_that_hangs_in_a_sync_keeps_no_other_waiting(models, recipe):
 
 @pytest.mark.parametrize("stages", [False, True])
 @pytest.mark.parametrize("path", ["/update", "/update/arrived", "/update/placed"])
-def test_a_server_lost_in_a_sync_does_not_cost_the_step(models, recipe, tmp_path, monkeypatch, path, stages):
-    monkeypatch.setattr(servers, "PROBE_S", 600.0)  # it answers at once: it would come back, and get version 4
+def test_a_server_lost_in_a_sync_does_not_cost_the_step(
+    models, recipe, tmp_path, monkeypatch, path, stages
+):
+    monkeypatch.setattr(servers, "PROBE_S", 600.0)  # or it would come back, and get version 4
     with (
         fake_server(models["untied"], answer_in(0.01), stages=stages) as one,
         fake_server(models["untied"], answer_in(0.01), stages=stages) as two,

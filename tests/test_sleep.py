@@ -1,0 +1,152 @@
+"""Servers that give up their GPU's memory while the trainer trains.
+
+vLLM keeps count of who sleeps on a CPU, too, and frees nothing there: here a server's weights become NaN, as on a GPU
+others' data would lie where they were.
+"""
+
+import concurrent.futures
+from contextlib import closing, contextmanager
+
+import pytest
+import torch
+from fake_server import fake_server
+from forked import Forked, serve
+from helpers import answer_in, read
+from safetensors.torch import load_file
+from test_adapters import LORA, lora_config
+from test_server import PROMPT, disturb, make_config, make_policy, mismatch
+
+from benchmarks.local_server import local_server
+from config import UserError, parse_args
+from rollouts.rollouts import Rollouts
+from rollouts.sleep import fall_asleep
+from train import main
+from utils import process_group
+
+SAMPLING = {"n": 2, "max_tokens": 20, "temperature": 1.0}
+
+
+def serve_a_sleeper(argv, log, environment):
+    """A real server that loses its weights at level 2."""
+    from vllm.platforms import current_platform
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    def sleep(self, level=1):
+        if level == 2:
+            for weight in self.model_runner.model.parameters():
+                weight.data.fill_(torch.nan)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(type(current_platform), "is_sleep_mode_available", lambda self: True)
+    patch.setattr(CPUWorker, "sleep", sleep)
+    serve([*argv, "--enable-sleep-mode"], log, environment)
+
+
+class Sleeper(Forked):
+    serve = staticmethod(serve_a_sleeper)
+
+
+@contextmanager
+def sleeper(model, log, *options):
+    short = ("--max-model-len", "128", "--max-num-seqs", "64")
+    with local_server(model, log, *short, *options, start=Sleeper) as started:
+        yield started.wait()
+
+
+@contextmanager
+def connected(config, device):
+    """Rollouts and a policy that servers have."""
+    with closing(Rollouts(config, device)) as rollouts:
+        policy = make_policy(config, device)
+        rollouts.publish(policy, 0)
+        yield rollouts, policy
+
+
+def check_a_nap(rollouts, policy, config, device):
+    """A server samples nothing while it sleeps, and after the next update as before."""
+    (one,) = rollouts.pool.servers
+    for version in (1, 2):
+        fall_asleep(rollouts.pool)
+        disturb(policy, version)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(one.generate, PROMPT, SAMPLING)
+            with pytest.raises(concurrent.futures.TimeoutError):
+                reply.result(0.5)
+            rollouts.publish(policy, version)
+            completions = reply.result(30)
+        assert {v for c in completions for v in c.weight_versions.tolist()} == {version}
+        assert mismatch(policy, rollouts, config, device) == (pytest.approx(0, abs=2e-5), [version])
+
+
+def test_an_update_wakes_a_server(models, tmp_path):
+    """Every weight comes anew; and a trainer that died while it slept leaves it usable."""
+    with sleeper(models["untied"], tmp_path / "log") as url:
+        config = make_config(models["untied"], url, max_staleness=0)
+        with process_group(120) as device:
+            with connected(config, device) as (rollouts, policy):
+                check_a_nap(rollouts, policy, config, device)
+                fall_asleep(rollouts.pool)
+            with connected(config, device) as (rollouts, policy):
+                check_a_nap(rollouts, policy, config, device)
+
+
+def test_a_base_below_adapters_is_kept(models, tmp_path):
+    """No update would bring it."""
+    with sleeper(models["untied"], tmp_path / "log", *LORA) as url, process_group(120) as device:
+        config = lora_config(models["untied"], url, max_staleness=0)
+        with connected(config, device) as (rollouts, policy):
+            check_a_nap(rollouts, policy, config, device)
+
+
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, num_servers):
+    """Once a step, after all samples and before the update; and learns the same, to the bit."""
+    weights = []
+    for sleeps in (False, True):
+        answers = [answer_in(0.01) for _ in range(num_servers)]
+        with (
+            fake_server(models["untied"], answers[0], sleeps=sleeps) as one,
+            fake_server(models["untied"], answers[-1], sleeps=sleeps) as two,
+        ):
+            path = recipe(*[one, two][:num_servers])
+            folder = tmp_path / f"run-{sleeps}"
+            words = ["--max_steps", "3", "--max_staleness", "0", "--output_dir", str(folder)]
+            main(parse_args([path, *words]))
+            calls = [name for name, _ in one.log if name in ("/sample", "/sleep", "/update")]
+        weights.append(load_file(folder / "checkpoint-3" / "model.safetensors"))
+        if sleeps:
+            others = [name for name in calls if name != "/sample"]
+            assert others == ["/update", *["/sleep", "/update"] * 3]
+            assert all(
+                calls[at - 1] == "/sample" for at, name in enumerate(calls) if name == "/sleep"
+            )
+        else:
+            assert "/sleep" not in calls
+    for name, weight in weights[0].items():
+        assert torch.equal(weight, weights[1][name]), name
+
+
+def test_a_server_that_does_not_fall_asleep_is_left_out(models, recipe, tmp_path, capsys):
+    with (
+        fake_server(models["untied"], answer_in(0.01), sleeps=True) as one,
+        fake_server(models["untied"], answer_in(0.01), sleeps=True) as two,
+    ):
+
+        def ill(asked):
+            if asked == "/sleep" and "1" in two.versions:
+                raise ConnectionError("out of order")
+
+        two.fault = ill
+        main(parse_args([recipe(one, two), "--max_steps", "3", "--max_staleness", "0"]))
+    assert "3" in one.versions
+    assert f"{two.url} is left out" in capsys.readouterr().out
+    assert len(read(tmp_path, "completions")) == 3 * 6 * 4
+
+
+def test_rollouts_ahead_are_refused(models, recipe):
+    """They would be sampled while it sleeps."""
+    with (
+        fake_server(models["untied"], answer_in(0.01), sleeps=True) as one,
+        pytest.raises(UserError, match="set max_staleness=0, or restart it without"),
+    ):
+        main(parse_args([recipe(one), "--max_staleness", "1"]))
