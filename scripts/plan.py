@@ -10,9 +10,10 @@ import shlex
 import weakref
 from bisect import bisect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from copy import deepcopy
+from contextlib import contextmanager, nullcontext
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cached_property
 from typing import Any
 
@@ -27,13 +28,14 @@ from transformers import AutoModelForCausalLM
 
 import prefix_attention
 from config import TrainConfig, UserError
-from prefix_attention import attach, completion_logprobs, pack
+from prefix_attention import attach, base_model, completion_logprobs, pack
 from training.lora import add_lora
 from training.model import import_rare_attention, load_model_config
 
 GB = 1e9
 CONTEXT_GB = 0.6  # CUDA's own, and cuBLAS's workspaces
 SERVER_GB = 2.0  # vLLM's beside weights and cache: CUDA's own, graphs, a step's activations
+ASLEEP_GB = 1.0  # what is left of that while it sleeps
 USABLE = 0.93  # of a card: the rest is lost to fragments
 PROMPT_TOKENS = 512  # of a prompt, which no data set is asked for
 SEQUENCES = 64  # that the server samples at once, if the recipe asks for as many
@@ -86,25 +88,34 @@ def _with_data(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _as_on_a_gpu() -> Iterator[None]:
-    """Let prefix_attention.py run without data, as it does on a GPU."""
+def _without_values() -> Iterator[None]:
+    """Let prefix_attention.py run without data."""
     module: Any = prefix_attention
-    names = ("_keep_predicting", "_read", "_derive")
-    before = {name: getattr(module, name) for name in names}
+    keep_predicting = module._keep_predicting
     gave = module._LogprobHead.gave
-    module._keep_predicting = _with_data(module._keep_predicting)
+    module._keep_predicting = _with_data(keep_predicting)
     module._LogprobHead.gave = lambda *_: True
-    for name in names[1:]:  # which are compiled there, and make nothing between
-        setattr(module, name, _in_place(before[name]))
+    try:
+        yield
+    finally:
+        module._keep_predicting = keep_predicting
+        module._LogprobHead.gave = gave
+
+
+@contextmanager
+def _as_on_a_gpu() -> Iterator[None]:
+    """Let prefix_attention.py take the ways that it takes on a GPU."""
+    module: Any = prefix_attention
+    read, derive = module._read, module._derive
+    # They are compiled there, and make nothing between.
+    module._read, module._derive = _in_place(read), _in_place(derive)
     fakes: Any = FakeTensor
     fakes.is_cuda = True
     try:
         yield
     finally:
         del fakes.is_cuda
-        module._LogprobHead.gave = gave
-        for name in names:
-            setattr(module, name, before[name])
+        module._read, module._derive = read, derive
 
 
 def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,13 +205,14 @@ class OnPaper:
     def _rows(self) -> list[int]:
         return [self.counted(length) for length in LENGTHS]
 
-    def counted(self, num_tokens: int, has_gradients: bool = True) -> int:
-        """Run a row, whose completion is all but its first token."""
+    def counted(self, num_tokens: int, has_gradients: bool = True, on_gpu: bool = True) -> int:
+        """Run a row, whose completion is all but its first token; returns its bytes at most."""
         model = self.build()
         (row,) = pack([([5], [[5] * num_tokens])])  # the head runs on all of its tokens
         in_half = self.config.bf16 or self.config.fsdp_bf16
         counted = Counted()
-        with _as_on_a_gpu(), FakeTensorMode(allow_non_fake_inputs=True):
+        kind = _as_on_a_gpu() if on_gpu else nullcontext()
+        with _without_values(), kind, FakeTensorMode(allow_non_fake_inputs=True):
             _without_data(model)
             import_rare_attention(model)
             attach(model)
@@ -217,24 +229,56 @@ class OnPaper:
         return counted.peak - start
 
     @property
-    def state_bytes(self) -> int:
-        """Weights, gradients, AdamW's two moments, and the reference's weights."""
-        total = self.weight_bytes + 3 * self.trained_bytes
+    def kept_bytes(self) -> float:
+        """Weights, AdamW's two moments, and the reference's weights: what stays between steps."""
+        if self.config.fsdp_offload:
+            return 0.0  # they are in the host's memory
+        total = self.weight_bytes + 2 * self.trained_bytes
         if self.config.has_reference and not self.config.use_peft:
             total += self.weight_bytes
         return total
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the weights that train, while a batch does."""
+        return 0 if self.config.fsdp_offload else self.trained_bytes
+
+    @property
+    def gathered_bytes(self) -> int:
+        """With `fsdp_offload`: what is on the GPU for a moment, in 16 bits.
+
+        Embeddings and head, two layers, and as many gradients as train.
+        """
+        if not self.config.fsdp_offload:
+            return 0
+        layers = [
+            sum(weight.numel() for weight in module.parameters())
+            for module in self.whole.modules()
+            if type(module).__name__ in (base_model(self.whole)._no_split_modules or ())
+        ]
+        rest = sum(weight.numel() for weight in self.whole.parameters()) - sum(layers)
+        copies = 1 if self.config.use_peft else 2
+        return 2 * copies * (rest + 2 * max(layers, default=0))
 
 
 # -- A card ----------------------------------------------------------------------------------------
 
 
+class Server(Enum):
+    """Where a run's server is."""
+
+    BESIDE = "with its server"
+    ASLEEP = "with its server, which sleeps while it trains"
+    ELSEWHERE = "without a server"
+
+
 @dataclass
 class Plan:
-    """A policy on a card, with its server or without."""
+    """A policy on a card, and its server."""
 
     policy: OnPaper
     card_gb: float
-    has_server: bool
+    server: Server
 
     @property
     def num_sequences(self) -> int:
@@ -244,8 +288,8 @@ class Plan:
 
     @property
     def server_parts(self) -> dict[str, float]:
-        """GB of the server, by what takes them; its weights are in 16 bits."""
-        if not self.has_server:
+        """GB of the server that samples, by what takes them; its weights are in 16 bits."""
+        if self.server is Server.ELSEWHERE:
             return {}
         text = self.policy.text_config
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -259,17 +303,26 @@ class Plan:
         }
 
     def parts(self, num_tokens: int) -> dict[str, float]:
-        """GB by what takes them, with rows of so many tokens."""
-        return {
-            "weights, gradients, optimizer": self.policy.state_bytes / GB,
-            f"a row of {num_tokens:,} tokens": self.policy.row_bytes(num_tokens) / GB,
-            "CUDA": CONTEXT_GB,
-            **self.server_parts,
-        }
+        """GB by what takes them in training, with rows of so many tokens."""
+        policy = self.policy
+        parts = {"weights, gradients, optimizer": (policy.kept_bytes + policy.gradient_bytes) / GB}
+        if policy.config.fsdp_offload:
+            parts = {"weights on their way": policy.gathered_bytes / GB}
+        parts[f"a row of {num_tokens:,} tokens"] = policy.row_bytes(num_tokens) / GB
+        parts["CUDA"] = CONTEXT_GB
+        if self.server is Server.ASLEEP:
+            return parts | {"the server, asleep": ASLEEP_GB}
+        return parts | self.server_parts
+
+    def sampling_parts(self) -> dict[str, float]:
+        """GB by what takes them while a server that sleeps in training samples."""
+        kept = {"weights, optimizer": self.policy.kept_bytes / GB, "CUDA": CONTEXT_GB}
+        return kept | self.server_parts if self.server is Server.ASLEEP else {}
 
     def fits(self, num_tokens: int) -> bool:
         """True where the card has room for rows of so many tokens."""
-        return sum(self.parts(num_tokens).values()) <= USABLE * self.card_gb
+        phases = (self.parts(num_tokens), self.sampling_parts())
+        return max(sum(parts.values()) for parts in phases) <= USABLE * self.card_gb
 
     def most_tokens(self) -> int:
         """The longest row that fits, of 65,536 tokens at most; 0 where the shortest does not."""
@@ -286,18 +339,23 @@ class Plan:
         words = list(recipe)
         for name, value in {**changes, "max_tokens_per_gpu": num_tokens}.items():
             words += [f"--{name}", str(value).lower()]
-        if not self.has_server:
+        if self.server is Server.ELSEWHERE:
             return shlex.join(["torchrun", "train.py", *words, "--vllm_urls", "http://..."])
+        if self.server is Server.ASLEEP:
+            words += ["--sleep", "--max_staleness", "0"]
         share = math.ceil(100 * sum(self.server_parts.values()) / self.card_gb) / 100
         options = f"--gpu-memory-utilization {share} --max-num-seqs {self.num_sequences}"
         return shlex.join(["python", "scripts/launch.py", *words, f"--server_options={options}"])
 
 
-# What makes a recipe fit, what changes least first.
+# What makes a recipe fit, what changes least first. Without LoRA all weights would have to stay
+# fp32: in bf16 they lose updates.
+LORA = {"gradient_checkpoint": True, "use_peft": True, "dtype": "bfloat16"}
 CHANGES: list[dict[str, Any]] = [
     {},
     {"gradient_checkpoint": True},
-    {"gradient_checkpoint": True, "use_peft": True, "dtype": "bfloat16"},
+    LORA,
+    LORA | {"use_fsdp": True, "fsdp_offload": True},
 ]
 
 
@@ -313,21 +371,33 @@ class Variants:
                 self._variants.append((own, OnPaper(changed, model_config)))
 
     def first_that_fits(
-        self, card_gb: float, has_server: bool
+        self, card_gb: float, server: Server
     ) -> tuple[dict[str, Any], Plan, int] | None:
         """The changes that a card asks for, and the longest row; None where none is enough.
 
-        A run of all weights becomes one of LoRA only where it does not fit at all.
+        Training is changed, from all weights to LoRA or from the GPU's memory to the host's, only
+        where it does not fit at all; else a change must make rows longer that are too short.
         """
         best = None
         for changes, policy in self._variants:
-            if best and "use_peft" in changes:
+            if best and changes.keys() & {"use_peft", "fsdp_offload"}:
                 break
-            plan = Plan(policy, card_gb, has_server)
+            plan = Plan(policy, card_gb, server)
             most = plan.most_tokens()
             if most and (not best or best[2] < min(most, policy.config.max_tokens_per_gpu)):
                 best = changes, plan, most
         return best
+
+    def longest_completion(self, card_gb: float, server: Server) -> int:
+        """The `max_completion_len` that would fit with all changes; 0 where none would."""
+        _, policy = self._variants[-1]
+        lengths = range(256, policy.config.max_completion_len, 256)
+        for length in reversed(lengths):
+            shorter = copy(policy)  # its rows have been counted
+            shorter.config = replace(policy.config, max_completion_len=length)
+            if Plan(shorter, card_gb, server).most_tokens():
+                return length
+        return 0
 
 
 def on_a_gpu(config: TrainConfig) -> TrainConfig:
@@ -347,18 +417,31 @@ def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:
         raise UserError(f"--plan {card}: it needs the memory of a GPU, such as 24GB")
     card_gb = float(match[1])
     variants = Variants(config)
-    for has_server in (True, False):
-        where = "with its server" if has_server else "without a server"
-        found = variants.first_that_fits(card_gb, has_server)
-        if not found:
-            print(f"\n{config.model_id} does not fit on {card_gb:g} GB {where}")
+    for server in Server:
+        found = variants.first_that_fits(card_gb, server)
+        if found:
+            print_fit(*found, recipe)
             continue
-        changes, plan, most = found
-        how = "LoRA" if plan.policy.config.use_peft else "all weights"
-        print(f"\n{config.model_id}, {how}, on {card_gb:g} GB {where}")
-        num_tokens = min(most, config.max_tokens_per_gpu)
-        parts = plan.parts(num_tokens)
-        for name, gb in {**parts, "together": sum(parts.values())}.items():
-            print(f"  {name:<40}{gb:6.1f} GB")
-        print(f"  max_tokens_per_gpu may be up to {most:,}")
-        print(f"  {plan.command(recipe, changes, num_tokens)}")
+        print(f"\n{config.model_id} does not fit on {card_gb:g} GB {server.value}")
+        length = variants.longest_completion(card_gb, server)
+        if length:
+            print(f"  with --max_completion_len {length} it would")
+
+
+def print_fit(changes: dict[str, Any], plan: Plan, most: int, recipe: list[str]) -> None:
+    """Print what a plan takes, and its command."""
+    config = plan.policy.config
+    how = "LoRA" if config.use_peft else "all weights"
+    print(f"\n{config.model_id}, {how}, on {plan.card_gb:g} GB {plan.server.value}")
+    num_tokens = min(most, config.max_tokens_per_gpu)
+    _print_parts(plan.parts(num_tokens))
+    if plan.sampling_parts():
+        print("  while the server samples:")
+        _print_parts(plan.sampling_parts())
+    print(f"  max_tokens_per_gpu may be up to {most:,}")
+    print(f"  {plan.command(recipe, changes, num_tokens)}")
+
+
+def _print_parts(parts: dict[str, float]) -> None:
+    for name, gb in {**parts, "together": sum(parts.values())}.items():
+        print(f"  {name:<40}{gb:6.1f} GB")
