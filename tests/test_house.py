@@ -14,7 +14,7 @@ ROOMS = {
         "servers", "addresses", "adapters", "proofs", "rollouts", "evaluation", "references", "replay",
     },
     "training": {
-        "batching", "lora", "model", "rare_attention", "vision", "checkpoints", "logs", "metrics", "terminal", "wandb_log",
+        "batching", "lora", "low_memory", "model", "rare_attention", "vision", "checkpoints", "logs", "metrics", "terminal", "wandb_log",
         "hooks", "heartbeat", "intact", "resume",
     },
     "weights": {"publish", "transfer", "arrival", "shared", "cuda_ipc"},
@@ -32,7 +32,7 @@ FILE_LIMITS = {  # a library that nobody must read, and fields that are their ow
 ALL_NODES, NODES_OF_TINY = 44_700, 31_050  # of the syntax tree, without annotations and docstrings
 # What a run of recipes/tiny.py does not import; the server is a process of its own.
 OPTIONAL = {
-    "vllm_server", "server.route", "server.update", "server.adapter", "rollouts.adapters", "server.receiver", "server.staging", "server.whole", "rollouts.images", "rollouts.references", "rollouts.replay", "rollouts.own_rollouts", "rollouts.own_advantages", "rollouts.sources", "rollouts.vllm_params", "training.resume", "training.heartbeat", "training.hooks", "training.lora",
+    "vllm_server", "server.route", "server.update", "server.adapter", "rollouts.adapters", "server.receiver", "server.staging", "server.whole", "rollouts.images", "rollouts.references", "rollouts.replay", "rollouts.own_rollouts", "rollouts.own_advantages", "rollouts.sources", "rollouts.vllm_params", "training.resume", "training.heartbeat", "training.hooks", "training.lora", "training.low_memory",
     "training.rare_attention", "training.vision", "training.wandb_log", "weights.cuda_ipc", "weights.shared", "weights.arrival",
 }  # fmt: skip
 

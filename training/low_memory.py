@@ -7,6 +7,7 @@ import importlib
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import BitsAndBytesConfig
 
 from config import TrainConfig, UserError
@@ -50,8 +51,9 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
             for group in self.param_groups:
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
 
-            # Without GPUs there are small models alone: compiling would take half a minute.
-            stance = "default" if torch.cuda.is_available() else "force_eager"
+            stance = "default"
+            if not torch.cuda.is_available():  # small models alone, not worth half a minute
+                stance = "force_eager"
             with torch.compiler.set_stance(stance):
                 super().step(closure)
             for group, rate in zip(self.param_groups, rates, strict=True):
@@ -67,17 +69,27 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
 def _new_empty(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Make room for a copy of an 8-bit tensor, which saving needs, and torchao 0.18 lacks."""
     tensor, shape = args
-    return tensor.zeros(shape, tensor.signed, tensor.block_size, kwargs["device"], tensor.dtype)
+    device = kwargs.get("device", tensor.device)
+    return tensor.zeros(shape, tensor.signed, tensor.block_size, device, tensor.dtype)
 
 
 # -- A base in 4 bits ------------------------------------------------------------------------------
 
 
+def compute_exactly(model: nn.Module) -> None:
+    """Keep bitsandbytes from its own layout on CPUs, which has no gradient."""
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
 def in_4bit(config: TrainConfig) -> BitsAndBytesConfig:
     """transformers' setting for linear layers, but the head, in 4 bits (nf4)."""
-    computes_bf16 = config.bf16 or config.dtype == "bfloat16"
+    computes_in = getattr(torch, config.dtype)
+    if config.bf16:
+        computes_in = torch.bfloat16
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_compute_dtype=torch.bfloat16 if computes_bf16 else torch.float32,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computes_in
     )

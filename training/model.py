@@ -228,7 +228,7 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
     source = checkpoint or model_id
     quantization = None
     if config.base_4bit:
-        from training.low_memory import in_4bit
+        from training.low_memory import compute_exactly, in_4bit
 
         quantization = in_4bit(config)
     with naming(f"the weights of {source} cannot be loaded"):
@@ -245,6 +245,8 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
     if not on_meta:
         reshaped = {name for name, _, _ in found["mismatched_keys"]}
         check_complete(source, found["missing_keys"], found["unexpected_keys"], reshaped)
+    if config.base_4bit:
+        compute_exactly(model)
     _allow_saving(model)
     _turn_noise_off(model)
     return model
