@@ -25,11 +25,12 @@ FLOORS = {  # of a file, or else of its room
     "rollouts.group": 3, "rollouts.vllm_params": -1, "rollouts.workers": -1, "rollouts.own_advantages": 2, "training.heartbeat": -1, "prefix_attention": 2, "utils": 1, "config": 0,
 }  # fmt: skip
 FILE_LINES, FUNCTION_LINES = 450, 60
-FILE_LIMITS = {  # a library that nobody must read, and fields that are their own documentation
+FILE_LIMITS = {  # a library that nobody must read, fields that are their own documentation, loading and spreading
     "prefix_attention": 1300,
     "config": 800,
+    "training.model": 475,
 }
-ALL_NODES, NODES_OF_TINY = 44_700, 31_050  # of the syntax tree, without annotations and docstrings
+ALL_NODES, NODES_OF_TINY = 45_100, 31_150  # of the syntax tree, without annotations and docstrings
 # What a run of recipes/tiny.py does not import; the server is a process of its own.
 OPTIONAL = {
     "vllm_server", "server.route", "server.update", "server.adapter", "rollouts.adapters", "server.receiver", "server.staging", "server.whole", "rollouts.images", "rollouts.references", "rollouts.replay", "rollouts.own_rollouts", "rollouts.own_advantages", "rollouts.sources", "rollouts.vllm_params", "training.resume", "training.heartbeat", "training.hooks", "training.lora", "training.low_memory",
