@@ -370,10 +370,6 @@ def main(config: TrainConfig) -> None:
         from training.hooks import check_loss
 
         check_loss(config)
-    if config.adam_8bit or config.base_4bit:
-        from training.low_memory import check_packages
-
-        check_packages(config)
     checkpoint, resumed = find_start(config)
     with (
         process_group(config.collective_timeout) as device,

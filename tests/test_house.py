@@ -28,7 +28,7 @@ FILE_LINES, FUNCTION_LINES = 450, 60
 FILE_LIMITS = {  # a library that nobody must read, fields that are their own documentation, loading and spreading
     "prefix_attention": 1300,
     "config": 800,
-    "training.model": 475,
+    "training.model": 480,
 }
 ALL_NODES, NODES_OF_TINY = 45_100, 31_150  # of the syntax tree, without annotations and docstrings
 # What a run of recipes/tiny.py does not import; the server is a process of its own.

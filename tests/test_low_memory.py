@@ -319,9 +319,11 @@ def test_it_may_not_change(start, tmp_path, before, after):  # noqa: F811
     ("package", "fields"),
     [("torchao", {"adam_8bit": True}), ("bitsandbytes", {"use_peft": True, "base_4bit": True})],
 )
-def test_a_missing_package_is_named_before_servers_are_waited_for(monkeypatch, package, fields):
+def test_a_missing_package_is_named_at_once(monkeypatch, models, tmp_path, package, fields):
+    """Before servers are waited for, ten minutes long, and weights are loaded."""
     monkeypatch.setitem(sys.modules, package, None)
-    config = make_config("m", "http://x", server_timeout=600.0, **fields)
+    fields = {"server_timeout": 600.0, "output_dir": str(tmp_path), **fields}
+    config = make_config(models["tied"], "http://127.0.0.1:9", **fields)
     with pytest.raises(UserError, match=f"{[*fields][-1]} needs {package}: pip install {package}"):
         main(config)
     check_packages(make_config("m", "http://x"))

@@ -191,6 +191,10 @@ def with_bf16(config: TrainConfig) -> TrainConfig:
 
 def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     """transformers' configuration of `model_id`, and its class for such models."""
+    if config.adam_8bit or config.base_4bit:
+        from training.low_memory import check_packages
+
+        check_packages(config)
     model_config = AutoConfig.from_pretrained(
         config.model_id, trust_remote_code=config.trust_remote_code
     )
