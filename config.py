@@ -122,7 +122,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     use_peft: bool = False
     """Train LoRA adapters instead of the weights."""
     lora_rank: OneOrMore = 16
-    """LoRA rank r. This field and the three below need `use_peft`."""
+    """LoRA rank r. This field and the four below need `use_peft`."""
     lora_alpha: OneOrMore = 32
     """LoRA scale: the update is alpha/r · B·A."""
     lora_dropout: BelowOne = 0.0
@@ -131,6 +131,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     lora_target_modules: Values[str] | None = None
     """Module names (or their last parts) that get an adapter;
     None takes all linear layers but the head."""
+    base_4bit: bool = False
+    """Keep LoRA's frozen base in 4 bits (nf4; needs bitsandbytes, and servers for adapters alone:
+    docs/operations.md)."""
 
     # -- data --------------------------------------------------------------------------------------
     dataset_id: PathOrName | Callable[[], Any]
@@ -311,6 +314,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Decay of AdamW's first moment."""
     adam_beta2: BelowOne = 0.999
     """Decay of AdamW's second moment."""
+    adam_8bit: bool = False
+    """Keep AdamW's moments in 8 bits (needs torchao): about 2 bytes a weight in place of 8."""
     grad_norm: NotNegative = 1.0
     """Gradients are clipped to this global norm; 0 clips nothing."""
     seed: Annotated[int, Field(title="int >= -1e+18 and <= 1e+18", ge=-(10**18), le=10**18)] = 42
@@ -389,6 +394,8 @@ class TrainConfig(metaclass=_OneLineErrors):
         if self.delta and self.delta <= 1 + self.clip_high:
             raise UserError("delta must exceed 1 + epsilon_high")
 
+        if self.base_4bit and self.use_fsdp:
+            raise UserError("base_4bit cannot be sharded: unset use_fsdp, each rank holds it whole")
         if self.push_to_hub and not self.hub_repo_id:
             raise UserError("push_to_hub needs hub_repo_id (user/name)")
         if self.replay:
@@ -413,7 +420,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         if not self.use_peft:
             refuse(
                 "without use_peft",
-                "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
+                "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "base_4bit",
             )  # fmt: skip
         if self.logged_groups == 0:
             refuse("with logged_groups=0", "log_completions_steps")

@@ -41,6 +41,11 @@ def take_adapters(servers: Sequence[Server], config: TrainConfig) -> bool:
             "with --enable-lora, or none"
         )
     options = " ".join(lora_options(config.lora_rank))
+    if config.base_4bit and merged:
+        cure = f"with {options}" if options else "with a lower lora_rank, and --enable-lora"
+        raise ServerError(
+            f"{merged[0].url} takes whole weights, and base_4bit has none: restart it {cure}"
+        )
     if config.use_peft and merged and options:
         print(
             f"LoRA is merged for the servers; started with {options} they would get adapters alone "

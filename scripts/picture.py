@@ -81,6 +81,7 @@ RECORDS = {
 POLICY = {
     "model.py": "load, DDP, FSDP2",
     "lora.py": "adapters",
+    "low_memory.py": "in 8 and 4 bits",
     "vision.py": "its vision tower",
     "rare_attention.py": "for a few families",
     "checkpoints.py": "save, and go on",
@@ -113,7 +114,7 @@ SERVING = {
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
-    "rare_attention.py", "hooks.py", "lora.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
+    "rare_attention.py", "hooks.py", "lora.py", "low_memory.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
     "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
 }  # fmt: skip
 
@@ -137,7 +138,7 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (322, 106, 123, 48, 5, "blue", GROUPS),
     (461, 106, 123, 40, 4, "blue", SERVERS),
     (44, 566, 141, 40, 12, "green", RECORDS),
-    (199, 563, 141, 37, 7, "green", POLICY),
+    (199, 563, 141, 33, 5, "green", POLICY),
     (364, 540, 198, 154, 12, "pink", PREFIXES),
     (482, 716, 102, 43, 12, "purple", SENDING),
     (374, 771, 102, 43, 12, "purple", ARRIVING),

@@ -77,7 +77,7 @@ def on_ranks(num_ranks, folder, function, *arguments):
     module, name = function.split(".")
     script = folder / f"{name}.py"
     script.write_text(
-        f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'tests')]!r}\n"
+        f"import sys; sys.path[:0] = {[str(ROOT / name) for name in ('', 'tests', 'scripts')]!r}\n"
         f"from utils import exits\nfrom {module} import {name}\n"
         f"with exits({{}}):\n    {name}(*{[str(a) for a in arguments]!r})\n"
     )

@@ -113,7 +113,13 @@ class Checkpoints:
         from training.resume import read_state, states_in
 
         shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
-        dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
+        try:
+            dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
+        except dcp.CheckpointException as error:
+            raise UserError(
+                f"the optimizer's state of {checkpoint} cannot be loaded, perhaps by this number "
+                f"of ranks: {_in_a_line(error)}"
+            ) from None
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
 
         state = read_state(checkpoint)

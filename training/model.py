@@ -64,7 +64,9 @@ def build_policy(
             f"fsdp_shard_size={config.fsdp_shard_size}: {num_ranks} ranks are no multiple of it"
         )
 
-    model = load_model(config, None if config.use_peft else checkpoint, on_meta=not is_main())
+    # Only whole weights can be sent from rank 0 to the others.
+    on_meta = not is_main() and not config.base_4bit
+    model = load_model(config, None if config.use_peft else checkpoint, on_meta)
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
@@ -132,13 +134,13 @@ def build_reference(
 
 def _load_reference(config: TrainConfig, device: torch.device, example: Prompt | None) -> Any:
     """Load the reference as its own frozen model, spread like the policy."""
-    named = replace(config, model_id=config.reference_id or config.model_id)
+    named = replace(config, model_id=config.reference_id or config.model_id, base_4bit=False)
     model = load_model(named, on_meta=not is_main()).requires_grad_(False).eval()
     if example:
         from training.vision import run_tower_always
 
         run_tower_always(model, example, device)
-    model = parallelize(model, config, device)
+    model = parallelize(model, named, device)
 
     if config.share_prefix:
         # `share_prefixes` has proved it on the policy alone, which another model need not be like.
@@ -189,6 +191,10 @@ def with_bf16(config: TrainConfig) -> TrainConfig:
 
 def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
     """transformers' configuration of `model_id`, and its class for such models."""
+    if config.adam_8bit or config.base_4bit:
+        from training.low_memory import check_packages
+
+        check_packages(config)
     model_config = AutoConfig.from_pretrained(
         config.model_id, trust_remote_code=config.trust_remote_code
     )
@@ -224,6 +230,11 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
     # A local path is made absolute, as an adapter names its model by it.
     model_id = local.resolve() if local.exists() else config.model_id
     source = checkpoint or model_id
+    quantization = None
+    if config.base_4bit:
+        from training.low_memory import compute_exactly, in_4bit
+
+        quantization = in_4bit(config)
     with naming(f"the weights of {source} cannot be loaded"):
         model, found = model_class.from_pretrained(
             source,
@@ -231,12 +242,15 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
             device_map="meta" if on_meta else None,
+            quantization_config=quantization,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # `check_complete` refuses them
         )
     if not on_meta:
         reshaped = {name for name, _, _ in found["mismatched_keys"]}
         check_complete(source, found["missing_keys"], found["unexpected_keys"], reshaped)
+    if config.base_4bit:
+        compute_exactly(model)
     _allow_saving(model)
     _turn_noise_off(model)
     return model
@@ -276,6 +290,22 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
 
+    if config.base_4bit:  # every rank has loaded it
+        model = model.to(device)
+    else:
+        _spread(model, config, device)
+    if not config.use_fsdp and any(weight.requires_grad for weight in model.parameters()):
+        # torch 2.11 warns of `broadcast_buffers`, and lacks its successor.
+        with catch_warnings(action="ignore", category=FutureWarning):
+            model = nn.parallel.DistributedDataParallel(
+                model, gradient_as_bucket_view=True, broadcast_buffers=False
+            )
+        model.register_comm_hook(None, _sum_over_ranks)
+    return model
+
+
+def _spread(model: Any, config: TrainConfig, device: torch.device) -> None:
+    """Give each rank its part of rank 0's weights: all of them, or a shard. Collective."""
     whole = _take_values(model)
     if config.use_fsdp:
         _shard(model, config, device)
@@ -287,15 +317,6 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
             f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: "
             "untie them"
         )
-
-    if not config.use_fsdp and any(weight.requires_grad for weight in model.parameters()):
-        # torch 2.11 warns of `broadcast_buffers`, and lacks its successor.
-        with catch_warnings(action="ignore", category=FutureWarning):
-            model = nn.parallel.DistributedDataParallel(
-                model, gradient_as_bucket_view=True, broadcast_buffers=False
-            )
-        model.register_comm_hook(None, _sum_over_ranks)
-    return model
 
 
 def _take_values(model: Any) -> dict[str, Tensor]:
@@ -406,13 +427,18 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
         {"params": decays, "weight_decay": config.weight_decay},
         {"params": others, "weight_decay": 0.0},
     ]
-    on_cuda = any(weight.is_cuda for weight in policy.parameters())
-    optimizer = torch.optim.AdamW(
-        groups,
-        config.learning_rate,
-        (config.adam_beta1, config.adam_beta2),
-        fused=config.fsdp_offload or on_cuda or None,  # None leaves it to torch
-    )
+    if config.adam_8bit:
+        from training.low_memory import adamw_8bit
+
+        optimizer = adamw_8bit(groups, config)
+    else:
+        on_cuda = any(weight.is_cuda for weight in policy.parameters())
+        optimizer = torch.optim.AdamW(
+            groups,
+            config.learning_rate,
+            (config.adam_beta1, config.adam_beta2),
+            fused=config.fsdp_offload or on_cuda or None,  # None leaves it to torch
+        )
     num_warmup = round(config.warmup_ratio * num_updates)
 
     def factor(update: int) -> float:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 
-from config import TrainConfig, UserError, to_json
+from config import TrainConfig, UserError, changed_fields, to_json
 from training.intact import TRAINER
 from utils import naming
 
@@ -47,8 +47,10 @@ def find_checkpoint(config: TrainConfig) -> Path | None:
     # `use_fsdp` may change, and by default decides which of the two kinds of bf16 is on.
     for settings in (before, now):
         settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings.get("bf16"))
+    changed = changed_fields(config)
     for name, value in now.items():
-        old = before.get(name, value)
+        # A run from before there was such a field had its default.
+        old = before.get(name, "its default" if name in changed else value)
         if name not in MAY_CHANGE and old != value:
             raise UserError(
                 f"{path} was trained with {name}={old}, not {value}: "

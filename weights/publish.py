@@ -49,6 +49,7 @@ def full_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if ".lora_" in name or id(tensor) in seen:
             continue
         seen.add(id(tensor))
+        assert tensor.dtype != torch.uint8, f"{name} is in 4 bits, and cannot be sent"
 
         whole = full_tensor(tensor)
         if name.endswith(".base_layer.weight"):

@@ -1,0 +1,43 @@
+"""Write the base that a run with `base_4bit` trains on, for its servers.
+
+    python scripts/dequantize.py FOLDER [recipe.py] [--field value ...]
+    python vllm_server.py --model FOLDER --served-model-name MODEL_ID --enable-lora --max-lora-rank 16
+
+The arguments behind FOLDER are the run's, MODEL_ID is its `model_id`. The folder has the values of
+its 4-bit weights in `dtype`: a server, in the dtype that the trainer computes in, has its base.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from config import TrainConfig, UserError, parse_args
+from rollouts.processor import load_processor
+from training.low_memory import check_packages
+from training.model import load_model, with_bf16
+from utils import exits
+
+
+def write_base(config: TrainConfig, folder: Path) -> None:
+    """Write the base in whole weights, with its tokenizer."""
+    if not config.base_4bit:
+        raise UserError("without base_4bit servers take model_id as it is")
+    config = with_bf16(config)
+    check_packages(config)
+    load_model(config).dequantize().save_pretrained(folder)
+    load_processor(config).save_pretrained(folder)
+
+
+def main() -> None:
+    """Command line."""
+    if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
+        print(__doc__)
+        return
+    write_base(parse_args(sys.argv[2:]), Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    with exits({UserError: ""}):
+        main()

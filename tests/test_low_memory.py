@@ -1,0 +1,475 @@
+"""AdamW's state in 8 bits, and a base of LoRA in 4 bits."""
+
+import json
+import sys
+from contextlib import closing
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from fake_server import fake_server
+from helpers import RECIPE, ROOT, answer_in, make_model, on_forked_ranks, on_ranks, server
+from test_adapters import LORA, lora_config
+from test_resume import assert_identical, run, start, weights  # noqa: F401
+from test_server import disturb, make_config, mismatch
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from config import UserError
+from prefix_attention import attach, completion_logprobs, pack
+from rollouts.rollouts import Rollouts
+from train import main, optimizer_step
+from training.low_memory import adamw_8bit, check_packages
+from training.model import build_optimizer, build_policy, build_reference
+from utils import process_group
+from vllm_client import ServerError
+from weights.publish import full_tensor, published_weights
+
+pytest.importorskip("torchao")
+bnb = pytest.importorskip("bitsandbytes")
+
+ON = ["--adam_8bit", "true"]
+ADAM = {
+    "adam_8bit": True, "learning_rate": 0.01, "weight_decay": 0.1, "adam_beta1": 0.8,
+    "adam_beta2": 0.95, "lr_scheduler": "linear", "warmup_ratio": 0.4, "grad_norm": 0.0,
+}  # fmt: skip
+
+
+# -- AdamW in 8 bits -------------------------------------------------------------------------------
+
+
+class Rounded:
+    """A moment in 8 bits, by bitsandbytes' own map of values: blocks of 256, each with its largest."""
+
+    def __init__(self, shape, signed):
+        self.map = bnb.functional.create_dynamic_map(signed).double()
+        self.value = torch.zeros(shape, dtype=torch.float64)
+
+    def keep(self, value):
+        blocks = value.reshape(-1, 256)
+        scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
+        distance = (blocks / scale)[..., None] - self.map
+        self.value = (self.map[distance.abs().argmin(-1)] * scale).reshape(value.shape)
+
+
+class Whole(Rounded):
+    """A moment as AdamW has it."""
+
+    def keep(self, value):
+        self.value = value
+
+
+def adamw(weights, gradients, rates, config, kind):
+    """AdamW (arXiv:1711.05101) in fp64, written out; an update without gradients is skipped."""
+    beta1, beta2 = config.adam_beta1, config.adam_beta2
+    moments = {n: (kind(w.shape, True), kind(w.shape, False)) for n, w in weights.items()}
+    number = 0
+    for of_update, rate in zip(gradients, rates, strict=True):
+        if of_update is None:
+            continue
+        number += 1
+        for name, gradient in of_update.items():
+            first, second = moments[name]
+            mean = beta1 * first.value + (1 - beta1) * gradient.double()
+            square = beta2 * second.value + (1 - beta2) * gradient.double() ** 2
+            first.keep(mean)
+            second.keep(square)
+            decay = config.weight_decay if weights[name].ndim > 1 else 0.0
+            ratio = (mean / (1 - beta1**number)) / ((square / (1 - beta2**number)).sqrt() + 1e-8)
+            weights[name] = weights[name] - rate * decay * weights[name] - rate * ratio
+    return weights
+
+
+def some_gradients(model, num):
+    """Of several scales, so that the smallest of a block are rounded away."""
+    torch.manual_seed(3)
+    gradients: list = []
+    for _ in range(num):
+        gradients.append({
+            name: torch.randn_like(weight) * 10 ** torch.empty_like(weight).uniform_(-3, 0)
+            for name, weight in model.named_parameters()
+        })  # fmt: skip
+    gradients[2] = None
+    return gradients
+
+
+def train_on(model, gradients, optimizer, scheduler, config):
+    """Updates as train.py makes them; None is a gradient that is not finite."""
+    rates = []
+    for of_update in gradients:
+        rates.append(optimizer.param_groups[0]["lr"])
+        for name, weight in model.named_parameters():
+            weight.grad = (
+                of_update[name].clone() if of_update else torch.full_like(weight, torch.nan)
+            )
+        optimizer_step(model, optimizer, scheduler, 1.0, config)
+    return rates
+
+
+@pytest.mark.parametrize(("width", "kind"), [(64, Rounded), (62, Whole)])
+def test_adamw_written_out(width, kind):
+    """64 x 64 values are in 8 bits, 64 x 62 are fewer than 4,096, and whole. In fp32: 1e-6 of a weight."""
+    config = make_config("m", "http://x", **ADAM)
+    torch.manual_seed(0)
+    model = nn.Linear(width, 64)
+    before = {name: weight.detach().double() for name, weight in model.named_parameters()}
+    gradients = some_gradients(model, 6)
+    optimizer, scheduler = build_optimizer(model, 6, config)
+    rates = train_on(model, gradients, optimizer, scheduler, config)
+    assert rates == pytest.approx([0.005, 0.01, 0.01, 0.0075, 0.005, 0.0025])
+
+    bias = adamw(
+        {"bias": before.pop("bias")},
+        [g and {"bias": g["bias"]} for g in gradients],
+        rates,
+        config,
+        Whole,
+    )
+    torch.testing.assert_close(model.bias.double(), bias["bias"], rtol=0, atol=1e-6)
+    expected = adamw(
+        before, [g and {"weight": g["weight"]} for g in gradients], rates, config, kind
+    )
+    apart = (model.weight.double() - expected["weight"]).abs()
+    # A value in the middle between two of the map may go either way in another precision.
+    assert (apart > 1e-6).double().mean() < 5e-3
+    assert apart.max() < 1e-3
+
+    in_8bit = hasattr(optimizer.state[model.weight]["exp_avg"], "codes")
+    assert in_8bit == (kind is Rounded)
+    moved_by_rounding = adamw(
+        {"weight": before["weight"]},
+        [g and {"weight": g["weight"]} for g in gradients],
+        rates,
+        config,
+        Whole,
+    )["weight"]
+    if in_8bit:  # the test can tell one from the other
+        assert ((model.weight.double() - moved_by_rounding).abs() > 1e-6).double().mean() > 0.5
+
+
+def shards_main(output):
+    """Two ranks train shards, and rank 0 writes the whole weights; all check what they hold."""
+    with process_group(60) as device:
+        for offload in (False, True):
+            config = make_config("m", "http://x", use_fsdp=True, fsdp_offload=offload, **ADAM)
+            torch.manual_seed(0)
+            model = make_whole()
+            gradients = some_gradients(model, 6)
+            policy = sharded(model, config, device)
+            optimizer, scheduler = build_optimizer(policy, 6, config)
+            for of_update in gradients:
+                for name, weight in policy.named_parameters():
+                    part = weight.to_local()
+                    whole = torch.full((128, 64), torch.nan)
+                    if of_update:
+                        whole = of_update[name]
+                    rows = len(part)
+                    own = whole[dist.get_rank() * rows :][:rows].clone()
+                    weight.grad = torch.distributed.tensor.DTensor.from_local(
+                        own, weight.device_mesh, weight.placements
+                    )
+                optimizer_step(policy, optimizer, scheduler, 1.0, config)
+            moment = optimizer.state[policy.weight]["exp_avg"].to_local()
+            assert moment.codes.shape == (64, 64), moment.codes.shape
+            assert moment.codes.dtype == torch.uint8
+            found = full_tensor(policy.weight)
+            if dist.get_rank() == 0:
+                torch.save(found, f"{output}.{offload}")
+
+
+def make_whole():
+    model = nn.Linear(64, 128, bias=False)
+    nn.init.normal_(model.weight)
+    return model
+
+
+def sharded(model, config, device):
+    """By FSDP2 as the trainer shards: `_shard` of a model without layers."""
+    import training.model as model_module
+
+    before = model_module._layers
+    model_module._layers = lambda model: []
+    try:
+        model_module._shard(model, config, device)
+    finally:
+        model_module._layers = before
+    return model
+
+
+def test_shards_of_two_ranks(tmp_path):
+    """Each has the state of its half, in 8 bits; the weights are those of one rank, to the bit."""
+    on_ranks(2, tmp_path, "test_low_memory.shards_main", tmp_path / "found")
+    config = make_config("m", "http://x", **ADAM)
+    torch.manual_seed(0)
+    model = make_whole()
+    gradients = some_gradients(model, 6)
+    optimizer, scheduler = build_optimizer(model, 6, config)
+    train_on(model, gradients, optimizer, scheduler, config)
+    for offload in (False, True):
+        found = torch.load(f"{tmp_path / 'found'}.{offload}")
+        torch.testing.assert_close(found, model.weight.detach(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_what_gpus_compile(monkeypatch):
+    """The compiled step is the one that runs here, to fp32's rounding. Ten seconds a shape."""
+    found = []
+    for compiles in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda compiles=compiles: compiles)
+        config = make_config("m", "http://x", **ADAM)
+        torch.manual_seed(0)
+        model = make_whole()
+        groups = [{"params": [model.weight], "weight_decay": 0.1}]
+        optimizer = adamw_8bit(groups, config)
+        for of_update in some_gradients(model, 6):
+            if of_update:
+                model.weight.grad = of_update["weight"]
+                optimizer.step()
+        found.append(model.weight.detach())
+    apart = (found[0] - found[1]).abs()
+    assert (apart > 1e-6).double().mean() < 5e-3
+
+
+KINDS: dict[str, tuple[int, list]] = {
+    "plain": (1, []),
+    "ddp": (2, ["--num_minibatches", 2, "--warmup_ratio", 0.5]),
+    "fsdp": (2, ["--use_fsdp", "true", "--lr_scheduler", "cosine"]),
+    "offload": (2, ["--use_fsdp", "true", "--fsdp_offload", "true"]),
+    "lora": (1, ["--use_peft", "true", "--lora_rank", 64]),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resumed_run_is_the_same_bit_for_bit(start, tmp_path, kind):  # noqa: F811
+    """As with AdamW's whole state: four steps at once, and the last two again, in other processes."""
+    ranks, options = KINDS[kind]
+    command = start(*options, *ON, "--save_steps", 2)
+    run(ranks, command)
+    expected = weights(tmp_path / "run")
+    middle = tmp_path / "run" / "checkpoint-2"
+    done = on_forked_ranks(
+        ranks, ROOT / "train.py", *command, "--resume_from_checkpoint", str(middle)
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_identical(weights(tmp_path / "run"), expected)
+
+
+def test_shards_go_on_as_one_rank(start, tmp_path, monkeypatch):  # noqa: F811
+    """Two ranks' shards, loaded by one: of small weights they were whole, and are rounded here."""
+    command = start(*ON, "--save_steps", 2)
+    run(1, command)
+    expected = weights(tmp_path / "run")
+    run(2, [*command, "--use_fsdp", "true"])
+    middle = str(tmp_path / "run" / "checkpoint-2")
+    run(1, [*command, "--resume_from_checkpoint", middle])
+
+    def distance():
+        found = weights(tmp_path / "run").items()
+        return sum((weight - expected[name]).abs().mean().item() for name, weight in found)
+
+    kept = distance()
+    monkeypatch.setattr("training.checkpoints.set_optimizer_state_dict", lambda *_: None)
+    monkeypatch.setattr("training.checkpoints.dcp.load", lambda *_, **__: None)
+    run(1, [*command, "--resume_from_checkpoint", middle])
+    assert kept < distance() / 10
+
+
+def test_shards_that_cut_a_block_are_refused(tmp_path):
+    """68 x 64 values are 17 blocks of 256: the half of a rank would begin within one."""
+    shape = Qwen3Config(
+        vocab_size=99, hidden_size=64, intermediate_size=68, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, max_position_embeddings=256,
+    )  # fmt: skip
+    model = make_model(tmp_path / "model")
+    Qwen3ForCausalLM(shape).save_pretrained(model)
+    with fake_server(model, answer_in(0.02)) as fake:
+        path = tmp_path / "recipe_of_blocks.py"
+        path.write_text(RECIPE.format(model=model, urls=[fake.url], output=str(tmp_path / "run")))
+        command = [str(path), *ON, "--max_steps", "2", "--save_steps", "1"]
+        run(1, command)
+        middle = str(tmp_path / "run" / "checkpoint-1")
+        resumed = [*command, "--use_fsdp", "true", "--resume_from_checkpoint", middle]
+        done = on_forked_ranks(2, ROOT / "train.py", *resumed)
+    assert done.returncode == 1
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1
+    assert "cannot be loaded, perhaps by this number of ranks: Invalid start or end" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("false", "true"), ("true", "false"), (None, "true")]
+)
+def test_it_may_not_change(start, tmp_path, before, after):  # noqa: F811
+    """Not to a run of before there was the field, either."""
+    run(1, start("--adam_8bit", before or "false", "--save_steps", 2))
+    middle = tmp_path / "run" / "checkpoint-2"
+    if before is None:
+        file = middle / "trainer" / "config.json"
+        settings = json.loads(file.read_text())
+        del settings["adam_8bit"]
+        file.write_text(json.dumps(settings))
+    with pytest.raises(
+        UserError, match=r"was trained with adam_8bit=(True|False|its default), not"
+    ):
+        run(1, start("--adam_8bit", after, "--resume_from_checkpoint", middle))
+
+
+@pytest.mark.parametrize(
+    ("package", "fields"),
+    [("torchao", {"adam_8bit": True}), ("bitsandbytes", {"use_peft": True, "base_4bit": True})],
+)
+def test_a_missing_package_is_named_at_once(monkeypatch, models, tmp_path, package, fields):
+    """Before servers are waited for, ten minutes long, and weights are loaded."""
+    monkeypatch.setitem(sys.modules, package, None)
+    fields = {"server_timeout": 600.0, "output_dir": str(tmp_path), **fields}
+    config = make_config(models["tied"], "http://127.0.0.1:9", **fields)
+    with pytest.raises(UserError, match=f"{[*fields][-1]} needs {package}: pip install {package}"):
+        main(config)
+    check_packages(make_config("m", "http://x"))
+
+
+# -- A base in 4 bits ------------------------------------------------------------------------------
+
+
+def base_config(model, url="http://x", **fields):
+    return lora_config(model, url, base_4bit=True, **fields)
+
+
+def dequantized(path):
+    """A plain model whose linear layers, but for the head, were rounded to 4 bits and back."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            rounded, state = bnb.functional.quantize_4bit(module.weight.data, quant_type="nf4")
+            module.weight.data = bnb.functional.dequantize_4bit(rounded, state)
+    return model
+
+
+def logprobs_of(model, prompt, completion):
+    """Log-probs by one plain forward."""
+    ids = torch.tensor([prompt + completion])
+    logits = model(ids).logits.log_softmax(-1)
+    return logits[0, len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+COMPILED = pytest.param({"torch_compile": True}, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("fields", [{}, {"gradient_checkpoint": True}, COMPILED], ids=str)
+def test_gradients_of_adapters(models, fields):
+    """Those of plain peft over plain weights, to fp32's rounding, after forwards without gradients, too."""
+    from peft import LoraConfig, get_peft_model
+
+    plain: nn.Module = get_peft_model(
+        dequantized(models["untied"]), LoraConfig(r=4, lora_alpha=32, target_modules="all-linear")
+    )
+    whole = AutoModelForCausalLM.from_pretrained(models["untied"])
+    prompt, completion = [5, 20, 33, 41], [7, 8, 50, 51, 52]
+    config = base_config(models["untied"], beta=0.1, **fields)
+    with process_group(60) as device:
+        policy = build_policy(config, device)
+        with torch.no_grad():
+            policy.eval()
+            policy(torch.tensor([prompt]))
+            policy.train()
+        adapters = {n: w for n, w in policy.named_parameters() if w.requires_grad}
+        for name, weight in plain.named_parameters():
+            if ".lora_B" in name:
+                nn.init.normal_(weight, std=0.05)
+            if ".lora_" in name:
+                adapters[name].data.copy_(weight.data)
+
+        (row,) = pack([(prompt, [completion])], share_prefix=False)
+        found = completion_logprobs(policy, row)
+        expected = logprobs_of(plain, prompt, completion)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        difference = (logprobs_of(whole, prompt, completion) - expected).abs().mean()
+        assert difference > 0.05  # the test can tell the base of 4 bits from the whole one
+
+        (found * torch.arange(5.0)).sum().backward()
+        (expected * torch.arange(5.0)).sum().backward()
+        for name, weight in plain.named_parameters():
+            if ".lora_" in name:
+                torch.testing.assert_close(adapters[name].grad, weight.grad, rtol=1e-4, atol=1e-5)
+        if not fields:
+            reference = build_reference(policy, config, device)
+            torch.testing.assert_close(
+                reference(row, {}),
+                logprobs_of(dequantized(models["untied"]), prompt, completion),
+                rtol=1e-5, atol=1e-5,
+            )  # fmt: skip
+
+
+def test_a_reference_of_another_name_is_whole(models):
+    config = base_config(models["untied"], beta=0.1, reference_id=models["tied"])
+    with process_group(60) as device:
+        policy = build_policy(config, device)
+        (row,) = pack([([5, 20, 33], [[7, 8, 50]])], share_prefix=False)
+        found = build_reference(policy, config, device)(row, {})
+    plain = AutoModelForCausalLM.from_pretrained(models["tied"])
+    torch.testing.assert_close(found, logprobs_of(plain, [5, 20, 33], [7, 8, 50]))
+
+
+def test_what_cannot_have_a_base_in_4_bits(models):
+    with pytest.raises(UserError, match="base_4bit has no effect without use_peft"):
+        make_config("m", "http://x", base_4bit=True)
+    with pytest.raises(UserError, match="base_4bit cannot be sharded: unset use_fsdp"):
+        base_config("m", use_fsdp=True)
+    with process_group(60) as device:
+        policy = build_policy(base_config(models["tied"]), device)
+        with pytest.raises(AssertionError, match=r"q_proj.* is in 4 bits, and cannot be sent"):
+            list(published_weights(policy))
+
+
+def test_servers_of_whole_weights_are_refused(models):
+    """At the start, as they would want the base merged."""
+    with fake_server(models["tied"], answer_in(0.02)) as fake, process_group(60) as device:
+        said = "takes whole weights, and base_4bit has none: restart it with --enable-lora"
+        with pytest.raises(ServerError, match=said):
+            Rollouts(base_config(models["tied"], fake.url), device)
+
+
+def test_replays_on_two_ranks_and_after_a_stop(start, tmp_path):  # noqa: F811
+    """Two ranks agree with one, to the rounding of sums; a run that goes on, to the bit."""
+    run(1, start("--save_rollouts", "true"))
+    command = start("--replay", tmp_path / "run", "--use_peft", "true", "--base_4bit", "true")
+    command += ["--learning_rate", "0.001", "--save_steps", "2"]
+    found = {}
+    for ranks in (1, 2):
+        output = ["--output_dir", str(tmp_path / f"of_{ranks}")]
+        run(ranks, [*command, *output])
+        found[ranks] = weights(tmp_path / f"of_{ranks}")
+        assert all(".lora_" in name for name in found[ranks])
+        resumed = ["--resume_from_checkpoint", str(tmp_path / f"of_{ranks}" / "checkpoint-2")]
+        run(ranks, [*command, *output, *resumed])
+        assert_identical(weights(tmp_path / f"of_{ranks}"), found[ranks])
+    for name, weight in found[1].items():
+        torch.testing.assert_close(found[2][name], weight, rtol=1e-3, atol=1e-5)
+
+
+def test_a_real_server_of_the_same_base(models, tmp_path):
+    """scripts/dequantize.py writes it; a server of the original differs, and is refused by the probe."""
+    from dequantize import write_base
+
+    write_base(base_config(models["untied"]), tmp_path / "base")
+    options = (*LORA, "--served-model-name", models["untied"])
+    with server(str(tmp_path / "base"), tmp_path / "log", *options) as started:
+        config = base_config(models["untied"], started.wait())
+        with process_group(120) as device:
+            torch.manual_seed(0)
+            with closing(Rollouts(config, device)) as rollouts:
+                policy = attach(build_policy(config, device))
+                rollouts.publish(policy, 0)
+                disturb(policy, 1)
+                rollouts.publish(policy, 1)
+                apart, versions = mismatch(policy, rollouts, config, device)
+                assert apart <= 2e-5
+                assert versions == [1]
+
+            whole = replace(config, base_4bit=False)
+            said = "and the trainer differ by .* or has another base under"
+            with closing(Rollouts(whole, device)) as rollouts:
+                policy = attach(build_policy(whole, device))
+                with pytest.raises(ServerError, match=said):
+                    rollouts.publish(policy, 0)

@@ -1,0 +1,95 @@
+"""AdamW's state in 8 bits (torchao), and a base of LoRA in 4 bits (bitsandbytes).
+
+Imported where the config asks for one of them: neither package is needed otherwise.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+
+from config import TrainConfig, UserError
+
+
+def check_packages(config: TrainConfig) -> None:
+    """Raise a UserError where a package that the config needs cannot be imported."""
+    packages = {"adam_8bit": "torchao", "base_4bit": "bitsandbytes"}
+    for field, package in packages.items():
+        if not getattr(config, field):
+            continue
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UserError(f"{field} needs {package}: pip install {package} ({error})") from None
+
+
+# -- AdamW in 8 bits -------------------------------------------------------------------------------
+
+
+def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
+    """Make AdamW with both moments in 8 bits, in blocks of 256 values (arXiv:2110.02861).
+
+    A tensor, or the shard of one, has its moments in its own dtype where it has less than 4,096
+    values or no multiple of 256. The mathematics is fp32's.
+    """
+    from torchao.optim import AdamW8bit
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    OptimState8bit.implements(torch.ops.aten.new_empty.default)(_new_empty)
+
+    class AdamW(AdamW8bit):
+        """torchao's, with numbers as learning rates, as torch's AdamW has them."""
+
+        def step(self, closure: Any = None) -> None:
+            """Update the weights.
+
+            On GPUs the first step compiles a kernel for each shape of a weight.
+            """
+            rates = [group["lr"] for group in self.param_groups]
+            for group in self.param_groups:
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
+
+            stance = "default"
+            if not torch.cuda.is_available():  # small models alone, not worth half a minute
+                stance = "force_eager"
+            with torch.compiler.set_stance(stance):
+                super().step(closure)
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    betas = (config.adam_beta1, config.adam_beta2)
+    optimizer = AdamW(groups, config.learning_rate, betas)
+    for group in optimizer.param_groups:
+        group["lr"] = config.learning_rate
+    return optimizer
+
+
+def _new_empty(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Make room for a copy of an 8-bit tensor, which saving needs, and torchao 0.18 lacks."""
+    tensor, shape = args
+    device = kwargs.get("device", tensor.device)
+    return tensor.zeros(shape, tensor.signed, tensor.block_size, device, tensor.dtype)
+
+
+# -- A base in 4 bits ------------------------------------------------------------------------------
+
+
+def compute_exactly(model: nn.Module) -> None:
+    """Keep bitsandbytes from its own layout on CPUs, which has no gradient."""
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+
+
+def in_4bit(config: TrainConfig) -> BitsAndBytesConfig:
+    """transformers' setting for linear layers, but the head, in 4 bits (nf4)."""
+    computes_in = getattr(torch, config.dtype)
+    if config.bf16:
+        computes_in = torch.bfloat16
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=computes_in
+    )
