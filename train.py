@@ -24,13 +24,13 @@ from training.checkpoints import Checkpoints, find_start, locked
 from training.logs import RunLog
 from training.metrics import TokenSums
 from training.model import (
-    build_optimizer,
     build_policy,
     build_reference,
     share_prefixes,
     token_logprobs,
     with_bf16,
 )
+from training.optimizer import build_optimizer
 from utils import (
     exits,
     is_main,

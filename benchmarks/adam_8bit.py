@@ -28,7 +28,8 @@ def bytes_a_weight(model: Path, adam_8bit: bool) -> float:
     import torch
 
     from config import TrainConfig
-    from training.model import build_optimizer, load_model
+    from training.model import load_model
+    from training.optimizer import build_optimizer
 
     config = TrainConfig(
         model_id=str(model), dataset_id="none", reward_funcs=["os.path.exists"], adam_8bit=adam_8bit

@@ -32,7 +32,8 @@ from recipes.rewards import exact_match
 from rollouts.rollouts import Rollouts
 from train import arriving_shares, train_batch
 from training.metrics import batch_metrics
-from training.model import build_optimizer, build_policy, share_prefixes
+from training.model import build_policy, share_prefixes
+from training.optimizer import build_optimizer
 from utils import process_group, timed
 from weights.publish import published_weights
 from weights.transfer import BUCKET_BYTES

@@ -37,7 +37,8 @@ from recipes.rewards import exact_match
 from train import train_batch
 from training.batching import MicroBatch, Share
 from training.lora import add_lora
-from training.model import build_optimizer, parallelize
+from training.model import parallelize
+from training.optimizer import build_optimizer
 from utils import process_group
 
 MODELS: dict[str, dict[str, Any]] = {

@@ -39,7 +39,7 @@ from benchmarks.steps import MODELS, make_config, make_policy, micro_batch
 from prefix_attention import pack
 from train import train_batch
 from training.batching import Share
-from training.model import build_optimizer
+from training.optimizer import build_optimizer
 from utils import die_with, process_group
 
 RECIPE = """

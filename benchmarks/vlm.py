@@ -26,7 +26,8 @@ from rollouts.group import Completion, Group, Prompt
 from rollouts.images import with_images
 from train import train_batch
 from training.batching import Dealer
-from training.model import build_optimizer, parallelize, share_prefixes
+from training.model import parallelize, share_prefixes
+from training.optimizer import build_optimizer
 from training.vision import run_tower_always
 from utils import process_group
 

@@ -24,13 +24,8 @@ from rollouts.scoring import Scorer
 from rollouts.servers import ServerPool
 from train import grpo_loss, loss_normalizer, off_policy_weights, optimizer_step, set_advantages
 from training.batching import Dealer, num_trained
-from training.model import (
-    build_optimizer,
-    build_policy,
-    share_prefixes,
-    token_logprobs,
-    with_bf16,
-)
+from training.model import build_policy, share_prefixes, token_logprobs, with_bf16
+from training.optimizer import build_optimizer
 from utils import exits, process_group
 from vllm_client import ServerError
 from weights.publish import published_weights

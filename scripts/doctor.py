@@ -44,7 +44,8 @@ from train import set_advantages, train_batch
 from training.batching import Dealer
 from training.hooks import check_loss, trial_groups
 from training.metrics import batch_metrics
-from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16
+from training.model import build_policy, build_reference, share_prefixes, with_bf16
+from training.optimizer import build_optimizer
 from utils import broadcast_object, exits, is_main, process_group, scatter_objects
 from vllm_client import ServerError
 

@@ -31,7 +31,8 @@ from rollouts.rollouts import Rollouts
 from train import arriving_shares, train_batch
 from training.batching import Share
 from training.hooks import check_loss
-from training.model import build_optimizer, build_policy, build_reference, share_prefixes, with_bf16
+from training.model import build_policy, build_reference, share_prefixes, with_bf16
+from training.optimizer import build_optimizer
 from utils import Stopped, process_group
 
 IDLE: Any = SimpleNamespace(step=lambda: None)  # a schedule of no learning rate

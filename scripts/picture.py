@@ -76,17 +76,18 @@ RECORDS = {
     "logs.py": "files of a run",
     "terminal.py": "lines of a run",
     "wandb_log.py": "Weights & Biases",
+    "hooks.py": "trial of own code",
     "intact.py": "no weight is missing",
 }
 POLICY = {
     "model.py": "load, DDP, FSDP2",
     "lora.py": "adapters",
+    "optimizer.py": "AdamW, its schedule",
     "low_memory.py": "in 8 and 4 bits",
     "vision.py": "its vision tower",
     "rare_attention.py": "for a few families",
     "checkpoints.py": "save, and go on",
     "resume.py": "finds a whole one",
-    "hooks.py": "trial of own code",
 }
 PREFIXES = {
     "prefix_attention.py": "a row holds each prompt once;\nits completions do not see\neach other",
@@ -136,8 +137,8 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (44, 106, 123, 48, 5, "blue", PROMPTS),
     (183, 106, 123, 78, 13, "blue", ORDER),
     (322, 106, 123, 48, 5, "blue", GROUPS),
-    (461, 106, 123, 40, 4, "blue", SERVERS),
-    (44, 566, 141, 40, 12, "green", RECORDS),
+    (461, 106, 123, 34, 4, "blue", SERVERS),
+    (44, 563, 141, 36, 8, "green", RECORDS),
     (199, 563, 141, 33, 5, "green", POLICY),
     (364, 540, 198, 154, 12, "pink", PREFIXES),
     (482, 716, 102, 43, 12, "purple", SENDING),

@@ -10,7 +10,7 @@ import shlex
 import weakref
 from bisect import bisect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -39,6 +39,8 @@ ASLEEP_GB = 1.0  # what is left of that while it sleeps
 USABLE = 0.93  # of a card: the rest is lost to fragments
 PROMPT_TOKENS = 512  # of a prompt, which no data set is asked for
 SEQUENCES = 64  # that the server samples at once, if the recipe asks for as many
+QUARTERED = 0.5 + 4 / 64  # bytes of a weight in 4 bits, with a scale for 64 of them
+EIGHTH = 1 + 4 / 256  # bytes of a moment in 8 bits, with a scale for 256
 LENGTHS = (1024, 4096, 16384, 65536)  # tokens of rows that are run; between them lines are drawn
 
 
@@ -180,9 +182,31 @@ class OnPaper:
         return self.build()
 
     @property
-    def weight_bytes(self) -> int:
+    def weight_bytes(self) -> float:
         """Of all weights, the adapter's too."""
-        return sum(weight.nbytes for weight in self.whole.parameters())
+        total = sum(weight.nbytes for weight in self.whole.parameters())
+        if self.config.base_4bit:
+            saved = sum(matrix.nbytes - QUARTERED * matrix.numel() for matrix in self._matrices)
+            total -= saved
+        return total
+
+    @property
+    def _matrices(self) -> list[Tensor]:
+        """Of frozen linear layers, but the head."""
+        head = self.whole.get_output_embeddings()
+        return [
+            module.weight
+            for name, module in self.whole.named_modules()
+            if isinstance(module, nn.Linear) and ".lora_" not in name and module is not head
+        ]
+
+    @property
+    def moment_bytes(self) -> float:
+        """Of AdamW's two moments."""
+        if self.config.adam_8bit:
+            num = sum(w.numel() for w in self.whole.parameters() if w.requires_grad)
+            return 2 * EIGHTH * num
+        return 2 * self.trained_bytes
 
     @property
     def trained_bytes(self) -> int:
@@ -199,7 +223,10 @@ class OnPaper:
 
         The maximum of some linear functions, which lines between its points never underestimate.
         """
-        return float(np.interp(num_tokens, LENGTHS, self._rows))
+        at_most = float(np.interp(num_tokens, LENGTHS, self._rows))
+        if self.config.base_4bit:  # a matrix is made whole for its product
+            at_most += 2 * max(matrix.numel() for matrix in self._matrices)
+        return at_most
 
     @cached_property
     def _rows(self) -> list[int]:
@@ -233,7 +260,7 @@ class OnPaper:
         """Weights, AdamW's two moments, and the reference's weights: what stays between steps."""
         if self.config.fsdp_offload:
             return 0.0  # they are in the host's memory
-        total = self.weight_bytes + 2 * self.trained_bytes
+        total = self.weight_bytes + self.moment_bytes
         if self.config.has_reference and not self.config.use_peft:
             total += self.weight_bytes
         return total
@@ -348,15 +375,18 @@ class Plan:
         return shlex.join(["python", "scripts/launch.py", *words, f"--server_options={options}"])
 
 
-# What makes a recipe fit, what changes least first. Without LoRA all weights would have to stay
-# fp32: in bf16 they lose updates.
+# What makes a recipe fit, what changes least first. Only LoRA's base may be in bf16: weights that
+# train lose updates.
 LORA = {"gradient_checkpoint": True, "use_peft": True, "dtype": "bfloat16"}
 CHANGES: list[dict[str, Any]] = [
     {},
     {"gradient_checkpoint": True},
+    {"gradient_checkpoint": True, "adam_8bit": True},
     LORA,
+    LORA | {"base_4bit": True},
     LORA | {"use_fsdp": True, "fsdp_offload": True},
 ]
+OTHER_TRAINING = {"use_peft", "base_4bit", "fsdp_offload"}
 
 
 class Variants:
@@ -367,20 +397,21 @@ class Variants:
         for changes in CHANGES:
             own = {k: value for k, value in changes.items() if getattr(config, k) != value}
             if own not in [known for known, _ in self._variants]:
-                changed = on_a_gpu(replace(config, **own))
-                self._variants.append((own, OnPaper(changed, model_config)))
+                with suppress(UserError):  # of settings of the recipe's that allow no such change
+                    changed = on_a_gpu(replace(config, **own))
+                    self._variants.append((own, OnPaper(changed, model_config)))
 
     def first_that_fits(
         self, card_gb: float, server: Server
     ) -> tuple[dict[str, Any], Plan, int] | None:
         """The changes that a card asks for, and the longest row; None where none is enough.
 
-        Training is changed, from all weights to LoRA or from the GPU's memory to the host's, only
-        where it does not fit at all; else a change must make rows longer that are too short.
+        What is trained, from what base and out of which memory, changes only where the recipe does
+        not fit at all; other changes must make rows longer that are too short.
         """
         best = None
         for changes, policy in self._variants:
-            if best and changes.keys() & {"use_peft", "fsdp_offload"}:
+            if best and changes.keys() & OTHER_TRAINING:
                 break
             plan = Plan(policy, card_gb, server)
             most = plan.most_tokens()

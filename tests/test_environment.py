@@ -19,7 +19,8 @@ from rollouts.rollouts import Rollouts
 from rollouts.servers import ServerPool
 from train import main
 from training import model as builders
-from training.model import build_optimizer, build_policy, share_prefixes, with_bf16
+from training.model import build_policy, share_prefixes, with_bf16
+from training.optimizer import build_optimizer
 from training.resume import find_checkpoint
 from utils import VLLM_VERSION, process_group
 from vllm_client import ServerError

@@ -27,7 +27,6 @@ from train import loss_normalizer, optimizer_step, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
 from training.lora import add_lora
 from training.model import (
-    build_optimizer,
     build_policy,
     build_reference,
     load_model,
@@ -35,6 +34,7 @@ from training.model import (
     share_prefixes,
     token_logprobs,
 )
+from training.optimizer import build_optimizer
 from utils import process_group
 from weights.publish import full_tensor, published_weights, unwrap
 

@@ -35,7 +35,8 @@ from rollouts.stream import GroupStream
 from rollouts.vllm_params import SamplingParams, fault_in
 from training.batching import Share
 from training.metrics import TokenSums
-from training.model import build_optimizer, load_model, token_logprobs
+from training.model import load_model, token_logprobs
+from training.optimizer import build_optimizer
 from utils import process_group
 
 MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exists"]

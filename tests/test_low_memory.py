@@ -21,7 +21,8 @@ from prefix_attention import attach, completion_logprobs, pack
 from rollouts.rollouts import Rollouts
 from train import main, optimizer_step
 from training.low_memory import adamw_8bit, check_packages
-from training.model import build_optimizer, build_policy, build_reference
+from training.model import build_policy, build_reference
+from training.optimizer import build_optimizer
 from utils import process_group
 from vllm_client import ServerError
 from weights.publish import full_tensor, published_weights

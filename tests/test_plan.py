@@ -7,6 +7,7 @@ import subprocess
 import sys
 from typing import Any
 
+import launch as launcher
 import pytest
 from helpers import ENV, ROOT
 from plan import OnPaper, Plan, Server, Variants
@@ -14,7 +15,7 @@ from transformers import Qwen3Config
 
 from benchmarks.prefix_attention import SIZES
 from benchmarks.steps import MODELS
-from config import TrainConfig, parse_args
+from config import TrainConfig
 from recipes.rewards import exact_match
 
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -59,7 +60,7 @@ def test_the_peak_of_a_step(model, mode, fields):
 
 
 def test_less_is_changed_first():
-    """All weights as long as they fit; LoRA below; nothing where no row does."""
+    """All weights as long as they fit, with 8-bit moments where rows are short; then LoRA."""
     config = on_paper(MODELS["quick"]).config
     shape = MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}
     variants = Variants(config, Qwen3Config(**shape, tie_word_embeddings=True))
@@ -71,8 +72,45 @@ def test_less_is_changed_first():
             assert found[1].fits(found[2])
             assert not found[1].fits(found[2] + 256) or found[2] == 65536
     lora = {"use_peft": True, "dtype": "bfloat16"}
-    assert [kinds[card_gb] and kinds[card_gb][0] for card_gb in kinds] == [{}, {}, lora, None]
+    changes = [kinds[card_gb] and kinds[card_gb][0] for card_gb in kinds]
+    assert changes == [{}, {"adam_8bit": True}, lora, None]
     assert kinds[80][1] > kinds[8][1]
+
+
+def test_bytes_of_states():
+    """By hand, of a model of two layers: 8-bit moments, a 4-bit base, and what is offloaded."""
+    shape = MODELS["quick"] | {"num_hidden_layers": 2, "tie_word_embeddings": True}
+    plain = on_paper(shape, bf16=True)
+    num = sum(weight.numel() for weight in plain.build().parameters())
+    assert plain.kept_bytes == 12 * num
+    small = on_paper(shape, bf16=True, adam_8bit=True)
+    assert small.kept_bytes == pytest.approx(4 * num + 2 * num * (1 + 4 / 256))
+
+    lora = {"bf16": True, "use_peft": True, "dtype": "bfloat16"}
+    hidden, mlp, head = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
+    heads = 2 * (shape["num_attention_heads"] + shape["num_key_value_heads"])
+    matrices = 2 * hidden * (heads * head + 3 * mlp)
+    saved = (
+        on_paper(shape, **lora).weight_bytes - on_paper(shape, **lora, base_4bit=True).weight_bytes
+    )
+    assert saved == pytest.approx(matrices * (2 - 0.5625))
+
+    away = on_paper(shape, dtype="bfloat16", use_peft=True, use_fsdp=True, fsdp_offload=True)
+    assert away.kept_bytes == away.gradient_bytes == 0
+    assert away.gathered_bytes == 2 * sum(weight.numel() for weight in away.build().parameters())
+
+
+def test_a_server_that_sleeps():
+    """Neither side has to fit beside the whole of the other."""
+    policy = on_paper(MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}, bf16=True, max_staleness=0)
+    beside, asleep = (Plan(policy, 24.0, server) for server in (Server.BESIDE, Server.ASLEEP))
+    training = sum(beside.parts(8192).values())
+    server = sum(beside.server_parts.values())
+    assert sum(asleep.parts(8192).values()) == pytest.approx(training - server + 1.0)
+    sampling = sum(asleep.sampling_parts().values())
+    assert sampling == pytest.approx(12 * policy.num_weights / 1e9 + 0.6 + server)
+    assert "--sleep --max_staleness 0" in asleep.command(["r.py"], {}, 8192)
+    assert not beside.sampling_parts()
 
 
 def test_a_server_takes_its_part():
@@ -102,12 +140,15 @@ def test_the_command_line(models, tmp_path):
     done = run("--plan", "16GB", "--lora_rank", "8", "--use_peft", "true")
     assert done.returncode == 0, done.stderr
     assert "LoRA, on 16 GB with its server" in done.stdout
-    (launch,) = re.findall(r"^ *python scripts/launch.py (.*)$", done.stdout, re.M)
-    words = [word for word in shlex.split(launch) if not word.startswith("--server_options=")]
-    config = parse_args(words)
-    assert config.use_peft
-    assert config.lora_rank == 8
+    launches = re.findall(r"^ *python scripts/launch.py (.*)$", done.stdout, re.M)
+    assert len(launches) == 2
+    for launch in launches:
+        _, _, config = launcher.parse(shlex.split(launch))
+        assert config.use_peft
+        assert config.lora_rank == 8
+    assert config.max_staleness == 0  # of the server that sleeps
 
     done = run("--plan", "much")
     assert done.returncode
-    assert done.stderr.startswith("error: --plan much: it needs the memory of a GPU, such as 24GB")
+    last = done.stderr.splitlines()[-1]
+    assert last == "error: --plan much: it needs the memory of a GPU, such as 24GB"

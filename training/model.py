@@ -3,7 +3,6 @@
 What images need on top is in `training/vision.py`, imported only for models that have a tower.
 """
 
-import math
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +24,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.trainer_pt_utils import get_parameter_names
 from transformers.utils.logging import disable_progress_bar
 
 from config import TrainConfig, UserError
@@ -42,9 +40,6 @@ from rollouts.processor import placeholder_ids
 from training.intact import check_complete
 from utils import gather_objects, is_main, naming
 from weights.publish import unwrap
-
-# What does not decay by transformers' own rule, in lower case.
-NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 # -- Policy and reference --------------------------------------------------------------------------
 
@@ -412,48 +407,6 @@ def _sum_over_ranks(_: object, bucket: dist.GradBucket) -> torch.futures.Future[
 
 
 # -- Training --------------------------------------------------------------------------------------
-
-
-def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) -> tuple[Any, Any]:
-    """Make AdamW and its schedule over `num_updates`; biases and norms do not decay."""
-    decaying = set(get_parameter_names(policy, [nn.LayerNorm], NO_DECAY))
-    decays: list[Tensor] = []
-    others: list[Tensor] = []
-    for name, weight in policy.named_parameters():
-        if weight.requires_grad:
-            params = decays if name in decaying else others
-            params.append(weight)
-    groups = [
-        {"params": decays, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    if config.adam_8bit:
-        from training.low_memory import adamw_8bit
-
-        optimizer = adamw_8bit(groups, config)
-    else:
-        on_cuda = any(weight.is_cuda for weight in policy.parameters())
-        optimizer = torch.optim.AdamW(
-            groups,
-            config.learning_rate,
-            (config.adam_beta1, config.adam_beta2),
-            fused=config.fsdp_offload or on_cuda or None,  # None leaves it to torch
-        )
-    num_warmup = round(config.warmup_ratio * num_updates)
-
-    def factor(update: int) -> float:
-        """The share of `learning_rate` that an update takes."""
-        if update < num_warmup:
-            return (update + 1) / num_warmup
-
-        done = (update - num_warmup) / max(num_updates - num_warmup, 1)
-        if config.lr_scheduler == "linear":
-            return 1 - done
-        if config.lr_scheduler == "cosine":
-            return (1 + math.cos(math.pi * done)) / 2
-        return 1.0
-
-    return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
 
 def autocast(config: TrainConfig, device: torch.device) -> torch.autocast:
