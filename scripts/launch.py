@@ -135,6 +135,17 @@ def shares(gpus: list[str], sizes: list[int]) -> list[dict[str, str]]:
     return [{"CUDA_VISIBLE_DEVICES": ",".join(gpus[end - size : end])} for end, size in ends]
 
 
+def base_folder(config: TrainConfig) -> str:
+    """Where the base of `base_4bit` is, in whole weights, for the servers."""
+    return os.path.join(config.output_dir, "base")
+
+
+def base_command(words: list[str], config: TrainConfig) -> list[str]:
+    """What writes that base."""
+    script = os.path.relpath(ROOT / "scripts" / "dequantize.py")
+    return [sys.executable, script, base_folder(config), *words]
+
+
 def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = True) -> list[str]:
     """The command line of a server of the recipe's model, but for its port."""
     path = Path(config.model_id) / "config.json"
@@ -157,7 +168,11 @@ def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = 
     length = "auto"  # as long as it can
     if config.max_tokens_per_gpu <= context:
         length = str(config.max_tokens_per_gpu)
-    words = [sys.executable, os.path.relpath(ROOT / "vllm_server.py"), "--model", config.model_id]
+    words = [sys.executable, os.path.relpath(ROOT / "vllm_server.py")]
+    if config.base_4bit:
+        words += ["--model", base_folder(config), "--served-model-name", config.model_id]
+    else:
+        words += ["--model", config.model_id]
     words += ["--max-model-len", length]
     if args.tensor_parallel > 1:
         words += ["--tensor-parallel-size", str(args.tensor_parallel)]
@@ -166,7 +181,8 @@ def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = 
     if config.trust_remote_code:
         words.append("--trust-remote-code")
     # A CPU samples faster from merged weights. vLLM has no place for adapters of a vision tower.
-    if config.use_peft and has_gpu and "vision_config" not in model:
+    alone = has_gpu and "vision_config" not in model
+    if config.use_peft and (alone or config.base_4bit):
         words += lora_options(config.lora_rank)
     return words
 
@@ -344,13 +360,22 @@ def main(argv: list[str]) -> None:
     args, words, config = parse(argv)
     trainer = [os.path.relpath(ROOT / ("scripts/doctor.py" if args.doctor else "train.py")), *words]
     try:
+        if args.slurm and config.base_4bit:
+            raise UserError(
+                "--slurm: it writes no base for base_4bit; docs/operations.md has the commands"
+            )
         if args.slurm:
             args.slurm.write_text(slurm_job(args, trainer, config))
             print(f"sbatch {shlex.quote(str(args.slurm))}")
             return
         servers, training = commands(args, trainer, config)
+        first = [base_command(words, config)] if servers and config.base_4bit else []
         if not args.print:
+            for command in first:
+                subprocess.run(command, check=True)
             sys.exit(run(servers, training, Path(config.output_dir), config.server_timeout))
+        for command in first:
+            print(shlex.join(command))
         for program, env in (*servers.values(), training):
             print(
                 *(f"{name}={shlex.quote(value)}" for name, value in env.items()),
@@ -360,6 +385,7 @@ def main(argv: list[str]) -> None:
         ValueError,
         OSError,
         RuntimeError,
+        subprocess.CalledProcessError,
     ) as error:  # such as a UserError, or quotes that do not match
         sys.exit(f"error: {error}")
 

@@ -114,6 +114,19 @@ def test_adapters_travel_alone_on_gpus(my_recipe, vlm):
         assert "--enable-lora" not in server
 
 
+def test_a_base_in_4_bits(my_recipe):
+    """It is written first, as servers load whole weights; they take adapters alone, on a CPU too."""
+    for gpus in ("", "0"):
+        words = ["--use_peft", "true", "--base_4bit", "true"]
+        (_, first), (_, server), (_, trainer) = made(my_recipe, *words, gpus=gpus)
+        config = parse_args(trainer[2:])
+        assert first[1:3] == ["scripts/dequantize.py", f"{config.output_dir}/base"]
+        assert first[3:] == [my_recipe, *words]
+        assert option(server, "--model") == f"{config.output_dir}/base"
+        assert option(server, "--served-model-name") == config.model_id
+        assert "--enable-lora" in server
+
+
 def test_a_server_that_sleeps(my_recipe):
     """On the GPU that it shares alone, and where nothing is sampled while the trainer trains."""
     words = ["--sleep", "--max_staleness", "0"]
