@@ -132,8 +132,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Module names (or their last parts) that get an adapter;
     None takes all linear layers but the head."""
     base_4bit: bool = False
-    """Keep LoRA's frozen base in 4 bits (nf4; needs bitsandbytes, and servers for adapters alone:
-    docs/operations.md)."""
+    """Keep LoRA's frozen base in 4 bits (nf4).
+    Needs bitsandbytes, and servers started with `--enable-lora`: docs/operations.md."""
 
     # -- data --------------------------------------------------------------------------------------
     dataset_id: PathOrName | Callable[[], Any]

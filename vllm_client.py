@@ -328,7 +328,7 @@ class Server:
         except RuntimeError as error:
             raise ServerError(f"{self.url}: no weight-transfer group: {error}") from error
 
-        if self.sleeps:  # since an earlier trainer that did not end well
+        if self.can_sleep:  # and may be asleep, since an earlier trainer that did not end well
             self.post("/wake_up")
         # Zeroes: log-probs can only agree if every weight arrives.
         if not self.takes_adapter:
@@ -342,9 +342,9 @@ class Server:
         return self.transfer is not None and self.transfer.lora_rank > 0
 
     @property
-    def sleeps(self) -> bool:
+    def can_sleep(self) -> bool:
         """True for a server that was started with `--enable-sleep-mode`."""
-        return self.transfer is not None and self.transfer.sleeps
+        return self.transfer is not None and self.transfer.can_sleep
 
     def _open_group(
         self, world_size: int, device: torch.device, timeout_s: float, gpus: Sequence[str | None]

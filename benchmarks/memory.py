@@ -8,7 +8,7 @@ line has a process of its own.
 
   planned_mb   what the plan counts beside weights and gradients
   measured_mb  by how much the process grew at most
-  over         measured / planned
+  measured_over_planned
 """
 
 import argparse
@@ -52,7 +52,7 @@ def measure(fields: dict[str, Any], num_tokens: int) -> tuple[float, float]:
         model_id="m", dataset_id=list, reward_funcs=[exact_match], bf16=False, **fields
     )
     paper = OnPaper(config, Qwen3Config(**SHAPE))
-    planned = paper.counted(num_tokens, on_gpu=False) / 1e6
+    planned = paper.measured_row(num_tokens, on_gpu=False) / 1e6
 
     dtype = getattr(torch, config.dtype)
     model: Any = AutoModelForCausalLM.from_config(paper.text_config, dtype=dtype)
@@ -93,7 +93,7 @@ def main() -> None:
         with spawning.Pool(1) as pool:
             planned, measured = pool.apply(measure, (fields, num_tokens))
         rows.append({"mode": name, "tokens": num_tokens, "planned_mb": planned,
-                     "measured_mb": measured, "over": measured / planned})  # fmt: skip
+                     "measured_mb": measured, "measured_over_planned": measured / planned})  # fmt: skip
     report(rows, args.json)
 
 

@@ -3,8 +3,10 @@
     python scripts/launch.py recipes/lora_one_card.py
 
 Grade-school mathematics again, as in `recipes/gsm8k.py`. The server gets the adapter alone and
-takes 0.35 of the card; with `max_staleness` 0 the two take turns. Planned, and not run on such a
-card: 16.5 GB, of which the trainer has 8.6 (`scripts/doctor.py`, this recipe, `--plan 24GB`).
+keeps 0.35 of the card throughout; with `max_staleness` 0 it samples while the trainer waits, which
+is faster on one GPU. Planned, and not run on such a card: 16.5 GB, of which the trainer has 8.6.
+
+    python scripts/doctor.py recipes/lora_one_card.py --plan 24GB
 """
 
 from dataclasses import replace

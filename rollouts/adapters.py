@@ -14,9 +14,9 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     wrapped = unwrap(model)
     (adapter,) = wrapped.active_adapters
     for name, tensor in wrapped.state_dict(keep_vars=True).items():
-        module, is_lora, kind = name.partition(".lora_")
-        if not is_lora:
+        if ".lora_" not in name:
             continue
+        module, _, kind = name.partition(".lora_")
         whole = full_tensor(tensor)
         if kind.startswith(("B", "embedding_B")):
             # With the scale in it a server needs no rank, alpha, or formula of its own.
@@ -24,47 +24,49 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         yield name.replace(f".{adapter}", ""), whole
 
 
-def take_adapters(servers: Sequence[Server], config: TrainConfig) -> bool:
-    """Tell whether the servers take adapters alone; else they get whole weights, LoRA merged.
+def sends_adapter(servers: Sequence[Server], config: TrainConfig) -> bool:
+    """Decide whether servers are sent the adapter alone; else all weights, LoRA merged.
 
     Raises:
-        ServerError: one does not fit the run, or the others: one stream goes to all.
+        ServerError: a server does not fit the run; or servers differ, and all are sent the same.
     """
-    alone = [server for server in servers if server.takes_adapter]
-    merged = [server for server in servers if not server.takes_adapter]
-    for server in alone:
+    for_adapter = [server for server in servers if server.takes_adapter]
+    for_weights = [server for server in servers if not server.takes_adapter]
+    for server in for_adapter:
         _check_rank(server, config)
 
-    if alone and merged:
+    if for_adapter and for_weights:
         raise ServerError(
-            f"{merged[0].url} takes whole weights, and {alone[0].url} adapters alone: start all "
-            "with --enable-lora, or none"
+            f"{for_weights[0].url} takes whole weights, and {for_adapter[0].url} adapters alone: "
+            "start all with --enable-lora, or none"
         )
     options = " ".join(lora_options(config.lora_rank))
-    if config.base_4bit and merged:
-        cure = f"with {options}" if options else "with a lower lora_rank, and --enable-lora"
+    if config.base_4bit and for_weights:
+        cure = f"restart it with {options}"
+        if not options:
+            cure = "set lora_rank to 512 at most, and restart it with --enable-lora"
         raise ServerError(
-            f"{merged[0].url} takes whole weights, and base_4bit has none: restart it {cure}"
+            f"{for_weights[0].url} takes whole weights, and base_4bit has none: {cure}"
         )
-    if config.use_peft and merged and options:
+    if config.use_peft and for_weights and options:
         print(
             f"LoRA is merged for the servers; started with {options} they would get adapters alone "
             "(docs/operations.md says when)",
             flush=True,
         )
-    return bool(alone)
+    return bool(for_adapter)
 
 
 def _check_rank(server: Server, config: TrainConfig) -> None:
-    """Refuse a server for adapters whose run trains all weights, or larger ones."""
+    """Refuse a server for adapters where the run has none, or one of a higher rank."""
     assert server.transfer
-    most = server.transfer.lora_rank
-    if config.use_peft and config.lora_rank <= most:
+    max_rank = server.transfer.lora_rank
+    if config.use_peft and config.lora_rank <= max_rank:
         return
     cure = "without --enable-lora, or set use_peft"
     if config.use_peft:
         options = lora_options(config.lora_rank)
         cure = " ".join(["with", *options]) if options else "without --enable-lora"
     raise ServerError(
-        f"{server.url} takes adapters alone, of rank {most} at most: restart it {cure}"
+        f"{server.url} takes adapters alone, of rank {max_rank} at most: restart it {cure}"
     )

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -41,6 +41,17 @@ class Word(Enum):
     STOP = "stop"  # the run ends: by a signal, a failure, or as a replay has no more steps
 
 
+@dataclass(frozen=True)
+class Opened:
+    """What all ranks need to know of what rank 0 has opened."""
+
+    num_steps: int
+    example: Prompt | None  # of images, where any prompt has some
+    probe_prompt: Prompt
+    sends_adapter: bool  # alone, as servers take it
+    servers_sleep: bool  # while the trainer trains
+
+
 class Rollouts:
     """Groups for the training loop, and its policy for the servers.
 
@@ -68,24 +79,24 @@ class Rollouts:
         self.held_out: dict[str, list[Prompt]] = {}  # by the name of their set
 
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
-        opened = self._open(resumed, gpus) if is_main() else None
-        self.num_steps, self.example, self.probe_prompt, self.sends_adapter, self.takes_turns = (
-            broadcast_object(opened)
-        )
+        opened: Any = self._open(resumed, gpus) if is_main() else None
+        opened = broadcast_object(opened)
+        self.num_steps = opened.num_steps
+        self.example = opened.example
+        self.probe_prompt = opened.probe_prompt
+        self.sends_adapter = opened.sends_adapter
+        self.servers_sleep = opened.servers_sleep
         self._restart_clocks()
 
     # -- Opening, on rank 0 --
 
-    def _open(
-        self, resumed: dict[str, Any] | None, gpus: list[str | None]
-    ) -> tuple[int, Prompt | None, Prompt, bool, bool]:
-        """Load, check and connect all that rank 0 needs.
-
-        Returns:
-            The number of steps; an example of images, None where no prompt has any; the prompt of
-            probes; whether servers take adapters alone; and whether they sleep while we train.
-        """
+    def _open(self, resumed: dict[str, Any] | None, gpus: list[str | None]) -> Opened:
+        """Load, check and connect all that rank 0 needs."""
         config = self.config
+        if config.adam_8bit or config.base_4bit:
+            from training.low_memory import check_packages
+
+            check_packages(config)
         print(describe(config, usual=with_bf16(replace(config, bf16=None))))
         self.processor = load_processor(config)
         tokenizer = tokenizer_of(self.processor)
@@ -111,14 +122,14 @@ class Rollouts:
 
         self.pool.connect(self.device, gpus)
         if config.use_peft or any(server.takes_adapter for server in self.pool.servers):
-            from rollouts.adapters import take_adapters
+            from rollouts.adapters import sends_adapter
 
-            self.pool.sends_adapter = take_adapters(self.pool.servers, config)
-        takes_turns = any(server.sleeps for server in self.pool.servers)
-        if takes_turns:
-            from rollouts.sleep import check_turns
+            self.pool.sends_adapter = sends_adapter(self.pool.servers, config)
+        servers_sleep = any(server.can_sleep for server in self.pool.servers)
+        if servers_sleep:
+            from rollouts.sleep import check_synchronous
 
-            check_turns(config)
+            check_synchronous(config)
         if self.references:
             self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)
@@ -132,7 +143,7 @@ class Rollouts:
                 flush=True,
             )
         probe_prompt = example or self.prompts[0]
-        return num_steps, example, probe_prompt, self.pool.sends_adapter, takes_turns
+        return Opened(num_steps, example, probe_prompt, self.pool.sends_adapter, servers_sleep)
 
     def _load_prompts(self) -> None:
         """Load all data sets, without prompts too long for trainer or servers."""
@@ -192,7 +203,10 @@ class Rollouts:
             self._sample_and_score(group, **instead)
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
-        """Take the batch's next groups, of about `num_tokens` tokens. Collective.
+        """Take the batch's next groups. Collective.
+
+        They have about `num_tokens` tokens; where servers sleep they are the whole batch, as no
+        more can be sampled until it is trained.
 
         Returns:
             The groups, on rank 0, and True where they complete the batch.
@@ -210,13 +224,14 @@ class Rollouts:
                 return Word.STOP if self.version >= self.stream.num_steps else None
             groups.append(group)
             num_tokens -= tokens_alone(group, self.config)
-            if self.stream.missing == 0:
-                if self.takes_turns:
-                    from rollouts.sleep import fall_asleep
+            if self.stream.missing > 0:
+                is_enough = num_tokens <= 0 and not self.servers_sleep
+                return Word.ENOUGH if is_enough else None
+            if self.servers_sleep:  # before any rank trains
+                from rollouts.sleep import fall_asleep
 
-                    fall_asleep(self.pool)
-                return Word.COMPLETE
-            return Word.ENOUGH if num_tokens <= 0 and not self.takes_turns else None
+                fall_asleep(self.pool)
+            return Word.COMPLETE
 
         started_s = time.monotonic()
         word = self._wait(look)
@@ -330,16 +345,17 @@ class Rollouts:
     def publish(self, policy: torch.nn.Module, version: int) -> None:
         """Send the policy to every server as `version`. Collective.
 
-        A server, whose weights were zero, serves once its log-probs of a probe agree. At the first
-        sync all must, or it is a ServerError. Servers that no sampled tokens have proved for
-        `probe_steps` versions are probed again.
+        A new or returned server, whose weights were zeroed (but for the base of an adapter that is
+        sent alone), serves once its log-probs of a probe agree. At the first sync all must, or it
+        is a ServerError. Servers that no sampled tokens have proved for `probe_steps` versions are
+        probed again.
         """
         is_first = self.proofs is None
         self.version = version
-        if self.takes_turns:
-            from rollouts.sleep import make_room
+        if self.servers_sleep:
+            from rollouts.sleep import release_unused_memory
 
-            make_room()
+            release_unused_memory()
         self.proofs = Proofs(
             policy, version, self.pool, self.probe_prompt, self.config, self.device
         )

@@ -364,6 +364,11 @@ class ServerPool:
                 self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
                 raise
 
+    def do_apart(self, servers: list[Server], step: Callable[[Server], Any]) -> None:
+        """Do a step on servers, while no update runs; a server that fails is left out."""
+        with self._updating:
+            self._on(servers, step)
+
     def _share(self, servers: list[Server]) -> None:
         """Let those that are left share what they are sent."""
         if len(self.servers) > 1:

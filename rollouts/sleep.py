@@ -8,7 +8,7 @@ from rollouts.servers import ServerPool
 from vllm_client import Server
 
 
-def check_turns(config: TrainConfig) -> None:
+def check_synchronous(config: TrainConfig) -> None:
     """Refuse a run whose servers would have to sample while they sleep."""
     if config.max_staleness > 0:
         raise UserError(
@@ -19,17 +19,18 @@ def check_turns(config: TrainConfig) -> None:
 
 def fall_asleep(pool: ServerPool) -> None:
     """Let servers give up their GPU's memory, until the next update wakes them."""
-    with pool._updating:
-        pool._on([server for server in pool.serving if server.sleeps], _fall_asleep)
+    servers = [server for server in pool.serving if server.can_sleep]
+    pool.do_apart(servers, _fall_asleep)
 
 
 def _fall_asleep(server: Server) -> None:
-    # At level 1 weights go to the host's memory: no update would bring a base below adapters.
+    # Level 2 discards the weights: the next update brings them. Level 1 keeps them in the host's
+    # memory: an update of an adapter alone brings no base.
     level = 1 if server.takes_adapter else 2
     server.post(f"/sleep?level={level}")
 
 
-def make_room() -> None:
-    """Free the memory that no tensor has, on all ranks, for servers to wake up. Collective."""
+def release_unused_memory() -> None:
+    """Return cached memory to the GPU, on all ranks, before servers wake up. Collective."""
     torch.cuda.empty_cache()
     dist.barrier()

@@ -3,8 +3,9 @@
     python scripts/dequantize.py FOLDER [recipe.py] [--field value ...]
     python vllm_server.py --model FOLDER --served-model-name MODEL_ID --enable-lora --max-lora-rank 16
 
-The arguments behind FOLDER are the run's, MODEL_ID is its `model_id`. The folder has the values of
-its 4-bit weights in `dtype`: a server, in the dtype that the trainer computes in, has its base.
+The arguments after FOLDER are the run's, MODEL_ID is its `model_id`, 16 its `lora_rank`. The folder
+gets its 4-bit weights, dequantized to `dtype`. A server of it, started in the dtype that the trainer
+computes in, has the trainer's base to rounding.
 """
 
 import sys

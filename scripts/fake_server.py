@@ -41,7 +41,7 @@ class FakeServer:
         slots: completions that are sampled at a time; others wait their turn.
         with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
         stages: take updates while sampling goes on, and pause to put them in place alone.
-        sleeps: say that it can sleep; it then samples nothing, and at level 2 loses its weights, until an update.
+        can_sleep: say that it can sleep; it then samples nothing, and at level 2 loses its weights, until an update.
         fault: called with each path before it is served, and in an update with `/update/arrived` and `/update/placed`;
             raising an exception answers 500.
         refused: called with each path; where it says so, the answer is 403.
@@ -55,7 +55,7 @@ class FakeServer:
     max_model_len: int = 128
     with_logprobs: bool = True
     stages: bool = False
-    sleeps: bool = False
+    can_sleep: bool = False
     vllm_version: str = VLLM_VERSION
     fault: Callable[[str], None] = lambda path: None
     refused: Callable[[str], bool] = lambda path: False
@@ -108,7 +108,7 @@ class FakeServer:
             )
             if self.group is not None:
                 self.group.close()
-            about = About(room=100.0 if self.stages else 0.0, sleeps=self.sleeps)
+            about = About(room=100.0 if self.stages else 0.0, can_sleep=self.can_sleep)
             self.group = WorkerGroup(
                 store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"], about=about
             )

@@ -136,12 +136,12 @@ def shares(gpus: list[str], sizes: list[int]) -> list[dict[str, str]]:
 
 
 def base_folder(config: TrainConfig) -> str:
-    """Where the base of `base_4bit` is, in whole weights, for the servers."""
+    """Where the servers find the base of `base_4bit`, dequantized."""
     return os.path.join(config.output_dir, "base")
 
 
 def base_command(words: list[str], config: TrainConfig) -> list[str]:
-    """What writes that base."""
+    """The command that writes it, at each start anew."""
     script = os.path.relpath(ROOT / "scripts" / "dequantize.py")
     return [sys.executable, script, base_folder(config), *words]
 
@@ -180,9 +180,10 @@ def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = 
         words += ["--mm-processor-kwargs", json.dumps(config.processor_kwargs)]
     if config.trust_remote_code:
         words.append("--trust-remote-code")
-    # A CPU samples faster from merged weights. vLLM has no place for adapters of a vision tower.
-    alone = has_gpu and "vision_config" not in model
-    if config.use_peft and (alone or config.base_4bit):
+    # An adapter is sent alone where that pays: a CPU samples faster from merged weights, and vLLM
+    # has no place for adapters of a vision tower. A base in 4 bits cannot be merged.
+    prefers_adapter = config.use_peft and has_gpu and "vision_config" not in model
+    if prefers_adapter or config.base_4bit:
         words += lora_options(config.lora_rank)
     return words
 
@@ -201,7 +202,7 @@ def commands(
         raise UserError("--sleep: server and trainer share no GPU here")
     if args.sleep and config.max_staleness > 0:
         raise UserError("--sleep: the server samples while the trainer trains: set max_staleness=0")
-    if is_shared:
+    if is_shared:  # a trainer beside one that sleeps keeps weights and moments, and no activations
         words += ["--gpu-memory-utilization", "0.6" if args.sleep else "0.35"]
     if args.sleep:
         words.append("--enable-sleep-mode")
@@ -369,13 +370,13 @@ def main(argv: list[str]) -> None:
             print(f"sbatch {shlex.quote(str(args.slurm))}")
             return
         servers, training = commands(args, trainer, config)
-        first = [base_command(words, config)] if servers and config.base_4bit else []
+        preparation = base_command(words, config) if servers and config.base_4bit else None
         if not args.print:
-            for command in first:
-                subprocess.run(command, check=True)
+            if preparation:
+                subprocess.run(preparation, check=True)
             sys.exit(run(servers, training, Path(config.output_dir), config.server_timeout))
-        for command in first:
-            print(shlex.join(command))
+        if preparation:
+            print(shlex.join(preparation))
         for program, env in (*servers.values(), training):
             print(
                 *(f"{name}={shlex.quote(value)}" for name, value in env.items()),

@@ -1,4 +1,4 @@
-"""Draw docs/memory.md: what of Qwen2.5 fits on which card, by scripts/plan.py.
+"""Write docs/memory.md: what of Qwen2.5 fits on which card, by scripts/plan.py.
 
     python scripts/memory.py -o docs/memory.md
 
@@ -13,7 +13,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from plan import LORA, Server, Variants
+from plan import CHANGES, LORA, SEQUENCES, Placement, Variants
 from transformers import Qwen2Config
 
 from recipes.gsm8k import config as gsm8k
@@ -29,20 +29,28 @@ SHAPES = {  # of Qwen2.5: hidden size, MLP, layers, heads, heads of keys, vocabu
 }
 WORDS = {"adam_8bit": "8-bit moments", "base_4bit": "4-bit base", "fsdp_offload": "offload"}
 
+COLUMNS = {
+    Placement.ELSEWHERE: "alone",
+    Placement.BESIDE: "beside its server",
+    Placement.ASLEEP: "server asleep",
+}
+
 TEXT = """# What fits on one card
 
-Made by `python scripts/memory.py -o docs/memory.md`, for [recipes/gsm8k.py](../recipes/gsm8k.py) with Qwen2.5-Instruct:
-completions of 1,024 tokens on prompts of up to 512, 64 of them sampled at a time, gradient checkpointing. A recipe of
-your own: `python scripts/doctor.py recipe.py --plan 24GB`.
+Written by `python scripts/memory.py -o docs/memory.md`, for [recipes/gsm8k.py](../recipes/gsm8k.py) with
+Qwen2.5-Instruct: completions of 1,024 tokens on prompts of up to 512, 64 of them sampled at a time where nothing else
+is said, gradient checkpointing. For a recipe of your own it is `python scripts/doctor.py recipe.py --plan 24GB`.
 
-**Planned, not measured**: a step runs on tensors without data, and their bytes are counted. Such counts are within
-0.5 % of the peaks of a row and 1 % of those of a step that were measured on an H200, and within 8 % of this CPU's
-([results.md](results.md#memory)). CUDA's part and the server's graphs are rules of thumb, and 7 % of a card are left
-for fragments. "Offload" has its own rule (embeddings, head and two layers on the GPU), which no GPU has checked.
+**Planned, not measured**: a step runs on tensors without data, and their bytes are counted. Such counts were within 2 %
+of the peaks of a row and of a step on an H200, and within 10 % of those of a row on a CPU
+([how](results.md#what-the-plan-counts)). CUDA's part and the server's graphs are rules of thumb, and 7 % of a card are
+left for fragments. "Offload" follows a rule, too (embeddings, head and two layers are on the GPU), which no GPU has
+checked.
 
-A cell is the longest row, `max_tokens_per_gpu`, of 16,384 at most: longer ones are no faster. With it stands what the
-recipe needs on top; "-" is what does not fit. "Beside" and "asleep" have their server on the same card: one takes its
-own part of it, the other gives it up while the trainer trains ([how](operations.md#a-server-that-sleeps)).
+A cell is the longest row, `max_tokens_per_gpu`, of 16,384 at most, and what the recipe needs on top; "-" does not fit.
+Beside its server, the server keeps its share of the card; asleep, it gives that up while the trainer trains
+([how](operations.md#a-server-that-sleeps)). [8-bit moments and a 4-bit base](operations.md#less-memory) need a package
+each; offload is slow.
 
 {tables}
 
@@ -70,32 +78,31 @@ def shape(name: str) -> Qwen2Config:
     )  # fmt: skip
 
 
-def cell(
-    variants: Variants, card_gb: int, server: Server, kind: dict[str, Any], recipe: list[str]
-) -> Cell:
-    """What fits on a card, of one kind of training."""
-    found = variants.first_that_fits(card_gb, server)
-    if not found or ("use_peft" in found[0]) > ("use_peft" in kind):
+def cell(variants: Variants, card_gb: int, placement: Placement, recipe: list[str]) -> Cell:
+    """What fits on a card."""
+    fit = variants.best(card_gb, placement)
+    if not fit:
         return Cell("-", "")
-    changes, plan, most = found
-    num_tokens = min(most, gsm8k.max_tokens_per_gpu)
-    more = [WORDS[name] for name in changes if name in WORDS]
-    return Cell(", ".join([f"{num_tokens:,}", *more]), plan.command(recipe, changes, num_tokens))
+    more = [WORDS[name] for name in fit.changes if name in WORDS]
+    if 0 < fit.plan.num_sequences < SEQUENCES[0]:
+        more.append(f"{fit.plan.num_sequences} sequences")
+    return Cell(", ".join([f"{fit.num_tokens:,}", *more]), fit.command(recipe))
 
 
-def cells_of(size: str, kind: str) -> dict[tuple[int, Server], Cell]:
-    """All cells of a size and a kind of training, by card and server."""
+def cells_of(size: str, kind: str) -> dict[tuple[int, Placement], Cell]:
+    """All cells of a size and a kind of training, by card and placement."""
     changes = KINDS[kind]
     config = replace(gsm8k, model_id=f"Qwen/Qwen2.5-{size}-Instruct", **changes)
     recipe = ["recipes/gsm8k.py", "--model_id", config.model_id]
     for name, value in changes.items():
         if value != getattr(gsm8k, name):
             recipe += [f"--{name}", str(value).lower()]
-    variants = Variants(config, shape(size))
+    allowed = [each for each in CHANGES if ("use_peft" in each) == config.use_peft]
+    variants = Variants(config, shape(size), [{}, *allowed])
     return {
-        (card_gb, server): cell(variants, card_gb, server, changes, recipe)
+        (card_gb, placement): cell(variants, card_gb, placement, recipe)
         for card_gb in CARDS
-        for server in Server
+        for placement in Placement
     }
 
 
@@ -105,18 +112,16 @@ def page(sizes: list[str]) -> str:
     tables, commands = [], []
     for card_gb in CARDS:
         tables += [f"### {card_gb} GB", ""]
-        tables.append("| model | trained | alone | beside its server | server asleep |")
+        tables.append(f"| model | trained | {' | '.join(COLUMNS.values())} |")
         tables.append("|---|---|---|---|---|")
         commands += [f"### Of {card_gb} GB", "", "```bash"]
         for (size, kind), cells in found.items():
-            own = [cells[card_gb, s] for s in (Server.ELSEWHERE, Server.BESIDE, Server.ASLEEP)]
-            texts = " | ".join(each.text for each in own)
+            row = {column: cells[card_gb, placement] for placement, column in COLUMNS.items()}
+            texts = " | ".join(each.text for each in row.values())
             tables.append(f"| {size} | {kind} | {texts} |")
-            for each, where in zip(
-                own, ("alone", "beside its server", "server asleep"), strict=True
-            ):
+            for column, each in row.items():
                 if each.command:
-                    commands += [f"# {size}, {kind}, {where}", each.command]
+                    commands += [f"# {size}, {kind}, {column}", each.command]
         tables.append("")
         commands += ["```", ""]
     return TEXT.format(tables="\n".join(tables).strip(), commands="\n".join(commands).strip())

@@ -38,16 +38,16 @@ SERVER_GB = 2.0  # vLLM's beside weights and cache: CUDA's own, graphs, a step's
 ASLEEP_GB = 1.0  # what is left of that while it sleeps
 USABLE = 0.93  # of a card: the rest is lost to fragments
 PROMPT_TOKENS = 512  # of a prompt, which no data set is asked for
-SEQUENCES = 64  # that the server samples at once, if the recipe asks for as many
-QUARTERED = 0.5 + 4 / 64  # bytes of a weight in 4 bits, with a scale for 64 of them
-EIGHTH = 1 + 4 / 256  # bytes of a moment in 8 bits, with a scale for 256
+SEQUENCES = (64, 32, 16)  # that the server samples at once, if the recipe asks for as many
+BYTES_4BIT = 0.5 + 4 / 64  # a weight, with an fp32 scale for each block of 64
+BYTES_8BIT = 1 + 4 / 256  # a moment, with an fp32 scale for each block of 256
 LENGTHS = (1024, 4096, 16384, 65536)  # tokens of rows that are run; between them lines are drawn
 
 
 # -- Memory without memory -------------------------------------------------------------------------
 
 
-class Counted(TorchDispatchMode):
+class ByteCounter(TorchDispatchMode):
     """Counts the bytes of tensors that operations make, while they are alive."""
 
     def __init__(self) -> None:
@@ -80,7 +80,7 @@ class Counted(TorchDispatchMode):
 
 
 def _with_data(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that looks at values, of tensors that have some."""
+    """Make a function run on real tensors, whose values it looks at."""
 
     def call(*args: Any) -> Any:
         with unset_fake_temporarily():
@@ -109,8 +109,9 @@ def _as_on_a_gpu() -> Iterator[None]:
     """Let prefix_attention.py take the ways that it takes on a GPU."""
     module: Any = prefix_attention
     read, derive = module._read, module._derive
-    # They are compiled there, and make nothing between.
-    module._read, module._derive = _in_place(read), _in_place(derive)
+    # These two are compiled on a GPU, and allocate nothing in between. Nor does their branch for a
+    # CPU, which works in place.
+    module._read, module._derive = _by_cpu_branch(read), _by_cpu_branch(derive)
     fakes: Any = FakeTensor
     fakes.is_cuda = True
     try:
@@ -120,8 +121,8 @@ def _as_on_a_gpu() -> Iterator[None]:
         module._read, module._derive = read, derive
 
 
-def _in_place(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as it is for a CPU."""
+def _by_cpu_branch(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function take its branch for a CPU."""
 
     def call(*args: Any) -> Any:
         fakes: Any = FakeTensor
@@ -158,6 +159,7 @@ class OnPaper:
 
     def __init__(self, config: TrainConfig, model_config: Any = None):
         self.config = config
+        self.rows_as: OnPaper | None = None  # another, whose rows take as much
         if model_config is None:
             model_config, _ = load_model_config(config)
         self.text_config = model_config.get_text_config(decoder=True)
@@ -177,113 +179,134 @@ class OnPaper:
         return model.train()
 
     @cached_property
-    def whole(self) -> Any:
+    def model(self) -> Any:
         """The model, for its weights."""
         return self.build()
 
     @property
     def weight_bytes(self) -> float:
-        """Of all weights, the adapter's too."""
-        total = sum(weight.nbytes for weight in self.whole.parameters())
+        """Bytes of all weights, the adapter's too."""
+        total = sum(weight.nbytes for weight in self.model.parameters())
         if self.config.base_4bit:
-            saved = sum(matrix.nbytes - QUARTERED * matrix.numel() for matrix in self._matrices)
+            saved = sum(
+                matrix.nbytes - BYTES_4BIT * matrix.numel() for matrix in self._base_matrices
+            )
             total -= saved
         return total
 
     @property
-    def _matrices(self) -> list[Tensor]:
-        """Of frozen linear layers, but the head."""
-        head = self.whole.get_output_embeddings()
+    def _base_matrices(self) -> list[Tensor]:
+        """Weights of the base's linear layers, but the head: those that `base_4bit` quantizes."""
+        head = self.model.get_output_embeddings()
         return [
             module.weight
-            for name, module in self.whole.named_modules()
+            for name, module in self.model.named_modules()
             if isinstance(module, nn.Linear) and ".lora_" not in name and module is not head
         ]
 
     @property
     def moment_bytes(self) -> float:
-        """Of AdamW's two moments."""
+        """Bytes of AdamW's two moments."""
         if self.config.adam_8bit:
-            num = sum(w.numel() for w in self.whole.parameters() if w.requires_grad)
-            return 2 * EIGHTH * num
+            num = sum(w.numel() for w in self.model.parameters() if w.requires_grad)
+            return 2 * BYTES_8BIT * num
         return 2 * self.trained_bytes
 
     @property
     def trained_bytes(self) -> int:
-        """Of the weights that train."""
-        return sum(w.nbytes for w in self.whole.parameters() if w.requires_grad)
+        """Bytes of the weights that train."""
+        return sum(w.nbytes for w in self.model.parameters() if w.requires_grad)
 
     @property
     def num_weights(self) -> int:
         """Weights of the model, without the adapter."""
-        return sum(w.numel() for n, w in self.whole.named_parameters() if ".lora_" not in n)
+        return sum(w.numel() for n, w in self.model.named_parameters() if ".lora_" not in n)
 
     def row_bytes(self, num_tokens: float) -> float:
-        """What a row takes at most, beside weights and gradients.
+        """Bytes of a row at its peak, beside weights and gradients.
 
-        The maximum of some linear functions, which lines between its points never underestimate.
+        Between lengths that were run lines are drawn. The peak is convex in the length, as the
+        maximum of linear functions, so lines never underestimate it.
         """
-        at_most = float(np.interp(num_tokens, LENGTHS, self._rows))
-        if self.config.base_4bit:  # a matrix is made whole for its product
-            at_most += 2 * max(matrix.numel() for matrix in self._matrices)
+        at_most = float(np.interp(num_tokens, LENGTHS, self._row_peaks))
+        if self.config.base_4bit:  # one matrix at a time is dequantized, to 16 bits
+            at_most += 2 * max(matrix.numel() for matrix in self._base_matrices)
         return at_most
 
-    @cached_property
-    def _rows(self) -> list[int]:
-        return [self.counted(length) for length in LENGTHS]
+    @property
+    def in_half(self) -> bool:
+        """True where the forward computes in bfloat16."""
+        return bool(self.config.bf16 or self.config.fsdp_bf16)
 
-    def counted(self, num_tokens: int, has_gradients: bool = True, on_gpu: bool = True) -> int:
-        """Run a row, whose completion is all but its first token; returns its bytes at most."""
+    @property
+    def row_kind(self) -> tuple[Any, ...]:
+        """Settings on which the bytes of a row depend."""
+        config = self.config
+        return config.gradient_checkpoint, config.use_peft, config.dtype, self.in_half
+
+    @cached_property
+    def _row_peaks(self) -> list[int]:
+        if self.rows_as:
+            return self.rows_as._row_peaks
+        return [self.measured_row(length) for length in LENGTHS]
+
+    def measured_row(self, num_tokens: int, has_gradients: bool = True, on_gpu: bool = True) -> int:
+        """Bytes of a row at its peak, which is run; all but its first token are completion."""
         model = self.build()
         (row,) = pack([([5], [[5] * num_tokens])])  # the head runs on all of its tokens
-        in_half = self.config.bf16 or self.config.fsdp_bf16
-        counted = Counted()
+        counter = ByteCounter()
         kind = _as_on_a_gpu() if on_gpu else nullcontext()
         with _without_values(), kind, FakeTensorMode(allow_non_fake_inputs=True):
             _without_data(model)
             import_rare_attention(model)
             attach(model)
             for weight in model.parameters():
-                counted.count(weight)
+                counter.count(weight)
                 if has_gradients and weight.requires_grad:  # as from a batch's second row on
                     weight.grad = torch.empty_like(weight)
-                    counted.count(weight.grad)
-            start = counted.now
-            with counted:
-                with torch.autocast("cpu", torch.bfloat16, enabled=in_half):
+                    counter.count(weight.grad)
+            start = counter.now
+            with counter:
+                with torch.autocast("cpu", torch.bfloat16, enabled=self.in_half):
                     logprobs = completion_logprobs(model, row)
                 logprobs.sum().backward()
-        return counted.peak - start
+        return counter.peak - start
 
     @property
     def kept_bytes(self) -> float:
-        """Weights, AdamW's two moments, and the reference's weights: what stays between steps."""
+        """Bytes that stay between steps: weights, AdamW's two moments, a reference."""
         if self.config.fsdp_offload:
             return 0.0  # they are in the host's memory
-        total = self.weight_bytes + self.moment_bytes
-        if self.config.has_reference and not self.config.use_peft:
-            total += self.weight_bytes
-        return total
+        return self.weight_bytes + self.moment_bytes + self.reference_bytes
+
+    @property
+    def reference_bytes(self) -> int:
+        """Bytes of a reference that is a model of its own, as `build_reference` loads it."""
+        config = self.config
+        is_here = config.has_reference and not config.reference_urls
+        if is_here and (config.reference_id or not config.use_peft):
+            return self.num_weights * getattr(torch, config.dtype).itemsize
+        return 0
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the weights that train, while a batch does."""
+        """Bytes of gradients, which are there while a batch trains."""
         return 0 if self.config.fsdp_offload else self.trained_bytes
 
     @property
     def gathered_bytes(self) -> int:
-        """With `fsdp_offload`: what is on the GPU for a moment, in 16 bits.
+        """Bytes that `fsdp_offload` brings to the GPU at a time, in 16 bits.
 
-        Embeddings and head, two layers, and as many gradients as train.
+        They are embeddings, head and two layers, and their gradients if they train.
         """
         if not self.config.fsdp_offload:
             return 0
         layers = [
             sum(weight.numel() for weight in module.parameters())
-            for module in self.whole.modules()
-            if type(module).__name__ in (base_model(self.whole)._no_split_modules or ())
+            for module in self.model.modules()
+            if type(module).__name__ in (base_model(self.model)._no_split_modules or ())
         ]
-        rest = sum(weight.numel() for weight in self.whole.parameters()) - sum(layers)
+        rest = sum(weight.numel() for weight in self.model.parameters()) - sum(layers)
         copies = 1 if self.config.use_peft else 2
         return 2 * copies * (rest + 2 * max(layers, default=0))
 
@@ -291,7 +314,7 @@ class OnPaper:
 # -- A card ----------------------------------------------------------------------------------------
 
 
-class Server(Enum):
+class Placement(Enum):
     """Where a run's server is."""
 
     BESIDE = "with its server"
@@ -301,31 +324,28 @@ class Server(Enum):
 
 @dataclass
 class Plan:
-    """A policy on a card, and its server."""
+    """A policy on a card, with its server or without."""
 
     policy: OnPaper
     card_gb: float
-    server: Server
-
-    @property
-    def num_sequences(self) -> int:
-        """Completions that the server has room for at once."""
-        config = self.policy.config
-        return min(config.batch_size * config.num_generations, SEQUENCES)
+    placement: Placement
+    num_sequences: int = 0  # that the server has room for at once
 
     @property
     def server_parts(self) -> dict[str, float]:
         """GB of the server that samples, by what takes them; its weights are in 16 bits."""
-        if self.server is Server.ELSEWHERE:
+        if self.placement is Placement.ELSEWHERE:
             return {}
         text = self.policy.text_config
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         length = PROMPT_TOKENS + self.policy.config.max_completion_len
-        cache = 4 * text.num_hidden_layers * heads * size * length * self.num_sequences
+        token_bytes = 2 * 2 * text.num_hidden_layers * heads * size  # keys and values, in 16 bits
         return {
             "the server's weights": 2 * self.policy.num_weights / GB,
-            f"its cache, {self.num_sequences} sequences of {length:,}": cache / GB,
+            f"its cache, {self.num_sequences} sequences of {length:,}": (
+                token_bytes * length * self.num_sequences / GB
+            ),
             "its graphs and the like": SERVER_GB,
         }
 
@@ -337,14 +357,16 @@ class Plan:
             parts = {"weights on their way": policy.gathered_bytes / GB}
         parts[f"a row of {num_tokens:,} tokens"] = policy.row_bytes(num_tokens) / GB
         parts["CUDA"] = CONTEXT_GB
-        if self.server is Server.ASLEEP:
+        if self.placement is Placement.ASLEEP:
             return parts | {"the server, asleep": ASLEEP_GB}
         return parts | self.server_parts
 
     def sampling_parts(self) -> dict[str, float]:
-        """GB by what takes them while a server that sleeps in training samples."""
+        """GB by what takes them while the server samples, if it sleeps in training."""
+        if self.placement is not Placement.ASLEEP:
+            return {}
         kept = {"weights, optimizer": self.policy.kept_bytes / GB, "CUDA": CONTEXT_GB}
-        return kept | self.server_parts if self.server is Server.ASLEEP else {}
+        return kept | self.server_parts
 
     def fits(self, num_tokens: int) -> bool:
         """True where the card has room for rows of so many tokens."""
@@ -361,17 +383,32 @@ class Plan:
     def _is_over(self, num_tokens: int) -> bool:
         return not self.fits(num_tokens)
 
-    def command(self, recipe: list[str], changes: dict[str, Any], num_tokens: int) -> str:
-        """What starts trainer and server."""
+
+@dataclass
+class Fit:
+    """A plan that fits a card, by changes of the recipe."""
+
+    plan: Plan
+    changes: dict[str, Any]
+    most_tokens: int  # of a row
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a row: as many as the recipe asks for, if they fit."""
+        return min(self.most_tokens, self.plan.policy.config.max_tokens_per_gpu)
+
+    def command(self, recipe: list[str]) -> str:
+        """The command that starts trainer and server."""
+        plan = self.plan
         words = list(recipe)
-        for name, value in {**changes, "max_tokens_per_gpu": num_tokens}.items():
+        for name, value in {**self.changes, "max_tokens_per_gpu": self.num_tokens}.items():
             words += [f"--{name}", str(value).lower()]
-        if self.server is Server.ELSEWHERE:
+        if plan.placement is Placement.ELSEWHERE:
             return shlex.join(["torchrun", "train.py", *words, "--vllm_urls", "http://..."])
-        if self.server is Server.ASLEEP:
+        if plan.placement is Placement.ASLEEP:
             words += ["--sleep", "--max_staleness", "0"]
-        share = math.ceil(100 * sum(self.server_parts.values()) / self.card_gb) / 100
-        options = f"--gpu-memory-utilization {share} --max-num-seqs {self.num_sequences}"
+        share = math.ceil(100 * sum(plan.server_parts.values()) / plan.card_gb) / 100
+        options = f"--gpu-memory-utilization {share} --max-num-seqs {plan.num_sequences}"
         return shlex.join(["python", "scripts/launch.py", *words, f"--server_options={options}"])
 
 
@@ -386,49 +423,64 @@ CHANGES: list[dict[str, Any]] = [
     LORA | {"base_4bit": True},
     LORA | {"use_fsdp": True, "fsdp_offload": True},
 ]
-OTHER_TRAINING = {"use_peft", "base_4bit", "fsdp_offload"}
+# Other training, from another base, or out of the host's memory.
+LAST_RESORTS = {"use_peft", "base_4bit", "fsdp_offload"}
 
 
 class Variants:
     """A recipe as it is, and changed so that it takes less."""
 
-    def __init__(self, config: TrainConfig, model_config: Any = None):
+    def __init__(self, config: TrainConfig, model_config: Any = None, all_changes: Any = CHANGES):
+        if model_config is None:
+            model_config, _ = load_model_config(config)
         self._variants: list[tuple[dict[str, Any], OnPaper]] = []
-        for changes in CHANGES:
+        first_of_kind: dict[Any, OnPaper] = {}
+        for changes in all_changes:
             own = {k: value for k, value in changes.items() if getattr(config, k) != value}
-            if own not in [known for known, _ in self._variants]:
-                with suppress(UserError):  # of settings of the recipe's that allow no such change
-                    changed = on_a_gpu(replace(config, **own))
-                    self._variants.append((own, OnPaper(changed, model_config)))
+            if own in [known for known, _ in self._variants]:
+                continue
+            if config.use_peft and "adam_8bit" in own:  # an adapter's moments are small
+                continue
+            with suppress(UserError):  # the recipe's other settings forbid it
+                policy = OnPaper(on_a_gpu(replace(config, **own)), model_config)
+                self._variants.append((own, policy))
+                first = first_of_kind.setdefault(policy.row_kind, policy)
+                policy.rows_as = first if first is not policy else None
 
-    def first_that_fits(
-        self, card_gb: float, server: Server
-    ) -> tuple[dict[str, Any], Plan, int] | None:
-        """The changes that a card asks for, and the longest row; None where none is enough.
-
-        What is trained, from what base and out of which memory, changes only where the recipe does
-        not fit at all; other changes must make rows longer that are too short.
-        """
-        best = None
+    def best(self, card_gb: float, placement: Placement) -> Fit | None:
+        """Find the least change that fits, or a mild one that makes short rows longer."""
+        best: Fit | None = None
         for changes, policy in self._variants:
-            if best and changes.keys() & OTHER_TRAINING:
+            if best and changes.keys() & LAST_RESORTS:  # a recipe that fits needs none
                 break
-            plan = Plan(policy, card_gb, server)
-            most = plan.most_tokens()
-            if most and (not best or best[2] < min(most, policy.config.max_tokens_per_gpu)):
-                best = changes, plan, most
+            for num_sequences in _numbers_of_sequences(policy.config, placement):
+                plan = Plan(policy, card_gb, placement, num_sequences)
+                fit = Fit(plan, changes, plan.most_tokens())
+                if fit.most_tokens and (not best or best.num_tokens < fit.num_tokens):
+                    best = fit
         return best
 
-    def longest_completion(self, card_gb: float, server: Server) -> int:
-        """The `max_completion_len` that would fit with all changes; 0 where none would."""
-        _, policy = self._variants[-1]
+    def with_shorter_completions(self, card_gb: float, placement: Placement) -> Fit | None:
+        """As `best`, where nothing fits: with the last change, and shorter completions."""
+        changes, policy = self._variants[-1]
+        num_sequences = _numbers_of_sequences(policy.config, placement)[-1]
         lengths = range(256, policy.config.max_completion_len, 256)
         for length in reversed(lengths):
-            shorter = copy(policy)  # its rows have been counted
+            shorter = copy(policy)  # whose rows have been run
             shorter.config = replace(policy.config, max_completion_len=length)
-            if Plan(shorter, card_gb, server).most_tokens():
-                return length
-        return 0
+            plan = Plan(shorter, card_gb, placement, num_sequences)
+            most_tokens = plan.most_tokens()
+            if most_tokens:
+                return Fit(plan, changes | {"max_completion_len": length}, most_tokens)
+        return None
+
+
+def _numbers_of_sequences(config: TrainConfig, placement: Placement) -> list[int]:
+    """Numbers of sequences that a server may be planned for, the largest first."""
+    if placement is Placement.ELSEWHERE:
+        return [0]
+    num_completions = config.batch_size * config.num_generations
+    return [min(num_completions, number) for number in SEQUENCES]
 
 
 def on_a_gpu(config: TrainConfig) -> TrainConfig:
@@ -448,29 +500,29 @@ def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:
         raise UserError(f"--plan {card}: it needs the memory of a GPU, such as 24GB")
     card_gb = float(match[1])
     variants = Variants(config)
-    for server in Server:
-        found = variants.first_that_fits(card_gb, server)
-        if found:
-            print_fit(*found, recipe)
-            continue
-        print(f"\n{config.model_id} does not fit on {card_gb:g} GB {server.value}")
-        length = variants.longest_completion(card_gb, server)
-        if length:
-            print(f"  with --max_completion_len {length} it would")
+    for placement in Placement:
+        fit = variants.best(card_gb, placement)
+        if not fit:
+            print(f"\n{config.model_id} does not fit on {card_gb:g} GB {placement.value}")
+            fit = variants.with_shorter_completions(card_gb, placement)
+        if fit:
+            print_fit(fit, recipe)
 
 
-def print_fit(changes: dict[str, Any], plan: Plan, most: int, recipe: list[str]) -> None:
+def print_fit(fit: Fit, recipe: list[str]) -> None:
     """Print what a plan takes, and its command."""
+    plan = fit.plan
     config = plan.policy.config
     how = "LoRA" if config.use_peft else "all weights"
-    print(f"\n{config.model_id}, {how}, on {plan.card_gb:g} GB {plan.server.value}")
-    num_tokens = min(most, config.max_tokens_per_gpu)
-    _print_parts(plan.parts(num_tokens))
+    if "max_completion_len" in fit.changes:
+        how += f", completions of {config.max_completion_len} tokens"
+    print(f"\n{config.model_id}, {how}, on {plan.card_gb:g} GB {plan.placement.value}")
+    _print_parts(plan.parts(fit.num_tokens))
     if plan.sampling_parts():
         print("  while the server samples:")
         _print_parts(plan.sampling_parts())
-    print(f"  max_tokens_per_gpu may be up to {most:,}")
-    print(f"  {plan.command(recipe, changes, num_tokens)}")
+    print(f"  max_tokens_per_gpu may be up to {fit.most_tokens:,}")
+    print(f"  {fit.command(recipe)}")
 
 
 def _print_parts(parts: dict[str, float]) -> None:

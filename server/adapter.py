@@ -16,7 +16,7 @@ ADAPTER = LoRARequest("policy", 1, "policy")
 class Adapter:
     """The policy's adapter, which vLLM applies unmerged: one for all requests.
 
-    The trainer has multiplied B by its scale.
+    The trainer has multiplied B by its scale. Updates come by the methods of `staging.Twins`.
     """
 
     def __init__(self, model: Any, config: Any):
@@ -27,7 +27,7 @@ class Adapter:
         self._tensors: dict[str, Tensor] = {}
         self._coming: LoRAModel | None = None
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Make ready for an update."""
         self._tensors = {}
 
@@ -35,8 +35,8 @@ class Adapter:
         """Take tensors by their names in a checkpoint of peft's."""
         self._tensors.update(weights)
 
-    def close(self) -> None:
-        """Make an adapter of the tensors.
+    def finish(self) -> None:
+        """Make an adapter of the tensors: all have come.
 
         Raises:
             ValueError: vLLM has no place for one of them.
@@ -57,15 +57,17 @@ class Adapter:
         """Refuse a rank without room, and what vLLM would leave out without a word."""
         rank = max(len(lora.lora_a) for lora in adapter.loras.values())
         if rank > self._max_rank:
-            raise ValueError(f"an adapter has rank {rank}: restart it with --max-lora-rank {rank}")
+            raise ValueError(
+                f"an adapter has rank {rank}: restart the server with --max-lora-rank {rank}"
+            )
         places = set(self._manager.modules)
         for parts in self._manager.packed_modules.values():
             places.update(parts)
-        without = sorted(adapter.loras.keys() - places)
-        if without:
+        unplaced = sorted(adapter.loras.keys() - places)
+        if unplaced:
             raise ValueError(
-                f"vLLM has no place for the adapters of {len(without)} modules, such as "
-                f"{without[0]}: leave them out of lora_target_modules, or restart the server "
+                f"vLLM has no place for the adapters of {len(unplaced)} modules, such as "
+                f"{unplaced[0]}: leave them out of lora_target_modules, or restart the server "
                 "without --enable-lora"
             )
 

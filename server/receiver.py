@@ -30,7 +30,7 @@ class TransferInit(base.WeightTransferInitInfo):
     world_size: int = 0
     timeout_s: float = 0.0
     trainer: str = ""
-    connection: str = ""  # a name for it
+    connection: str = ""  # the name of this connection
     temperature: float = 0.0
 
 
@@ -44,9 +44,9 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
     # Buckets come until an empty one: there is nothing to say beforehand.
     update_info_cls = base.WeightTransferUpdateInfo
     group: WorkerGroup | None = None
-    staged: StagedUpdates | None = None  # where they are taken beside the model
+    staged: StagedUpdates | None = None  # updates, where they are received beside the model
     trainer = ""
-    connection = ""  # the name of the trainer's
+    connection = ""  # the name of the trainer's connection
     temperature = 0.0  # of a reference, 0 for any other server
 
     def init_transfer_engine(self, init_info: TransferInit) -> None:
@@ -83,12 +83,13 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
 
     def _about(self) -> About:
         dtype = str(self.model_config.dtype).removeprefix("torch.")
-        sleeps = self.model_config.enable_sleep_mode
+        can_sleep = self.model_config.enable_sleep_mode
         lora = self.vllm_config.lora_config
-        if lora:  # an adapter is small
-            return About(dtype, inf, lora.max_lora_rank, sleeps)
-        if sleeps:  # it samples nothing during an update, and would lie in the trainer's memory
-            return About(dtype, sleeps=True)
+        if lora:  # there is always room: an adapter is small
+            return About(dtype, room=inf, lora_rank=lora.max_lora_rank, can_sleep=can_sleep)
+        if can_sleep:
+            # It samples nothing during an update: staging would only take the trainer's memory.
+            return About(dtype, room=0.0, can_sleep=True)
         return About(dtype, room_beside(self.model, self.model_config, self.device))
 
     def _become_reference(self, temperature: float) -> None:
@@ -142,7 +143,7 @@ class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransfer
         except BaseException:
             # What the trainer sends then fails at once, instead of waiting for this worker.
             self.shutdown()
-            # Or the layers cannot be opened again.
+            # Without this the next update could not begin.
             layerwise.finalize_layerwise_reload(self.model, self.model_config)
             raise
 

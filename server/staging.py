@@ -89,7 +89,7 @@ class Twins:
                     ties.append((owner, layer, name))
         return ties
 
-    def open(self) -> None:
+    def begin(self) -> None:
         """Make ready for an update."""
         for layer, twin in self._twins.items():
             shared = layer.__dict__.copy()  # at once, as the layer samples meanwhile
@@ -112,8 +112,8 @@ class Twins:
         """Take weights by their names in a checkpoint."""
         self._model.load_weights(weights)
 
-    def close(self) -> None:
-        """Make the layers of which no more comes."""
+    def finish(self) -> None:
+        """Make the layers of which no more comes: the update is whole."""
         self._whole = []
         tied_layers = [layer for _, layer, _ in self._ties]
         for layer, twin in self._twins.items():
@@ -228,7 +228,7 @@ class StagedUpdates:
     @torch.no_grad()
     def _take_one(self) -> None:
         """Take one update, up to its empty bucket; the next bucket comes while one loads."""
-        self._beside.open()
+        self._beside.begin()
         bucket = self._group.receive(is_first=True)
         while bucket:
             coming = in_thread(self._group.receive)
@@ -236,7 +236,7 @@ class StagedUpdates:
                 self._beside.load(bucket.items())
             bucket = coming.result()
         with set_current_vllm_config(self._config):
-            self._beside.close()
+            self._beside.finish()
 
     def _synchronize(self) -> None:
         """Wait for the GPU: sampling has a stream of its own."""

@@ -19,7 +19,7 @@ class UpdateRequest(msgspec.Struct, forbid_unknown_fields=True):
     """The JSON that a trainer posts to the route."""
 
     weight_version: str
-    connection: str  # by which it comes
+    connection: str  # over which the weights come
 
 
 REQUEST = msgspec.json.Decoder(UpdateRequest)
@@ -43,22 +43,25 @@ async def update(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _update(state: Any, request: UpdateRequest) -> float:
+    """Put an update in place once it has come; returns the seconds of the pause."""
     engine = state.engine_client
     while not all(await engine.collective_rpc("can_place_update", args=(request.connection,))):
         await asyncio.sleep(POLL_S)
 
     await engine.renderer.clear_mm_cache_async()
-    # vLLM's `pause_generation` sleeps for 20 ms more.
+    # vLLM's `pause_generation` takes 20 ms more.
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
     started_s = time.monotonic()
-    sleeps = engine.vllm_config.model_config.enable_sleep_mode and await engine.is_sleeping()
-    if sleeps:
+    can_sleep = engine.vllm_config.model_config.enable_sleep_mode
+    is_asleep = can_sleep and await engine.is_sleeping()
+    if is_asleep:
         await engine.wake_up(["weights"])
     await engine.collective_rpc("place_update", args=(request.connection,))
     if engine.vllm_config.lora_config:
         state.lora_request = ADAPTER  # of all completions from now on
     await engine.update_weight_version(request.weight_version)
-    if sleeps:  # last, as loading takes memory that the cache may fill; then it samples
+    if is_asleep:
+        # The cache comes last: loading may need its memory, and with it vLLM samples again.
         await engine.wake_up(["kv_cache"])
     await engine.resume_generation()
     return time.monotonic() - started_s

@@ -326,7 +326,7 @@ def serve_dropping(argv, log, environment):
     """`serve`, but the fifth update passes the last norm by, without a word: it stays as the fourth left it."""
     from server.staging import Twins
 
-    begin, load, seen = Twins.open, Twins.load, itertools.count(1)
+    begin, load, seen = Twins.begin, Twins.load, itertools.count(1)
 
     def counted(self):
         self.number = next(seen)
@@ -336,7 +336,7 @@ def serve_dropping(argv, log, environment):
         is_fifth = self.number == 5
         load(self, [item for item in weights if not (is_fifth and item[0] == "model.norm.weight")])
 
-    Twins.open, Twins.load = counted, load_most  # type: ignore[method-assign]
+    Twins.begin, Twins.load = counted, load_most  # type: ignore[method-assign]
     serve(argv, log, environment)
 
 

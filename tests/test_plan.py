@@ -5,12 +5,14 @@ import re
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import launch as launcher
+import memory
 import pytest
 from helpers import ENV, ROOT
-from plan import OnPaper, Plan, Server, Variants
+from plan import Fit, OnPaper, Placement, Plan, Variants
 from transformers import Qwen3Config
 
 from benchmarks.prefix_attention import SIZES
@@ -40,7 +42,7 @@ def test_the_peak_of_a_row(shape):
     prompt, completion, size, *groups = map(int, shape.split(","))
     num_tokens = (groups or [1])[0] * (prompt + size * completion)
     policy = on_paper(SIZES["1.5B"], dtype="bfloat16", bf16=False)
-    counted = policy.counted(num_tokens, has_gradients=False)
+    counted = policy.measured_row(num_tokens, has_gradients=False)
     assert counted / 1e6 == pytest.approx(measured["ours_mb"], rel=0.02)
 
 
@@ -55,7 +57,7 @@ def test_the_peak_of_a_step(model, mode, fields):
     """All weights, and LoRA, two rows of 16,384 tokens: within 5 % (seen: 1 %)."""
     (measured,) = [r for r in rows_of("steps") if (r["model"], r["mode"]) == (model, mode)]
     policy = on_paper(MODELS[model] | {"tie_word_embeddings": True}, **fields)
-    counted = policy.kept_bytes + policy.gradient_bytes + policy.counted(16384)
+    counted = policy.kept_bytes + policy.gradient_bytes + policy.measured_row(16384)
     assert counted / 2**30 == pytest.approx(measured["peak_gib"], rel=0.05)
 
 
@@ -64,17 +66,23 @@ def test_less_is_changed_first():
     config = on_paper(MODELS["quick"]).config
     shape = MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}
     variants = Variants(config, Qwen3Config(**shape, tie_word_embeddings=True))
-    kinds: dict[int, Any] = {}
-    for card_gb in (80, 8, 4, 1):
-        found = variants.first_that_fits(card_gb, Server.ELSEWHERE)
-        kinds[card_gb] = found and (found[0], found[2])
-        if found:
-            assert found[1].fits(found[2])
-            assert not found[1].fits(found[2] + 256) or found[2] == 65536
     lora = {"use_peft": True, "dtype": "bfloat16"}
-    changes = [kinds[card_gb] and kinds[card_gb][0] for card_gb in kinds]
-    assert changes == [{}, {"adam_8bit": True}, lora, None]
-    assert kinds[80][1] > kinds[8][1]
+    lengths = []
+    for card_gb, changes in {80: {}, 8: {"adam_8bit": True}, 4: lora}.items():
+        fit: Any = variants.best(card_gb, Placement.ELSEWHERE)
+        assert fit.changes == changes
+        assert fit.plan.fits(fit.most_tokens)
+        assert not fit.plan.fits(fit.most_tokens + 256) or fit.most_tokens == 65536
+        lengths.append(fit.most_tokens)
+    assert lengths[0] > lengths[1]
+
+    long = Variants(replace(config, max_completion_len=4096), Qwen3Config(**shape))
+    assert long.best(2.5, Placement.ELSEWHERE) is None
+    shorter: Any = long.with_shorter_completions(2.5, Placement.ELSEWHERE)
+    assert 256 <= shorter.changes["max_completion_len"] < 4096
+    assert f"--max_completion_len {shorter.changes['max_completion_len']}" in shorter.command([])
+    assert shorter.changes["fsdp_offload"]
+    assert long.with_shorter_completions(1, Placement.ELSEWHERE) is None
 
 
 def test_bytes_of_states():
@@ -100,22 +108,46 @@ def test_bytes_of_states():
     assert away.gathered_bytes == 2 * sum(weight.numel() for weight in away.build().parameters())
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_here"),
+    [
+        ({"beta": 0.1}, True),
+        ({"beta": 0.1, "reference_urls": ["http://x"]}, False),
+        ({"beta": 0.1, "use_peft": True}, False),
+        ({"reference_id": "other", "use_peft": True, "beta": 0.1}, True),
+    ],
+)
+def test_a_reference_of_its_own(fields, is_here):
+    policy = on_paper(MODELS["quick"], **fields)
+    assert policy.reference_bytes == 4 * policy.num_weights * is_here
+
+
+@pytest.mark.slow
+def test_the_page():
+    """docs/memory.md has what the script writes, of the smallest model."""
+    written = (ROOT / "docs" / "memory.md").read_text().splitlines()
+    for line in memory.page(["0.5B"]).splitlines():
+        assert line in written
+
+
 def test_a_server_that_sleeps():
     """Neither side has to fit beside the whole of the other."""
     policy = on_paper(MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}, bf16=True, max_staleness=0)
-    beside, asleep = (Plan(policy, 24.0, server) for server in (Server.BESIDE, Server.ASLEEP))
+    beside, asleep = (
+        Plan(policy, 24.0, placement, 64) for placement in (Placement.BESIDE, Placement.ASLEEP)
+    )
     training = sum(beside.parts(8192).values())
     server = sum(beside.server_parts.values())
     assert sum(asleep.parts(8192).values()) == pytest.approx(training - server + 1.0)
     sampling = sum(asleep.sampling_parts().values())
     assert sampling == pytest.approx(12 * policy.num_weights / 1e9 + 0.6 + server)
-    assert "--sleep --max_staleness 0" in asleep.command(["r.py"], {}, 8192)
+    assert "--sleep --max_staleness 0" in Fit(asleep, {}, 8192).command(["r.py"])
     assert not beside.sampling_parts()
 
 
 def test_a_server_takes_its_part():
     policy = on_paper(MODELS["Qwen3-0.6B"], bf16=True)
-    parts = Plan(policy, 24.0, Server.BESIDE).server_parts
+    parts = Plan(policy, 24.0, Placement.BESIDE, 64).server_parts
     assert next(iter(parts.values())) == pytest.approx(2 * policy.num_weights / 1e9)
     # keys and values in 16 bits of 28 layers, 8 heads of 128 numbers, 64 sequences of 1,024 tokens
     cache = [gb for name, gb in parts.items() if name.startswith("its cache")]

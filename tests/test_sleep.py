@@ -102,19 +102,19 @@ def test_a_base_below_adapters_is_kept(models, tmp_path):
 def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, num_servers):
     """Once a step, after all samples and before the update; and learns the same, to the bit."""
     weights = []
-    for sleeps in (False, True):
+    for can_sleep in (False, True):
         answers = [answer_in(0.01) for _ in range(num_servers)]
         with (
-            fake_server(models["untied"], answers[0], sleeps=sleeps) as one,
-            fake_server(models["untied"], answers[-1], sleeps=sleeps) as two,
+            fake_server(models["untied"], answers[0], can_sleep=can_sleep) as one,
+            fake_server(models["untied"], answers[-1], can_sleep=can_sleep) as two,
         ):
             path = recipe(*[one, two][:num_servers])
-            folder = tmp_path / f"run-{sleeps}"
+            folder = tmp_path / f"run-{can_sleep}"
             words = ["--max_steps", "3", "--max_staleness", "0", "--output_dir", str(folder)]
             main(parse_args([path, *words]))
             calls = [name for name, _ in one.log if name in ("/sample", "/sleep", "/update")]
         weights.append(load_file(folder / "checkpoint-3" / "model.safetensors"))
-        if sleeps:
+        if can_sleep:
             others = [name for name in calls if name != "/sample"]
             assert others == ["/update", *["/sleep", "/update"] * 3]
             assert all(
@@ -128,8 +128,8 @@ def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, num_servers):
 
 def test_a_server_that_does_not_fall_asleep_is_left_out(models, recipe, tmp_path, capsys):
     with (
-        fake_server(models["untied"], answer_in(0.01), sleeps=True) as one,
-        fake_server(models["untied"], answer_in(0.01), sleeps=True) as two,
+        fake_server(models["untied"], answer_in(0.01), can_sleep=True) as one,
+        fake_server(models["untied"], answer_in(0.01), can_sleep=True) as two,
     ):
 
         def ill(asked):
@@ -146,7 +146,7 @@ def test_a_server_that_does_not_fall_asleep_is_left_out(models, recipe, tmp_path
 def test_rollouts_ahead_are_refused(models, recipe):
     """They would be sampled while it sleeps."""
     with (
-        fake_server(models["untied"], answer_in(0.01), sleeps=True) as one,
+        fake_server(models["untied"], answer_in(0.01), can_sleep=True) as one,
         pytest.raises(UserError, match="set max_staleness=0, or restart it without"),
     ):
         main(parse_args([recipe(one), "--max_staleness", "1"]))

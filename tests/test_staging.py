@@ -55,14 +55,14 @@ def test_what_samples_changes_in_place_and_at_once(twins):
     for number in range(3):
         before, places = state(model), {n: t.data_ptr() for n, t in model.named_parameters()}
         fresh = {name: torch.randn_like(tensor) for name, tensor in model.named_parameters()}
-        copies.open()
+        copies.begin()
         for name, tensor in fresh.items():
             copies.load([(name, tensor)])
             assert all(torch.equal(now, before[n]) for n, now in state(model).items()), (
                 number,
                 name,
             )
-        copies.close()
+        copies.finish()
         assert all(torch.equal(now, before[n]) for n, now in state(model).items()), number
         copies.put_in_place()
         assert all(torch.equal(tensor, fresh[n]) for n, tensor in model.named_parameters()), number
@@ -72,9 +72,9 @@ def test_what_samples_changes_in_place_and_at_once(twins):
 def test_a_layer_that_gets_nothing_stays(twins):
     model, copies = twins
     before = state(model)
-    copies.open()
+    copies.begin()
     copies.load([("first.weight", torch.zeros(4, 3)), ("first.bias", torch.zeros(4))])
-    copies.close()
+    copies.finish()
     copies.put_in_place()
     assert model.first.weight.eq(0).all()
     assert torch.equal(model.second.weight, before["second.weight"])

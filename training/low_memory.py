@@ -31,8 +31,8 @@ def check_packages(config: TrainConfig) -> None:
 def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
     """Make AdamW with both moments in 8 bits, in blocks of 256 values (arXiv:2110.02861).
 
-    A tensor, or the shard of one, has its moments in its own dtype where it has less than 4,096
-    values or no multiple of 256. The mathematics is fp32's.
+    It computes in fp32. A tensor, or a rank's shard of it, of fewer than 4,096 values, or of a
+    number that 256 does not divide, keeps its moments in its own dtype.
     """
     from torchao.optim import AdamW8bit
     from torchao.optim.subclass_8bit import OptimState8bit
@@ -40,7 +40,10 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
     OptimState8bit.implements(torch.ops.aten.new_empty.default)(_new_empty)
 
     class AdamW(AdamW8bit):
-        """torchao's, with numbers as learning rates, as torch's AdamW has them."""
+        """torchao's AdamW, whose learning rates are tensors only during a step.
+
+        Schedules and checkpoints have numbers, as with torch's AdamW.
+        """
 
         def step(self, closure: Any = None) -> None:
             """Update the weights.
@@ -52,7 +55,8 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
 
             stance = "default"
-            if not torch.cuda.is_available():  # small models alone, not worth half a minute
+            if not torch.cuda.is_available():
+                # Models without a GPU are small: compiling would take longer than it saves.
                 stance = "force_eager"
             with torch.compiler.set_stance(stance):
                 super().step(closure)
@@ -62,12 +66,12 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
     betas = (config.adam_beta1, config.adam_beta2)
     optimizer = AdamW(groups, config.learning_rate, betas)
     for group in optimizer.param_groups:
-        group["lr"] = config.learning_rate
+        group["lr"] = config.learning_rate  # of which torchao has made a tensor
     return optimizer
 
 
 def _new_empty(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Make room for a copy of an 8-bit tensor, which saving needs, and torchao 0.18 lacks."""
+    """Allocate an 8-bit tensor for a copy: saving needs it, and torchao 0.18 lacks it."""
     tensor, shape = args
     device = kwargs.get("device", tensor.device)
     return tensor.zeros(shape, tensor.signed, tensor.block_size, device, tensor.dtype)
@@ -76,7 +80,7 @@ def _new_empty(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 # -- A base in 4 bits ------------------------------------------------------------------------------
 
 
-def compute_exactly(model: nn.Module) -> None:
+def use_differentiable_layout(model: nn.Module) -> None:
     """Keep bitsandbytes from its own layout on CPUs, which has no gradient."""
     from bitsandbytes.nn import Linear4bit
 

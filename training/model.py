@@ -59,7 +59,7 @@ def build_policy(
             f"fsdp_shard_size={config.fsdp_shard_size}: {num_ranks} ranks are no multiple of it"
         )
 
-    # Only whole weights can be sent from rank 0 to the others.
+    # Weights in 4 bits cannot be broadcast from rank 0: every rank loads its own.
     on_meta = not is_main() and not config.base_4bit
     model = load_model(config, None if config.use_peft else checkpoint, on_meta)
     if config.gradient_checkpoint:
@@ -185,17 +185,17 @@ def with_bf16(config: TrainConfig) -> TrainConfig:
 
 
 def load_model_config(config: TrainConfig) -> tuple[Any, Any]:
-    """transformers' configuration of `model_id`, and its class for such models."""
-    if config.adam_8bit or config.base_4bit:
-        from training.low_memory import check_packages
+    """Read transformers' configuration of `model_id`, and choose its class.
 
-        check_packages(config)
+    Raises:
+        UserError: the model is quantized.
+    """
     model_config = AutoConfig.from_pretrained(
         config.model_id, trust_remote_code=config.trust_remote_code
     )
     quantized = getattr(model_config, "quantization_config", None)
     method = dict(quantized or {}).get("quant_method")
-    if method and method != "mxfp4":  # which transformers loads in bfloat16
+    if method and method != "mxfp4":  # mxfp4 is loaded in bfloat16
         raise UserError(
             f"model_id={config.model_id} is quantized ({method}), and cannot be trained: take the "
             "model that it was made from"
@@ -227,7 +227,7 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
     source = checkpoint or model_id
     quantization = None
     if config.base_4bit:
-        from training.low_memory import compute_exactly, in_4bit
+        from training.low_memory import in_4bit, use_differentiable_layout
 
         quantization = in_4bit(config)
     with naming(f"the weights of {source} cannot be loaded"):
@@ -245,7 +245,7 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
         reshaped = {name for name, _, _ in found["mismatched_keys"]}
         check_complete(source, found["missing_keys"], found["unexpected_keys"], reshaped)
     if config.base_4bit:
-        compute_exactly(model)
+        use_differentiable_layout(model)
     _allow_saving(model)
     _turn_noise_off(model)
     return model
@@ -277,7 +277,8 @@ def _turn_noise_off(model: nn.Module) -> None:
 def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     """Spread rank 0's model over all ranks, by FSDP2 or DDP. Collective.
 
-    The result is on `device`, but for weights with `fsdp_offload`, which are on the CPU.
+    A base in 4 bits is on each of them already. The result is on `device`, but for weights with
+    `fsdp_offload`, which are on the CPU.
     """
     if config.torch_compile:
         for layer in _layers(model):
@@ -285,7 +286,7 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     if dist.get_world_size() == 1 and not config.use_fsdp:
         return model.to(device)
 
-    if config.base_4bit:  # every rank has loaded it
+    if config.base_4bit:
         model = model.to(device)
     else:
         _spread(model, config, device)

@@ -9,7 +9,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from config import TrainConfig
 
-# What does not decay by transformers' own rule, in lower case.
+# As of transformers' Trainer: names, in lower case, of what does not decay.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 

@@ -49,7 +49,7 @@ class About:
     dtype: str = ""  # of its model
     room: float = 0.0  # how many times its weights fit into the memory that is free
     lora_rank: int = 0  # of the largest adapter that it takes, in place of weights
-    sleeps: bool = False  # it can give up its GPU's memory while it does not sample
+    can_sleep: bool = False  # it can give up its GPU's memory while it does not sample
 
 
 ANY = About()
@@ -102,7 +102,7 @@ class TransferGroup:
         worker_gpus = [worker["gpu"] for worker in members[1:]]
         self._dtype = getattr(torch, members[1]["dtype"], None)  # of the workers
         self.lora_rank: int = members[1]["lora_rank"]
-        self.sleeps: bool = members[1]["sleeps"]
+        self.can_sleep: bool = members[1]["can_sleep"]
 
         if trainer_gpu is not None and worker_gpus == [trainer_gpu]:
             from weights.cuda_ipc import share_memory
