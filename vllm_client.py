@@ -191,6 +191,8 @@ class Server:
         self.idle_since_s = time.monotonic()  # if none are in flight
 
         self.transfer: TransferGroup | None = None
+        self.takes_adapter = False  # and nothing else: it was started with `--enable-lora`
+        self.can_sleep = False  # it was started with `--enable-sleep-mode`
         self.sending: Any = None  # the bucket under way
         self.sync_timeout_s = 0.0
         self.connection = ""  # a name for it, which the server knows
@@ -328,23 +330,13 @@ class Server:
         except RuntimeError as error:
             raise ServerError(f"{self.url}: no weight-transfer group: {error}") from error
 
-        if self.can_sleep:  # and may be asleep, since an earlier trainer that did not end well
+        if self.can_sleep:  # and may be asleep, since an earlier trainer, or a time-out
             self.post("/wake_up")
         # Zeroes: log-probs can only agree if every weight arrives.
         if not self.takes_adapter:
             self.post("/weight_checker", {"action": "reset"})
         self.state = State.WAITING
         self.was_ours = True
-
-    @property
-    def takes_adapter(self) -> bool:
-        """True for a server that was started with `--enable-lora`: it takes nothing else."""
-        return self.transfer is not None and self.transfer.lora_rank > 0
-
-    @property
-    def can_sleep(self) -> bool:
-        """True for a server that was started with `--enable-sleep-mode`."""
-        return self.transfer is not None and self.transfer.can_sleep
 
     def _open_group(
         self, world_size: int, device: torch.device, timeout_s: float, gpus: Sequence[str | None]
@@ -373,11 +365,15 @@ class Server:
                 reply.result()  # raises why the server refused
                 raise ServerError("it took the invitation, and its workers did not come")
             time.sleep(0.01)
-        self.transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)
+        transfer = TransferGroup(store, 0, world_size, device, timeout_s, gpus)
+        self.transfer = transfer
         reply.result()
+        # Kept here, as another thread may disconnect it.
+        self.takes_adapter = transfer.lora_rank > 0
+        self.can_sleep = transfer.can_sleep
         what = "the adapter" if self.takes_adapter else "its weights"
-        when = "while it samples" if self.transfer.stages else "in a pause"
-        print(f"{self.url} gets {what} over {self.transfer.backend}, {when}", flush=True)
+        when = "while it samples" if transfer.stages else "in a pause"
+        print(f"{self.url} gets {what} over {transfer.backend}, {when}", flush=True)
 
     def disconnect(self) -> None:
         """Leave the transfer group."""

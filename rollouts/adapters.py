@@ -57,6 +57,25 @@ def sends_adapter(servers: Sequence[Server], config: TrainConfig) -> bool:
     return bool(for_adapter)
 
 
+def check_returned(server: Server, sends_adapter: bool, config: TrainConfig) -> None:
+    """Refuse a server that joins a run, and was started otherwise than the run needs.
+
+    Raises:
+        ServerError: as `sends_adapter` does; or it can sleep, and would have to sample meanwhile.
+    """
+    try:
+        if server.takes_adapter != sends_adapter:
+            how = "with" if sends_adapter else "without"
+            raise ServerError(f"restart it {how} --enable-lora, as the others")
+        if server.takes_adapter:
+            _check_rank(server, config)
+        if server.can_sleep and config.max_staleness > 0:
+            raise ServerError("restart it without --enable-sleep-mode, or set max_staleness=0")
+    except ServerError:
+        server.disconnect()
+        raise
+
+
 def _check_rank(server: Server, config: TrainConfig) -> None:
     """Refuse a server for adapters where the run has none, or one of a higher rank."""
     assert server.transfer

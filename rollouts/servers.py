@@ -50,6 +50,7 @@ class ServerPool:
             self.servers = [self._make_server(url) for url in server_urls(config)]
         self.version = -1  # of the policy that was published last
         self.sends_adapter = False  # in place of whole weights
+        self.sleeps = False  # until the next update: no server is taken back, which would wake it
 
         # Every request has a connection, which is a file.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -282,7 +283,7 @@ class ServerPool:
                     return
                 with self._updating:  # a server lost in an update comes back after it
                     is_lost = server.state is State.LOST
-                if is_lost and time.monotonic() > server.retry_s:
+                if is_lost and not self.sleeps and time.monotonic() > server.retry_s:
                     try:
                         self._take_back(server)
                     except Exception as error:  # any, as the watcher goes on for the other servers
@@ -298,10 +299,10 @@ class ServerPool:
         if longest < self._longest:
             raise ServerError(f"its --max-model-len is {longest}: restart it with {self._longest}")
         self._connect(server)
-        if server.takes_adapter != self.sends_adapter:
-            server.disconnect()
-            how = "with" if self.sends_adapter else "without"
-            raise ServerError(f"restart it {how} --enable-lora, as the others")
+        if server.takes_adapter or self.sends_adapter or server.can_sleep:
+            from rollouts.adapters import check_returned
+
+            check_returned(server, self.sends_adapter, self.config)
         if self._is_closed.is_set():  # the run has ended meanwhile
             server.disconnect()
 
@@ -342,6 +343,7 @@ class ServerPool:
             The servers that were `WAITING` and have it now: they serve once passed to `admit`.
         """
         with self._updating:
+            self.sleeps = False
             returned = self.returned
             servers = returned if only_returned else self.serving + returned
             try:
@@ -364,10 +366,11 @@ class ServerPool:
                 self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
                 raise
 
-    def do_apart(self, servers: list[Server], step: Callable[[Server], Any]) -> None:
-        """Do a step on servers, while no update runs; a server that fails is left out."""
+    def fall_asleep(self, step: Callable[[Server], Any]) -> None:
+        """Put servers to sleep by `step`, until the next update; one that fails is left out."""
         with self._updating:
-            self._on(servers, step)
+            self.sleeps = True
+            self._on([server for server in self.servers if server.can_sleep], step)
 
     def _share(self, servers: list[Server]) -> None:
         """Let those that are left share what they are sent."""

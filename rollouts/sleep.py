@@ -1,11 +1,15 @@
 """Servers that give up their GPU's memory while the trainer trains: `--enable-sleep-mode`."""
 
+from contextlib import suppress
+
 import torch
 import torch.distributed as dist
 
 from config import TrainConfig, UserError
 from rollouts.servers import ServerPool
-from vllm_client import Server
+from vllm_client import Server, ServerError
+
+LOST_TIMEOUT_S = 5.0  # for a server that may never answer
 
 
 def check_synchronous(config: TrainConfig) -> None:
@@ -19,15 +23,20 @@ def check_synchronous(config: TrainConfig) -> None:
 
 def fall_asleep(pool: ServerPool) -> None:
     """Let servers give up their GPU's memory, until the next update wakes them."""
-    servers = [server for server in pool.serving if server.can_sleep]
-    pool.do_apart(servers, _fall_asleep)
+    pool.fall_asleep(_fall_asleep)
 
 
 def _fall_asleep(server: Server) -> None:
+    """Let a server sleep, and a lost one, if it listens: it may have the GPU's memory."""
     # Level 2 discards the weights: the next update brings them. Level 1 keeps them in the host's
     # memory: an update of an adapter alone brings no base.
     level = 1 if server.takes_adapter else 2
-    server.post(f"/sleep?level={level}")
+    path = f"/sleep?level={level}"
+    if server.has_weights:
+        server.post(path, timeout_s=server.sync_timeout_s)
+        return
+    with suppress(ServerError):
+        server.post(path, timeout_s=LOST_TIMEOUT_S)
 
 
 def release_unused_memory() -> None:

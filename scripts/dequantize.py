@@ -8,6 +8,7 @@ gets its 4-bit weights, dequantized to `dtype`. A server of it, started in the d
 computes in, has the trainer's base to rounding.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -27,8 +28,11 @@ def write_base(config: TrainConfig, folder: Path) -> None:
         raise UserError("without base_4bit servers take model_id as it is")
     config = with_bf16(config)
     check_packages(config)
-    load_model(config).dequantize().save_pretrained(folder)
-    load_processor(config).save_pretrained(folder)
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    load_model(config).dequantize().save_pretrained(unfinished)
+    load_processor(config).save_pretrained(unfinished)
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier start
+    unfinished.rename(folder)
 
 
 def main() -> None:

@@ -126,6 +126,10 @@ class Doctor:
 
     def __init__(self, config: TrainConfig, device: torch.device, rollouts: Rollouts):
         self.device, self.rollouts, self.advice = device, rollouts, list[str]()
+        if rollouts.servers_sleep:
+            raise UserError(
+                "doctor.py measures with servers awake: start them without --enable-sleep-mode"
+            )
         torch.manual_seed(config.seed)
         self.policy = build_policy(config, device, rollouts.example)
         self.config = rollouts.config = share_prefixes(self.policy, config, rollouts.example)

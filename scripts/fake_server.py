@@ -46,6 +46,7 @@ class FakeServer:
             raising an exception answers 500.
         refused: called with each path; where it says so, the answer is 403.
         versions: the weights received, by version.
+        naps: levels of the requests to sleep.
         log: `(path, seconds on the monotonic clock)` of every request.
     """
 
@@ -62,6 +63,7 @@ class FakeServer:
     temperature: float = 1.0
     url: str = ""
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    naps: list[str] = field(default_factory=list)
     log: list[tuple[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -120,6 +122,8 @@ class FakeServer:
         elif path in ("/pause", "/sleep"):
             self._resumed.clear()
             self._aborted = path == "/sleep" or body.get("mode") == "abort"
+            if path == "/sleep":
+                self.naps.append(body["level"])
             if body.get("level") == "2":
                 for tensor in self.model.state_dict().values():
                     tensor.fill_(torch.nan)

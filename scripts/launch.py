@@ -182,7 +182,8 @@ def server_words(args: argparse.Namespace, config: TrainConfig, has_gpu: bool = 
         words.append("--trust-remote-code")
     # An adapter is sent alone where that pays: a CPU samples faster from merged weights, and vLLM
     # has no place for adapters of a vision tower. A base in 4 bits cannot be merged.
-    prefers_adapter = config.use_peft and has_gpu and "vision_config" not in model
+    is_text = bool(model) and "vision_config" not in model  # unknown for one that is only printed
+    prefers_adapter = config.use_peft and has_gpu and is_text
     if prefers_adapter or config.base_4bit:
         words += lora_options(config.lora_rank)
     return words
@@ -239,13 +240,24 @@ trainer=({shlex.join([*trainer, "--vllm_urls", f"@{output}/servers.txt", *resume
 {(ROOT / "scripts" / "slurm.sh").read_text()}"""
 
 
-def run(servers: dict[str, Command], trainer: Command, folder: Path, timeout_s: float) -> int:
-    """Start the servers, wait for them, start the trainer, and end all with it; returns the exit status."""
+def run(
+    servers: dict[str, Command],
+    trainer: Command,
+    folder: Path,
+    timeout_s: float,
+    preparation: Sequence[str] = (),
+) -> int:
+    """Start the servers, wait for them, start the trainer, and end all with it; returns the exit status.
+
+    `preparation` is a command that runs before the servers start.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     try:
         FileLock(folder / "lock").acquire(timeout=0).lock.release()  # the trainer will hold it
     except Timeout:
         raise UserError(f"output_dir={folder} has another run in it: end it first") from None
+    if preparation:
+        subprocess.run(preparation, check=True)
     running: list[LocalServer] = []
     training: list[subprocess.Popen[bytes]] = []
     received: list[int] = []
@@ -370,11 +382,10 @@ def main(argv: list[str]) -> None:
             print(f"sbatch {shlex.quote(str(args.slurm))}")
             return
         servers, training = commands(args, trainer, config)
-        preparation = base_command(words, config) if servers and config.base_4bit else None
+        preparation = base_command(words, config) if servers and config.base_4bit else []
         if not args.print:
-            if preparation:
-                subprocess.run(preparation, check=True)
-            sys.exit(run(servers, training, Path(config.output_dir), config.server_timeout))
+            folder = Path(config.output_dir)
+            sys.exit(run(servers, training, folder, config.server_timeout, preparation))
         if preparation:
             print(shlex.join(preparation))
         for program, env in (*servers.values(), training):

@@ -19,7 +19,7 @@ from transformers import Qwen2Config
 from recipes.gsm8k import config as gsm8k
 
 CARDS = (16, 24, 48, 80)  # GB
-KINDS: dict[str, dict[str, Any]] = {"all weights": {}, "LoRA": LORA}
+KINDS: dict[str, dict[str, Any]] = {"all weights": {}, "LoRA": LORA | {"learning_rate": 1e-5}}
 SHAPES = {  # of Qwen2.5: hidden size, MLP, layers, heads, heads of keys, vocabulary, tied embeddings
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),
     "1.5B": (1536, 8960, 28, 12, 2, 151936, True),

@@ -10,7 +10,7 @@ import shlex
 import weakref
 from bisect import bisect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -229,8 +229,9 @@ class OnPaper:
         maximum of linear functions, so lines never underestimate it.
         """
         at_most = float(np.interp(num_tokens, LENGTHS, self._row_peaks))
-        if self.config.base_4bit:  # one matrix at a time is dequantized, to 16 bits
-            at_most += 2 * max(matrix.numel() for matrix in self._base_matrices)
+        if self.config.base_4bit:  # one matrix at a time is dequantized, and then cast to 16 bits
+            num_bytes = 2 if self.config.dtype == "bfloat16" else 4 + 2
+            at_most += num_bytes * max(matrix.numel() for matrix in self._base_matrices)
         return at_most
 
     @property
@@ -433,19 +434,26 @@ class Variants:
     def __init__(self, config: TrainConfig, model_config: Any = None, all_changes: Any = CHANGES):
         if model_config is None:
             model_config, _ = load_model_config(config)
+        if hasattr(model_config, "vision_config"):
+            raise UserError(f"--plan: {config.model_id} has a vision tower, which is not counted")
         self._variants: list[tuple[dict[str, Any], OnPaper]] = []
         first_of_kind: dict[Any, OnPaper] = {}
         for changes in all_changes:
             own = {k: value for k, value in changes.items() if getattr(config, k) != value}
+            if "use_peft" in own:  # adapters learn at about ten times the rate of all weights
+                own["learning_rate"] = float(f"{10 * config.learning_rate:.3g}")
             if own in [known for known, _ in self._variants]:
                 continue
             if config.use_peft and "adam_8bit" in own:  # an adapter's moments are small
                 continue
-            with suppress(UserError):  # the recipe's other settings forbid it
-                policy = OnPaper(on_a_gpu(replace(config, **own)), model_config)
-                self._variants.append((own, policy))
-                first = first_of_kind.setdefault(policy.row_kind, policy)
-                policy.rows_as = first if first is not policy else None
+            try:
+                changed = on_a_gpu(replace(config, **own))
+            except UserError:  # the recipe's other settings forbid it
+                continue
+            policy = OnPaper(changed, model_config)
+            self._variants.append((own, policy))
+            first = first_of_kind.setdefault(policy.row_kind, policy)
+            policy.rows_as = first if first is not policy else None
 
     def best(self, card_gb: float, placement: Placement) -> Fit | None:
         """Find the least change that fits, or a mild one that makes short rows longer."""

@@ -48,19 +48,18 @@ async def _update(state: Any, request: UpdateRequest) -> float:
     while not all(await engine.collective_rpc("can_place_update", args=(request.connection,))):
         await asyncio.sleep(POLL_S)
 
+    can_sleep = engine.vllm_config.model_config.enable_sleep_mode
+    if can_sleep:  # if it is awake, vLLM would take this for the end of a pause
+        await engine.wake_up(["weights"])
     await engine.renderer.clear_mm_cache_async()
     # vLLM's `pause_generation` takes 20 ms more.
     await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
     started_s = time.monotonic()
-    can_sleep = engine.vllm_config.model_config.enable_sleep_mode
-    is_asleep = can_sleep and await engine.is_sleeping()
-    if is_asleep:
-        await engine.wake_up(["weights"])
     await engine.collective_rpc("place_update", args=(request.connection,))
     if engine.vllm_config.lora_config:
         state.lora_request = ADAPTER  # of all completions from now on
     await engine.update_weight_version(request.weight_version)
-    if is_asleep:
+    if can_sleep:
         # The cache comes last: loading may need its memory, and with it vLLM samples again.
         await engine.wake_up(["kv_cache"])
     await engine.resume_generation()

@@ -1,6 +1,7 @@
 """`doctor.py --plan`: memory from shapes alone, against peaks that were measured on a GPU."""
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -17,7 +18,7 @@ from transformers import Qwen3Config
 
 from benchmarks.prefix_attention import SIZES
 from benchmarks.steps import MODELS
-from config import TrainConfig
+from config import TrainConfig, UserError
 from recipes.rewards import exact_match
 
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -66,7 +67,7 @@ def test_less_is_changed_first():
     config = on_paper(MODELS["quick"]).config
     shape = MODELS["Qwen3-0.6B"] | {"num_hidden_layers": 4}
     variants = Variants(config, Qwen3Config(**shape, tie_word_embeddings=True))
-    lora = {"use_peft": True, "dtype": "bfloat16"}
+    lora = {"use_peft": True, "dtype": "bfloat16", "learning_rate": 1e-5}
     lengths = []
     for card_gb, changes in {80: {}, 8: {"adam_8bit": True}, 4: lora}.items():
         fit: Any = variants.best(card_gb, Placement.ELSEWHERE)
@@ -102,10 +103,19 @@ def test_bytes_of_states():
         on_paper(shape, **lora).weight_bytes - on_paper(shape, **lora, base_4bit=True).weight_bytes
     )
     assert saved == pytest.approx(matrices * (2 - 0.5625))
+    rows = [
+        on_paper(shape, **lora, base_4bit=base_4bit).row_bytes(1024) for base_4bit in (False, True)
+    ]
+    assert rows[1] - rows[0] == 2 * hidden * mlp  # the largest matrix, dequantized
 
     away = on_paper(shape, dtype="bfloat16", use_peft=True, use_fsdp=True, fsdp_offload=True)
     assert away.kept_bytes == away.gradient_bytes == 0
-    assert away.gathered_bytes == 2 * sum(weight.numel() for weight in away.build().parameters())
+    num = sum(weight.numel() for weight in away.build().parameters())
+    assert away.gathered_bytes == 2 * num
+    assert (
+        on_paper(shape, use_fsdp=True, fsdp_offload=True).gathered_bytes
+        == 2 * 2 * plain.num_weights
+    )
 
 
 @pytest.mark.parametrize(
@@ -153,6 +163,17 @@ def test_a_server_takes_its_part():
     cache = [gb for name, gb in parts.items() if name.startswith("its cache")]
     length = 512 + policy.config.max_completion_len
     assert cache == [pytest.approx(2 * 2 * 28 * 8 * 128 * 64 * length / 1e9)]
+    server = sum(parts.values())
+    assert server == pytest.approx(2 * policy.num_weights / 1e9 + cache[0] + 2.0)
+    command = Fit(Plan(policy, 24.0, Placement.BESIDE, 64), {}, 8192).command([])
+    assert f"--gpu-memory-utilization {math.ceil(server / 0.24) / 100} --max-num-seqs 64" in command
+
+
+def test_vision_models_are_refused(vlm):
+    """Their towers are not counted."""
+    config = TrainConfig(model_id=vlm, dataset_id=list, reward_funcs=[exact_match])
+    with pytest.raises(UserError, match="has a vision tower"):
+        Variants(config)
 
 
 def test_the_command_line(models, tmp_path):

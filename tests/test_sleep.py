@@ -5,7 +5,9 @@ others' data would lie where they were.
 """
 
 import concurrent.futures
+import time
 from contextlib import closing, contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +16,25 @@ from forked import Forked, serve
 from helpers import answer_in, read
 from safetensors.torch import load_file
 from test_adapters import LORA, lora_config
-from test_server import PROMPT, disturb, make_config, make_policy, mismatch
+from test_server import (
+    PROMPT,
+    check_an_update_in_flight,
+    disturb,
+    make_config,
+    make_policy,
+    mismatch,
+)
 
+import train
 from benchmarks.local_server import local_server
 from config import UserError, parse_args
+from rollouts import servers
+from rollouts.adapters import check_returned
 from rollouts.rollouts import Rollouts
 from rollouts.sleep import fall_asleep
 from train import main
 from utils import process_group
+from vllm_client import Server, ServerError
 
 SAMPLING = {"n": 2, "max_tokens": 20, "temperature": 1.0}
 
@@ -90,6 +103,15 @@ def test_an_update_wakes_a_server(models, tmp_path):
                 check_a_nap(rollouts, policy, config, device)
 
 
+@pytest.mark.parametrize("options", [(), LORA])
+def test_an_update_of_one_that_is_awake(models, tmp_path, options):
+    """It pauses as any: no token is sampled under new weights and the old version."""
+    make = lora_config if options else make_config
+    with sleeper(models["untied"], tmp_path / "log", *options) as url:
+        config = make(models["untied"], url, max_staleness=0, max_completion_len=100)
+        check_an_update_in_flight(config)
+
+
 def test_a_base_below_adapters_is_kept(models, tmp_path):
     """No update would bring it."""
     with sleeper(models["untied"], tmp_path / "log", *LORA) as url, process_group(120) as device:
@@ -99,20 +121,39 @@ def test_a_base_below_adapters_is_kept(models, tmp_path):
 
 
 @pytest.mark.parametrize("num_servers", [1, 2])
-def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, num_servers):
+def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, monkeypatch, num_servers):
     """Once a step, after all samples and before the update; and learns the same, to the bit."""
-    weights = []
+    weights: list[Any] = []
+    taken: list[bool] = []  # whether a batch was complete, at each `take`
+    released: list[str] = []  # the last request before memory is released
+    fakes: list[Any] = []
+    take = Rollouts.take
+
+    def taking(self, num_tokens):
+        groups, is_complete = take(self, num_tokens)
+        taken.append(is_complete)
+        return groups, is_complete
+
+    monkeypatch.setattr(Rollouts, "take", taking)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(fakes[-1].log[-1][0]))
     for can_sleep in (False, True):
         answers = [answer_in(0.01) for _ in range(num_servers)]
         with (
             fake_server(models["untied"], answers[0], can_sleep=can_sleep) as one,
             fake_server(models["untied"], answers[-1], can_sleep=can_sleep) as two,
         ):
+            fakes.append(one)
             path = recipe(*[one, two][:num_servers])
             folder = tmp_path / f"run-{can_sleep}"
             words = ["--max_steps", "3", "--max_staleness", "0", "--output_dir", str(folder)]
+            words += ["--max_tokens_per_gpu", "64"]
+            taken.clear()
             main(parse_args([path, *words]))
             calls = [name for name, _ in one.log if name in ("/sample", "/sleep", "/update")]
+            assert one.naps == ["2"] * 3 * can_sleep
+            assert (taken == [True] * 3) == can_sleep  # else training begins earlier
+            # At the start, and before each update.
+            assert released == ["/weight_checker", *["/sleep"] * 3] * can_sleep
         weights.append(load_file(folder / "checkpoint-3" / "model.safetensors"))
         if can_sleep:
             others = [name for name in calls if name != "/sample"]
@@ -126,21 +167,40 @@ def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, num_servers):
         assert torch.equal(weight, weights[1][name]), name
 
 
-def test_a_server_that_does_not_fall_asleep_is_left_out(models, recipe, tmp_path, capsys):
+def test_a_server_that_does_not_fall_asleep_is_left_out(
+    models, recipe, tmp_path, capsys, monkeypatch
+):
+    """It is not taken back, which would wake it, while the trainer trains; and is asked again to sleep."""
+    monkeypatch.setattr(servers, "PROBE_S", 0.05)
+    monkeypatch.setattr(servers, "RETRY_S", 0.0)
+    training: list[float] = []
+    step = train.optimizer_step
+
+    def slow_step(*arguments):
+        training.append(time.monotonic())
+        time.sleep(1)
+        training.append(time.monotonic())
+        return step(*arguments)
+
+    monkeypatch.setattr(train, "optimizer_step", slow_step)
     with (
         fake_server(models["untied"], answer_in(0.01), can_sleep=True) as one,
         fake_server(models["untied"], answer_in(0.01), can_sleep=True) as two,
     ):
 
         def ill(asked):
-            if asked == "/sleep" and "1" in two.versions:
+            if asked == "/sleep" and "1" in two.versions and len(training) < 6:
                 raise ConnectionError("out of order")
 
         two.fault = ill
-        main(parse_args([recipe(one, two), "--max_steps", "3", "--max_staleness", "0"]))
-    assert "3" in one.versions
+        main(parse_args([recipe(one, two), "--max_steps", "5", "--max_staleness", "0"]))
+        woken = [at for name, at in two.log if name == "/wake_up"]
+    assert "5" in one.versions
+    assert len(woken) > 1  # it came back
+    for begun, ended in zip(training[::2], training[1::2], strict=True):
+        assert not [at for at in woken if begun < at < ended]
     assert f"{two.url} is left out" in capsys.readouterr().out
-    assert len(read(tmp_path, "completions")) == 3 * 6 * 4
+    assert len(read(tmp_path, "completions")) == 5 * 6 * 4
 
 
 def test_rollouts_ahead_are_refused(models, recipe):
@@ -150,3 +210,19 @@ def test_rollouts_ahead_are_refused(models, recipe):
         pytest.raises(UserError, match="set max_staleness=0, or restart it without"),
     ):
         main(parse_args([recipe(one), "--max_staleness", "1"]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ({"can_sleep": True}, {"max_staleness": 1}, "without --enable-sleep-mode"),
+        ({"takes_adapter": True}, {}, "without --enable-lora"),
+    ],
+)
+def test_servers_that_join_a_run(kind, fields, message):
+    """As those of the start."""
+    server = Server("http://x", 1.0)
+    vars(server).update(kind)
+    with pytest.raises(ServerError, match=message):
+        check_returned(server, False, make_config("m", "http://x", **fields))
+    check_returned(Server("http://x", 1.0), False, make_config("m", "http://x"))

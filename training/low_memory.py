@@ -7,7 +7,8 @@ import importlib
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig
 
 from config import TrainConfig, UserError
@@ -60,6 +61,8 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
                 stance = "force_eager"
             with torch.compiler.set_stance(stance):
                 super().step(closure)
+            for state in self.state.values():
+                _keep_positive(state["exp_avg_sq"])
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
 
@@ -68,6 +71,17 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate  # of which torchao has made a tensor
     return optimizer
+
+
+def _keep_positive(second_moment: Tensor) -> None:
+    """Let no value be rounded to 0, which is below 1.6e-7 of the largest in its block.
+
+    The first moment over that 0 would be a step of hundreds of learning rates.
+    """
+    local = second_moment.to_local() if isinstance(second_moment, DTensor) else second_moment
+    codes = getattr(local, "codes", None)
+    if codes is not None:  # else it is whole
+        codes.clamp_(min=1)  # the place of the smallest value above 0
 
 
 def _new_empty(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
