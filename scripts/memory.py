@@ -42,7 +42,7 @@ Qwen2.5-Instruct: completions of 1,024 tokens on prompts of up to 512, 64 of the
 is said, gradient checkpointing. For a recipe of your own it is `python scripts/doctor.py recipe.py --plan 24GB`.
 
 **Planned, not measured**: a step runs on tensors without data, and their bytes are counted. Such counts were within 2 %
-of the peaks of a row and of a step on an H200, and within 10 % of those of a row on a CPU
+of the peaks of a row and of a step on an H200, and on a CPU within 2 % of those of a row, or 10 % with a base in bf16
 ([how](results.md#what-the-plan-counts)). CUDA's part and the server's graphs are rules of thumb, and 7 % of a card are
 left for fragments. "Offload" follows a rule, too (embeddings, head and two layers are on the GPU), which no GPU has
 checked.

@@ -208,8 +208,9 @@ def check_options(command):
 
 
 def test_every_command_is_run_by_a_test():
-    """By test_readme.py, test_scripts.py, test_launch.py or test_tools.py, which name them as they stand here."""
-    scripts = (f"python scripts/{name}.py " for name in ("launch", "plot", "show", "doctor"))
+    """By test_readme.py, test_scripts.py, test_launch.py, test_tools.py or test_low_memory.py."""
+    names = ("launch", "plot", "show", "doctor", "dequantize")
+    scripts = (f"python scripts/{name}.py " for name in names)
     known = ("bash scripts/demo.sh", "bash scripts/test.sh", "source .venv/bin/activate", *scripts)
     a_loop = "until python vllm_server.py "
     assert any(line.startswith(a_loop) for block in TRAINING for line in block)
