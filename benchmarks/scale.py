@@ -223,12 +223,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """One request."""
-        from utils import VLLM_VERSION
+        from utils import VLLM_VERSIONS
 
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path, host, reply = self.path.partition("?")[0], self.headers["Host"], b"{}"
         if path == "/version":
-            reply = json.dumps({"version": VLLM_VERSION}).encode()
+            reply = json.dumps({"version": VLLM_VERSIONS[0]}).encode()
         elif path == "/v1/models":
             reply = json.dumps(
                 {"data": [{"id": "m", "root": "m", "max_model_len": 10**6}]}

