@@ -201,7 +201,11 @@ def test_the_command_line(models, tmp_path):
         assert config.lora_rank == 8
     assert config.max_staleness == 0  # of the server that sleeps
 
-    done = run("--plan", "much")
-    assert done.returncode
+    for card in ("much", "4090"):
+        done = run("--plan", card)
+        assert done.returncode
+        last = done.stderr.splitlines()[-1]
+        assert last == f"error: --plan {card}: it needs the memory of a GPU, such as 24GB"
+    done = run("--plan", "24GB", "--model_id", "no/such/model")
     last = done.stderr.splitlines()[-1]
-    assert last == "error: --plan much: it needs the memory of a GPU, such as 24GB"
+    assert last.startswith("error: model_id=no/such/model is no model's folder, nor on the hub: ")
