@@ -18,7 +18,7 @@ from transformers import Qwen3Config
 
 from benchmarks.prefix_attention import SIZES
 from benchmarks.steps import MODELS
-from config import TrainConfig, UserError
+from config import TrainConfig, UserError, parse_args
 from recipes.rewards import exact_match
 
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -130,6 +130,21 @@ def test_bytes_of_states():
 def test_a_reference_of_its_own(fields, is_here):
     policy = on_paper(MODELS["quick"], **fields)
     assert policy.reference_bytes == 4 * policy.num_weights * is_here
+
+
+def test_commands_of_the_page(monkeypatch):
+    """Trainer and launch.py take them."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "memory.md").read_text()
+    launches = re.findall(r"^python scripts/launch.py (.*)$", page, re.M)
+    trainings = re.findall(r"^torchrun train.py (.*)$", page, re.M)
+    assert len(launches) > 30
+    assert len(trainings) > 20
+    for command in launches:
+        _, _, config = launcher.parse(shlex.split(command))
+        assert config.max_tokens_per_gpu > config.max_completion_len
+    for command in trainings:
+        parse_args(shlex.split(command.replace("http://...", "http://x")))
 
 
 @pytest.mark.slow
