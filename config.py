@@ -133,7 +133,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     None takes all linear layers but the head."""
     base_4bit: bool = False
     """Keep LoRA's frozen base in 4 bits (nf4).
-    Needs bitsandbytes, and servers started with `--enable-lora`: docs/operations.md."""
+    Needs bitsandbytes, and servers of the dequantized base: see docs/operations.md."""
 
     # -- data --------------------------------------------------------------------------------------
     dataset_id: PathOrName | Callable[[], Any]

@@ -58,8 +58,9 @@ async def version(scope: Scope, receive: Receive, send: Send) -> None:
 OWN_ROUTES: dict[str, ASGIApp] = {SAMPLE: sample, UPDATE: update, "/version": version}
 TRAINER_ROUTES = {
     *OWN_ROUTES, "/pause", "/init_weight_transfer_engine", "/health", "/v1/models", "/metrics",
-    "/get_world_size", "/weight_checker", "/sleep", "/wake_up",
+    "/get_world_size", "/weight_checker",
 }  # fmt: skip
+SLEEP_ROUTES = {"/sleep", "/wake_up"}  # with `--enable-sleep-mode`
 
 DEFAULTS = {  # ours, in place of vLLM's
     "host": "127.0.0.1",
@@ -134,7 +135,10 @@ class AccessGuard:
 
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         """The answer to a request that may not pass."""
-        if scope["type"] != "http" or scope["path"] not in TRAINER_ROUTES:
+        is_open = scope["path"] in TRAINER_ROUTES
+        if scope["path"] in SLEEP_ROUTES:
+            is_open = scope["app"].state.args.enable_sleep_mode
+        if scope["type"] != "http" or not is_open:
             return JSONResponse({"error": "no such route on a rollout server"}, 404)
 
         headers = dict(scope["headers"])

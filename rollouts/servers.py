@@ -137,6 +137,11 @@ class ServerPool:
             raise ServerError(
                 f"{server.url} serves {model['root']}, not {ours}: restart it with --model {ours}"
             )
+        if self.config.base_4bit and served[1] == Path(ours).resolve():
+            raise ServerError(
+                f"{server.url} serves {ours} itself, and not its base in 4 bits: start it on what "
+                "scripts/dequantize.py writes, as launch.py does"
+            )
         return model["max_model_len"]
 
     def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:

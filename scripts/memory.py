@@ -50,7 +50,8 @@ checked.
 A cell is the longest row, `max_tokens_per_gpu`, of 16,384 at most, and what the recipe needs on top; "-" does not fit.
 Beside its server, the server keeps its share of the card; asleep, it gives that up while the trainer trains
 ([how](operations.md#a-server-that-sleeps)). [8-bit moments and a 4-bit base](operations.md#less-memory) need a package
-each; offload is slow.
+each, and a 4-bit base servers of the dequantized one; `launch.py` starts such. Offload is slow. A group that is longer
+than a row goes into several, and its prompt is computed once for each.
 
 {tables}
 

@@ -36,6 +36,7 @@ GB = 1e9
 CONTEXT_GB = 0.6  # CUDA's own, and cuBLAS's workspaces
 SERVER_GB = 2.0  # vLLM's beside weights and cache: CUDA's own, graphs, a step's activations
 ASLEEP_GB = 1.0  # what is left of that while it sleeps
+MOST_GB = 1000  # of a card; more is a mistake, as --plan 4090
 USABLE = 0.93  # of a card: the rest is lost to fragments
 PROMPT_TOKENS = 512  # of a prompt, which no data set is asked for
 SEQUENCES = (64, 32, 16)  # that the server samples at once, if the recipe asks for as many
@@ -503,11 +504,18 @@ def on_a_gpu(config: TrainConfig) -> TrainConfig:
 
 def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:
     """Print what a recipe takes of a card such as `24GB`, and commands that fit."""
-    match = re.fullmatch(r"([\d.]+) ?(GB)?", card)
-    if not match:
+    match = re.fullmatch(r"(\d+(\.\d+)?) ?(GB)?", card)
+    if not match or float(match[1]) > MOST_GB:
         raise UserError(f"--plan {card}: it needs the memory of a GPU, such as 24GB")
     card_gb = float(match[1])
-    variants = Variants(config)
+    try:
+        model_config, _ = load_model_config(config)
+    except OSError as error:
+        cause = str(error).partition("\n")[0]
+        raise UserError(
+            f"model_id={config.model_id} is no model's folder, nor on the hub: {cause}"
+        ) from None
+    variants = Variants(config, model_config)
     for placement in Placement:
         fit = variants.best(card_gb, placement)
         if not fit:

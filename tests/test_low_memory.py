@@ -18,13 +18,15 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from config import UserError
 from prefix_attention import attach, completion_logprobs, pack
+from rollouts.adapters import sends_adapter
 from rollouts.rollouts import Rollouts
+from rollouts.servers import ServerPool
 from train import main, optimizer_step
 from training.low_memory import adamw_8bit, check_packages, in_4bit
 from training.model import build_policy, build_reference
 from training.optimizer import build_optimizer
 from utils import process_group
-from vllm_client import ServerError
+from vllm_client import Server, ServerError
 from weights.publish import full_tensor, published_weights
 
 pytest.importorskip("torchao")
@@ -461,12 +463,15 @@ def test_what_cannot_have_a_base_in_4_bits(models):
             list(published_weights(policy))
 
 
-def test_servers_of_whole_weights_are_refused(models):
-    """At the start, as they would want the base merged."""
-    with fake_server(models["tied"], answer_in(0.02)) as fake, process_group(60) as device:
-        said = "takes whole weights, and base_4bit has none: restart it with --enable-lora"
-        with pytest.raises(ServerError, match=said):
-            Rollouts(base_config(models["tied"], fake.url), device)
+def test_servers_of_another_base_are_refused(models):
+    """Of the model itself, before anything is loaded; and those that take whole weights."""
+    with fake_server(models["untied"], answer_in(0.0)) as fake:
+        config = base_config(models["untied"], fake.url)
+        with pytest.raises(ServerError, match="serves .* itself, and not its base in 4 bits"):
+            ServerPool(config).wait_until_ready()
+    said = "takes whole weights, and base_4bit has none: restart it with --enable-lora"
+    with pytest.raises(ServerError, match=said):
+        sends_adapter([Server("http://x", 1.0)], config)
 
 
 def test_replays_on_two_ranks_and_after_a_stop(start, tmp_path):  # noqa: F811

@@ -18,7 +18,7 @@ from transformers import Qwen3Config
 
 from benchmarks.prefix_attention import SIZES
 from benchmarks.steps import MODELS
-from config import TrainConfig, UserError
+from config import TrainConfig, UserError, parse_args
 from recipes.rewards import exact_match
 
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
@@ -132,6 +132,21 @@ def test_a_reference_of_its_own(fields, is_here):
     assert policy.reference_bytes == 4 * policy.num_weights * is_here
 
 
+def test_commands_of_the_page(monkeypatch):
+    """Trainer and launch.py take them."""
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs" / "memory.md").read_text()
+    launches = re.findall(r"^python scripts/launch.py (.*)$", page, re.M)
+    trainings = re.findall(r"^torchrun train.py (.*)$", page, re.M)
+    assert len(launches) > 30
+    assert len(trainings) > 20
+    for command in launches:
+        _, _, config = launcher.parse(shlex.split(command))
+        assert config.max_tokens_per_gpu > config.max_completion_len
+    for command in trainings:
+        parse_args(shlex.split(command.replace("http://...", "http://x")))
+
+
 @pytest.mark.slow
 def test_the_page():
     """docs/memory.md has what the script writes, of the smallest model."""
@@ -201,7 +216,11 @@ def test_the_command_line(models, tmp_path):
         assert config.lora_rank == 8
     assert config.max_staleness == 0  # of the server that sleeps
 
-    done = run("--plan", "much")
-    assert done.returncode
+    for card in ("much", "4090"):
+        done = run("--plan", card)
+        assert done.returncode
+        last = done.stderr.splitlines()[-1]
+        assert last == f"error: --plan {card}: it needs the memory of a GPU, such as 24GB"
+    done = run("--plan", "24GB", "--model_id", "no/such/model")
     last = done.stderr.splitlines()[-1]
-    assert last == "error: --plan much: it needs the memory of a GPU, such as 24GB"
+    assert last.startswith("error: model_id=no/such/model is no model's folder, nor on the hub: ")
