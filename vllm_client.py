@@ -27,7 +27,7 @@ from torch.distributed import TCPStore
 from config import UserError
 from rollouts.group import CUT, FOREIGN, Completion, spans_to_versions
 from server.messages import SAMPLE, UPDATE, Sampled, messages
-from utils import RIGHT_VLLM, api_token
+from utils import RIGHT_VLLM, VLLM_VERSIONS, api_token, was_tried
 from weights.transfer import TransferGroup, address_towards, in_thread
 
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for
@@ -253,6 +253,22 @@ class Server:
             self.request("GET", "/health", timeout_s=5)
             return True
         return False
+
+    def check_version(self) -> None:
+        """Refuse a vLLM that was not tried, unless the server was started with `--any-vllm`.
+
+        Raises:
+            ServerError: what it runs, and which versions were tried.
+        """
+        about = self.request("GET", "/version")
+        if not isinstance(about, dict):
+            about = {"version": about}
+        version = str(about.get("version", about))[:100]
+        if about.get("any_vllm"):
+            print(f"{self.url} runs vLLM {version}, which may not have been tried", flush=True)
+        elif not was_tried(version):
+            tried = " or ".join(VLLM_VERSIONS)
+            raise ServerError(f"{self.url} runs vLLM {version}, not {tried}: {RIGHT_VLLM}")
 
     # -- completions -------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import torch
 
 from config import TrainConfig, UserError
 from rollouts.addresses import server_urls
-from utils import RIGHT_VLLM, VLLM_VERSIONS, was_tried
 from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
 from weights.publish import buckets
 
@@ -119,17 +118,7 @@ class ServerPool:
         Raises:
             ServerError: it has another version of vLLM than we speak to, or another model.
         """
-        about = server.request("GET", "/version")
-        if not isinstance(about, dict):
-            about = {"version": about}
-        version = str(about.get("version", about))[:100]
-        if about.get("any_vllm"):
-            self._say_once(f"{server.url} runs vLLM {version}, which may not have been tried")
-        elif not was_tried(version):
-            raise ServerError(
-                f"{server.url} runs vLLM {version}, not {' or '.join(VLLM_VERSIONS)}: {RIGHT_VLLM}"
-            )
-
+        server.check_version()
         model = server.request("GET", "/v1/models")["data"][0]
         ours = self.config.model_id
         served = [Path(model[name]).resolve() for name in ("id", "root")]
