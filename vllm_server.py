@@ -197,6 +197,15 @@ def share_cpu(args: Any, parser: Any) -> None:
     print(line, flush=True)
 
 
+def _cli_args() -> Any:
+    """vLLM's module of options, which has moved in 0.33."""
+    try:
+        from vllm.entrypoints.common import cli_args  # type: ignore[attr-defined]
+    except ImportError:
+        from vllm.entrypoints.launchers import cli_args
+    return cli_args
+
+
 def main(argv: list[str]) -> None:
     """Start the server, and serve until a signal.
 
@@ -214,11 +223,7 @@ def main(argv: list[str]) -> None:
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    try:
-        from vllm.entrypoints.common import cli_args  # type: ignore[attr-defined]
-    except ImportError:  # vLLM 0.32
-        from vllm.entrypoints.launchers import cli_args
-
+    cli_args = _cli_args()
     parser = cli_args.make_arg_parser(FlexibleArgumentParser(description=__doc__))
     parser.set_defaults(**DEFAULTS)
     if current_platform.is_cpu():
@@ -228,11 +233,7 @@ def main(argv: list[str]) -> None:
         action="store_true",
         help="keep the statistics of /metrics, which cost CPU time",
     )
-    parser.add_argument(
-        ANY_VLLM,
-        action="store_true",
-        help="start with a vLLM that was not tried",
-    )
+    parser.add_argument(ANY_VLLM, action="store_true", help="start with a vLLM not tried here")
     args = parser.parse_args([*argv, *REQUIRED])
     args.disable_log_stats = not args.metrics
 
