@@ -509,7 +509,7 @@ def test_a_server_lost_in_a_sync_does_not_cost_the_step(
                 raise ConnectionError("out of order")
 
         two.fault = ill
-        main(parse_args([recipe(one, two), "--max_steps", "4"]))
+        main(parse_args([recipe(one, two), "--max_steps", "4", "--sync_timeout", "10"]))
     assert "4" in one.versions
     assert "4" not in two.versions
     assert len(read(tmp_path, "completions")) == 4 * 6 * 4
