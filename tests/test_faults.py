@@ -55,6 +55,7 @@ def test_a_server_is_back_before_the_next_sync(models, recipe, tmp_path, capsys)
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
 
 
+@pytest.mark.slow
 def test_a_slow_reward_keeps_no_rank_waiting(models, tmp_path):
     """It takes longer than a collective may."""
     with fake_server(models["untied"], answer_in(0.01)) as server:

@@ -170,6 +170,7 @@ def test_what_an_operation_belongs_to():
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_micro(tmp_path):
     """Rows come one by one; every variant that runs gives the same attention and log-probs, to fp32's rounding."""
     path = tmp_path / "micro.json"

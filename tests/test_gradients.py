@@ -294,7 +294,7 @@ CASES = [
     {"mask_truncated_completions": True},
     {"use_peft": True, "lora_rank": 4},
     {"gradient_checkpoint": True},
-    {"torch_compile": True},
+    pytest.param({"torch_compile": True}, marks=pytest.mark.slow),
     {"share_prefix": False},
     {"off_policy_correction": "truncate", "correction_cap": 1.5},
     {"off_policy_correction": "mask"},

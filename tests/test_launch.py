@@ -303,6 +303,7 @@ def until(process, text):
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_run_of_two_ranks(my_recipe, tmp_path):
     """An earlier run's log of a server is kept."""
     (tmp_path / "run").mkdir()
@@ -317,7 +318,14 @@ def test_a_run_of_two_ranks(my_recipe, tmp_path):
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.slow),
+        signal.SIGKILL,
+    ],
+)
 def test_it_ends_with_all_that_it_started(my_recipe, tmp_path, number):
     """A signal that can be caught lets the trainer save its last step."""
     process = launched(my_recipe, "--max_steps", "1000", *SMALL)
@@ -335,6 +343,7 @@ def test_it_ends_with_all_that_it_started(my_recipe, tmp_path, number):
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_ctrl_c_while_the_server_loads(my_recipe, tmp_path):
     """It ends at once: end_all would wait 40 s for it."""
     process, log = launched(my_recipe, *SMALL), tmp_path / "run" / "server-0.log"
@@ -349,6 +358,7 @@ def test_ctrl_c_while_the_server_loads(my_recipe, tmp_path):
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_server_that_does_not_start(my_recipe, tmp_path):
     process = launched(my_recipe, "--server_options=--no-such-option")
     output, _ = process.communicate(timeout=120)
@@ -364,6 +374,7 @@ def test_a_server_that_does_not_start(my_recipe, tmp_path):
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_server_that_dies_is_started_again(my_recipe, tmp_path):
     """The trainer, which waits for it, goes on; if it dies again within minutes it is given up."""
     process = launched(my_recipe, "--max_steps", "1000", *SMALL)
@@ -392,6 +403,7 @@ def is_server(entry, my_recipe):
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_trainer_that_fails(my_recipe, tmp_path):
     """Its own error is the last line, but for what ends it without a word."""
     process = launched(my_recipe, "--eval_dataset_id", "no.jsonl", *SMALL)
@@ -493,6 +505,7 @@ def test_the_steps_of_a_job(my_recipe, tmp_path):
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_job_of_two_nodes_that_train(my_recipe, tmp_path):
     """One server and two nodes of a rank, all on this CPU; the server ends with the trainer."""
     words = ["--trainer_nodes", "2", "--gpus_per_node", "1"]

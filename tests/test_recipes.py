@@ -54,7 +54,12 @@ def test_every_recipe_is_here():
     assert files - NO_RECIPES == set(DATA)
 
 
-@pytest.mark.parametrize("name", DATA)
+SLOW = {"tool_agent", "insert_reasoning"}  # half a minute each
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in DATA]
+)
 def test_recipe(name, chat, request, tmp_path, monkeypatch):
     """Three steps with its own loss, rewards, rollouts, LoRA, FSDP2, types and checkpoints; only sizes are changed."""
     monkeypatch.chdir(ROOT)

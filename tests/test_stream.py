@@ -509,7 +509,7 @@ def test_a_server_lost_in_a_sync_does_not_cost_the_step(
                 raise ConnectionError("out of order")
 
         two.fault = ill
-        main(parse_args([recipe(one, two), "--max_steps", "4"]))
+        main(parse_args([recipe(one, two), "--max_steps", "4", "--sync_timeout", "10"]))
     assert "4" in one.versions
     assert "4" not in two.versions
     assert len(read(tmp_path, "completions")) == 4 * 6 * 4
@@ -656,10 +656,28 @@ def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
             pass
         return word
 
-    rollouts: Any = SimpleNamespace(stream=stream, config=config, waited_s=0.0, _wait=lead)
+    rollouts: Any = SimpleNamespace(
+        stream=stream, config=config, waited_s=0.0, servers_sleep=False, _wait=lead
+    )
     for num_tokens, num_groups in ((2 * size, 2), (2 * size + 1, 3)):
         groups, is_last = Rollouts.take(rollouts, num_tokens)
         assert (len(groups), is_last) == (num_groups, False)
+    rollouts.servers_sleep = True  # no more could be sampled before all is trained
+
+    def complete_after_5():
+        stream.num_taken += 1
+        stream.missing = 5 - stream.num_taken
+        return group
+
+    stream.num_taken = 0
+    stream.take = complete_after_5
+    slept: list[Any] = []
+    rollouts.pool = SimpleNamespace(fall_asleep=slept.append)
+    groups, is_last = Rollouts.take(rollouts, 1)
+    assert (len(groups), is_last, len(slept)) == (5, True, 1)
+
+    rollouts.servers_sleep = False
+    stream.take = lambda: group
     stream.missing = 0
     assert Rollouts.take(rollouts, math.inf) == ([group], True)
 

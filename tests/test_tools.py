@@ -43,6 +43,7 @@ with process_group(60):
 LINE = "00:04 left · 12.3k tok/s · idle: trainer 3%, servers 40%"
 
 
+@pytest.mark.slow
 def test_the_live_line(tmp_path):
     """On a terminal it stands under the others; in a file every step's line says the same."""
     code = LOGGED.format(root=str(ROOT), folder=str(tmp_path))

@@ -390,7 +390,7 @@ def test_a_trainer_that_freezes_in_meeting_keeps_no_worker(call):
     """The worker's request to the trainer's store gets no answer, ever."""
     frozen = threading.Event()
 
-    member = json.dumps({"gpu": None, "dtype": "", "room": 0.0, "lora_rank": 0})
+    member = json.dumps({"gpu": None, "dtype": "", "room": 0.0, "lora_rank": 0, "can_sleep": False})
 
     class Store(SimpleNamespace):
         def __getattr__(self, name):
