@@ -21,7 +21,7 @@ ROOMS = ("rollouts", "training", "weights", "server")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 OPTIONS = {  # of the server, and of scripts: no fields
     "gpu-memory-utilization", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",
-    "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "sleep", "max-lora-rank", "served-model-name", "plan", "kv-cache-memory-bytes", "no-enforce-eager",
+    "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "any-vllm", "sleep", "max-lora-rank", "served-model-name", "plan", "kv-cache-memory-bytes", "no-enforce-eager",
 }  # fmt: skip
 # What documents name and no source of ours defines: other programs, their variables, routes, and names of examples.
 OUTSIDE = frozenset({
@@ -209,7 +209,7 @@ def check_options(command):
 
 def test_every_command_is_run_by_a_test():
     """By test_readme.py, test_scripts.py, test_launch.py, test_tools.py or test_low_memory.py."""
-    names = ("launch", "plot", "show", "doctor", "dequantize")
+    names = ("launch", "plot", "show", "doctor", "dequantize", "vllm_surface")
     scripts = (f"python scripts/{name}.py " for name in names)
     known = ("bash scripts/demo.sh", "bash scripts/test.sh", "source .venv/bin/activate", *scripts)
     a_loop = "until python vllm_server.py "
