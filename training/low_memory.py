@@ -55,11 +55,7 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
             for group in self.param_groups:
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
 
-            stance = "default"
-            if not torch.cuda.is_available():
-                # Models without a GPU are small: compiling would take longer than it saves.
-                stance = "force_eager"
-            with torch.compiler.set_stance(stance):
+            with torch.compiler.set_stance(_stance()):
                 super().step(closure)
             for state in self.state.values():
                 _keep_positive(state["exp_avg_sq"])
@@ -71,6 +67,11 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
     for group in optimizer.param_groups:
         group["lr"] = config.learning_rate  # of which torchao has made a tensor
     return optimizer
+
+
+def _stance() -> Any:
+    """Compile on GPUs alone: models without one are small, and would gain less than it takes."""
+    return "default" if torch.cuda.is_available() else "force_eager"
 
 
 def _keep_positive(second_moment: Tensor) -> None:
