@@ -240,6 +240,23 @@ trainer=({shlex.join([*trainer, "--vllm_urls", f"@{output}/servers.txt", *resume
 {(ROOT / "scripts" / "slurm.sh").read_text()}"""
 
 
+def restart_ended(running: list[LocalServer], servers: dict[str, Command]) -> None:
+    """Start servers again that have ended; one that did so less than ten minutes ago is given up."""
+    ended = [server for server in running if server.process.poll() is not None]
+    for server in ended:
+        if time.monotonic() < server.restarted_s + 600:
+            print(
+                f"the server at {server.url} ended again, and is given up (log: {server.log})",
+                flush=True,
+            )
+            running.remove(server)
+            continue
+        print(f"the server at {server.url} ended, and starts again (log: {server.log})", flush=True)
+        words, env = servers[server.url]  # the trainer takes it back once it serves
+        server.process = popen(words, server.log, os.environ | env)
+        server.restarted_s = time.monotonic()
+
+
 def run(
     servers: dict[str, Command],
     trainer: Command,
@@ -285,24 +302,8 @@ def run(
             print(f"{server.wait(timeout_s)} serves", flush=True)
         training.append(popen(trainer[0], None, os.environ | trainer[1]))
         while (status := training[0].poll()) is None:
-            ended = [server for server in running if server.process.poll() is not None]
-            for server in ended:
-                if received:
-                    break
-                if time.monotonic() < server.restarted_s + 600:
-                    print(
-                        f"the server at {server.url} ended again, and is given up (log: {server.log})",
-                        flush=True,
-                    )
-                    running.remove(server)
-                    continue
-                print(
-                    f"the server at {server.url} ended, and starts again (log: {server.log})",
-                    flush=True,
-                )
-                words, env = servers[server.url]  # the trainer takes it back once it serves
-                server.process = popen(words, server.log, os.environ | env)
-                server.restarted_s = time.monotonic()
+            if not received:
+                restart_ended(running, servers)
             time.sleep(0.5)
     finally:
         for number in SIGNALS:
