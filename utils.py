@@ -69,6 +69,9 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     world: dict[str, Any] = {}
     if "RANK" not in os.environ:
         world = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    # torch 2.11 may crash where threads send in several groups and its flight recorder notes it.
+    if torch.__version__.startswith("2.11."):
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
     # The watchdog of nccl sleeps four times this between its time-out and the end of the process.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)

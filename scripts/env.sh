@@ -8,7 +8,7 @@ die() { echo "error: $*" >&2; exit 1; }
 
 find_python() {
     local candidate
-    for candidate in python3 python3.13 python3.12 python3.11; do
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null; then
             echo "$candidate"
             return
@@ -25,6 +25,7 @@ install() {
     [ "$(cat "$stamp" 2>/dev/null)" = "$sum" ] && return
     echo "installing into $venv, a few minutes: $*"
     "$python" -m pip install -qq --disable-pip-version-check "$@" || die "pip could not install: $*"
+    rm -f "$venv/.torchvision"  # it may be another one now
     echo "$sum" > "$stamp"
 }
 
@@ -35,6 +36,16 @@ refuse_old_driver() {
     local driver
     driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader | head -n 1)
     [ "${driver%%.*}" -ge 580 ] || die "the NVIDIA driver is $driver: torch and vLLM need 580 or newer (CUDA 13)"
+}
+
+# find_index: sets $index to pip's argument for PyTorch's builds for CPUs. pip asks every index for every package, so
+# there is one only where it answers.
+find_index() {
+    local url=https://download.pytorch.org/whl/cpu
+    index=()
+    if "$(find_python)" -c "import urllib.request as r; r.urlopen('$url/torch/', timeout=5)" 2>/dev/null; then
+        index=(--extra-index-url "$url")
+    fi
 }
 
 # make_environment gpu|cpu: sets $venv and $python. .venv has the GPU set where there is a GPU, else the CPU set; the
@@ -51,11 +62,7 @@ make_environment() {
         install gpu --no-deps -r requirements-gpu.txt
         return
     fi
-    local index=() url=https://download.pytorch.org/whl/cpu
-    # pip asks every index for every package, so add PyTorch's only where it answers.
-    if "$python" -c "import urllib.request as r; r.urlopen('$url/torch/', timeout=5)" 2>/dev/null; then
-        index=(--extra-index-url "$url")
-    fi
+    find_index
     install cpu --no-deps "${index[@]}" -r requirements-cpu.txt
     # PyTorch's index has a torchvision for the CPU; PyPI's takes a little help to be imported.
     if [ ! -e "$venv/.torchvision" ] && ! "$python" -c 'import torchvision' 2>/dev/null; then

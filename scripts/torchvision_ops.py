@@ -1,11 +1,14 @@
 """Lets PyPI's torchvision, which is built for CUDA, be imported beside a CPU build of torch.
 
 scripts/env.sh puts it into such an environment, with a .pth file that imports it. Image processors need torchvision's
-Python parts only, but its import looks up two operators that its compiled part would define.
+Python parts only, but its import looks up two operators that its compiled part would define. Where that part can be
+loaded, as after an upgrade to builds that match, this does nothing: an operator that is defined twice ends Python.
 """
 
 import sys
 from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 
@@ -15,12 +18,30 @@ class _BeforeTorchvision(MetaPathFinder):
     def find_spec(self, name: str, path: Any, target: Any = None) -> None:
         if name == "torchvision":
             sys.meta_path.remove(self)
-            import torch
+            spec = PathFinder.find_spec(name)
+            if spec and spec.origin and not _has_compiled_part(Path(spec.origin).parent):
+                self.define()
 
-            self.library = torch.library.Library("torchvision", "DEF")
-            self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            kept.append(self)
+    def define(self) -> None:
+        import torch
+
+        self.library = torch.library.Library("torchvision", "DEF")
+        self.library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        self.library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        kept.append(self)
+
+
+def _has_compiled_part(folder: Path) -> bool:
+    """Load it as torchvision will, `_C.so` or `_C_stable.so`; beside another torch it lacks symbols."""
+    import torch
+
+    for library in folder.glob("_C*.so"):
+        try:
+            torch.ops.load_library(library)
+        except OSError:
+            continue
+        return True
+    return False
 
 
 kept: list[_BeforeTorchvision] = []  # the operators live as long as their library

@@ -16,7 +16,8 @@ os.environ["STARTED_BY"] = uuid.uuid4().hex
 WATCH = [sys.executable, str(TESTS / "watch.py"), os.environ["STARTED_BY"]]
 watching = subprocess.Popen(WATCH, stdin=subprocess.PIPE, process_group=0)
 
-from helpers import ENV, RECIPE, make_model, server  # noqa: E402
+from forked import Forked
+from helpers import ENV, RECIPE, make_model, server
 
 torch.set_num_threads(
     1
@@ -24,6 +25,7 @@ torch.set_num_threads(
 SERVERS = {
     "servers",
     "vlm_server",
+    "vlm_url",
     "url",
     "place",
     "chat",
@@ -68,6 +70,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker("server")
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_runtest_setup(item):
+    """Without the mark no test starts a server: `--quick` and `--versions` do without vLLM."""
+    Forked.allowed = item.get_closest_marker("server") is not None
 
 
 @pytest.fixture(scope="session")

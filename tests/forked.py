@@ -56,8 +56,10 @@ class Forked:
     """As much of a `Popen` of `python vllm_server.py ...` as `local_server` needs."""
 
     serve = staticmethod(serve)
+    allowed = False  # set by conftest.py before each test
 
     def __init__(self, command, log, env):
+        assert self.allowed, "a test that starts a server is marked: @pytest.mark.server"
         self.process = _forks().Process(target=self.serve, args=(command[2:], str(log), env))
         self.process.start()
         self.pid = self.process.pid

@@ -18,11 +18,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from forked import Forked  # noqa: E402
-from launch import free_port  # noqa: E402
+from forked import Forked
+from launch import free_port
 
-from benchmarks.local_server import local_server  # noqa: E402
-from utils import die_with  # noqa: E402
+from benchmarks.local_server import local_server
+from utils import die_with
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 VOCAB = ["<pad>", "<bos>", "<eos>", "\n", *(chr(code) for code in range(32, 127))]

@@ -103,6 +103,7 @@ def test_updates_in_flight(models, url):
     check_an_update_in_flight(lora_config(models["untied"], url, max_completion_len=100))
 
 
+@pytest.mark.server
 def test_tensor_parallel_workers(models, tmp_path):
     """Each has its shard of the adapter."""
     env = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"} if len(os.sched_getaffinity(0)) > 1 else {}
@@ -113,6 +114,7 @@ def test_tensor_parallel_workers(models, tmp_path):
             assert mismatch(policy, rollouts, config, device)[0] <= 2e-5
 
 
+@pytest.mark.server
 def test_a_server_that_comes_back(models, tmp_path):
     """It has the base alone then, and gets the adapter before it serves."""
     with server(models["untied"], tmp_path / "first", *LORA) as first:

@@ -21,7 +21,7 @@ ROOMS = ("rollouts", "training", "weights", "server")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 OPTIONS = {  # of the server, and of scripts: no fields
     "gpu-memory-utilization", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",
-    "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "any-vllm", "sleep", "max-lora-rank", "served-model-name", "plan", "kv-cache-memory-bytes", "no-enforce-eager",
+    "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "any-vllm", "versions", "sleep", "max-lora-rank", "served-model-name", "plan", "kv-cache-memory-bytes", "no-enforce-eager",
 }  # fmt: skip
 # What documents name and no source of ours defines: other programs, their variables, routes, and names of examples.
 OUTSIDE = frozenset({
@@ -211,15 +211,17 @@ def test_every_command_is_run_by_a_test():
     """By test_readme.py, test_scripts.py, test_launch.py, test_tools.py or test_low_memory.py."""
     names = ("launch", "plot", "show", "doctor", "dequantize", "vllm_surface")
     scripts = (f"python scripts/{name}.py " for name in names)
-    known = ("bash scripts/demo.sh", "bash scripts/test.sh", "source .venv/bin/activate", *scripts)
+    two = ("~/serving/bin/python vllm_server.py ", "~/training/bin/torchrun train.py ")
+    known = ("bash scripts/demo.sh", "bash scripts/test.sh", *two, *scripts)
+    environments = ("source .venv/bin/activate", "python3 -m venv ~/")
     a_loop = "until python vllm_server.py "
     assert any(line.startswith(a_loop) for block in TRAINING for line in block)
     for name, text in DOCUMENTS.items():
         if name == PLANNED:
             continue
         for line in (line for block in commands(text) if block not in TRAINING for line in block):
-            assert line.startswith((*known, a_loop)), line
-            if not line.startswith((a_loop, "source ")):
+            assert line.startswith((*known, *environments, a_loop)), line
+            if not line.startswith((*environments, a_loop)):
                 check_options(line)
         for span in inline(text):
             if span.startswith(("python ", "bash ")):
@@ -303,6 +305,6 @@ def test_the_sources_compile():
     tracked = [
         path
         for path in ROOT.rglob("*.py")
-        if not {".venv", "outputs"} & set(path.relative_to(ROOT).parts)
+        if not path.relative_to(ROOT).parts[0].startswith((".venv", "outputs"))
     ]
     subprocess.run([sys.executable, "-m", "compileall", "-q", *map(str, tracked)], check=True)

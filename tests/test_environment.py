@@ -7,11 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import threading
 
 import fake_server as fakes
 import pytest
 import torch
+import versions
 from fake_server import fake_server
 from helpers import ENV, ROOT, answer_in
 
@@ -52,6 +54,55 @@ def test_the_locks_hold_what_is_asked_for():
     assert "six" in gpu  # and it takes this one there
     on_cpu = {name.removesuffix("-cpu"): version.partition("+")[0] for name, version in cpu.items()}
     assert {name: on_cpu[name] for name in wanted} == wanted
+
+
+def test_the_lock_of_the_other_vllm():
+    """It differs from the first in vLLM, and in what that needs: a newer torch."""
+    wanted, lock = pins("requirements.txt"), pins("requirements-gpu-vllm-0.33.txt")
+    assert lock["vllm"] == VLLM_VERSIONS[1]
+    assert wanted.keys() <= lock.keys()
+    changed = {name for name in wanted if lock[name] != wanted[name]}
+    assert changed == {"vllm", "torch"}
+    assert "orjson" in lock
+
+
+@pytest.mark.parametrize("name", ["oldest", "newest"])
+def test_sets_of_a_trainer(name):
+    """Beside the versions that are tried they have what requirements.txt has."""
+    tried, wanted = pins(f"requirements-{name}.txt"), pins("requirements.txt")
+    del wanted["vllm"]
+    chosen = {"torch", "transformers", "peft"}
+    assert tried.keys() == wanted.keys() | {"torchvision"}
+    assert all(tried[package] == wanted[package] for package in wanted.keys() - chosen)
+
+
+def test_documents_say_what_was_tried():
+    """What docs/versions.json has, of the sets as they are, and nothing failed."""
+    results = json.loads(versions.RESULTS.read_text())
+    assert results.keys() == versions.SETS.keys()
+    for name, row in results.items():
+        of_set = pins(versions.SETS[name].requirements)
+        assert {p: of_set[p].partition("+")[0] for p in versions.SHOWN} == {
+            p: row[p] for p in versions.SHOWN
+        }
+        assert row["passed"] > 1000
+        assert row["failed"] == 0
+    assert versions.table(results) in (ROOT / "docs" / "operations.md").read_text()
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for words in [*versions.ranges(results), f"vLLM {' and '.join(VLLM_VERSIONS)}"]:
+        assert words in readme
+
+
+# A torchvision without what torch it was built for takes two operators from torchvision_ops.py; one that is whole takes
+# none, or Python would be aborted. Without -S an environment's own .pth file would have been there first.
+TORCHVISION = "import sys; sys.path[:0] = {!r}; import torchvision_ops, torch, torchvision; print(torch.ops.torchvision.nms)"
+
+
+def test_torchvision_can_be_imported():
+    places = [str(ROOT / "scripts"), sysconfig.get_path("purelib")]
+    command = [sys.executable, "-S", "-c", TORCHVISION.format(places)]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True, check=False)
+    assert done.stdout == "torchvision.nms\n", done.stderr
 
 
 TRIED = " or ".join(VLLM_VERSIONS)

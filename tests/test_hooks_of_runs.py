@@ -344,6 +344,7 @@ class Dropping(Forked):
     serve = staticmethod(serve_dropping)
 
 
+@pytest.mark.server
 def test_a_real_server_that_drops_a_tensor(models, recipe, tmp_path, capsys, monkeypatch):
     """What both sides agree to is 1e-5 at most; one norm that is one update behind is three orders above it."""
     monkeypatch.setattr("training.metrics.MIN_COMPARED", 8)
@@ -543,6 +544,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(models, recipe, tmp_path):
         parse_args([recipe(server), "--reference_id", other])
 
 
+@pytest.mark.server
 def test_a_reference_server_is_the_reference(models, tmp_path):
     """A real one at another temperature than 1, against the reference within the trainer; it keeps its temperature."""
     prompt, completions = [5, 6, 7, 8], [[9, 10], [([5, 6, 7, 8], [11, 12, 13]), ([5, 6, 9], [10])]]

@@ -492,6 +492,7 @@ def test_replays_on_two_ranks_and_after_a_stop(start, tmp_path):  # noqa: F811
         torch.testing.assert_close(found[2][name], weight, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.server
 def test_a_real_server_of_the_same_base(models, tmp_path):
     """scripts/dequantize.py writes it; a server of the original differs, and is refused by the probe."""
     from dequantize import write_base

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-import openai
 import pytest
 import requests
 from documents import DOCUMENTS, blocks
 from fake_server import fake_server
 from test_turns import TOOLS, ids_of, tokenizer_of
+
+openai = pytest.importorskip("openai", reason="comes with vLLM")
 
 from config import TrainConfig, UserError
 from recipes.openai_agent import hermes_calls, trained

@@ -64,11 +64,13 @@ def make_model(family, attention=None, dtype=torch.float32):
     torch.manual_seed(0)
     model = getattr(transformers, f"{family}ForCausalLM")(config).to(dtype)
     generator = torch.Generator().manual_seed(1)
+    wide = torch.promote_types(dtype, torch.float32)  # torch 2.11 draws other numbers in bfloat16
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(6)
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator, dtype=dtype))
+            noise = torch.randn(parameter.shape, generator=generator, dtype=wide)
+            parameter.add_(0.1 * noise.to(dtype))
     return model
 
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
+
+pytest.importorskip("vllm", reason="tests of the server's side")
+
 import uvicorn
 from starlette.applications import Starlette
 from vllm.logprobs import FlatLogprobs, Logprob

@@ -91,6 +91,7 @@ def check_a_nap(rollouts, policy, config, device):
         assert mismatch(policy, rollouts, config, device) == (pytest.approx(0, abs=2e-5), [version])
 
 
+@pytest.mark.server
 def test_an_update_wakes_a_server(models, tmp_path):
     """Every weight comes anew; and a trainer that died while it slept leaves it usable."""
     with sleeper(models["untied"], tmp_path / "log") as url:
@@ -103,6 +104,7 @@ def test_an_update_wakes_a_server(models, tmp_path):
                 check_a_nap(rollouts, policy, config, device)
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("options", [(), LORA])
 def test_an_update_of_one_that_is_awake(models, tmp_path, options):
     """It pauses as any: no token is sampled under new weights and the old version."""
@@ -112,6 +114,7 @@ def test_an_update_of_one_that_is_awake(models, tmp_path, options):
         check_an_update_in_flight(config)
 
 
+@pytest.mark.server
 def test_a_base_below_adapters_is_kept(models, tmp_path):
     """No update would bring it."""
     with sleeper(models["untied"], tmp_path / "log", *LORA) as url, process_group(120) as device:

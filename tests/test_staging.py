@@ -33,6 +33,7 @@ class Model(nn.Module):
 @pytest.fixture
 def twins():
     """A model, and its twins, as a worker makes them once the model has loaded."""
+    pytest.importorskip("vllm")
     from vllm.model_executor.model_loader.reload import layerwise
 
     from server.staging import Twins

@@ -134,7 +134,10 @@ def prepare(base: nn.Module) -> None:
 
 
 class Handover:
-    """A gated delta net's cache: takes parents' states, keeps the last one."""
+    """A gated delta net's cache: takes parents' states, keeps the last one.
+
+    Up to transformers 5.20 the net reads its attributes, from 5.21 on it calls `get_...`.
+    """
 
     record_past = True  # the way that does not update states in place
 
@@ -153,6 +156,18 @@ class Handover:
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         """Called by the net."""
         return self.inputs is not None
+
+    def is_recording_past(self, _: int) -> bool:
+        """Called by the net."""
+        return self.record_past
+
+    def get_conv_state(self, _: int, **__: Any) -> Tensor | None:
+        """Called by the net."""
+        return self.inputs
+
+    def get_recurrent_state(self, _: int, **__: Any) -> Tensor | None:
+        """Called by the net."""
+        return self.recurrent_states[0] if self.recurrent_states else None
 
     def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
         """Called by the net: inputs with those before."""
@@ -195,7 +210,7 @@ def delta_net(
         above = [states[run.behind]] if run.behind else []
         states[run.stop] = Handover(layer, above)
 
-        out = forward(hidden_states[:, run.begin : run.stop], cache_params=states[run.stop])[0]
+        out = forward(hidden_states[:, run.begin : run.stop], states[run.stop])[0]
         outs[run.first] = out[run.first - run.begin :]
 
     if leaves:
@@ -205,7 +220,7 @@ def delta_net(
         if batch.shape[1] == 1:  # would take decoding kernels, as in `_runs`
             batch = F.pad(batch, (0, 0, 0, 1))
         below = Handover(layer, [states[run.behind] for run in leaves])
-        for run, out in zip(leaves, forward(batch, cache_params=below), strict=True):
+        for run, out in zip(leaves, forward(batch, below), strict=True):
             outs[run.first] = out[: run.stop - run.first]
 
     return torch.cat([outs[first] for first in sorted(outs)])[None]

