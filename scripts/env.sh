@@ -25,7 +25,6 @@ install() {
     [ "$(cat "$stamp" 2>/dev/null)" = "$sum" ] && return
     echo "installing into $venv, a few minutes: $*"
     "$python" -m pip install -qq --disable-pip-version-check "$@" || die "pip could not install: $*"
-    rm -f "$venv/.torchvision"  # it may be another one now
     echo "$sum" > "$stamp"
 }
 
@@ -64,14 +63,7 @@ make_environment() {
     fi
     find_index
     install cpu --no-deps "${index[@]}" -r requirements-cpu.txt
-    # PyTorch's index has a torchvision for the CPU; PyPI's takes a little help to be imported.
-    if [ ! -e "$venv/.torchvision" ] && ! "$python" -c 'import torchvision' 2>/dev/null; then
-        local packages
-        packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-        cp scripts/torchvision_ops.py "$packages/"
-        echo 'import torchvision_ops' > "$packages/torchvision_ops.pth"
-    fi
-    touch "$venv/.torchvision"
+    "$python" scripts/torchvision_ops.py  # a torchvision that PyPI has built for CUDA can be imported, too
 }
 
 groups=()

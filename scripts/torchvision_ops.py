@@ -1,11 +1,13 @@
 """Lets PyPI's torchvision, which is built for CUDA, be imported beside a CPU build of torch.
 
-scripts/env.sh puts it into such an environment, with a .pth file that imports it. Image processors need torchvision's
-Python parts only, but its import looks up two operators that its compiled part would define. Where that part can be
-loaded, as after an upgrade to builds that match, this does nothing: an operator that is defined twice ends Python.
+`python scripts/torchvision_ops.py` puts it into that Python's environment, with a .pth file that imports it. Image
+processors need torchvision's Python parts only, but its import looks up two operators that its compiled part would
+define. Where that part can be loaded this does nothing: an operator that is defined twice ends Python.
 """
 
+import shutil
 import sys
+import sysconfig
 from importlib.abc import MetaPathFinder
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -45,4 +47,9 @@ def _has_compiled_part(folder: Path) -> bool:
 
 
 kept: list[_BeforeTorchvision] = []  # the operators live as long as their library
-sys.meta_path.insert(0, _BeforeTorchvision())
+if __name__ == "__main__":
+    packages = Path(sysconfig.get_path("purelib"))
+    shutil.copy(__file__, packages)
+    (packages / "torchvision_ops.pth").write_text("import torchvision_ops\n")
+else:
+    sys.meta_path.insert(0, _BeforeTorchvision())
