@@ -391,10 +391,10 @@ def main(config: TrainConfig) -> None:
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
         step = checkpoints.resume(checkpoint)
         num_skipped = 0
-        with (
-            closing(RunLog(config, rollouts.num_steps, resumed, rollouts.noting_failure)) as log,
-            checkpoints.saving(rollouts, log),
-        ):
+        log = RunLog(
+            config, rollouts.num_steps, resumed, rollouts.noting_failure, rollouts.processor
+        )
+        with closing(log), checkpoints.saving(rollouts, log):
             rollouts.publish(policy, step)  # from now on threads sample and score groups
             if step == 0:
                 evaluated, held_out = rollouts.evaluate(0)

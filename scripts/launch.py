@@ -386,6 +386,8 @@ def main(argv: list[str]) -> None:
         preparation = base_command(words, config) if servers and config.base_4bit else []
         if not args.print:
             folder = Path(config.output_dir)
+            if not args.doctor:
+                print(f"watch the run in a browser: `python scripts/show.py {folder} --serve`")
             sys.exit(run(servers, training, folder, config.server_timeout, preparation))
         if preparation:
             print(shlex.join(preparation))

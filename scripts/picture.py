@@ -74,6 +74,8 @@ RECORDS = {
     "batching.py": "rows, for the ranks",
     "metrics.py": "of a batch",
     "logs.py": "files of a run",
+    "samples.py": "completions",
+    "thumbnails.py": "images",
     "terminal.py": "lines of a run",
     "wandb_log.py": "Weights & Biases",
     "hooks.py": "trial of own code",

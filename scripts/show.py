@@ -4,8 +4,10 @@
     python scripts/show.py RUN --step 40 --worst 5
     python scripts/show.py RUN --best 3 --group 812
     python scripts/show.py RUN --held-out --worst 5
+    python scripts/show.py RUN [RUN ...] --html      # a page with curves and completions, RUN/run.html
+    python scripts/show.py RUN --serve               # the page of a run that trains, on loopback
 
-The last are of the last evaluation; with `--set NAME` of one of several sets.
+Held-out ones are of the last evaluation; with `--set NAME` of one of several sets.
 """
 
 import argparse
@@ -96,12 +98,40 @@ def content_text(content: Any) -> str:
     return str(content)
 
 
+def show_page(runs: list[Path], file: Path | None, port: int | None) -> None:
+    """Write the page of runs, or serve it."""
+    import run_page
+
+    if file is not None:
+        path = file if file.name else runs[0] / "run.html"
+        path.write_bytes(run_page.page(runs))
+        print(f"{path}: {path.stat().st_size / 1e6:.1f} MB; open it in a browser")
+    if port is not None:
+        run_page.serve(runs, port)
+
+
 def main(argv: list[str]) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path)
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's output_dir")
+    parser.add_argument(
+        "--html",
+        type=Path,
+        nargs="?",
+        const=Path(),
+        metavar="FILE",
+        help="write a page that opens from the disk; default: run.html in the first run",
+    )
+    parser.add_argument(
+        "--serve",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="PORT",
+        help="serve the page on loopback, and follow runs that train",
+    )
     parser.add_argument("--step", type=int, help="default: the last")
     parser.add_argument("--group", type=int)
     parser.add_argument(
@@ -112,8 +142,14 @@ def main(argv: list[str]) -> None:
     order.add_argument("--worst", type=int, metavar="N")
     order.add_argument("--best", type=int, metavar="N")
     args = parser.parse_args(argv)
+    if args.html is not None or args.serve is not None:
+        show_page(args.runs, args.html, args.serve)
+        return
+    if len(args.runs) > 1:
+        parser.error("several runs are shown by --html and --serve alone")
+
     name = "held_out.jsonl" if args.held_out else "completions.jsonl"
-    samples = read_samples(args.run / name, args.step)
+    samples = read_samples(args.runs[0] / name, args.step)
     if args.group is not None:
         samples = [sample for sample in samples if sample["group"] == args.group]
     if args.set is not None:

@@ -14,6 +14,8 @@ import torch
 from datasets import Dataset
 from helpers import CHAT_TEMPLATE, make_tokenizer
 from some_rewards import hangs, infinite, only_first, raises, right, scalar, short, words
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
@@ -23,8 +25,8 @@ from rollouts.group import ENVIRONMENT, Completion, Group, Prompt, spans_to_vers
 from rollouts.processor import load_processor
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer, check_rewards
-from training.logs import batch_samples
 from training.metrics import batch_metrics
+from training.samples import TokenTexts, batch_samples
 from vllm_client import Server
 
 ROWS = [
@@ -263,6 +265,52 @@ def test_long_columns_are_shortened_in_samples():
     assert [sample["columns"]["answer"] for sample in samples] == ["2", "2"]
     assert all(sample["columns"]["tests"].startswith("['assert', ") for sample in samples)
     assert len(json.dumps(samples)) < 6000
+
+
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_tokens_as_text(kind):
+    """Joined they are the text: also where several tokens make a character, or a word begins with its space."""
+    if kind == "bytes":
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {symbol: number for number, symbol in enumerate(alphabet)}
+        backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        expected = [*"a ", "", "", "", "🙂", *"b", "", "é"]
+    else:
+        words = ["▁a", "▁🙂b", "é", "▁b", "<unk>"]
+        vocab = {word: number for number, word in enumerate(words)}
+        backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+        backend.decoder = decoders.Metaspace()
+        expected = [" a", " 🙂b", "é"]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    ids = tokenizer("a 🙂bé")["input_ids"] if kind == "bytes" else [0, 1, 2]
+    texts = TokenTexts(tokenizer)
+    assert texts(ids) == expected
+    assert "".join(expected).strip() == "a 🙂bé"
+    if kind == "bytes":  # cut within the character
+        assert texts(ids[:4]) == ["a", " ", "", "\ufffd"]
+
+
+def test_samples_have_their_tokens():
+    (group, _) = make_groups()
+    group.texts, group.rewards, group.reward = ["a", "b"], [[1.0], [0.0]], [1.0, 0.0]
+    long = group.completions[0].token_ids.tolist()
+    segment = Completion([40, 41], [-0.126, -math.inf], "stop", 3, prompt_ids=[5, 6])
+    group.completions[0] = Completion(long, [-0.5] * len(long), "stop", 4, earlier=[segment])
+    tokenizer = make_tokenizer()
+    first, second = batch_samples([group], make_config(reward_funcs=[right]), TokenTexts(tokenizer))
+    assert "".join(first["tokens"]) == tokenizer.decode(long)
+    assert first["logprobs"] == [-0.5] * len(long)
+    assert first["earlier"] == [
+        {
+            "weight_versions": [(3, 0, 2)],
+            "tokens": [tokenizer.decode([40]), tokenizer.decode([41])],
+            "logprobs": [-0.13, -math.inf],
+            "prompt": tokenizer.decode([5, 6]),
+        }
+    ]
+    assert "earlier" not in second
 
 
 def test_a_subset_is_of_its_own_dataset(monkeypatch):

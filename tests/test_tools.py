@@ -76,6 +76,13 @@ def test_the_live_line(tmp_path):
     assert of_both[0] == of_both[1]  # what the run before wrote is kept
 
 
+def written(capsys, folder):
+    """The lines of a run, but for its last, which names the page once."""
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == f"curves and completions on a page: `python scripts/show.py {folder} --html`"
+    return lines
+
+
 def test_how_long_yet(tmp_path, capsys):
     """By hand, from steps and their evaluations: the last 50, and nothing of what comes before the first step."""
     config = TrainConfig(
@@ -89,7 +96,7 @@ def test_how_long_yet(tmp_path, capsys):
         for step in range(4, 54):
             log.step(step, {"time/step_s": 2.0, **pace})
         log.close()
-    lines = capsys.readouterr().out.splitlines()
+    lines = written(capsys, tmp_path)
     assert lines[0] == "step 2/100"
     assert "step 3/100 · time/step_s 9 · 19:24 left" in lines[1]  # 97 steps of 12 s
     assert "step 4/100 · time/step_s 2 · 11:12 left" in lines[2]  # 96 of 7 s
@@ -135,9 +142,8 @@ def test_a_first_batch_without_advantages(tmp_path, capsys, groups, fields, warn
     start = "warning: no advantages, as every prompt's completions have the same reward"
     read = f"read them with `python scripts/show.py {tmp_path}`"
     expected = [f"{start} (mean {value}): {read}" for value in warned]
-    assert [
-        line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")
-    ] == expected
+    lines = written(capsys, tmp_path)
+    assert [line for line in lines if not line.startswith("step ")] == expected
 
 
 @pytest.mark.parametrize(("num_cut", "warned"), [(20, ["100%"]), (19, ["95%"]), (18, [])])
@@ -153,8 +159,8 @@ def test_a_batch_that_is_cut(tmp_path, capsys, num_cut, warned):
     expected = [
         f"warning: max_completion_len=512 cuts {share} of completions: {cure}" for share in warned
     ]
-    written = capsys.readouterr().out.splitlines()
-    assert [line for line in written if not line.startswith("step ")] == expected
+    lines = written(capsys, tmp_path)
+    assert [line for line in lines if not line.startswith("step ")] == expected
 
 
 @pytest.mark.parametrize(("accuracy", "kind"), [(0.25, "accuracy"), (0.0, "reward")])
@@ -182,7 +188,7 @@ def test_held_out_sets_in_a_line(tmp_path, capsys, accuracy, kind):
         "eval/pass@8 1",
         *of_sets,
     ]
-    assert capsys.readouterr().out == " · ".join(expected) + "\n"
+    assert written(capsys, tmp_path) == [" · ".join(expected)]
 
 
 def run(folder, name, shift=0.0):

@@ -5,56 +5,23 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from config import TrainConfig, to_json
-from rollouts.group import Batch, Group, version_spans
+from rollouts.group import Batch, Group
+from rollouts.processor import tokenizer_of
 from training.metrics import batch_metrics
+from training.samples import TokenTexts, batch_samples
 from training.terminal import Terminal, warn_of
 from utils import is_main, naming
 
 FILES = ("metrics", "completions", "held_out", "dropped", "rollouts")  # each ends in .jsonl
-MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # JSON has no NaN and infinity: they become null
 Rows = dict[str, list[dict[str, Any]]]  # lines, by the name of their file
-
-
-def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
-    """One JSON object a completion, for `completions.jsonl`; long columns are shortened."""
-    functions: Any = config.reward_funcs
-    names = [function.__name__ for function in functions]
-    samples = []
-    for group in groups:
-        columns = _shortened(group.prompt.columns)
-        for number, completion in enumerate(group.completions):
-            sample = {
-                "group": group.id,
-                "row": group.prompt.index,
-                "prompt": group.prompt.content,
-                "columns": columns,
-                "completion": group.texts[number],
-                "reward": group.reward[number],
-                "rewards": dict(zip(names, group.rewards[number], strict=True)),
-            }
-            if group.advantages:  # held-out completions have none
-                sample["advantage"] = group.advantages[number]
-
-            sample["finish_reason"] = completion.finish_reason
-            sample["weight_versions"] = version_spans(completion.weight_versions)
-            sample["info"] = _shortened(completion.info)
-            samples.append(sample)
-    return samples
-
-
-def _shortened(values: dict[str, Any]) -> dict[str, Any]:
-    shortened = {}
-    for name, value in values.items():
-        text = repr(value)
-        shortened[name] = value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN]
-    return shortened
 
 
 def encoded(lines: list[dict[str, Any]]) -> bytes:
@@ -88,9 +55,14 @@ class RunLog:
         num_steps: int,
         resumed: dict[str, Any] | None = None,
         noting_failure: Callable[[], AbstractContextManager[None]] = nullcontext,
+        processor: Any = None,
     ):
-        """Open the files; a step that cannot be written raises in `noting_failure`."""
+        """Open the files; a step that cannot be written raises in `noting_failure`.
+
+        With the model's processor, samples of a batch have their tokens.
+        """
         self.config = config
+        self._token_texts = TokenTexts(tokenizer_of(processor)) if processor else None
         self._noting_failure = noting_failure
         self.run_id = resumed["run_id"] if resumed else uuid.uuid4().hex
         self.wandb_id = resumed["wandb_id"] if resumed else None
@@ -157,9 +129,11 @@ class RunLog:
                 warn_of(metrics, self.config)
         rows = self._rows(batch or Batch(), held_out)
         rows["metrics"] = [metrics]
+        shown = [*self._logged(batch or Batch()), *chain.from_iterable(held_out.values())]
+        images = [group.prompt.images for group in shown if group.prompt.images]
 
         self._wait()
-        self._written = self._writer.submit(self._write, step, rows)
+        self._written = self._writer.submit(self._write, step, rows, images)
         self._terminal.show(step, metrics)
         if self._wandb:
             self._wandb.send(step, metrics, rows["completions"])
@@ -167,8 +141,8 @@ class RunLog:
     def _rows(self, batch: Batch, held_out: dict[str, list[Group]]) -> Rows:
         """The lines of a step, but for its metrics."""
         rows: Rows = {name: [] for name in FILES}
-        in_order = sorted(batch.groups, key=lambda group: group.id)
-        rows["completions"] = batch_samples(in_order[: self.config.logged_groups], self.config)
+        logged = self._logged(batch)
+        rows["completions"] = batch_samples(logged, self.config, self._token_texts)
 
         for reason, groups in batch.dropped.items():
             for group in groups:
@@ -186,12 +160,23 @@ class RunLog:
                 rows["held_out"].append({"set": name, **sample})
         return rows
 
-    def _write(self, step: int, rows: Rows) -> None:
+    def _logged(self, batch: Batch) -> list[Group]:
+        """The groups whose completions are written."""
+        in_order = sorted(batch.groups, key=lambda group: group.id)
+        return in_order[: self.config.logged_groups]
+
+    def _write(self, step: int, rows: Rows, images: list[Any]) -> None:
         for name, file in self._files.items():
             with naming(f"{file.name} cannot be written"):
                 data = encoded([{"step": step, **row} for row in rows[name]])
                 if file.write(data) < len(data):
                     raise ValueError("the disk is full")
+        if images:
+            from training.thumbnails import write_thumbnails
+
+            urls = chain.from_iterable(of_prompt.urls for of_prompt in images)
+            with naming("an image of a prompt cannot be written"):
+                write_thumbnails(urls, Path(self.config.output_dir) / "images")
 
     def _wait(self) -> None:
         """Wait until the last step is written; raises the error of writing."""

@@ -35,7 +35,12 @@ class Terminal:
         self.has_warned = False  # of a collapse
         self.has_warned_of_cuts = False
         self.bar = tqdm(disable=None, bar_format="{desc}")
-        self.close = self.bar.close
+
+    def close(self) -> None:
+        """End the live line, and say where all of the run can be seen."""
+        self.bar.close()
+        folder = self.config.output_dir
+        print(f"curves and completions on a page: `python scripts/show.py {folder} --html`")
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         """Renew the live line; print one every `log_steps` and after an evaluation."""

@@ -1,0 +1,610 @@
+"use strict";
+
+// What a model wrote reaches the page as text nodes alone (`make`), never as HTML.
+const data = JSON.parse(document.getElementById("data").textContent);
+const runs = data.runs;
+const COLOURS = ["#4477aa", "#ee6677", "#228833", "#aa7700", "#33a0c0", "#aa3377"];
+const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
+const PAGE = 50; // completions that are drawn before `more`
+const UNLIKELY = -2.3; // nats: below a tenth
+const VERY_UNLIKELY = -4.6; // below a hundredth
+
+const PANELS = [
+  { title: "reward", names: ["reward", /^eval\/.*reward$/], unit: "" },
+  { title: "held-out accuracy", names: [/^eval\/.*accuracy$/], unit: "share" },
+  { title: "length of completions", names: ["completions/mean_length"], unit: "tokens" },
+  { title: "entropy", names: ["entropy"], unit: "nats" },
+  {
+    title: "trainer's minus server's log-probs",
+    names: ["sampling/current_logp_difference", "sampling/stale_logp_difference"],
+    unit: "nats",
+  },
+  { title: "idle", names: ["idle/trainer", "idle/servers"], unit: "share of the time" },
+  { title: "speed", names: ["tokens_per_s/trained", "tokens_per_s/sampled"], unit: "tokens/s" },
+];
+
+const state = {
+  view: "step", run: 0, step: null, sort: "group", order: 1, text: "", finish: "", set: "",
+  row: null, open: null, colour: "likely", other: "grad_norm", shown: PAGE,
+};
+
+// -- Small things ---------------------------------------------------------------------------------
+
+function make(tag, attributes = {}, ...children) {
+  const element = tag.startsWith("svg:")
+    ? document.createElementNS("http://www.w3.org/2000/svg", tag.slice(4))
+    : document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value !== null && value !== false) element.setAttribute(name, value === true ? "" : value);
+  }
+  element.append(...children.filter((child) => child !== null));
+  return element;
+}
+
+const byId = (id) => document.getElementById(id);
+const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
+
+function short(value) {
+  if (!isNumber(value)) return "none";
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  return Math.abs(value) >= 0.001 && Math.abs(value) < 1e5 ? String(Number(value.toPrecision(4))) : value.toExponential(2);
+}
+
+// Characters that nobody sees, or that turn a line around, are named instead of obeyed.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/u;
+
+function plain(text) {
+  const parts = [];
+  let seen = "";
+  for (const character of String(text)) {
+    if (!HIDDEN.test(character)) {
+      seen += character;
+      continue;
+    }
+    if (seen) parts.push(seen);
+    seen = "";
+    const code = character.codePointAt(0).toString(16).padStart(4, "0");
+    parts.push(make("span", { class: "hidden-mark" }, `⟨U+${code.toUpperCase()}⟩`));
+  }
+  if (seen) parts.push(seen);
+  return parts;
+}
+
+const isGrouped = () => state.view === "step" && state.sort === "group";
+const textOf = (text, kind = "text") => make("div", { class: kind, dir: "auto" }, ...plain(text));
+
+// -- Samples --------------------------------------------------------------------------------------
+
+function length(sample) {
+  return sample.tokens ? sample.tokens.length : sample.completion.length;
+}
+
+function content(message) {
+  const value = message.content;
+  if (Array.isArray(value)) return value.map((part) => part.text ?? `<${part.type}>`).join("");
+  const calls = message.tool_calls ? JSON.stringify(message.tool_calls) : "";
+  return [value ?? "", calls].filter(Boolean).join("\n");
+}
+
+function promptText(sample) {
+  if (typeof sample.prompt === "string") return sample.prompt;
+  return sample.prompt.map(content).join("\n");
+}
+
+function columnsOf(run) {
+  const names = new Set();
+  for (const sample of run.samples) for (const name of Object.keys(sample.rewards)) names.add(name);
+  return [...names];
+}
+
+function prepare(run) {
+  run.steps = [...new Set(run.samples.map((sample) => sample.step))].sort((a, b) => a - b);
+  run.byStep = new Map();
+  run.samples.forEach((sample, place) => {
+    sample.key = place;
+    if (!run.byStep.has(sample.step)) run.byStep.set(sample.step, []);
+    run.byStep.get(sample.step).push(sample);
+  });
+  run.heldOut.forEach((sample, place) => (sample.key = `h${place}`));
+  run.functions = columnsOf(run);
+}
+
+const SORTS = {
+  group: (sample) => sample.group,
+  reward: (sample) => sample.reward,
+  advantage: (sample) => sample.advantage,
+  length: length,
+  mismatch: (sample) => sample.mismatch,
+};
+
+function sorted(samples) {
+  const of = SORTS[state.sort] ?? ((sample) => sample.rewards[state.sort]);
+  const known = samples.filter((sample) => isNumber(of(sample)));
+  known.sort((a, b) => (of(a) - of(b)) * state.order || a.group - b.group);
+  return known.concat(samples.filter((sample) => !isNumber(of(sample))));
+}
+
+function fits(sample) {
+  if (state.finish && sample.finish_reason !== state.finish) return false;
+  if (state.set && (sample.set ?? "") !== state.set) return false;
+  if (!state.text) return true;
+  const words = state.text.toLowerCase();
+  return [sample.completion, promptText(sample), JSON.stringify(sample.columns ?? {})].some((text) =>
+    text.toLowerCase().includes(words),
+  );
+}
+
+function chosenSamples() {
+  const run = runs[state.run];
+  if (state.view === "row") return run.samples.filter((sample) => sample.row === state.row && fits(sample));
+  return sorted((run.byStep.get(state.step) ?? []).filter(fits));
+}
+
+// -- Curves ---------------------------------------------------------------------------------------
+
+function matching(names) {
+  const present = new Set(runs.flatMap((run) => Object.keys(run.metrics)));
+  return names.flatMap((name) =>
+    typeof name === "string" ? (present.has(name) ? [name] : []) : [...present].filter((other) => name.test(other)).sort(),
+  );
+}
+
+function points(run, name) {
+  const { step } = run.metrics;
+  const values = run.metrics[name] ?? [];
+  const found = [];
+  values.forEach((value, place) => isNumber(value) && found.push([step[place], value]));
+  const size = Math.ceil(found.length / 1000); // a week's steps become means
+  if (size <= 1) return found;
+  const means = [];
+  for (let begin = 0; begin < found.length; begin += size) {
+    const part = found.slice(begin, begin + size);
+    const sum = part.reduce((total, point) => [total[0] + point[0], total[1] + point[1]], [0, 0]);
+    means.push([sum[0] / part.length, sum[1] / part.length]);
+  }
+  return means;
+}
+
+function ticks(low, high) {
+  const raw = (high - low) / 4 || 1;
+  const power = 10 ** Math.floor(Math.log10(raw));
+  const size = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw);
+  const found = [];
+  for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-9; value += size) found.push(value);
+  return found;
+}
+
+function chart(panel) {
+  const names = matching(panel.names);
+  const series = runs.flatMap((run, number) =>
+    names.map((name, place) => ({ run, number, name, dash: DASHES[place % DASHES.length], points: points(run, name) })),
+  );
+  const drawn = series.filter((one) => one.points.length && !one.run.hidden);
+  if (!drawn.length) return null;
+
+  const all = drawn.flatMap((one) => one.points);
+  const [left, right] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
+  let [low, high] = [Math.min(...all.map((p) => p[1])), Math.max(...all.map((p) => p[1]))];
+  if (low === high) [low, high] = [low - 0.5, high + 0.5];
+  const [width, height, before, below] = [360, 190, 46, 22];
+  const x = (step) => before + ((step - left) / (right - left || 1)) * (width - before - 8);
+  const y = (value) => 6 + ((high - value) / (high - low)) * (height - below - 6);
+
+  const svg = make("svg:svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": panel.title });
+  for (const value of ticks(low, high)) {
+    svg.append(make("svg:line", { class: "grid", x1: before, x2: width - 8, y1: y(value), y2: y(value) }));
+    svg.append(make("svg:text", { x: before - 4, y: y(value) + 4, "text-anchor": "end" }, short(Number(value.toPrecision(10)))));
+  }
+  for (const step of ticks(left, right).filter(Number.isInteger)) {
+    svg.append(make("svg:text", { x: x(step), y: height - 6, "text-anchor": "middle" }, String(step)));
+  }
+  for (const one of drawn) {
+    const path = one.points.map((p, place) => `${place ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
+    const colour = COLOURS[one.number % COLOURS.length];
+    svg.append(make("svg:path", { class: "curve", d: path, stroke: colour, "stroke-dasharray": one.dash }));
+    if (one.points.length < 12)
+      for (const p of one.points) svg.append(make("svg:circle", { cx: x(p[0]), cy: y(p[1]), r: 2.5, fill: colour }));
+  }
+  if (isNumber(state.step)) svg.append(make("svg:line", { class: "here", x1: x(state.step), x2: x(state.step), y1: 6, y2: height - below }));
+
+  const caption = make("figcaption", {}, ...legend(names));
+  const stepAt = (event) => {
+    const box = svg.getBoundingClientRect();
+    const place = ((event.clientX - box.left) / box.width) * width;
+    return left + ((place - before) / (width - before - 8)) * (right - left);
+  };
+  svg.addEventListener("mousemove", (event) => {
+    const step = stepAt(event);
+    const told = drawn.map((one) => {
+      const near = one.points.reduce((best, p) => (Math.abs(p[0] - step) < Math.abs(best[0] - step) ? p : best));
+      return `${runs.length > 1 ? `${one.run.name} ` : ""}${one.name} ${short(near[1])} at step ${Math.round(near[0])}`;
+    });
+    caption.replaceChildren(told.join(" · "));
+  });
+  svg.addEventListener("mouseleave", () => caption.replaceChildren(...legend(names)));
+  svg.addEventListener("click", (event) => choose({ view: "step", step: nearestStep(stepAt(event)), open: null }));
+  const unit = panel.unit ? make("span", { class: "faint" }, ` (${panel.unit})`) : null;
+  return make("figure", {}, make("h2", {}, panel.title, unit), svg, caption);
+}
+
+function sign(colour, dash) {
+  const line = make("svg:line", { x1: 0, x2: 28, y1: 4, y2: 4, stroke: colour, "stroke-width": 2, "stroke-dasharray": dash });
+  return make("svg:svg", { viewBox: "0 0 28 8" }, line);
+}
+
+function legend(names) {
+  if (names.length < 2) return [make("span", { class: "faint" }, names[0], ", by step")];
+  return names.map((name, place) => make("span", { class: "key faint" }, sign("currentColor", DASHES[place % DASHES.length]), `${name} `));
+}
+
+function nearestStep(step) {
+  const { steps } = runs[state.run];
+  return steps.reduce((best, one) => (Math.abs(one - step) < Math.abs(best - step) ? one : best), steps[0] ?? null);
+}
+
+function drawCurves() {
+  const figures = PANELS.map(chart);
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))].filter((name) => name !== "step").sort();
+  if (!names.includes(state.other)) state.other = names[0];
+  const other = chart({ title: state.other, names: [state.other], unit: "" });
+  if (other) {
+    const menu = select(names, state.other, (value) => choose({ other: value }), "another metric");
+    other.firstChild.replaceChildren(menu);
+    figures.push(other);
+  }
+  byId("curves").replaceChildren(...figures.filter(Boolean));
+}
+
+// -- What is above the list -----------------------------------------------------------------------
+
+function select(options, value, act, label) {
+  const items = options.map((option) => {
+    const [word, name] = Array.isArray(option) ? option : [option, option];
+    return make("option", { value: word, selected: String(word) === String(value) }, name);
+  });
+  return make("select", { "aria-label": label, title: label, onchange: (event) => act(event.target.value) }, ...items);
+}
+
+function button(name, act, pressed = null, title = null) {
+  return make("button", { onclick: act, "aria-pressed": pressed === null ? null : String(pressed), title }, name);
+}
+
+function drawHead() {
+  const keys = runs.map((run, number) => {
+    const box = make("input", { type: "checkbox", checked: !run.hidden, onchange: () => { run.hidden = !run.hidden; drawCurves(); } });
+    const told = Object.entries(run.config).map(([name, value]) => `${name} ${value}`).join(" · ");
+    return make("label", { class: "key", title: told }, box, sign(COLOURS[number % COLOURS.length], ""), ...plain(run.name));
+  });
+  const notes = runs.flatMap((run) => run.leftOut.map((note) => make("p", { class: "note faint" }, `${run.name}: ${note}, as the page would be too large.`)));
+  const told = Object.entries(runs[0].config).map(([name, value]) => `${name} ${value}`).join(" · ");
+  const about = runs.length === 1 ? make("p", { class: "faint" }, ...plain(told)) : null;
+  byId("head").replaceChildren(make("div", { class: "row" }, ...keys, button("? keys", () => byId("help").showModal())), about ?? "", ...notes);
+}
+
+function drawControls() {
+  const run = runs[state.run];
+  const views = [
+    button("samples of a step", () => choose({ view: "step", open: null }), state.view === "step"),
+    button("a prompt over the steps", () => toRow(state.row ?? chosenSamples()[0]?.row ?? run.samples[0]?.row), state.view === "row"),
+    button("held-out, before and after", () => choose({ view: "heldOut", open: null }), state.view === "heldOut"),
+  ];
+  byId("views").replaceChildren(...views);
+
+  const parts = [];
+  if (runs.length > 1) parts.push(select(runs.map((one, number) => [number, one.name]), state.run, (value) => toRun(Number(value)), "run"));
+  if (state.view === "step") {
+    parts.push(button("‹", () => move(-1), null, "the step before: ["), button("›", () => move(1), null, "the next step: ]"));
+    parts.push(select(run.steps.map((step) => [step, `step ${step}`]), state.step, (value) => choose({ step: Number(value), open: null }), "step"));
+    const sorts = ["group", "reward", "advantage", "length", "mismatch", ...run.functions.filter((name) => name !== "reward")];
+    parts.push(select(sorts.map((name) => [name, `by ${name}`]), state.sort, (value) => choose({ sort: value, order: value === "group" ? 1 : -1 }), "sort by"));
+    parts.push(button(state.order > 0 ? "lowest first" : "highest first", () => choose({ order: -state.order })));
+  }
+  if (state.view === "row") {
+    const rows = [...new Set(run.samples.map((sample) => sample.row))].sort((a, b) => a - b);
+    parts.push(select(rows.map((row) => [row, `dataset row ${row}`]), state.row, (value) => toRow(Number(value)), "dataset row"));
+  }
+  const samples = state.view === "heldOut" ? run.heldOut : run.samples;
+  const reasons = [...new Set(samples.map((sample) => sample.finish_reason))].sort();
+  if (reasons.length > 1) parts.push(select([["", "any end"], ...reasons], state.finish, (value) => choose({ finish: value }), "finish reason"));
+  const sets = [...new Set(samples.map((sample) => sample.set ?? ""))].sort();
+  if (sets.length > 1) parts.push(select([["", "all data sets"], ...sets.filter(Boolean)], state.set, (value) => choose({ set: value }), "data set"));
+  parts.push(make("input", { type: "search", placeholder: "with this text", value: state.text, "aria-label": "filter by text", oninput: (event) => { state.text = event.target.value; state.shown = PAGE; drawList(); note(); } }));
+  byId("controls").replaceChildren(make("div", { class: "row" }, ...parts));
+}
+
+// -- Completions ----------------------------------------------------------------------------------
+
+function figures(sample) {
+  const parts = [`reward ${short(sample.reward)}`];
+  if (Object.keys(sample.rewards).length > 1)
+    parts.push(...Object.entries(sample.rewards).map(([name, value]) => `${name} ${short(value)}`));
+  if (isNumber(sample.advantage)) parts.push(`advantage ${sample.advantage > 0 ? "+" : ""}${short(sample.advantage)}`);
+  parts.push(sample.tokens ? `${length(sample)} tokens` : `${length(sample)} characters`);
+  if (isNumber(sample.mismatch)) parts.push(`mismatch ${short(sample.mismatch)} nats`);
+  if (sample.finish_reason !== "stop") parts.push(`cut: ${sample.finish_reason}`);
+  if (!isGrouped()) parts.push(`step ${sample.step}`, `group ${sample.group}`, `row ${sample.row}`);
+  return parts.map((part) => make("span", {}, part));
+}
+
+function card(sample) {
+  const isOpen = state.open === sample.key;
+  const head = make("div", { class: "figures", onclick: () => open(isOpen ? null : sample.key) }, ...figures(sample));
+  const body = isOpen ? whole(sample) : [isGrouped() ? "" : textOf(promptText(sample).slice(-400), "text short faint"), textOf(`▸ ${sample.completion.slice(0, 600)}`, "text short")];
+  return make("article", { class: isOpen ? "chosen" : "", id: `sample-${sample.key}` }, head, ...body);
+}
+
+function conversation(messages) {
+  return messages.map((message) =>
+    make("div", { class: "turn" }, make("div", { class: "who" }, ...plain(message.role)), textOf(content(message))),
+  );
+}
+
+function whole(sample) {
+  const { messages, ...info } = sample.info ?? {};
+  const parts = [];
+  if (typeof sample.prompt === "string") parts.push(make("div", { class: "turn" }, make("div", { class: "who" }, "prompt"), textOf(sample.prompt)));
+  else parts.push(...conversation(sample.prompt));
+  for (const name of sample.images ?? [])
+    parts.push(data.images[name] ? make("img", { src: data.images[name], alt: "of the prompt" }) : make("p", { class: "faint" }, "an image that this page does not have"));
+
+  if (Array.isArray(messages)) {
+    parts.push(make("details", {}, make("summary", {}, "as a conversation"), ...conversation(messages)));
+    parts[parts.length - 1].open = true;
+  }
+  (sample.earlier ?? []).forEach((segment, number) => {
+    parts.push(make("div", { class: "who" }, `segment ${number + 1} of ${sample.earlier.length + 1}`));
+    if (segment.prompt) parts.push(textOf(segment.prompt, "text faint"));
+    parts.push(tokens(segment));
+  });
+  if (sample.earlier) parts.push(make("div", { class: "who" }, `segment ${sample.earlier.length + 1}, the last`));
+  if (sample.tokens) parts.push(colours(), tokens(sample));
+  else parts.push(make("div", { class: "turn" }, make("div", { class: "who" }, "completion"), textOf(sample.completion)));
+  if (sample.finish_reason !== "stop") parts.push(make("p", { class: "cut" }, `✂ it was cut: ${sample.finish_reason}`));
+
+  const known = Object.entries({ ...sample.columns, ...info });
+  if (known.length) {
+    const rows = known.map(([name, value]) => make("tr", {}, make("th", {}, ...plain(name)), make("td", { dir: "auto" }, ...plain(typeof value === "string" ? value : JSON.stringify(value)))));
+    parts.push(make("table", {}, ...rows));
+  }
+  const links = make("div", { class: "row" });
+  if (!String(sample.key).startsWith("h")) {
+    links.append(button("its group side by side", () => toGroup(sample)), button("this prompt over the steps", () => toRow(sample.row)));
+    links.append(make("a", { href: hash({ open: sample.key }) }, "link to it"));
+  }
+  parts.push(links);
+  return parts;
+}
+
+function versionsOf(part) {
+  const versions = new Array(part.tokens.length).fill(null);
+  for (const [version, begin, end] of part.weight_versions) versions.fill(version, begin, end);
+  return versions;
+}
+
+function tokens(part) {
+  const versions = versionsOf(part);
+  const all = [...new Set(versions.filter((version) => version !== null))];
+  let last = versions.find((version) => version !== null);
+  const spans = part.tokens.map((text, place) => {
+    const version = versions[place];
+    const logprob = part.logprobs[place];
+    const kinds = ["token"];
+    let ground = "";
+    let told = "from the environment: it does not train";
+    if (version === null) kinds.push("from-environment");
+    else {
+      told = `log-prob ${short(logprob)} (p ${Math.exp(logprob).toPrecision(3)}), policy version ${version}`;
+      if (logprob < VERY_UNLIKELY) kinds.push("very-unlikely");
+      else if (logprob < UNLIKELY) kinds.push("unlikely");
+      if (state.colour === "likely") ground = `background: rgb(230 120 0 / ${Math.min(0.6, -logprob / 8).toFixed(2)})`;
+      else if (all.length > 1) ground = `background: ${COLOURS[all.indexOf(version) % COLOURS.length]}44`;
+      if (version !== last) kinds.push("new-version");
+      last = version;
+    }
+    return make("span", { class: kinds.join(" "), title: `${place}: ${told}`, style: ground || null, "data-version": version }, ...plain(text));
+  });
+  return make("div", { class: "text tokens", dir: "auto" }, ...spans);
+}
+
+function colours() {
+  return make("div", { class: "row faint" },
+    button("colour by log-prob", () => choose({ colour: "likely" }), state.colour === "likely"),
+    button("by policy version", () => choose({ colour: "version" }), state.colour === "version"),
+    make("span", {}, "underlined: p < 0.1, twice: p < 0.01 under the server; ⟨v3⟩: from here policy version 3; struck: does not train"));
+}
+
+function difference(first, last) {
+  const change = last.reward - first.reward;
+  if (!isNumber(change) || change === 0) return make("span", { class: "faint" }, "unchanged");
+  return make("span", { class: change > 0 ? "up" : "down" }, `${change > 0 ? "▲ +" : "▼ "}${short(change)}`);
+}
+
+function drawHeldOut() {
+  const run = runs[state.run];
+  const problems = new Map();
+  for (const sample of run.heldOut) {
+    const key = `${sample.set ?? ""} ${sample.row}`;
+    if (!problems.has(key)) problems.set(key, new Map());
+    const ofStep = problems.get(key);
+    if (!ofStep.has(sample.step)) ofStep.set(sample.step, []);
+    ofStep.get(sample.step).push(sample);
+  }
+  const mean = (samples) => ({ reward: samples.reduce((sum, one) => sum + (one.reward ?? NaN), 0) / samples.length, samples });
+  const pairs = [...problems.values()].map((ofStep) => {
+    const steps = [...ofStep.keys()].sort((a, b) => a - b);
+    return { first: mean(ofStep.get(steps[0])), last: mean(ofStep.get(steps.at(-1))), steps };
+  }).filter((pair) => [...pair.first.samples, ...pair.last.samples].some(fits));
+  const size = (pair) => Math.abs(pair.last.reward - pair.first.reward) || 0;
+  pairs.sort((a, b) => size(b) - size(a));
+
+  const worse = pairs.filter((pair) => pair.last.reward < pair.first.reward).length;
+  const better = pairs.filter((pair) => pair.last.reward > pair.first.reward).length;
+  const parts = [make("p", {}, `${pairs.length} problems: ${better} better, ${worse} worse, the largest changes first`)];
+  for (const { first, last, steps } of pairs.slice(0, state.shown)) {
+    const cards = [first.samples[0], ...(steps.length > 1 ? [last.samples[0]] : [])].map(card);
+    const head = make("div", { class: "row" }, difference(first, last), `${short(first.reward)} → ${short(last.reward)}, row ${first.samples[0].row}`);
+    parts.push(make("section", { class: "problem" }, head, make("div", { class: "side" }, ...cards)));
+  }
+  byId("list").replaceChildren(...parts, more(pairs.length));
+}
+
+function more(total) {
+  if (total <= state.shown) return "";
+  return button(`more: ${(total - state.shown).toLocaleString("en")} are below`, () => choose({ shown: state.shown + PAGE }));
+}
+
+function drawList() {
+  if (state.view === "heldOut") return drawHeldOut();
+  const samples = chosenSamples();
+  const parts = [];
+  if (!samples.length) parts.push(make("p", { class: "faint" }, "no completion fits"));
+  if (isGrouped()) {
+    const groups = new Map();
+    for (const sample of samples) groups.set(sample.group, [...(groups.get(sample.group) ?? []), sample]);
+    let drawn = 0;
+    for (const [group, ofGroup] of groups) {
+      if (drawn >= state.shown) break;
+      drawn += ofGroup.length;
+      const [first] = ofGroup;
+      parts.push(make("h2", { id: `group-${group}` }, `group ${group}, dataset row ${first.row}`));
+      parts.push(textOf(promptText(first).slice(-400), "text short faint"), make("div", { class: "side" }, ...ofGroup.map(card)));
+    }
+  } else {
+    let last = null;
+    for (const sample of samples.slice(0, state.shown)) {
+      if (state.view === "row" && sample.step !== last) parts.push(make("h2", {}, `step ${sample.step}`));
+      last = sample.step;
+      parts.push(card(sample));
+    }
+  }
+  parts.push(more(samples.length));
+  byId("list").replaceChildren(...parts);
+}
+
+// -- Where one is ---------------------------------------------------------------------------------
+
+function hash(changes = {}) {
+  const { view, run, step, sort, order, text, finish, set, row, open, colour } = { ...state, ...changes };
+  const known = { view, run, step, sort, order, text, finish, set, row, open, colour };
+  const kept = Object.entries(known).filter(([, value]) => value !== null && value !== "");
+  return `#${new URLSearchParams(kept)}`;
+}
+
+const note = () => history.replaceState(null, "", hash());
+
+function choose(changes) {
+  if (!("shown" in changes) && !("open" in changes && Object.keys(changes).length === 1)) state.shown = PAGE;
+  Object.assign(state, changes);
+  note();
+  draw();
+}
+
+function draw() {
+  drawCurves();
+  drawControls();
+  drawList();
+}
+
+function open(key) {
+  state.open = key;
+  note();
+  drawList();
+  byId(`sample-${key}`)?.scrollIntoView({ block: "nearest" });
+}
+
+function toRun(number) {
+  state.run = number;
+  choose({ run: number, step: runs[number].steps.at(-1) ?? null, open: null, row: null });
+}
+
+const toRow = (row) => row !== undefined && choose({ view: "row", row, open: null });
+
+function toGroup(sample) {
+  choose({ view: "step", step: sample.step, sort: "group", order: 1, open: null, text: "", shown: 1e9 });
+  byId(`group-${sample.group}`)?.scrollIntoView();
+}
+
+function move(by) {
+  const { steps } = runs[state.run];
+  const step = steps[steps.indexOf(state.step) + by];
+  if (step !== undefined) choose({ step, open: null });
+}
+
+function toNext(by) {
+  const keys = [...document.querySelectorAll("article")].map((article) => article.id.slice("sample-".length));
+  const next = keys[Math.max(keys.indexOf(String(state.open)) + by, 0)];
+  if (next !== undefined) open(next.startsWith("h") ? next : Number(next));
+}
+
+const KEYS = {
+  "]": ["the next step", () => move(1)],
+  "[": ["the step before", () => move(-1)],
+  j: ["the next completion", () => toNext(1)],
+  k: ["the one before", () => toNext(-1)],
+  g: ["its group side by side", () => isNumber(state.open) && toGroup(runs[state.run].samples[state.open])],
+  p: ["its prompt over the steps", () => isNumber(state.open) && toRow(runs[state.run].samples[state.open].row)],
+  s: ["samples of a step", () => choose({ view: "step", open: null })],
+  h: ["held-out problems", () => choose({ view: "heldOut", open: null })],
+  c: ["colour by log-prob or by version", () => choose({ colour: state.colour === "likely" ? "version" : "likely" })],
+  "/": ["filter by text", () => document.querySelector("input[type=search]").focus()],
+  "?": ["these keys", () => byId("help").showModal()],
+};
+
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") document.activeElement.blur();
+  if (event.target.matches("input, select") || event.ctrlKey || event.metaKey || event.altKey) return;
+  const [, act] = KEYS[event.key] ?? [];
+  if (!act) return;
+  event.preventDefault();
+  act();
+});
+
+function fromAddress() {
+  for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
+    if (!(name in state)) continue;
+    const isText = ["text", "finish", "set", "view", "sort", "colour"].includes(name);
+    state[name] = isText || (name === "open" && value.startsWith("h")) ? value : Number(value);
+  }
+  if (!runs[state.run]) state.run = 0;
+  const run = runs[state.run];
+  if (isNumber(state.open) && run.samples[state.open] && state.view === "step") state.step = run.samples[state.open].step;
+  if (!run.byStep.has(state.step)) state.step = run.steps.at(-1) ?? null;
+}
+
+// -- A run that goes on ---------------------------------------------------------------------------
+
+async function follow(number) {
+  const run = runs[number];
+  const asked = new URLSearchParams({ run: number, ...run.ends });
+  const news = await (await fetch(`news?${asked}`)).json();
+  if (news.anew) return location.reload();
+  const known = run.metrics.step?.length ?? 0;
+  news.metrics.forEach((row, place) => {
+    for (const name of Object.keys(row)) run.metrics[name] ??= new Array(known + place).fill(null);
+    for (const [name, values] of Object.entries(run.metrics)) values.push(row[name] ?? null);
+  });
+  run.samples.push(...news.completions);
+  run.heldOut.push(...news.held_out);
+  run.ends = news.ends;
+  if (!news.metrics.length && !news.completions.length) return;
+  const atEnd = number === state.run && state.step === (run.steps.at(-1) ?? null) && state.open === null;
+  prepare(run);
+  if (atEnd) state.step = run.steps.at(-1) ?? null;
+  drawCurves();
+  drawControls();
+  if (atEnd && state.view === "step") drawList();
+}
+
+runs.forEach(prepare);
+fromAddress();
+drawHead();
+draw();
+byId("help").append(
+  make("h2", {}, "keys"),
+  make("table", {}, ...Object.entries(KEYS).map(([key, [what]]) => make("tr", {}, make("td", {}, key), make("td", {}, what)))),
+  button("close", () => byId("help").close()),
+);
+if (state.open !== null) byId(`sample-${state.open}`)?.scrollIntoView();
+window.addEventListener("hashchange", () => { fromAddress(); draw(); });
+if (data.follows) setInterval(() => runs.forEach((_, number) => follow(number).catch(() => {})), 3000);

@@ -1,0 +1,238 @@
+"""One page of one or several runs: their curves, and what was sampled.
+
+`scripts/show.py RUN --html` writes it as a file that opens from the disk, `--serve` serves it on loopback and
+follows runs that train. scripts/page/ has its parts; text of a model is data there, and never code.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import secrets
+import sys
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+PARTS = Path(__file__).resolve().parent / "page"
+MAX_SAMPLES = 10_000  # of a run in a page, and as many held-out ones
+MAX_BYTES = 40_000_000  # of these as lines
+MAX_IMAGE_BYTES = 20_000_000  # of all pictures in a page
+SHOWN_CONFIG = (
+    "model_id", "dataset_id", "batch_size", "num_generations", "learning_rate", "max_steps", "seed",
+)  # fmt: skip
+STEP = re.compile(rb'\{"step": ?(\d+)')
+
+
+@dataclass
+class Lines:
+    """The lines of a log that a page has, and how far it was read."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    end: int = 0  # bytes until the last whole line
+    steps_left_out: int = 0
+    rows_left_out: int = 0
+
+
+def read_lines(path: Path) -> Lines:
+    """The rows of a log; of a long one those of steps at even distances, with the first and the last.
+
+    Raises:
+        SystemExit: a line is damaged.
+    """
+    lines = Lines()
+    if not path.is_file():
+        return lines
+    places: dict[int, list[tuple[int, int]]] = {}  # by step, the begin and size of each line
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):  # the trainer is about to write the rest
+                break
+            found = STEP.match(line)
+            if not found:
+                sys.exit(f"error: {path}: a line is damaged: {line[:60]!r}")
+            places.setdefault(int(found[1]), []).append((lines.end, len(line)))
+            lines.end += len(line)
+
+        chosen = chosen_steps({step: _weight(of_step) for step, of_step in places.items()})
+        for step, of_step in places.items():
+            if step not in chosen:
+                lines.steps_left_out += 1
+                lines.rows_left_out += len(of_step)
+                continue
+            for begin, size in of_step:
+                file.seek(begin)
+                lines.rows.append(json.loads(file.read(size)))
+    return lines
+
+
+def _weight(of_step: list[tuple[int, int]]) -> float:
+    """The share of a page that a step takes."""
+    num_bytes = sum(size for _, size in of_step)
+    return max(len(of_step) / MAX_SAMPLES, num_bytes / MAX_BYTES)
+
+
+def chosen_steps(weights: dict[int, float]) -> set[int]:
+    """As many steps as fit into a page, at even distances, with the first and the last."""
+    steps = sorted(weights)
+    num_steps = len(steps)
+    while num_steps > 2:
+        places = [round(n * (len(steps) - 1) / (num_steps - 1)) for n in range(num_steps)]
+        chosen = {steps[place] for place in places}
+        total = sum(weights[step] for step in chosen)
+        if total <= 1:
+            return chosen
+        num_steps = min(int(num_steps / total), num_steps - 1)
+    return {*steps[:1], *steps[-1:]}
+
+
+def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The metrics by name, with five digits, None where a step has none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: [_short(row.get(name)) for row in rows] for name in names}
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
+def read_metrics(path: Path, begin: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of metrics.jsonl behind `begin`, and where they end."""
+    rows = []
+    with path.open("rb") as file:
+        file.seek(begin)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            rows.append(json.loads(line, parse_constant=lambda _: None))
+            begin += len(line)
+    return rows, begin
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What a page has of a run.
+
+    Raises:
+        SystemExit: there is no run.
+    """
+    if not (folder / "metrics.jsonl").is_file():
+        sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
+    config_path = folder / "config.json"
+    config = json.loads(config_path.read_text()) if config_path.is_file() else {}
+    metrics, end = read_metrics(folder / "metrics.jsonl")
+    samples = read_lines(folder / "completions.jsonl")
+    held_out = read_lines(folder / "held_out.jsonl")
+
+    left_out = []
+    for name, lines in (("completions", samples), ("held-out completions", held_out)):
+        if lines.steps_left_out:
+            left_out.append(
+                f"{lines.rows_left_out:,} {name} of {lines.steps_left_out:,} steps are left out"
+            )
+    return {
+        "name": str(folder),
+        "config": {name: config[name] for name in SHOWN_CONFIG if config.get(name) is not None},
+        "metrics": columns(metrics),
+        "samples": samples.rows,
+        "heldOut": held_out.rows,
+        "leftOut": left_out,
+        "ends": {"metrics": end, "completions": samples.end, "held_out": held_out.end},
+    }
+
+
+def add_images(runs: list[dict[str, Any]], folders: list[Path]) -> dict[str, str]:
+    """The pictures of the prompts as data URIs, by name, as many as fit."""
+    images: dict[str, str] = {}
+    room = MAX_IMAGE_BYTES
+    for run, folder in zip(runs, folders, strict=True):
+        names = dict.fromkeys(
+            name for row in [*run["heldOut"], *run["samples"]] for name in row.get("images", ())
+        )
+        num_left_out = 0
+        for name in names:
+            path = folder / "images" / Path(name).name
+            if not path.is_file() or path.stat().st_size > room:
+                num_left_out += 1
+                continue
+            data = path.read_bytes()
+            room -= len(data)
+            images[name] = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+        if num_left_out:
+            run["leftOut"].append(f"{num_left_out:,} images are left out")
+    return images
+
+
+def page(folders: list[Path], follows: bool = False) -> bytes:
+    """The whole page, as HTML."""
+    runs = [read_run(folder) for folder in folders]
+    data = {"runs": runs, "images": add_images(runs, folders), "follows": follows}
+    # Inside a script element only `<` can end it; half surrogate pairs become escapes of JSON.
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    script = (PARTS / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    parts = {
+        "POLICY": (
+            f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+            "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'"
+        ),
+        "STYLE": (PARTS / "page.css").read_text(encoding="utf-8"),
+        "DATA": text,
+        "SCRIPT": script,
+    }
+    template = (PARTS / "page.html").read_text(encoding="utf-8")
+    filled = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    return filled.encode("utf-8", "backslashreplace")
+
+
+def news(folder: Path, ends: dict[str, int]) -> dict[str, Any]:
+    """What a run has written behind `ends`; {"anew": true} where it began anew."""
+    found: dict[str, Any] = {"ends": {}}
+    for name, end in ends.items():
+        path = folder / f"{name}.jsonl"
+        size = path.stat().st_size if path.is_file() else 0
+        if size < end:
+            return {"anew": True}
+        found[name], found["ends"][name] = read_metrics(path, end) if size else ([], 0)
+    return found
+
+
+def serve(folders: list[Path], port: int) -> None:
+    """Serve the page on loopback until Ctrl-C, with what runs write meanwhile."""
+    page(folders)  # for its errors
+    token = secrets.token_urlsafe(8)  # other users of this host cannot read the page without it
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            address = urlsplit(self.path)
+            host = self.headers.get("Host", "").rpartition(":")[0]
+            if host not in ("127.0.0.1", "localhost") or not address.path.startswith(f"/{token}/"):
+                self.send_error(404)
+                return
+            if address.path == f"/{token}/news":
+                asked = {name: values[0] for name, values in parse_qs(address.query).items()}
+                folder = folders[int(asked.pop("run"))]
+                ends = {name: int(asked[name]) for name in ("metrics", "completions", "held_out")}
+                body = json.dumps(news(folder, ends)).encode()
+                self.answer(body, "application/json")
+            else:
+                self.answer(page(folders, follows=True), "text/html; charset=utf-8")
+
+        def answer(self, body: bytes, kind: str) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("Cache-Control", "no-store")
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        print(f"http://127.0.0.1:{server.server_port}/{token}/ (until Ctrl-C)", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()

@@ -1,0 +1,302 @@
+"""The page of a run, in a real browser: curves, samples, what a model wrote, and a run that goes on."""
+
+import base64
+import io
+import json
+import shutil
+import threading
+import urllib.error
+import urllib.request
+from http.server import ThreadingHTTPServer
+
+import pytest
+import run_page
+import show
+from PIL import Image
+
+api = pytest.importorskip("playwright.sync_api", reason="of requirements-dev.txt")
+ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic"]
+HOSTILE = (
+    "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 2'>{{SCRIPT}}"
+    "<!--<script>\u2028 \u202eright to left\u202c \u0007"
+)
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    """The browser of the system, or the one that `playwright install chromium` brought."""
+    with api.sync_playwright() as playwright:
+        path = shutil.which("chromium") or shutil.which("chromium-browser")
+        try:
+            browser = playwright.chromium.launch(executable_path=path, args=ARGUMENTS)
+        except api.Error as error:
+            pytest.skip(f"no chromium: {str(error).splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium):
+    """Opens a page; at the end nothing may have failed in it, or asked for anything but itself."""
+    pages, complaints = [], []
+
+    def opened(address, **options):
+        context = chromium.new_context(**options)
+        page = context.new_page()
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on(
+            "console", lambda told: complaints.append(told.text) if told.type == "error" else None
+        )
+        page.on("request", lambda request: asked.append(request.url))
+        asked: list[str] = []
+        pages.append((context, address, asked))
+        page.goto(address)
+        return page
+
+    yield opened
+    for context, address, asked in pages:
+        context.close()
+        beside = [url for url in asked if url.split("#")[0] != address.split("#")[0]]
+        assert all(url.startswith("data:") or "/news?" in url for url in beside), beside
+    assert not complaints
+
+
+def sample(step, group, number, **fields):
+    tokens = fields.pop("tokens", ["a", " b", "<eos>"])
+    return {
+        "step": step, "group": group, "row": group % 7, "prompt": f"question {group % 7}", "columns": {"answer": "b"},
+        "completion": "".join(tokens), "reward": number / 4, "rewards": {"right": number / 4, "brief": 1.0},
+        "advantage": number - 1.5, "finish_reason": "stop", "info": {},
+        "weight_versions": [[step - 1, 0, len(tokens)]], "tokens": tokens, "logprobs": [-0.1] * len(tokens), **fields,
+    }  # fmt: skip
+
+
+def write(folder, name, rows, mode="w"):
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.jsonl").open(mode, encoding="utf-8") as lines:
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def make_run(folder, samples=None, held_out=(), num_steps=6):
+    metrics = [
+        {"step": step, "reward": step / 10, "entropy": None if step == 2 else 1 / step, "completions/mean_length": 3.0}
+        for step in range(1, num_steps + 1)
+    ]  # fmt: skip
+    if samples is None:
+        samples = [
+            sample(s, 2 * s + g, n)
+            for s in range(1, num_steps + 1)
+            for g in range(2)
+            for n in range(4)
+        ]
+    write(folder, "metrics", metrics)
+    write(folder, "completions", samples)
+    write(folder, "held_out", held_out)
+    (folder / "config.json").write_text(json.dumps({"model_id": "tiny", "seed": 3}))
+    return folder
+
+
+def page_of(*folders):
+    path = folders[0] / "run.html"
+    show.main([*map(str, folders), "--html"])
+    return path.as_uri()
+
+
+def figures(page):
+    return page.locator("article .figures").all_inner_texts()
+
+
+def test_a_step_sorted_filtered_and_linked(tmp_path, visit):
+    page = visit(page_of(make_run(tmp_path / "run")))
+    assert page.locator("figure").count() == 4  # reward, length, entropy, and one to choose
+    assert page.get_by_label("step", exact=True).input_value() == "6"  # the last
+    assert page.locator("h2", has_text="group 12").count() == 1
+
+    page.get_by_label("sort by").select_option("reward")
+    assert [text.split()[1] for text in figures(page)] == ["0.75"] * 2 + ["0.5"] * 2 + [
+        "0.25"
+    ] * 2 + ["0"] * 2
+    page.get_by_role("button", name="highest first").click()
+    assert figures(page)[0].split()[1] == "0"
+    page.keyboard.press("[")
+    assert "step 5" in figures(page)[0]
+    page.get_by_placeholder("with this text").fill("question 4")  # groups 10 and 11: rows 3 and 4
+    assert len(figures(page)) == 4
+    assert all("group 11" in text for text in figures(page))
+
+    page.locator("article .figures").first.click()
+    assert page.locator(".tokens .token").all_inner_texts() == ["a", " b", "<eos>"]
+    link = page.get_by_role("link", name="link to it").get_attribute("href")
+    again = visit(page.url.split("#")[0] + link)
+    assert again.locator("article.chosen .figures").inner_text() == (
+        page.locator("article.chosen .figures").inner_text()
+    )
+
+    page.get_by_role("button", name="this prompt over the steps").click()
+    steps = page.locator("#list h2").all_inner_texts()
+    assert steps == ["step 2", "step 5"]  # groups 4 and 11 have row 4
+
+
+def test_a_click_on_a_curve_shows_its_step(tmp_path, visit):
+    page = visit(page_of(make_run(tmp_path / "run")))
+    curve = page.locator("figure svg").first
+    box = curve.bounding_box()
+    curve.click(position={"x": box["width"] * (46 + 306 * 2 / 5) / 360, "y": 60})
+    assert page.get_by_label("step", exact=True).input_value() == "3"
+    curve.hover(position={"x": box["width"] * 46 / 360, "y": 60})
+    assert "reward 0.1 at step 1" in page.locator("figcaption").first.inner_text()
+
+
+def test_what_a_model_wrote_is_text(tmp_path, visit):
+    """Nothing of it runs, ends the data, or turns a line around; half a pair of surrogates is shown."""
+    rows = [
+        sample(1, 0, 0, tokens=[HOSTILE, "\ud83d", "end"], prompt=[{"role": HOSTILE, "content": HOSTILE}],
+               columns={HOSTILE: HOSTILE}, info={"messages": [{"role": "user", "content": HOSTILE}]}),
+    ]  # fmt: skip
+    folder = make_run(tmp_path / "run", rows, [{**rows[0], "set": HOSTILE}])
+    page = visit(page_of(folder))
+    page.locator("article .figures").first.click()
+    assert page.evaluate("window.hacked") is None
+    shown = page.locator("#list").inner_text()
+    assert shown.count("</script><script>window.hacked = 1</script><img src=x") == 7
+    assert "⟨U+202E⟩" in shown
+    assert "\u202e" not in shown
+    assert "⟨U+0007⟩" in shown
+    assert "⟨U+D83D⟩" in shown
+    page.get_by_role("button", name="held-out").click()
+    assert page.evaluate("window.hacked") is None
+
+
+def test_tokens_say_what_they_are(tmp_path, visit):
+    """Readable without colours: what an environment wrote, another version, unlikely tokens, the cut."""
+    row = sample(
+        3, 1, 0, tokens=["think", " so", "[result]", " yes"], logprobs=[-0.1, -3.0, 0.0, -5.0],
+        weight_versions=[[1, 0, 2], [2, 3, 4]], finish_reason="length",
+        earlier=[{"tokens": ["first"], "logprobs": [-0.2], "weight_versions": [[0, 0, 1]], "prompt": "before"}],
+    )  # fmt: skip
+    page = visit(page_of(make_run(tmp_path / "run", [row])))
+    page.locator("article .figures").first.click()
+    kinds = [
+        (token.inner_text(), set(token.get_attribute("class").split()) - {"token"})
+        for token in page.locator(".tokens").last.locator(".token").all()
+    ]
+    assert kinds == [
+        ("think", set()),
+        (" so", {"unlikely"}),
+        ("[result]", {"from-environment"}),
+        (" yes", {"very-unlikely", "new-version"}),
+    ]
+    titles = [
+        token.get_attribute("title")
+        for token in page.locator(".tokens").last.locator(".token").all()
+    ]
+    assert titles[1] == "1: log-prob -3 (p 0.0498), policy version 1"
+    assert titles[2] == "2: from the environment: it does not train"
+    assert page.get_by_text("segment 1 of 2").count() == 1
+    assert page.get_by_text("it was cut: length").count() == 1
+
+
+def test_held_out_problems_that_flipped_come_first(tmp_path, visit):
+    rows = []
+    for step, rewards in ((0, [0.0, 1.0, 0.0, 1.0]), (6, [0.0, 1.0, 1.0, 0.5])):
+        for row, reward in enumerate(rewards):
+            rows.append({**sample(step, row, 0, row=row, reward=reward), "set": ""})
+    page = visit(page_of(make_run(tmp_path / "run", held_out=rows)))
+    page.keyboard.press("h")
+    assert page.locator("#list > p").inner_text().startswith("4 problems: 1 better, 1 worse")
+    heads = page.locator(".problem > .row").all_inner_texts()
+    assert ["▲ +1" in heads[0], "▼ -0.5" in heads[1], "unchanged" in heads[2]] == [True] * 3
+
+
+def test_runs_over_each_other(tmp_path, visit):
+    one, two = make_run(tmp_path / "one"), make_run(tmp_path / "two", num_steps=9)
+    page = visit(page_of(one, two))
+    assert page.locator("figure").first.locator("path.curve").count() == 2
+    page.locator("#head input").first.uncheck()
+    assert page.locator("figure").first.locator("path.curve").count() == 1
+    page.get_by_label("run", exact=True).select_option("1")
+    assert page.get_by_label("step", exact=True).input_value() == "9"
+
+
+def test_images_stand_in_the_page(tmp_path, visit):
+    folder = make_run(tmp_path / "run", [sample(1, 0, 0, images=["seen.jpg", "lost.jpg"])])
+    picture = io.BytesIO()
+    Image.new("RGB", (8, 4), "red").save(picture, "JPEG")
+    (folder / "images").mkdir()
+    (folder / "images" / "seen.jpg").write_bytes(picture.getvalue())
+    page = visit(page_of(folder))
+    page.locator("article .figures").first.click()
+    address = page.locator("article img").get_attribute("src")
+    assert base64.b64decode(address.partition(",")[2]) == picture.getvalue()
+    assert page.locator("article img").evaluate("image => image.naturalWidth") == 8
+    assert page.get_by_text("an image that this page does not have").count() == 1
+    assert page.locator("#head .note").inner_text().startswith(f"{folder}: 1 images are left out")
+
+
+def test_ten_thousand_completions(tmp_path, visit):
+    """A page takes as many; of more, steps at even distances stay, and it says so."""
+    rows = [sample(s, s, n) for s in range(1, 201) for n in range(64)]
+    page = visit(page_of(make_run(tmp_path / "run", rows, num_steps=200)))
+    kept = page.evaluate("runs[0].samples.length")
+    assert 8_000 <= kept <= 10_000
+    steps = page.evaluate("runs[0].steps")
+    assert [steps[0], steps[-1]] == [1, 200]
+    told = page.locator("#head .note").inner_text()
+    assert f"{12_800 - kept:,} completions of {200 - len(steps)} steps are left out" in told
+    page.keyboard.press("[")
+    assert page.locator("article").count() >= 50
+
+
+def test_a_narrow_and_dark_window(tmp_path, visit):
+    address = page_of(make_run(tmp_path / "run"))
+    page = visit(address, viewport={"width": 380, "height": 800}, color_scheme="dark")
+    assert page.evaluate("document.documentElement.scrollWidth") <= 380
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch, capsys):
+    """A run, and the address where its page is served."""
+    folder = make_run(tmp_path / "run")
+    servers = []
+
+    def noted(*arguments):
+        servers.append(ThreadingHTTPServer(*arguments))
+        return servers[0]
+
+    monkeypatch.setattr(run_page, "ThreadingHTTPServer", noted)
+    thread = threading.Thread(target=run_page.serve, args=([folder], 0))
+    thread.start()
+    told = ""
+    while "until" not in told:
+        told += capsys.readouterr().out
+    yield folder, told.split()[0]
+    servers[0].shutdown()
+    thread.join()
+
+
+def test_a_run_that_goes_on(served, visit):
+    folder, address = served
+    page = visit(address)
+    step = page.get_by_label("step", exact=True)
+    assert step.input_value() == "6"
+    write(folder, "metrics", [{"step": 7, "reward": 0.9, "new": 1.0}], "a")
+    write(folder, "completions", [sample(7, 20, n) for n in range(4)], "a")
+    page.locator("h2", has_text="group 20").wait_for(timeout=20_000)
+    assert step.input_value() == "7"
+    assert page.evaluate("runs[0].metrics.new.length") == 7
+
+    make_run(folder, num_steps=2)  # it begins anew
+    page.locator("h2", has_text="group 4").wait_for(timeout=20_000)
+    assert page.get_by_label("step", exact=True).input_value() == "2"
+
+
+def test_the_page_is_served_to_this_user_alone(served):
+    """By a word in its address, and to no other host name, as a page of another site would use."""
+    _, address = served
+    root = address.rsplit("/", 2)[0]
+    for url, host in ((f"{root}/", None), (f"{root}/wrong/", None), (address, "evil.example:80")):
+        request = urllib.request.Request(url, headers={"Host": host} if host else {})
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(request, timeout=10)
+    assert b"GRPO runs" in urllib.request.urlopen(address, timeout=10).read()

@@ -1,0 +1,124 @@
+"""Completions as lines of a run's logs, for people."""
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+from config import TrainConfig
+from rollouts.group import Completion, Group, version_spans
+
+MAX_SHOWN = 2000  # characters of a dataset column
+UNREADABLE = "\ufffd"  # what a part of a character is decoded as
+
+
+class TokenTexts:
+    """The text of each token, for a reader who goes from token to token.
+
+    Joined they are the text of all. A character of several tokens stands at the last of them.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self.tokenizer = tokenizer
+        self._known: dict[int, str] = {}
+
+    def __call__(self, token_ids: list[int]) -> list[str]:
+        """One text a token."""
+        texts = []
+        part: list[int] = []  # tokens that make no whole character yet
+        for token_id in token_ids:
+            text = self._text(token_id)
+            if UNREADABLE not in text and not part:
+                texts.append(text)
+                continue
+            part.append(token_id)
+            whole = self.tokenizer.decode(part)
+            if UNREADABLE in whole:
+                texts.append("")
+            else:
+                texts.append(whole)
+                part = []
+
+        if part:  # the completion was cut within a character
+            texts[-1] = self.tokenizer.decode(part)
+        return texts
+
+    def _text(self, token_id: int) -> str:
+        if token_id not in self._known:
+            # Behind another token: at the beginning of a text some tokenizers leave out a space.
+            once = self.tokenizer.decode([token_id])
+            twice = self.tokenizer.decode([token_id, token_id])
+            self._known[token_id] = twice.removeprefix(once)
+        return self._known[token_id]
+
+
+def batch_samples(
+    groups: list[Group], config: TrainConfig, texts: TokenTexts | None = None
+) -> list[dict[str, Any]]:
+    """One JSON object a completion; long columns are shortened, and `texts` adds its tokens."""
+    functions: Any = config.reward_funcs
+    names = [function.__name__ for function in functions]
+    samples = []
+    for group in groups:
+        columns = shortened(group.prompt.columns)
+        for number, completion in enumerate(group.completions):
+            sample = {
+                "group": group.id,
+                "row": group.prompt.index,
+                "prompt": group.prompt.content,
+                "columns": columns,
+                "completion": group.texts[number],
+                "reward": group.reward[number],
+                "rewards": dict(zip(names, group.rewards[number], strict=True)),
+            }
+            if group.advantages:  # held-out completions have none
+                sample["advantage"] = group.advantages[number]
+
+            sample["finish_reason"] = completion.finish_reason
+            sample["info"] = shortened(completion.info)
+            if group.prompt.images:
+                sample["images"] = image_names(group)
+            sample |= token_fields(completion, texts)
+            if texts and completion.earlier:
+                sample["earlier"] = [segment_fields(part, texts) for part in completion.earlier]
+            samples.append(sample)
+    return samples
+
+
+def image_names(group: Group) -> list[str]:
+    """The files of a prompt's images, in the folder `images` of the run."""
+    from training.thumbnails import image_name
+
+    return [image_name(url) for url in group.prompt.images.urls]
+
+
+def token_fields(completion: Completion, texts: TokenTexts | None) -> dict[str, Any]:
+    """A completion's versions, and with `texts` its tokens and the server's log-probs."""
+    fields: dict[str, Any] = {"weight_versions": version_spans(completion.weight_versions)}
+    if texts:
+        fields["tokens"] = texts(completion.token_ids.tolist())
+        fields["logprobs"] = rounded(completion.sampler_logprobs)
+    return fields
+
+
+def segment_fields(segment: Completion, texts: TokenTexts) -> dict[str, Any]:
+    """A segment before the last, with the end of its prompt."""
+    fields = token_fields(segment, texts)
+    if segment.prompt_ids is not None:
+        fields["prompt"] = texts.tokenizer.decode(segment.prompt_ids)[-MAX_SHOWN:]
+    return fields
+
+
+def rounded(logprobs: Tensor) -> list[float]:
+    """Log-probs to a hundredth of a nat: 5 bytes each."""
+    hundredths = (logprobs.double() * 100).round()
+    return [value / 100 if math.isfinite(value) else value for value in hundredths.tolist()]
+
+
+def shortened(values: dict[str, Any]) -> dict[str, Any]:
+    """Columns whose text is cut to `MAX_SHOWN` characters."""
+    found = {}
+    for name, value in values.items():
+        text = repr(value)
+        found[name] = value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN]
+    return found
