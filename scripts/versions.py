@@ -33,7 +33,6 @@ LOCK = "requirements-cpu.txt"  # the only set with vLLM, which needs one torch
 SETS = {
     "oldest": Set("python3", "requirements-oldest.txt"),
     "newest": Set("python3", "requirements-newest.txt"),
-    "python3.11": Set("python3.11", LOCK),
     "python3.12": Set("python3.12", LOCK),
     "python3.13": Set("python3.13", LOCK),
 }
