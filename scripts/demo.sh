@@ -23,4 +23,5 @@ esac
 start - "$python" scripts/launch.py "$@"
 wait "${groups[-1]}" || exit 1
 groups=()
+"$python" scripts/show.py "$run" --html
 "$python" scripts/plot.py "$run"

@@ -64,8 +64,13 @@ def read_lines(path: Path) -> Lines:
                 continue
             for begin, size in of_step:
                 file.seek(begin)
-                lines.rows.append(json.loads(file.read(size)))
+                lines.rows.append(parsed(file.read(size)))
     return lines
+
+
+def parsed(line: bytes) -> dict[str, Any]:
+    """A line of a log, None for what JSON has no number for, as other trainers write it."""
+    return json.loads(line, parse_constant=lambda _: None)
 
 
 def _weight(of_step: list[tuple[int, int]]) -> float:
@@ -98,15 +103,15 @@ def _short(value: Any) -> Any:
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
-def read_metrics(path: Path, begin: int = 0) -> tuple[list[dict[str, Any]], int]:
-    """The whole lines of metrics.jsonl behind `begin`, and where they end."""
+def read_from(path: Path, begin: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The whole lines of a log behind `begin`, and where they end."""
     rows = []
     with path.open("rb") as file:
         file.seek(begin)
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            rows.append(json.loads(line, parse_constant=lambda _: None))
+            rows.append(parsed(line))
             begin += len(line)
     return rows, begin
 
@@ -121,7 +126,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
     config_path = folder / "config.json"
     config = json.loads(config_path.read_text()) if config_path.is_file() else {}
-    metrics, end = read_metrics(folder / "metrics.jsonl")
+    metrics, end = read_from(folder / "metrics.jsonl")
     samples = read_lines(folder / "completions.jsonl")
     held_out = read_lines(folder / "held_out.jsonl")
 
@@ -142,34 +147,36 @@ def read_run(folder: Path) -> dict[str, Any]:
     }
 
 
-def add_images(runs: list[dict[str, Any]], folders: list[Path]) -> dict[str, str]:
-    """The pictures of the prompts as data URIs, by name, as many as fit."""
+def read_images(rows: list[dict[str, Any]], folder: Path, room: int) -> tuple[dict[str, str], int]:
+    """Images of the rows' prompts as data URIs by name, as many as fit, and how many do not."""
     images: dict[str, str] = {}
-    room = MAX_IMAGE_BYTES
-    for run, folder in zip(runs, folders, strict=True):
-        names = dict.fromkeys(
-            name for row in [*run["heldOut"], *run["samples"]] for name in row.get("images", ())
-        )
-        num_left_out = 0
-        for name in names:
-            path = folder / "images" / Path(name).name
-            if not path.is_file() or path.stat().st_size > room:
-                num_left_out += 1
-                continue
-            data = path.read_bytes()
-            room -= len(data)
-            images[name] = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
-        if num_left_out:
-            run["leftOut"].append(f"{num_left_out:,} images are left out")
-    return images
+    num_left_out = 0
+    for name in dict.fromkeys(name for row in rows for name in row.get("images", ())):
+        path = folder / "images" / Path(name).name
+        if not path.is_file() or path.stat().st_size > room:
+            num_left_out += 1
+            continue
+        data = path.read_bytes()
+        room -= len(data)
+        images[name] = f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+    return images, num_left_out
 
 
 def page(folders: list[Path], follows: bool = False) -> bytes:
     """The whole page, as HTML."""
     runs = [read_run(folder) for folder in folders]
-    data = {"runs": runs, "images": add_images(runs, folders), "follows": follows}
+    images: dict[str, str] = {}
+    for run, folder in zip(runs, folders, strict=True):
+        rows = [*run["heldOut"], *run["samples"]]
+        found, num_left_out = read_images(rows, folder, MAX_IMAGE_BYTES // len(folders))
+        images |= found
+        if num_left_out:
+            run["leftOut"].append(f"{num_left_out:,} images are left out")
+
+    data = {"runs": runs, "images": images, "follows": follows}
     # Inside a script element only `<` can end it; half surrogate pairs become escapes of JSON.
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
+    text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = text.replace("<", "\\u003c")
     script = (PARTS / "page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     parts = {
@@ -194,7 +201,9 @@ def news(folder: Path, ends: dict[str, int]) -> dict[str, Any]:
         size = path.stat().st_size if path.is_file() else 0
         if size < end:
             return {"anew": True}
-        found[name], found["ends"][name] = read_metrics(path, end) if size else ([], 0)
+        found[name], found["ends"][name] = read_from(path, end) if size else ([], 0)
+    rows = [*found["held_out"], *found["completions"]]
+    found["images"], _ = read_images(rows, folder, MAX_IMAGE_BYTES)
     return found
 
 

@@ -44,7 +44,7 @@ def left_behind(session):
     return found
 
 
-def test_a_short_demo_leaves_a_curve_and_no_process():
+def test_a_short_demo_leaves_a_curve_and_a_page_and_no_process():
     process = demo(str(ROOT / "recipes" / "own_loss.py"), "--max_steps", "2")
     output, _ = process.communicate(timeout=900)
     assert process.returncode == 0, output
@@ -53,6 +53,12 @@ def test_a_short_demo_leaves_a_curve_and_no_process():
     ), output
     (curve,) = map(Path, re.findall(r"reward curve: (.*)", output))
     assert (ROOT / curve).read_bytes().startswith(b"\x89PNG")
+    page = (ROOT / curve).with_name("run.html").read_text()
+    first = (ROOT / curve).with_name("completions.jsonl").read_text().splitlines()[0]
+    assert (
+        json.dumps(json.loads(first)["tokens"], separators=(",", ":")).replace("<", "\\u003c")
+        in page
+    )
     assert left_behind(process.pid) == []
 
 

@@ -1,6 +1,8 @@
 """What people look at: the terminal, wandb, plots, completions."""
 
+import base64
 import fcntl
+import io
 import json
 import os
 import pty
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import termios
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +21,11 @@ import plot
 import pytest
 import show
 from helpers import ENV, ROOT
+from PIL import Image
 
 from config import TrainConfig
 from rollouts.group import Batch, Completion, Group, Prompt
+from rollouts.images import Images
 from training.logs import RunLog
 from training.terminal import Terminal
 from utils import process_group
@@ -144,6 +149,34 @@ def test_a_first_batch_without_advantages(tmp_path, capsys, groups, fields, warn
     expected = [f"{start} (mean {value}): {read}" for value in warned]
     lines = written(capsys, tmp_path)
     assert [line for line in lines if not line.startswith("step ")] == expected
+
+
+def test_images_of_logged_prompts(tmp_path):
+    """Each is written once, small and by its content, and named in the samples of its prompt."""
+    urls = []
+    for colour in ("red", "blue"):
+        data = io.BytesIO()
+        Image.new("RGB", (1024, 256), colour).save(data, "PNG")
+        urls.append(f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}")
+    group = scored([0.0, 1.0])
+    group.prompt = replace(group.prompt, images=Images([5], 1, [*urls, urls[0]], {}))
+    config = TrainConfig(model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path))
+    times = {"time/train_s": 1.0, "time/wait_s": 0.0}
+    with process_group(60):
+        log = RunLog(config, 4)
+        log.step(1, times, Batch([group]))
+        log.step(2, times, Batch([scored([0.0, 1.0])]))
+        log.close()
+    lines = (tmp_path / "completions.jsonl").read_text().splitlines()
+    with_images, *_, without = map(json.loads, lines)
+    names = with_images["images"]
+    assert names == [names[0], names[1], names[0]]
+    assert "images" not in without
+    assert sorted(path.name for path in (tmp_path / "images").iterdir()) == sorted(set(names))
+    for name, pixel in zip(names, [(254, 0, 0), (0, 0, 254)], strict=False):  # of JPEG
+        image = Image.open(tmp_path / "images" / name)
+        assert image.size == (512, 128)
+        assert image.getpixel((9, 9)) == pixel
 
 
 @pytest.mark.parametrize(("num_cut", "warned"), [(20, ["100%"]), (19, ["95%"]), (18, [])])

@@ -6,6 +6,7 @@ const runs = data.runs;
 const COLOURS = ["#4477aa", "#ee6677", "#228833", "#aa7700", "#33a0c0", "#aa3377"];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 const PAGE = 50; // completions that are drawn before `more`
+const MOST_SAMPLES = 20000; // of a run that is followed
 const UNLIKELY = -2.3; // nats: below a tenth
 const VERY_UNLIKELY = -4.6; // below a hundredth
 
@@ -115,7 +116,6 @@ const SORTS = {
   reward: (sample) => sample.reward,
   advantage: (sample) => sample.advantage,
   length: length,
-  mismatch: (sample) => sample.mismatch,
 };
 
 function sorted(samples) {
@@ -296,7 +296,7 @@ function drawControls() {
   if (state.view === "step") {
     parts.push(button("‹", () => move(-1), null, "the step before: ["), button("›", () => move(1), null, "the next step: ]"));
     parts.push(select(run.steps.map((step) => [step, `step ${step}`]), state.step, (value) => choose({ step: Number(value), open: null }), "step"));
-    const sorts = ["group", "reward", "advantage", "length", "mismatch", ...run.functions.filter((name) => name !== "reward")];
+    const sorts = ["group", "reward", "advantage", "length", ...run.functions.filter((name) => name !== "reward")];
     parts.push(select(sorts.map((name) => [name, `by ${name}`]), state.sort, (value) => choose({ sort: value, order: value === "group" ? 1 : -1 }), "sort by"));
     parts.push(button(state.order > 0 ? "lowest first" : "highest first", () => choose({ order: -state.order })));
   }
@@ -321,7 +321,6 @@ function figures(sample) {
     parts.push(...Object.entries(sample.rewards).map(([name, value]) => `${name} ${short(value)}`));
   if (isNumber(sample.advantage)) parts.push(`advantage ${sample.advantage > 0 ? "+" : ""}${short(sample.advantage)}`);
   parts.push(sample.tokens ? `${length(sample)} tokens` : `${length(sample)} characters`);
-  if (isNumber(sample.mismatch)) parts.push(`mismatch ${short(sample.mismatch)} nats`);
   if (sample.finish_reason !== "stop") parts.push(`cut: ${sample.finish_reason}`);
   if (!isGrouped()) parts.push(`step ${sample.step}`, `group ${sample.group}`, `row ${sample.row}`);
   return parts.map((part) => make("span", {}, part));
@@ -394,7 +393,8 @@ function tokens(part) {
     let told = "from the environment: it does not train";
     if (version === null) kinds.push("from-environment");
     else {
-      told = `log-prob ${short(logprob)} (p ${Math.exp(logprob).toPrecision(3)}), policy version ${version}`;
+      const p = isNumber(logprob) ? Math.exp(logprob).toPrecision(3) : "0";
+      told = `log-prob ${short(logprob)} (p ${p}), policy version ${version}`;
       if (logprob < VERY_UNLIKELY) kinds.push("very-unlikely");
       else if (logprob < UNLIKELY) kinds.push("unlikely");
       if (state.colour === "likely") ground = `background: rgb(230 120 0 / ${Math.min(0.6, -logprob / 8).toFixed(2)})`;
@@ -584,6 +584,8 @@ async function follow(number) {
     for (const name of Object.keys(row)) run.metrics[name] ??= new Array(known + place).fill(null);
     for (const [name, values] of Object.entries(run.metrics)) values.push(row[name] ?? null);
   });
+  if (run.samples.length > MOST_SAMPLES) return location.reload(); // and get fewer steps
+  Object.assign(data.images, news.images);
   run.samples.push(...news.completions);
   run.heldOut.push(...news.held_out);
   run.ends = news.ends;
