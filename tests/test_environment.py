@@ -93,6 +93,15 @@ def test_documents_say_what_was_tried():
         assert words in readme
 
 
+@pytest.mark.parametrize(("version", "size"), [("2.11.0+cu130", "0"), ("2.13.0", "2000")])
+def test_the_flight_recorder_of_an_old_torch_is_off(monkeypatch, version, size):
+    """Two groups whose threads sent at once crashed it, one of a thousand times."""
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.delenv("TORCH_FR_BUFFER_SIZE", raising=False)
+    with process_group(60):
+        assert os.environ.get("TORCH_FR_BUFFER_SIZE", "2000") == size
+
+
 # A torchvision without what torch it was built for takes two operators from torchvision_ops.py; one that is whole takes
 # none, or Python would be aborted. Without -S an environment's own .pth file would have been there first.
 TORCHVISION = "import sys; sys.path[:0] = {!r}; import torchvision_ops, torch, torchvision; print(torch.ops.torchvision.nms)"
