@@ -20,6 +20,7 @@ FILES = ("metrics", "completions", "held_out", "dropped", "rollouts")  # each en
 MAX_SHOWN = 2000  # characters of a dataset column in completions.jsonl
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # JSON has no NaN and infinity: they become null
 Rows = dict[str, list[dict[str, Any]]]  # lines, by the name of their file
+TRACKERS = ("wandb", "trackio")  # packages with one interface
 
 
 def batch_samples(groups: list[Group], config: TrainConfig) -> list[dict[str, Any]]:
@@ -79,7 +80,7 @@ def _writable(value: Any) -> Any:
 class RunLog:
     """Writes a run's files, prints its lines, and sends its metrics.
 
-    Rank 0 writes, in a thread of its own; the other ranks have an empty log.
+    Rank 0 writes, and calls `on_step`, in a thread of its own; the other ranks have an empty log.
     """
 
     def __init__(
@@ -92,9 +93,10 @@ class RunLog:
         """Open the files; a step that cannot be written raises in `noting_failure`."""
         self.config = config
         self._noting_failure = noting_failure
-        self.run_id = resumed["run_id"] if resumed else uuid.uuid4().hex
-        self.wandb_id = resumed["wandb_id"] if resumed else None
-        self._wandb: Any = None
+        before = resumed or {"run_id": uuid.uuid4().hex}
+        self.run_id = before["run_id"]
+        self.tracker_ids = {f"{package}_id": before.get(f"{package}_id") for package in TRACKERS}
+        self._trackers: list[Any] = []
         parts = ExitStack()
         self.close = parts.close
         if not is_main():
@@ -117,12 +119,14 @@ class RunLog:
         parts.callback(self._wait)
         self._terminal = Terminal(num_steps, config)
         parts.callback(self._terminal.close)
-        if config.use_wandb:
-            from training.wandb_log import WandbLog
+        for package in TRACKERS:
+            if getattr(config, f"use_{package}"):
+                from training.trackers import Tracker
 
-            self._wandb = WandbLog(self.wandb_id, config)
-            self.wandb_id = self._wandb.run_id
-            parts.callback(self._wandb.close)
+                tracker = Tracker(package, self.tracker_ids[f"{package}_id"], config)
+                self.tracker_ids[f"{package}_id"] = tracker.run_id
+                self._trackers.append(tracker)
+                parts.callback(tracker.close)
 
     def step(
         self,
@@ -159,10 +163,13 @@ class RunLog:
         rows["metrics"] = [metrics]
 
         self._wait()
-        self._written = self._writer.submit(self._write, step, rows)
+        groups = batch.groups if batch else []
+        self._written = self._writer.submit(self._write, step, rows, groups)
         self._terminal.show(step, metrics)
-        if self._wandb:
-            self._wandb.send(step, metrics, rows["completions"])
+        for tracker in self._trackers:
+            tracker.send(step, metrics, rows["completions"])
+        if step == 0:
+            self._wait()  # an error, as of `on_step`, ends a run before it trains
 
     def _rows(self, batch: Batch, held_out: dict[str, list[Group]]) -> Rows:
         """The lines of a step, but for its metrics."""
@@ -186,15 +193,21 @@ class RunLog:
                 rows["held_out"].append({"set": name, **sample})
         return rows
 
-    def _write(self, step: int, rows: Rows) -> None:
+    def _write(self, step: int, rows: Rows, groups: list[Group]) -> None:
+        """Write a step's lines, then hand it to `on_step`."""
         for name, file in self._files.items():
             with naming(f"{file.name} cannot be written"):
                 data = encoded([{"step": step, **row} for row in rows[name]])
                 if file.write(data) < len(data):
                     raise ValueError("the disk is full")
 
+        if self.config.on_step:
+            from training.hooks import call_on_step
+
+            call_on_step(step, rows["metrics"][0], groups, self.config)
+
     def _wait(self) -> None:
-        """Wait until the last step is written; raises the error of writing."""
+        """Wait until the last step is written; raises the error of writing or of `on_step`."""
         self._written.result()
 
     def state(self) -> dict[str, Any]:
@@ -204,7 +217,7 @@ class RunLog:
         """
         if is_main():
             wait([self._written])
-        return {"wandb_id": self.wandb_id, "run_id": self.run_id}
+        return {"run_id": self.run_id, **self.tracker_ids}
 
 
 def _path(folder: Path, name: str) -> Path:

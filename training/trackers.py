@@ -1,8 +1,7 @@
-"""Weights & Biases: the metrics of a run, and tables of completions."""
+"""Weights & Biases and trackio: the metrics of a run, and tables of completions."""
 
+import importlib
 from typing import Any
-
-import wandb
 
 from config import TrainConfig, to_json
 
@@ -10,20 +9,19 @@ MAX_ROWS = 256  # completions in a table
 MAX_CELL = 10_000  # characters
 
 
-class WandbLog:
-    """A run in Weights & Biases; `run_id` lets a resumed run continue."""
+class Tracker:
+    """A run in wandb, or in trackio, which has wandb's interface."""
 
-    def __init__(self, run_id: str | None, config: TrainConfig):
+    def __init__(self, package: str, run_id: str | None, config: TrainConfig):
+        """Open a run of the package; `run_id` lets a resumed run continue."""
         self.config = config
-        run = wandb.init(
-            project=config.wandb_project,
-            dir=config.output_dir,
-            config=to_json(config),
-            id=run_id,
-            resume="allow",
-        )
-        self.run_id = run.id
-        self.close = wandb.finish
+        self.module: Any = importlib.import_module(package)
+        options = {"project": config.wandb_project, "config": to_json(config), "resume": "allow"}
+        if package == "wandb":
+            self.run_id = self.module.init(dir=config.output_dir, id=run_id, **options).id
+        else:  # trackio knows a run by its name, and keeps all of them in TRACKIO_DIR
+            self.run_id = self.module.init(name=run_id, **options).name
+        self.close = self.module.finish
 
     def send(self, step: int, metrics: dict[str, float], samples: list[dict[str, Any]]) -> None:
         """Send a step, with a table of its completions every `log_completions_steps`."""
@@ -35,8 +33,8 @@ class WandbLog:
         interval = self.config.log_completions_steps
         if samples and interval and step % interval == 0:
             rows = [_cells(sample) for sample in samples[:MAX_ROWS]]
-            sent["completions/table"] = wandb.Table(columns=list(samples[0]), data=rows)
-        wandb.log(sent, step=step)
+            sent["completions/table"] = self.module.Table(columns=list(samples[0]), data=rows)
+        self.module.log(sent, step=step)
 
 
 def _cells(sample: dict[str, Any]) -> list[float | str]:
