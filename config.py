@@ -343,7 +343,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Groups of each step whose completions go into `completions.jsonl`:
     the first that were begun; None logs all."""
     log_completions_steps: ZeroOrMore = 0
-    """Steps between tables of sampled completions in Weights & Biases; 0 sends none."""
+    """Steps between tables of sampled completions in Weights & Biases or trackio; 0 sends none."""
     save_rollouts: bool = False
     """Write all that is trained to `rollouts.jsonl`, for `replay`: about 12 bytes a token."""
     eval_steps: ZeroOrMore = 0
@@ -351,8 +351,14 @@ class TrainConfig(metaclass=_OneLineErrors):
     0 evaluates only before and after."""
     use_wandb: bool = False
     """Log to Weights & Biases too."""
+    use_trackio: bool = False
+    """Log to trackio too, on this machine and without an account;
+    `trackio show` draws it. Needs trackio."""
     wandb_project: str = "grpo"
-    """Project of the run in Weights & Biases."""
+    """Project of the run in Weights & Biases, and in trackio."""
+    on_step: Function | None = None
+    """`f(step, metrics, groups)`, called on rank 0 once a step's files are written, for any other
+    tracker: see `recipes/trackers.py`."""
     save_steps: ZeroOrMore = 0
     """Steps between checkpoints, beside the last; 0 saves only the last."""
     keep_last_n: OneOrMore | None = None
@@ -424,8 +430,8 @@ class TrainConfig(metaclass=_OneLineErrors):
             )  # fmt: skip
         if self.logged_groups == 0:
             refuse("with logged_groups=0", "log_completions_steps")
-        if not self.use_wandb:
-            refuse("without use_wandb", "wandb_project", "log_completions_steps")
+        if not self.use_wandb and not self.use_trackio:
+            refuse("without use_wandb or use_trackio", "wandb_project", "log_completions_steps")
         if not self.push_to_hub:
             refuse("without push_to_hub", "hub_repo_id", "hub_private")
 

@@ -366,10 +366,10 @@ def optimizer_step(
 def main(config: TrainConfig) -> None:
     """Train, on all of torchrun's ranks; raise errors after the last save."""
     config = with_bf16(config)
-    if config.loss_fn:
-        from training.hooks import check_loss
+    if config.loss_fn or config.on_step:
+        from training.hooks import check_functions
 
-        check_loss(config)
+        check_functions(config)
     checkpoint, resumed = find_start(config)
     with (
         process_group(config.collective_timeout) as device,

@@ -93,8 +93,8 @@ class Rollouts:
     def _open(self, resumed: dict[str, Any] | None, gpus: list[str | None]) -> Opened:
         """Load, check and connect all that rank 0 needs."""
         config = self.config
-        if config.adam_8bit or config.base_4bit:
-            from training.low_memory import check_packages
+        if config.adam_8bit or config.base_4bit or config.use_wandb or config.use_trackio:
+            from training.hooks import check_packages
 
             check_packages(config)
         print(describe(config, usual=with_bf16(replace(config, bf16=None))))

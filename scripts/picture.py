@@ -77,7 +77,7 @@ RECORDS = {
     "samples.py": "completions",
     "thumbnails.py": "images",
     "terminal.py": "lines of a run",
-    "wandb_log.py": "Weights & Biases",
+    "trackers.py": "wandb, trackio",
     "hooks.py": "trial of own code",
     "intact.py": "no weight is missing",
 }
@@ -116,7 +116,7 @@ SERVING = {
 }
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
-    "images.py", "replay.py", "references.py", "evaluation.py", "wandb_log.py", "vision.py",
+    "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py",
     "rare_attention.py", "hooks.py", "lora.py", "low_memory.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
     "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
 }  # fmt: skip

@@ -1,12 +1,14 @@
 """Plot the metrics of one or several runs.
 
     python scripts/plot.py RUN [RUN ...]                               # reward, lengths, entropy, agreement
+    python scripts/plot.py RUN RUN --rewards -o curves.svg             # reward and held-out reward, as in README
     python scripts/plot.py RUN RUN -v reward -v eval/reward -x num_tokens --smooth 20 -o curve.svg
     python scripts/plot.py info RUN                                    # which metrics there are
     python scripts/plot.py RUN --remote host                           # a run on another machine, read over ssh
-    python scripts/plot.py RUN --keep docs/runs/tiny -o docs/curves-tiny.svg     # and what is drawn, as a small run
+    python scripts/plot.py RUN --rewards --keep docs/runs/tiny -o docs/curves-tiny.svg   # and what is drawn, as a small run
 
-The suffix of `-o` chooses PNG, SVG or PDF.
+The suffix of `-o` chooses PNG, SVG or PDF. A picture has its own background, so that it reads the same on a light and
+on a dark page.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import re
 import shlex
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +27,15 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
 # Text stays text in an SVG, which is then small; the same numbers give the same file, with a point for each.
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot", "path.simplify": False})
 matplotlib.rcParams["font.sans-serif"] = ["DejaVu Sans"]
+# A panel's size in inches: two of them are as wide as a page of README, whose text is then not scaled down.
+PANEL_WIDTH, PANEL_HEIGHT = 4.5, 2.9
+matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
+ON_TOP: dict[str, Any] = {"clip_on": False, "zorder": 3}  # of axes that start where a curve does
 
 Rows = list[dict[str, Any]]
 SUMMARY = (
@@ -36,6 +44,17 @@ SUMMARY = (
     ("entropy",),
     ("sampling/sampling_logp_difference/mean",),
 )
+REWARDS = ["reward", "eval/reward"]  # README's panels
+UNITS = {  # by a metric's name, or a pattern of names; a reward, a loss and a norm have none
+    "entropy": "nats", "*kl": "nats", "*logp_difference*": "nats",
+    "time/*": "seconds", "tokens_per_s/*": "tokens/s",
+    "num_tokens": "tokens", "completions/mean_length": "tokens",
+    "*accuracy": "share", "*pass@*": "share", "frac_reward_zero_std": "share", "clip_ratio/*": "share",
+    "completions/clipped_ratio": "share", "idle/*": "share", "sampling/current_share": "share",
+    "sampling/effective_sample_size": "share",
+    "staleness/*": "steps", "skipped_steps": "updates", "completions/weight_versions": "versions",
+    "groups/*": "groups", "queue/*": "groups", "rollouts_failed": "groups", "rewards_failed": "calls",
+}  # fmt: skip
 
 
 def read_metrics(run: Path, remote: str | None = None) -> Rows:
@@ -89,6 +108,20 @@ def sparkline(values: list[float], width: int = 60) -> str:
     return "".join("▁▂▃▄▅▆▇█"[round(7 * (mean - low) / height)] for mean in means)
 
 
+def unit_of(name: str) -> str:
+    """A metric's unit; empty where it has none."""
+    for pattern, unit in UNITS.items():
+        if fnmatch(name, pattern):
+            return unit
+    return ""
+
+
+def short_names(runs: list[str]) -> list[str]:
+    """The last folders of some runs, or their whole paths where two would be the same."""
+    names = [Path(run).name for run in runs]
+    return names if len(set(names)) == len(runs) else runs
+
+
 def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> None:
     """One metric of one run, if it has it; few points, as of an evaluation, are marked and not smoothed."""
     places, values = [], []
@@ -103,15 +136,15 @@ def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> N
     if not values:
         return
     if len(values) < len(rows) / 2:
-        axes.plot(places, values, "o-", label=label)
+        axes.plot(places, values, "o-", label=label, markersize=4, **ON_TOP)
     else:
-        axes.plot(places, smoothed(values, window), "-", label=label)
+        axes.plot(places, smoothed(values, window), "-", label=label, **ON_TOP)
 
 
 def save(figure: Any, path: Path) -> None:
     """Write a figure; an SVG with its places to a hundredth of a point, and without the date."""
     if path.suffix != ".svg":
-        figure.savefig(path, dpi=120)
+        figure.savefig(path, dpi=160)
         return
     figure.savefig(path, metadata={"Date": None})
 
@@ -140,16 +173,28 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
     columns = min(len(panels), 2)
     rows_of_panels = math.ceil(len(panels) / columns)
     figure, grid = plt.subplots(
-        rows_of_panels, columns, squeeze=False, figsize=(6 * columns, 3.5 * rows_of_panels)
+        rows_of_panels,
+        columns,
+        squeeze=False,
+        sharex=True,
+        figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows_of_panels),
     )
+    labels = short_names([*runs])
     for axes, panel in zip(grid.flat, panels, strict=False):
         for name in panel:
-            for run, rows in runs.items():
-                draw(axes, f"{run} {name}" if len(runs) > 1 else name, rows, name, x, window)
-        axes.set_xlabel(x)
-        axes.set_ylabel(panel[0], fontsize="small")
+            for label, rows in zip(labels, runs.values(), strict=True):
+                parts = [label] * (len(runs) > 1) + [name] * (len(panel) > 1)
+                draw(axes, " ".join(parts), rows, name, x, window)
+        axes.margins(0)  # an axis starts and ends where the data do
+        axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=x == "step"))
+        if x == "num_tokens":
+            axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 250k, 1M
+        axes.tick_params(labelbottom=True)
+        axes.set_xlabel(f"{x} ({unit_of(x)})" if unit_of(x) else x)
+        axes.set_ylabel(unit_of(panel[0]))
+        axes.set_title(", ".join(panel), loc="left", fontsize="medium")
         axes.grid(alpha=0.3)
-        if axes.lines:
+        if len(axes.lines) > 1:
             axes.legend(fontsize="small")
     for axes in grid.flat[len(panels) :]:
         axes.set_visible(False)
@@ -212,6 +257,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "-v", "--metric", action="append", default=[], help="a panel of its own; may be repeated"
     )
+    parser.add_argument(
+        "--rewards",
+        action="store_true",
+        help="two panels before those of -v: reward, held-out reward",
+    )
     parser.add_argument("-x", default="step", help="the metric of the horizontal axis")
     parser.add_argument(
         "--smooth", type=int, default=1, metavar="STEPS", help="mean over so many values"
@@ -245,9 +295,10 @@ def main(argv: list[str]) -> None:
         parser.error(f"-o {path} must end with .png, .svg or .pdf")
     if args.keep and (len(runs) > 1 or args.keep.resolve() == paths[0].resolve()):
         parser.error("--keep takes one run, and another folder than its own")
-    plot(runs, args.metric, args.x, args.smooth, path)
+    names = REWARDS + args.metric if args.rewards else args.metric
+    plot(runs, names, args.x, args.smooth, path)
     if args.keep:
-        keep(next(iter(runs.values())), args.metric, args.x, args.keep)
+        keep(next(iter(runs.values())), names, args.x, args.keep)
     for name, rows in runs.items():
         print_ends(name, rows, is_only=len(runs) == 1)
     print(f"reward curve: {path}")

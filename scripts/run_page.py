@@ -10,6 +10,7 @@ import json
 import re
 import secrets
 import sys
+import time
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -57,20 +58,30 @@ def read_lines(path: Path) -> Lines:
             lines.end += len(line)
 
         chosen = chosen_steps({step: _weight(of_step) for step, of_step in places.items()})
-        for step, of_step in places.items():
-            if step not in chosen:
-                lines.steps_left_out += 1
-                lines.rows_left_out += len(of_step)
-                continue
+        total = sum(_weight(places[step]) for step in chosen)
+        for step in chosen:
+            of_step = places[step]
+            if total > 1:  # two steps are too large already: the first groups of each
+                of_step = of_step[: int(len(of_step) / total)]
             for begin, size in of_step:
                 file.seek(begin)
-                lines.rows.append(parsed(file.read(size)))
+                lines.rows.append(parsed(file.read(size), path))
+
+    lines.steps_left_out = len(places) - len(chosen)
+    lines.rows_left_out = sum(map(len, places.values())) - len(lines.rows)
     return lines
 
 
-def parsed(line: bytes) -> dict[str, Any]:
-    """A line of a log, None for what JSON has no number for, as other trainers write it."""
-    return json.loads(line, parse_constant=lambda _: None)
+def parsed(line: bytes, path: Path) -> dict[str, Any]:
+    """A line of a log, None for what JSON has no number for, as other trainers write it.
+
+    Raises:
+        SystemExit: it is damaged.
+    """
+    try:
+        return json.loads(line, parse_constant=lambda _: None)
+    except ValueError:
+        sys.exit(f"error: {path}: a line is damaged: {line[:60]!r}")
 
 
 def _weight(of_step: list[tuple[int, int]]) -> float:
@@ -79,18 +90,19 @@ def _weight(of_step: list[tuple[int, int]]) -> float:
     return max(len(of_step) / MAX_SAMPLES, num_bytes / MAX_BYTES)
 
 
-def chosen_steps(weights: dict[int, float]) -> set[int]:
-    """As many steps as fit into a page, at even distances, with the first and the last."""
+def chosen_steps(weights: dict[int, float]) -> list[int]:
+    """As many steps as fit into a page, at even distances, with the first and the last.
+
+    Args:
+        weights: the share of a page that each step takes.
+    """
     steps = sorted(weights)
-    num_steps = len(steps)
-    while num_steps > 2:
-        places = [round(n * (len(steps) - 1) / (num_steps - 1)) for n in range(num_steps)]
-        chosen = {steps[place] for place in places}
-        total = sum(weights[step] for step in chosen)
-        if total <= 1:
-            return chosen
-        num_steps = min(int(num_steps / total), num_steps - 1)
-    return {*steps[:1], *steps[-1:]}
+    chosen = steps
+    while len(chosen) > 2 and sum(weights[step] for step in chosen) > 1:
+        num_steps = max(len(chosen) * 9 // 10, 2)
+        distance = (len(steps) - 1) / (num_steps - 1)
+        chosen = [steps[round(place * distance)] for place in range(num_steps)]
+    return chosen
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -111,7 +123,7 @@ def read_from(path: Path, begin: int = 0) -> tuple[list[dict[str, Any]], int]:
         for line in file:
             if not line.endswith(b"\n"):
                 break
-            rows.append(parsed(line))
+            rows.append(parsed(line, path))
             begin += len(line)
     return rows, begin
 
@@ -132,12 +144,13 @@ def read_run(folder: Path) -> dict[str, Any]:
 
     left_out = []
     for name, lines in (("completions", samples), ("held-out completions", held_out)):
-        if lines.steps_left_out:
+        if lines.rows_left_out:
             left_out.append(
-                f"{lines.rows_left_out:,} {name} of {lines.steps_left_out:,} steps are left out"
+                f"{lines.rows_left_out:,} {name} are left out, and {lines.steps_left_out:,} steps"
             )
     return {
         "name": str(folder),
+        "id": run_id(folder),
         "config": {name: config[name] for name in SHOWN_CONFIG if config.get(name) is not None},
         "metrics": columns(metrics),
         "samples": samples.rows,
@@ -145,6 +158,12 @@ def read_run(folder: Path) -> dict[str, Any]:
         "leftOut": left_out,
         "ends": {"metrics": end, "completions": samples.end, "held_out": held_out.end},
     }
+
+
+def run_id(folder: Path) -> str:
+    """What tells a run from an earlier one in its folder."""
+    path = folder / "run_id"
+    return path.read_text() if path.is_file() else ""
 
 
 def read_images(rows: list[dict[str, Any]], folder: Path, room: int) -> tuple[dict[str, str], int]:
@@ -193,23 +212,47 @@ def page(folders: list[Path], follows: bool = False) -> bytes:
     return filled.encode("utf-8", "backslashreplace")
 
 
-def news(folder: Path, ends: dict[str, int]) -> dict[str, Any]:
-    """What a run has written behind `ends`; {"anew": true} where it began anew."""
+def news(folder: Path, ends: dict[str, int], last_step: int) -> dict[str, Any]:
+    """What a run has written behind `ends`; {"anew": true} where these lines are no more.
+
+    A run that goes on from a checkpoint cuts its files, and may have written past `ends` since.
+    """
     found: dict[str, Any] = {"ends": {}}
     for name, end in ends.items():
         path = folder / f"{name}.jsonl"
-        size = path.stat().st_size if path.is_file() else 0
-        if size < end:
+        if not path.is_file():
+            found[name] = []
+            found["ends"][name] = 0
+            continue
+        if not _ends_a_line(path, end):
             return {"anew": True}
-        found[name], found["ends"][name] = read_from(path, end) if size else ([], 0)
+        found[name], found["ends"][name] = read_from(path, end)
+    if found["metrics"] and found["metrics"][0]["step"] <= last_step:
+        return {"anew": True}
+
     rows = [*found["held_out"], *found["completions"]]
     found["images"], _ = read_images(rows, folder, MAX_IMAGE_BYTES)
     return found
 
 
+def _ends_a_line(path: Path, end: int) -> bool:
+    if end == 0:
+        return True
+    with path.open("rb") as file:
+        file.seek(end - 1)
+        return file.read(1) == b"\n"
+
+
 def serve(folders: list[Path], port: int) -> None:
-    """Serve the page on loopback until Ctrl-C, with what runs write meanwhile."""
-    page(folders)  # for its errors
+    """Serve the page on loopback until Ctrl-C, with what runs write meanwhile.
+
+    It waits for runs that have not begun.
+    """
+    for folder in folders:
+        if not (folder / "metrics.jsonl").exists():
+            print(f"waiting for {folder}/metrics.jsonl", flush=True)
+        while not (folder / "metrics.jsonl").exists():
+            time.sleep(1)
     token = secrets.token_urlsafe(8)  # other users of this host cannot read the page without it
 
     class Handler(BaseHTTPRequestHandler):
@@ -219,14 +262,21 @@ def serve(folders: list[Path], port: int) -> None:
             if host not in ("127.0.0.1", "localhost") or not address.path.startswith(f"/{token}/"):
                 self.send_error(404)
                 return
-            if address.path == f"/{token}/news":
-                asked = {name: values[0] for name, values in parse_qs(address.query).items()}
-                folder = folders[int(asked.pop("run"))]
-                ends = {name: int(asked[name]) for name in ("metrics", "completions", "held_out")}
-                body = json.dumps(news(folder, ends)).encode()
-                self.answer(body, "application/json")
-            else:
-                self.answer(page(folders, follows=True), "text/html; charset=utf-8")
+            try:
+                if address.path == f"/{token}/news":
+                    asked = {name: values[0] for name, values in parse_qs(address.query).items()}
+                    self.answer(json.dumps(self.news(asked)).encode(), "application/json")
+                else:
+                    self.answer(page(folders, follows=True), "text/html; charset=utf-8")
+            except (SystemExit, KeyError, IndexError, ValueError, OSError) as error:
+                self.send_error(503, explain=str(error))
+
+        def news(self, asked: dict[str, str]) -> dict[str, Any]:
+            folder = folders[int(asked["run"])]
+            if asked.get("id", "") != run_id(folder):
+                return {"anew": True}
+            ends = {name: int(asked[name]) for name in ("metrics", "completions", "held_out")}
+            return news(folder, ends, int(asked["step"]))
 
         def answer(self, body: bytes, kind: str) -> None:
             self.send_response(200)

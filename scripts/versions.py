@@ -31,8 +31,8 @@ class Set:
 
 LOCK = "requirements-cpu.txt"  # the only set with vLLM, which needs one torch
 SETS = {
-    "oldest": Set("python3", "requirements-oldest.txt"),
-    "newest": Set("python3", "requirements-newest.txt"),
+    "oldest": Set(sys.executable, "requirements-oldest.txt"),
+    "newest": Set(sys.executable, "requirements-newest.txt"),
     "python3.12": Set("python3.12", LOCK),
     "python3.13": Set("python3.13", LOCK),
 }

@@ -288,8 +288,23 @@ def test_tokens_as_text(kind):
     texts = TokenTexts(tokenizer)
     assert texts(ids) == expected
     assert "".join(expected).strip() == "a 🙂bé"
-    if kind == "bytes":  # cut within the character
+    if kind == "bytes":  # cut within the character, and what follows bytes that are none
         assert texts(ids[:4]) == ["a", " ", "", "\ufffd"]
+        lone = tokenizer("é")["input_ids"][1]
+        assert texts([lone, *tokenizer("ab")["input_ids"]]) == ["\ufffd", "a", "b"]
+        assert texts([lone] * 6 + ids[:1]) == ["", "", "", "\ufffd" * 4, "", "\ufffd" * 2, "a"]
+
+
+def test_a_long_conversation_stays_one():
+    (group, _) = make_groups()
+    group.texts, group.rewards, group.reward = ["a", "b"], [[1.0], [0.0]], [1.0, 0.0]
+    messages = [{"role": "user", "content": "x" * 9000}, {"role": "tool", "content": ["y"] * 9000}]
+    group.completions[0].info["messages"] = messages
+    first, _ = batch_samples([group], make_config(reward_funcs=[right]))
+    shown = first["info"]["messages"]
+    assert [message["role"] for message in shown] == ["user", "tool"]
+    assert shown[0]["content"] == "x" * 2000
+    assert shown[1]["content"].startswith("['y', ")
 
 
 def test_samples_have_their_tokens():

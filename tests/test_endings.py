@@ -23,7 +23,7 @@ HOOKS = """
 import itertools
 import os
 import train
-num_calls = {"advantages": 0, "loss": 0}
+num_calls = {"advantages": 0, "loss": 0, "step": 0}
 def count(name, last):
     num_calls[name] += 1
     if num_calls[name] == last and "ARMED" in os.environ: raise ZeroDivisionError(name)
@@ -33,6 +33,8 @@ def advantages(rewards, groups):
 def loss(*arguments):
     count("loss", 2 + 3)
     return train.grpo_loss(*arguments)
+def told(step, metrics, groups):
+    count("step", 1)
 rollouts = itertools.count()
 def flaky(server, prompt, sampling):
     if next(rollouts) % 5 == 2: raise TimeoutError("the environment is busy")
@@ -69,9 +71,12 @@ def whole(hooked, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("hook", ["advantage_fn=advantages", "loss_fn=loss"])
+@pytest.mark.parametrize("hook", ["advantage_fn=advantages", "loss_fn=loss", "on_step=told"])
 def test_an_error_of_a_hook_saves_the_last_whole_step(hooked, whole, tmp_path, hook):
-    """On rank 0 alone, as of advantages, and on all ranks, as of a loss; then the run goes on as if nothing was."""
+    """On rank 0 alone, as of advantages, or in its writer's thread, and on all ranks, as of a loss.
+
+    Then the run goes on as if nothing was.
+    """
     command = hooked(tmp_path / "run", f"--{hook}")
     failed = on_forked_ranks(2, ROOT / "train.py", *command, env={"ARMED": "1"})
     assert failed.returncode == 1

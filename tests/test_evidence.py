@@ -91,6 +91,26 @@ def test_curves(run):
         ), metric
 
 
+def test_the_commands_draw_the_pictures(tmp_path, monkeypatch, capsys):
+    """Those of the page, again: all words are the same, and all points to a tenth of one."""
+    commands = re.findall(r"^python scripts/plot.py (docs/runs/.*) -o docs/(.*)$", PAGE, re.M)
+    assert sorted(name for _, name in commands) == sorted(
+        {f"curves-{run.partition('-')[0]}.svg" for run in RUNS}
+    )
+    monkeypatch.chdir(ROOT)
+    for words, name in commands:
+        plot.main([*words.split(), "-o", str(tmp_path / name)])
+        texts = [
+            re.findall(r">([^<>]*)</text>", (folder / name).read_text(encoding="utf-8"))
+            for folder in (tmp_path, ROOT / "docs")
+        ]
+        assert texts[0] == texts[1]
+        drawn, kept = curves(tmp_path / name), curves(ROOT / "docs" / name)
+        assert len(drawn) == len(kept)
+        for ours, theirs in zip(drawn, kept, strict=True):
+            assert ours == pytest.approx(theirs, abs=0.1)
+
+
 def test_the_house_is_what_the_script_draws():
     drawn = picture.draw()
     assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == drawn

@@ -152,9 +152,9 @@ def test_flops_are_those_of_a_forward_and_backward():
             model(torch.zeros(1, 64, dtype=torch.long)).logits.sum().backward()
     s = MODELS["quick"]
     unseen = 12 * s["num_hidden_layers"] * s["num_attention_heads"] * s["head_dim"] * 64 * 63 // 2
-    # transformers 5.17 makes rotary angles by a product, which is left out of ours
+    of_angles = 64 * s["head_dim"]  # a product in transformers 5.17, which ours leaves out
     expected = flops("quick", 64, None).ours / NUM_ROWS + unseen
-    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-4)
+    assert counter.get_total_flops() - expected in (0, of_angles)
 
 
 def test_what_an_operation_belongs_to():

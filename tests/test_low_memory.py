@@ -22,7 +22,8 @@ from rollouts.adapters import sends_adapter
 from rollouts.rollouts import Rollouts
 from rollouts.servers import ServerPool
 from train import main, optimizer_step
-from training.low_memory import adamw_8bit, check_packages, in_4bit
+from training.hooks import check_packages
+from training.low_memory import adamw_8bit, in_4bit
 from training.model import build_policy, build_reference
 from training.optimizer import build_optimizer
 from utils import process_group

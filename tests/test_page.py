@@ -167,6 +167,54 @@ def test_what_a_model_wrote_is_text(tmp_path, visit):
     assert page.evaluate("window.hacked") is None
 
 
+def test_odd_samples_do_not_break_the_page(tmp_path, visit):
+    """Those of older runs, without tokens; messages that are none; a log-prob that JSON has no number for."""
+    old = sample(1, 0, 0)
+    del old["tokens"], old["logprobs"]
+    rows = [
+        old,
+        sample(1, 0, 1, info={"messages": [None, {"role": "tool"}, {"content": [None]}]}),
+        sample(1, 0, 2, info={"messages": "cut"}),
+        sample(1, 0, 3, prompt=[None]),
+        sample(1, 1, 0, logprobs=[None, -0.1, -0.1]),
+    ]
+    page = visit(page_of(make_run(tmp_path / "run", rows)))
+    for number in range(len(rows)):
+        page.keyboard.press("j")
+        assert page.locator("article.chosen").count() == 1, number
+    assert "very-unlikely" in page.locator(".token").first.get_attribute("class")
+    page.keyboard.press("k")
+    page.keyboard.press("k")
+    assert "cut" in page.locator("article.chosen table").inner_text()
+
+
+def test_a_filter_of_one_view_hides_nothing_in_another(tmp_path, visit):
+    held_out = [
+        sample(step, n, 0, set=name) for step in (0, 6) for n, name in enumerate(["aime", "math"])
+    ]
+    page = visit(page_of(make_run(tmp_path / "run", held_out=held_out)))
+    page.keyboard.press("h")
+    page.get_by_label("data set").select_option("aime")
+    assert page.locator(".problem").count() == 1
+    page.keyboard.press("s")
+    assert page.locator("article").count() == 8
+
+
+def test_a_link_stays_when_a_run_goes_on(tmp_path, visit):
+    """Also where a page then has other steps."""
+    folder = make_run(tmp_path / "run")
+    page = visit(page_of(folder))
+    page.get_by_label("step", exact=True).select_option("6")
+    page.locator("article .figures").nth(1).click()
+    address, shown = page.url, page.locator("article.chosen").inner_text()
+    kept = [
+        json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()[8:]
+    ]
+    make_run(folder, [*kept, sample(9, 30, 0)])
+    again = visit(page_of(folder) + "#" + address.split("#")[1])
+    assert again.locator("article.chosen").inner_text() == shown
+
+
 def test_tokens_say_what_they_are(tmp_path, visit):
     """Readable without colours: what an environment wrote, another version, unlikely tokens, the cut."""
     row = sample(
@@ -242,9 +290,46 @@ def test_ten_thousand_completions(tmp_path, visit):
     steps = page.evaluate("runs[0].steps")
     assert [steps[0], steps[-1]] == [1, 200]
     told = page.locator("#head .note").inner_text()
-    assert f"{12_800 - kept:,} completions of {200 - len(steps)} steps are left out" in told
+    assert f"{12_800 - kept:,} completions are left out, and {200 - len(steps)} steps" in told
     page.keyboard.press("[")
     assert page.locator("article").count() >= 50
+
+
+def test_steps_that_are_too_large(tmp_path, monkeypatch):
+    """The first groups of the first and last stay: no page grows past its bytes."""
+    monkeypatch.setattr(run_page, "MAX_BYTES", 10_000)
+    rows = [sample(s, g, 0) for s in (1, 2, 3) for g in range(100)]
+    write(tmp_path, "completions", rows)
+    lines = run_page.read_lines(tmp_path / "completions.jsonl")
+    assert sum(len(json.dumps(row)) + 1 for row in lines.rows) <= 10_000
+    kept = [(row["step"], row["group"]) for row in lines.rows]
+    each = len(kept) // 2
+    assert each > 5
+    assert kept == [(s, g) for s in (1, 3) for g in range(each)]
+    assert (lines.steps_left_out, lines.rows_left_out) == (1, 300 - 2 * each)
+
+
+def test_a_damaged_line_is_named(tmp_path):
+    write(tmp_path, "completions", [sample(1, 0, 0)])
+    with (tmp_path / "completions.jsonl").open("a") as lines:
+        lines.write('{"step": 2, "group"\n')
+    with pytest.raises(SystemExit, match=r"completions.jsonl: a line is damaged: b'.\"step\": 2"):
+        run_page.read_lines(tmp_path / "completions.jsonl")
+
+
+def test_news_of_a_run_that_was_cut(tmp_path):
+    """It resumed from a checkpoint and has written more than before: nothing is taken for what follows."""
+    folder = make_run(tmp_path, num_steps=3)
+    ends = run_page.read_run(folder)["ends"]
+    write(folder, "metrics", [{"step": 4, "reward": 0.5}], "a")
+    assert [row["step"] for row in run_page.news(folder, ends, 3)["metrics"]] == [4]
+    whole = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text(
+        whole[0] + '{"step": 2, "reward": 0.123456789}\n' + whole[2] * 3
+    )
+    assert run_page.news(folder, ends, 3) == {"anew": True}  # within a line
+    (folder / "metrics.jsonl").write_text("".join([*whole[:3], whole[2]]))
+    assert run_page.news(folder, ends, 3) == {"anew": True}  # a step that is known
 
 
 def test_a_narrow_and_dark_window(tmp_path, visit):

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from config import parse_args
 from prefix_attention import attach
-from recipes import countdown, dpo, score, tiny_vlm
+from recipes import countdown, dpo, score, tiny_vlm, trackers
 from train import main
 
 NO_RECIPES = {
@@ -32,7 +32,7 @@ MATH = [{"problem": f"What is ${i}+{i}$?", "answer": str(2 * i)} for i in range(
 SUMS = [{"prompt": f"{500 + i}+{500 + i}=", "answer": str(1000 + 2 * i)} for i in range(16)]
 DATA: dict[str, Any] = {
     "tiny": SORT, "first_to_finish": SORT, "majority": SORT, "insert_reasoning": SORT, "distillation": SORT,
-    "own_reward": SORT, "own_loss": SORT, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
+    "own_reward": SORT, "own_loss": SORT, "trackers": SORT, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
     "tool_agent": [{**row, "prompt": row["prompt"].replace("=", "~=")} for row in SUMS],
     "gsm8k": GSM8K, "lora_7b_one_gpu": GSM8K, "lora_one_card": GSM8K, "math": MATH, "fsdp_multi_node": MATH,
     "countdown": partial(countdown.problems, 16, held_out=True), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),
@@ -63,6 +63,9 @@ SLOW = {"tool_agent", "insert_reasoning"}  # half a minute each
 def test_recipe(name, chat, request, tmp_path, monkeypatch):
     """Three steps with its own loss, rewards, rollouts, LoRA, FSDP2, types and checkpoints; only sizes are changed."""
     monkeypatch.chdir(ROOT)
+    if name == "trackers":
+        pytest.importorskip("tensorboard")
+        monkeypatch.setattr(trackers, "FOLDER", tmp_path)
     path = ROOT / "recipes" / f"{name}.py"
     text = path.read_text()
     assert len(text.splitlines()) <= 90

@@ -301,11 +301,11 @@ def test_what_is_drawn(tmp_path, monkeypatch, capsys):
     )
     rewards, evals, *_ = figures[0].axes
     curves = {line.get_label(): line.get_xydata().tolist() for line in rewards.lines}
-    assert [x for x, _ in curves[f"{a} reward"]] == [100.0 * step for step in range(1, 11)]
-    assert [y for _, y in curves[f"{a} reward"]] == pytest.approx(
+    assert [x for x, _ in curves["a"]] == [100.0 * step for step in range(1, 11)]
+    assert [y for _, y in curves["a"]] == pytest.approx(
         [0.1, *(step / 10 - 0.05 for step in range(2, 11))]
     )
-    assert curves[f"{b} reward"][3][1] == pytest.approx(1.35)
+    assert curves["b"][3][1] == pytest.approx(1.35)
     assert [tuple(point) for point in evals.lines[0].get_xydata()] == [
         (0.0, 0.1),
         (500.0, 0.5),
@@ -313,8 +313,64 @@ def test_what_is_drawn(tmp_path, monkeypatch, capsys):
     ]
     plot.main([str(a)])
     assert f"reward of {a}: 0.1 ▁▂▃▃▄▅▆▆▇█ 1\n" in capsys.readouterr().out
-    assert [axes.get_ylabel() for axes in figures[1].axes] == [panel[0] for panel in plot.SUMMARY]
-    assert len(figures[1].axes) == 4
+    assert [axes.get_ylabel() for axes in figures[1].axes] == ["", "tokens", "nats", "nats"]
+    titles = [axes.get_title("left") for axes in figures[1].axes]
+    assert titles == [", ".join(panel) for panel in plot.SUMMARY]
+    rewards = figures[1].axes[0]
+    assert [line.get_label() for line in rewards.lines] == ["reward", "eval/reward"]
+
+
+def test_axes_are_those_of_the_data(tmp_path, monkeypatch):
+    """README's two panels: from the first value to the last, on a background that no page shines through."""
+    figures = []
+    monkeypatch.setattr(plot.plt.Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    plot.main([str(run(tmp_path, "a")), "--rewards", "-v", "num_tokens"])
+    plot.main([str(tmp_path / "a"), "--rewards", "-x", "num_tokens"])
+    by_step, by_tokens = figures
+    limits = [(axes.get_xlim(), axes.get_ylim()) for axes in by_step.axes[:3]]
+    assert limits == [((0, 10), (0.1, 1)), ((0, 10), (0.1, 1)), ((0, 10), (100, 1000))]
+    titles = [axes.get_title("left") for axes in by_step.axes[:3]]
+    assert titles == ["reward", "eval/reward", "num_tokens"]
+    assert [axes.get_ylabel() for axes in by_step.axes[:3]] == ["", "", "tokens"]
+    assert {axes.get_xlabel() for axes in by_step.axes[:3]} == {"step"}
+    assert [(axes.get_xlim(), axes.get_xlabel()) for axes in by_tokens.axes] == [
+        ((0, 1000), "num_tokens (tokens)")
+    ] * 2
+    assert not any(axes.get_legend() for axes in by_step.axes)  # the title names the only curve
+    for axes in by_step.axes:
+        assert axes.get_facecolor() == axes.figure.get_facecolor() == (1, 1, 1, 1)
+        assert not any(line.get_clip_on() for line in axes.lines)  # whole at the edges, too
+
+
+def test_units_are_those_of_the_documents():
+    """A metric in whose meaning docs/metrics.md names a unit has it."""
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    found = re.findall(r"^\| `([\w/@<>]+)` \| (.*) \|$", page.partition("## Advantages")[0], re.M)
+    assert len(found) > 40
+    units = {name: plot.unit_of(name) for name, _ in found}
+    for name, meaning in found:
+        if "nats" in meaning:
+            assert units[name] == "nats", name
+        if meaning.startswith("share "):
+            assert units[name] == "share", name
+        if name.startswith("time/"):
+            assert units[name] == "seconds", name
+        if meaning.startswith("groups "):
+            assert units[name] == "groups", name
+    unnamed = {name for name, unit in units.items() if not unit}
+    assert unnamed == {
+        "reward", "rewards/<f>", "reward_std", "eval/reward", "eval/rewards/<f>",
+        "step", "policy_version", "loss", "loss/<name>", "grad_norm", "learning_rate",
+    }  # fmt: skip
+    assert plot.unit_of("eval/aime/accuracy") == plot.unit_of("eval/pass@8") == "share"
+
+
+def test_runs_have_short_names():
+    assert plot.short_names(["docs/runs/a", "docs/runs/b"]) == ["a", "b"]
+    assert plot.short_names(["outputs/a/run", "outputs/b/run"]) == [
+        "outputs/a/run",
+        "outputs/b/run",
+    ]
 
 
 def test_sparkline():

@@ -1,16 +1,41 @@
-"""A trial of the config's own functions before training."""
+"""A trial of what a config brings, functions and packages, before training; and `on_step`."""
 
+import importlib
+import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from config import TrainConfig
+from config import TrainConfig, UserError
 from rollouts.group import Completion, Group, Prompt
 from rollouts.own_advantages import naming_function
 from utils import naming
 
 LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # what a loss_fn may name, besides loss/...
+PACKAGES = {
+    "adam_8bit": "torchao", "base_4bit": "bitsandbytes",
+    "use_wandb": "wandb", "use_trackio": "trackio",
+}  # fmt: skip
+
+
+def check_packages(config: TrainConfig) -> None:
+    """Raise a UserError where a package that the config needs cannot be imported."""
+    for field, package in PACKAGES.items():
+        if not getattr(config, field):
+            continue
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UserError(f"{field} needs {package}: pip install {package} ({error})") from None
+
+
+def check_functions(config: TrainConfig) -> None:
+    """Try what can be tried before anything is loaded; raises UserError."""
+    if config.loss_fn:
+        check_loss(config)
+    if config.on_step:
+        check_on_step(config)
 
 
 def check_loss(config: TrainConfig) -> None:
@@ -65,3 +90,29 @@ def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:
         group.rewards = [[reward] * len(config.reward_funcs) for reward in group.reward]
         groups.append(group)
     return groups
+
+
+def check_on_step(config: TrainConfig) -> None:
+    """Raise a UserError where `on_step` does not take (step, metrics, groups).
+
+    It is not called: what it sends to would keep the trial as a step.
+    """
+    on_step: Any = config.on_step
+    with naming("on_step must take (step, metrics, groups)"):
+        inspect.signature(on_step).bind(0, {}, [])
+
+
+def call_on_step(
+    step: int, metrics: dict[str, float], groups: list[Group], config: TrainConfig
+) -> None:
+    """Call `on_step` with a step that is on the disk.
+
+    It runs on rank 0 in the thread that writes the files, step by step, while the next step
+    trains; the step after that waits for it. Its metrics are a copy, its groups are not.
+
+    Raises:
+        UserError: it raised.
+    """
+    on_step: Any = config.on_step
+    with naming_function("on_step"):
+        on_step(step, dict(metrics), list(groups))

@@ -22,6 +22,7 @@ from utils import is_main, naming
 FILES = ("metrics", "completions", "held_out", "dropped", "rollouts")  # each ends in .jsonl
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # JSON has no NaN and infinity: they become null
 Rows = dict[str, list[dict[str, Any]]]  # lines, by the name of their file
+TRACKERS = ("wandb", "trackio")  # packages with one interface
 
 
 def encoded(lines: list[dict[str, Any]]) -> bytes:
@@ -46,7 +47,7 @@ def _writable(value: Any) -> Any:
 class RunLog:
     """Writes a run's files, prints its lines, and sends its metrics.
 
-    Rank 0 writes, in a thread of its own; the other ranks have an empty log.
+    Rank 0 writes, and calls `on_step`, in a thread of its own; the other ranks have an empty log.
     """
 
     def __init__(
@@ -64,9 +65,10 @@ class RunLog:
         self.config = config
         self._token_texts = TokenTexts(tokenizer_of(processor)) if processor else None
         self._noting_failure = noting_failure
-        self.run_id = resumed["run_id"] if resumed else uuid.uuid4().hex
-        self.wandb_id = resumed["wandb_id"] if resumed else None
-        self._wandb: Any = None
+        before = resumed or {"run_id": uuid.uuid4().hex}
+        self.run_id = before["run_id"]
+        self.tracker_ids = {f"{package}_id": before.get(f"{package}_id") for package in TRACKERS}
+        self._trackers: list[Any] = []
         parts = ExitStack()
         self.close = parts.close
         if not is_main():
@@ -89,12 +91,14 @@ class RunLog:
         parts.callback(self._wait)
         self._terminal = Terminal(num_steps, config)
         parts.callback(self._terminal.close)
-        if config.use_wandb:
-            from training.wandb_log import WandbLog
+        for package in TRACKERS:
+            if getattr(config, f"use_{package}"):
+                from training.trackers import Tracker
 
-            self._wandb = WandbLog(self.wandb_id, config)
-            self.wandb_id = self._wandb.run_id
-            parts.callback(self._wandb.close)
+                tracker = Tracker(package, self.tracker_ids[f"{package}_id"], config)
+                self.tracker_ids[f"{package}_id"] = tracker.run_id
+                self._trackers.append(tracker)
+                parts.callback(tracker.close)
 
     def step(
         self,
@@ -127,16 +131,18 @@ class RunLog:
             metrics["time/train_s"] -= metrics["time/wait_s"]
             if step == 1:
                 warn_of(metrics, self.config)
-        rows = self._rows(batch or Batch(), held_out)
+        batch = batch or Batch()
+        rows = self._rows(batch, held_out)
         rows["metrics"] = [metrics]
-        shown = [*self._logged(batch or Batch()), *chain.from_iterable(held_out.values())]
-        images = [group.prompt.images for group in shown if group.prompt.images]
+        shown = [*self._logged(batch), *chain.from_iterable(held_out.values())]
 
         self._wait()
-        self._written = self._writer.submit(self._write, step, rows, images)
+        self._written = self._writer.submit(self._write, step, rows, batch.groups, shown)
         self._terminal.show(step, metrics)
-        if self._wandb:
-            self._wandb.send(step, metrics, rows["completions"])
+        for tracker in self._trackers:
+            tracker.send(step, metrics, rows["completions"])
+        if step == 0:
+            self._wait()  # an error, as of `on_step`, ends a run before it trains
 
     def _rows(self, batch: Batch, held_out: dict[str, list[Group]]) -> Rows:
         """The lines of a step, but for its metrics."""
@@ -165,21 +171,27 @@ class RunLog:
         in_order = sorted(batch.groups, key=lambda group: group.id)
         return in_order[: self.config.logged_groups]
 
-    def _write(self, step: int, rows: Rows, images: list[Any]) -> None:
+    def _write(self, step: int, rows: Rows, groups: list[Group], shown: list[Group]) -> None:
+        """Write a step's lines, and images of the groups that they show; then call `on_step`."""
+        if any(group.prompt.images for group in shown):
+            from training.thumbnails import write_thumbnails
+
+            with naming("an image of a prompt cannot be written"):
+                write_thumbnails(shown, Path(self.config.output_dir) / "images")
+
         for name, file in self._files.items():
             with naming(f"{file.name} cannot be written"):
                 data = encoded([{"step": step, **row} for row in rows[name]])
                 if file.write(data) < len(data):
                     raise ValueError("the disk is full")
-        if images:
-            from training.thumbnails import write_thumbnails
 
-            urls = chain.from_iterable(of_prompt.urls for of_prompt in images)
-            with naming("an image of a prompt cannot be written"):
-                write_thumbnails(urls, Path(self.config.output_dir) / "images")
+        if self.config.on_step:
+            from training.hooks import call_on_step
+
+            call_on_step(step, rows["metrics"][0], groups, self.config)
 
     def _wait(self) -> None:
-        """Wait until the last step is written; raises the error of writing."""
+        """Wait until the last step is written; raises the error of writing or of `on_step`."""
         self._written.result()
 
     def state(self) -> dict[str, Any]:
@@ -189,7 +201,7 @@ class RunLog:
         """
         if is_main():
             wait([self._written])
-        return {"wandb_id": self.wandb_id, "run_id": self.run_id}
+        return {"run_id": self.run_id, **self.tracker_ids}
 
 
 def _path(folder: Path, name: str) -> Path:

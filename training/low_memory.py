@@ -3,7 +3,6 @@
 Imported where the config asks for one of them: neither package is needed otherwise.
 """
 
-import importlib
 from typing import Any
 
 import torch
@@ -11,20 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig
 
-from config import TrainConfig, UserError
-
-
-def check_packages(config: TrainConfig) -> None:
-    """Raise a UserError where a package that the config needs cannot be imported."""
-    packages = {"adam_8bit": "torchao", "base_4bit": "bitsandbytes"}
-    for field, package in packages.items():
-        if not getattr(config, field):
-            continue
-        try:
-            importlib.import_module(package)
-        except ImportError as error:
-            raise UserError(f"{field} needs {package}: pip install {package} ({error})") from None
-
+from config import TrainConfig
 
 # -- AdamW in 8 bits -------------------------------------------------------------------------------
 

@@ -10,12 +10,14 @@ from rollouts.group import Completion, Group, version_spans
 
 MAX_SHOWN = 2000  # characters of a dataset column
 UNREADABLE = "\ufffd"  # what a part of a character is decoded as
+MAX_PARTS = 4  # tokens of a character, as UTF-8 has at most four bytes for it
 
 
 class TokenTexts:
     """The text of each token, for a reader who goes from token to token.
 
-    Joined they are the text of all. A character of several tokens stands at the last of them.
+    A character of several tokens stands at the last of them. Joined they are the text of all, but
+    where its bytes make no characters.
     """
 
     def __init__(self, tokenizer: Any):
@@ -24,24 +26,28 @@ class TokenTexts:
 
     def __call__(self, token_ids: list[int]) -> list[str]:
         """One text a token."""
-        texts = []
+        texts: list[str] = []
         part: list[int] = []  # tokens that make no whole character yet
         for token_id in token_ids:
             text = self._text(token_id)
-            if UNREADABLE not in text and not part:
+            if UNREADABLE not in text:
+                self._end_part(part, texts)
                 texts.append(text)
                 continue
-            part.append(token_id)
-            whole = self.tokenizer.decode(part)
-            if UNREADABLE in whole:
-                texts.append("")
-            else:
-                texts.append(whole)
-                part = []
 
-        if part:  # the completion was cut within a character
-            texts[-1] = self.tokenizer.decode(part)
+            part.append(token_id)
+            texts.append("")
+            if len(part) == MAX_PARTS or UNREADABLE not in self.tokenizer.decode(part):
+                self._end_part(part, texts)
+
+        self._end_part(part, texts)
         return texts
+
+    def _end_part(self, part: list[int], texts: list[str]) -> None:
+        """Give the text of a part, whole or not, to its last token."""
+        if part:
+            texts[-1] = self.tokenizer.decode(part)
+            part.clear()
 
     def _text(self, token_id: int) -> str:
         if token_id not in self._known:
@@ -61,6 +67,7 @@ def batch_samples(
     samples = []
     for group in groups:
         columns = shortened(group.prompt.columns)
+        images = image_names(group)
         for number, completion in enumerate(group.completions):
             sample = {
                 "group": group.id,
@@ -75,9 +82,9 @@ def batch_samples(
                 sample["advantage"] = group.advantages[number]
 
             sample["finish_reason"] = completion.finish_reason
-            sample["info"] = shortened(completion.info)
-            if group.prompt.images:
-                sample["images"] = image_names(group)
+            sample["info"] = shortened_info(completion.info)
+            if images:
+                sample["images"] = images
             sample |= token_fields(completion, texts)
             if texts and completion.earlier:
                 sample["earlier"] = [segment_fields(part, texts) for part in completion.earlier]
@@ -87,6 +94,8 @@ def batch_samples(
 
 def image_names(group: Group) -> list[str]:
     """The files of a prompt's images, in the folder `images` of the run."""
+    if not group.prompt.images:
+        return []
     from training.thumbnails import image_name
 
     return [image_name(url) for url in group.prompt.images.urls]
@@ -105,7 +114,8 @@ def segment_fields(segment: Completion, texts: TokenTexts) -> dict[str, Any]:
     """A segment before the last, with the end of its prompt."""
     fields = token_fields(segment, texts)
     if segment.prompt_ids is not None:
-        fields["prompt"] = texts.tokenizer.decode(segment.prompt_ids)[-MAX_SHOWN:]
+        end = segment.prompt_ids[-MAX_SHOWN:]  # a token has a character, as a rule
+        fields["prompt"] = texts.tokenizer.decode(end)[-MAX_SHOWN:]
     return fields
 
 
@@ -119,6 +129,15 @@ def shortened(values: dict[str, Any]) -> dict[str, Any]:
     """Columns whose text is cut to `MAX_SHOWN` characters."""
     found = {}
     for name, value in values.items():
-        text = repr(value)
+        text = value if isinstance(value, str) else repr(value)
         found[name] = value if len(text) <= MAX_SHOWN else text[:MAX_SHOWN]
+    return found
+
+
+def shortened_info(info: dict[str, Any]) -> dict[str, Any]:
+    """An environment's columns; of a conversation each message is cut by itself."""
+    found = shortened(info)
+    messages = info.get("messages")
+    if isinstance(messages, list) and all(isinstance(message, dict) for message in messages):
+        found["messages"] = [shortened(message) for message in messages]
     return found

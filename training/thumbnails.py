@@ -1,9 +1,10 @@
 """Small copies of prompts' images, for the page of a run; imported where there are images."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
+from rollouts.group import Group
 from rollouts.images import open_image
 
 LARGEST = 512  # pixels of a side
@@ -14,13 +15,17 @@ def image_name(url: str) -> str:
     return f"{hashlib.sha256(url.encode()).hexdigest()[:20]}.jpg"
 
 
-def write_thumbnails(urls: Iterable[str], folder: Path) -> None:
-    """Write each image, given as a data URI, into `folder` once."""
-    for url in urls:
-        path = folder / image_name(url)
-        if path.exists():
-            continue
-        image = open_image(url)
-        image.thumbnail((LARGEST, LARGEST))
-        folder.mkdir(exist_ok=True)
-        image.save(path, quality=85)
+def write_thumbnails(groups: Sequence[Group], folder: Path) -> None:
+    """Write each image of the groups' prompts into `folder` once."""
+    folder.mkdir(exist_ok=True)
+    for group in groups:
+        urls = group.prompt.images.urls if group.prompt.images else []
+        for url in urls:
+            path = folder / image_name(url)
+            if path.exists():
+                continue
+            image = open_image(url)
+            image.thumbnail((LARGEST, LARGEST))
+            partial = path.with_suffix(".part")
+            image.save(partial, "JPEG", quality=85)
+            partial.rename(path)

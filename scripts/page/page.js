@@ -6,7 +6,8 @@ const runs = data.runs;
 const COLOURS = ["#4477aa", "#ee6677", "#228833", "#aa7700", "#33a0c0", "#aa3377"];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
 const PAGE = 50; // completions that are drawn before `more`
-const MOST_SAMPLES = 20000; // of a run that is followed
+const MOST_SAMPLES = 20000; // of a run that is followed, and
+const MOST_NEWS = 80e6; // characters of it
 const UNLIKELY = -2.3; // nats: below a tenth
 const VERY_UNLIKELY = -4.6; // below a hundredth
 
@@ -24,10 +25,11 @@ const PANELS = [
   { title: "speed", names: ["tokens_per_s/trained", "tokens_per_s/sampled"], unit: "tokens/s" },
 ];
 
-const state = {
+const START = {
   view: "step", run: 0, step: null, sort: "group", order: 1, text: "", finish: "", set: "",
   row: null, open: null, colour: "likely", other: "grad_norm", shown: PAGE,
 };
+const state = { ...START };
 
 // -- Small things ---------------------------------------------------------------------------------
 
@@ -53,7 +55,8 @@ function short(value) {
 }
 
 // Characters that nobody sees, or that turn a line around, are named instead of obeyed.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ud800-\udfff]/u;
+// Joiners and variants within emoji and scripts stay.
+const HIDDEN = /(?![\t\n\u200c\u200d])[\p{Cc}\p{Cf}\p{Cs}\p{Zl}\p{Zp}\ufe00-\ufe0e]/u;
 
 function plain(text) {
   const parts = [];
@@ -82,9 +85,9 @@ function length(sample) {
 }
 
 function content(message) {
-  const value = message.content;
-  if (Array.isArray(value)) return value.map((part) => part.text ?? `<${part.type}>`).join("");
-  const calls = message.tool_calls ? JSON.stringify(message.tool_calls) : "";
+  const value = message?.content;
+  if (Array.isArray(value)) return value.map((part) => part?.text ?? `<${part?.type}>`).join("");
+  const calls = message?.tool_calls ? JSON.stringify(message.tool_calls) : "";
   return [value ?? "", calls].filter(Boolean).join("\n");
 }
 
@@ -102,13 +105,22 @@ function columnsOf(run) {
 function prepare(run) {
   run.steps = [...new Set(run.samples.map((sample) => sample.step))].sort((a, b) => a - b);
   run.byStep = new Map();
-  run.samples.forEach((sample, place) => {
-    sample.key = place;
+  run.byKey = new Map();
+  for (const sample of run.samples) {
     if (!run.byStep.has(sample.step)) run.byStep.set(sample.step, []);
     run.byStep.get(sample.step).push(sample);
-  });
-  run.heldOut.forEach((sample, place) => (sample.key = `h${place}`));
+    nameIt(run, `${sample.step}-${sample.group}`, sample);
+  }
+  for (const sample of run.heldOut) nameIt(run, `held-out-${sample.step}-${sample.set ?? ""}-${sample.row}`, sample);
   run.functions = columnsOf(run);
+}
+
+// A completion's name is the same in every page of its run.
+function nameIt(run, prefix, sample) {
+  let number = 0;
+  while (run.byKey.has(`${prefix}-${number}`)) number += 1;
+  sample.key = `${prefix}-${number}`;
+  run.byKey.set(sample.key, sample);
 }
 
 const SORTS = {
@@ -127,7 +139,7 @@ function sorted(samples) {
 
 function fits(sample) {
   if (state.finish && sample.finish_reason !== state.finish) return false;
-  if (state.set && (sample.set ?? "") !== state.set) return false;
+  if (state.view === "heldOut" && state.set && (sample.set ?? "") !== state.set) return false;
   if (!state.text) return true;
   const words = state.text.toLowerCase();
   return [sample.completion, promptText(sample), JSON.stringify(sample.columns ?? {})].some((text) =>
@@ -171,7 +183,7 @@ function ticks(low, high) {
   const power = 10 ** Math.floor(Math.log10(raw));
   const size = [1, 2, 5, 10].map((factor) => factor * power).find((candidate) => candidate >= raw);
   const found = [];
-  for (let value = Math.ceil(low / size) * size; value <= high + size * 1e-9; value += size) found.push(value);
+  for (let number = Math.ceil(low / size); number * size <= high + size * 1e-9 && found.length < 9; number += 1) found.push(number * size);
   return found;
 }
 
@@ -306,9 +318,9 @@ function drawControls() {
   }
   const samples = state.view === "heldOut" ? run.heldOut : run.samples;
   const reasons = [...new Set(samples.map((sample) => sample.finish_reason))].sort();
-  if (reasons.length > 1) parts.push(select([["", "any end"], ...reasons], state.finish, (value) => choose({ finish: value }), "finish reason"));
+  if (reasons.length > 1 || state.finish) parts.push(select([["", "any end"], ...reasons], state.finish, (value) => choose({ finish: value }), "finish reason"));
   const sets = [...new Set(samples.map((sample) => sample.set ?? ""))].sort();
-  if (sets.length > 1) parts.push(select([["", "all data sets"], ...sets.filter(Boolean)], state.set, (value) => choose({ set: value }), "data set"));
+  if (state.view === "heldOut" && (sets.length > 1 || state.set)) parts.push(select([["", "all data sets"], ...sets.filter(Boolean)], state.set, (value) => choose({ set: value }), "data set"));
   parts.push(make("input", { type: "search", placeholder: "with this text", value: state.text, "aria-label": "filter by text", oninput: (event) => { state.text = event.target.value; state.shown = PAGE; drawList(); note(); } }));
   byId("controls").replaceChildren(make("div", { class: "row" }, ...parts));
 }
@@ -327,6 +339,14 @@ function figures(sample) {
 }
 
 function card(sample) {
+  try {
+    return readable(sample);
+  } catch (error) {
+    return make("article", { id: `sample-${sample.key}` }, make("p", { class: "cut" }, `it cannot be drawn: ${error.message}`), textOf(JSON.stringify(sample)));
+  }
+}
+
+function readable(sample) {
   const isOpen = state.open === sample.key;
   const head = make("div", { class: "figures", onclick: () => open(isOpen ? null : sample.key) }, ...figures(sample));
   const body = isOpen ? whole(sample) : [isGrouped() ? "" : textOf(promptText(sample).slice(-400), "text short faint"), textOf(`▸ ${sample.completion.slice(0, 600)}`, "text short")];
@@ -335,12 +355,13 @@ function card(sample) {
 
 function conversation(messages) {
   return messages.map((message) =>
-    make("div", { class: "turn" }, make("div", { class: "who" }, ...plain(message.role)), textOf(content(message))),
+    make("div", { class: "turn" }, make("div", { class: "who" }, ...plain(message?.role ?? "")), textOf(content(message))),
   );
 }
 
 function whole(sample) {
   const { messages, ...info } = sample.info ?? {};
+  if (messages !== undefined && !Array.isArray(messages)) info.messages = messages;
   const parts = [];
   if (typeof sample.prompt === "string") parts.push(make("div", { class: "turn" }, make("div", { class: "who" }, "prompt"), textOf(sample.prompt)));
   else parts.push(...conversation(sample.prompt));
@@ -367,7 +388,7 @@ function whole(sample) {
     parts.push(make("table", {}, ...rows));
   }
   const links = make("div", { class: "row" });
-  if (!String(sample.key).startsWith("h")) {
+  if (!sample.key.startsWith("held-out")) {
     links.append(button("its group side by side", () => toGroup(sample)), button("this prompt over the steps", () => toRow(sample.row)));
     links.append(make("a", { href: hash({ open: sample.key }) }, "link to it"));
   }
@@ -387,14 +408,13 @@ function tokens(part) {
   let last = versions.find((version) => version !== null);
   const spans = part.tokens.map((text, place) => {
     const version = versions[place];
-    const logprob = part.logprobs[place];
+    const logprob = part.logprobs[place] ?? -Infinity; // which JSON has no number for
     const kinds = ["token"];
     let ground = "";
     let told = "from the environment: it does not train";
     if (version === null) kinds.push("from-environment");
     else {
-      const p = isNumber(logprob) ? Math.exp(logprob).toPrecision(3) : "0";
-      told = `log-prob ${short(logprob)} (p ${p}), policy version ${version}`;
+      told = `log-prob ${short(logprob)} (p ${Math.exp(logprob).toPrecision(3)}), policy version ${version}`;
       if (logprob < VERY_UNLIKELY) kinds.push("very-unlikely");
       else if (logprob < UNLIKELY) kinds.push("unlikely");
       if (state.colour === "likely") ground = `background: rgb(230 120 0 / ${Math.min(0.6, -logprob / 8).toFixed(2)})`;
@@ -485,8 +505,7 @@ function drawList() {
 // -- Where one is ---------------------------------------------------------------------------------
 
 function hash(changes = {}) {
-  const { view, run, step, sort, order, text, finish, set, row, open, colour } = { ...state, ...changes };
-  const known = { view, run, step, sort, order, text, finish, set, row, open, colour };
+  const { shown, ...known } = { ...state, ...changes };
   const kept = Object.entries(known).filter(([, value]) => value !== null && value !== "");
   return `#${new URLSearchParams(kept)}`;
 }
@@ -494,8 +513,7 @@ function hash(changes = {}) {
 const note = () => history.replaceState(null, "", hash());
 
 function choose(changes) {
-  if (!("shown" in changes) && !("open" in changes && Object.keys(changes).length === 1)) state.shown = PAGE;
-  Object.assign(state, changes);
+  Object.assign(state, { shown: PAGE }, changes);
   note();
   draw();
 }
@@ -515,13 +533,13 @@ function open(key) {
 
 function toRun(number) {
   state.run = number;
-  choose({ run: number, step: runs[number].steps.at(-1) ?? null, open: null, row: null });
+  choose({ run: number, step: runs[number].steps.at(-1) ?? null, sort: "group", order: 1, finish: "", set: "", open: null, row: null });
 }
 
 const toRow = (row) => row !== undefined && choose({ view: "row", row, open: null });
 
 function toGroup(sample) {
-  choose({ view: "step", step: sample.step, sort: "group", order: 1, open: null, text: "", shown: 1e9 });
+  choose({ view: "step", step: sample.step, sort: "group", order: 1, open: null, text: "", finish: "", shown: 1e9 });
   byId(`group-${sample.group}`)?.scrollIntoView();
 }
 
@@ -534,16 +552,18 @@ function move(by) {
 function toNext(by) {
   const keys = [...document.querySelectorAll("article")].map((article) => article.id.slice("sample-".length));
   const next = keys[Math.max(keys.indexOf(String(state.open)) + by, 0)];
-  if (next !== undefined) open(next.startsWith("h") ? next : Number(next));
+  if (next !== undefined) open(next);
 }
+
+const opened = () => runs[state.run].samples.find((sample) => sample.key === state.open);
 
 const KEYS = {
   "]": ["the next step", () => move(1)],
   "[": ["the step before", () => move(-1)],
   j: ["the next completion", () => toNext(1)],
   k: ["the one before", () => toNext(-1)],
-  g: ["its group side by side", () => isNumber(state.open) && toGroup(runs[state.run].samples[state.open])],
-  p: ["its prompt over the steps", () => isNumber(state.open) && toRow(runs[state.run].samples[state.open].row)],
+  g: ["its group side by side", () => opened() && toGroup(opened())],
+  p: ["its prompt over the steps", () => opened() && toRow(opened().row)],
   s: ["samples of a step", () => choose({ view: "step", open: null })],
   h: ["held-out problems", () => choose({ view: "heldOut", open: null })],
   c: ["colour by log-prob or by version", () => choose({ colour: state.colour === "likely" ? "version" : "likely" })],
@@ -560,15 +580,16 @@ document.addEventListener("keydown", (event) => {
   act();
 });
 
+const NUMBERS = ["run", "step", "order", "row"];
+
 function fromAddress() {
+  Object.assign(state, START);
   for (const [name, value] of new URLSearchParams(location.hash.slice(1))) {
-    if (!(name in state)) continue;
-    const isText = ["text", "finish", "set", "view", "sort", "colour"].includes(name);
-    state[name] = isText || (name === "open" && value.startsWith("h")) ? value : Number(value);
+    if (name in START && name !== "shown") state[name] = NUMBERS.includes(name) ? Number(value) : value;
   }
   if (!runs[state.run]) state.run = 0;
   const run = runs[state.run];
-  if (isNumber(state.open) && run.samples[state.open] && state.view === "step") state.step = run.samples[state.open].step;
+  if (!run.byKey.has(state.open)) state.open = null;
   if (!run.byStep.has(state.step)) state.step = run.steps.at(-1) ?? null;
 }
 
@@ -576,15 +597,18 @@ function fromAddress() {
 
 async function follow(number) {
   const run = runs[number];
-  const asked = new URLSearchParams({ run: number, ...run.ends });
-  const news = await (await fetch(`news?${asked}`)).json();
-  if (news.anew) return location.reload();
+  const step = Math.max(-1, ...(run.metrics.step ?? []).slice(-1));
+  const answer = await fetch(`news?${new URLSearchParams({ run: number, id: run.id, step, ...run.ends })}`);
+  if (!answer.ok) return;
+  const body = await answer.text();
+  const news = JSON.parse(body);
+  run.read = (run.read ?? 0) + body.length;
+  if (news.anew || run.read > MOST_NEWS || run.samples.length > MOST_SAMPLES) return location.reload();
   const known = run.metrics.step?.length ?? 0;
   news.metrics.forEach((row, place) => {
     for (const name of Object.keys(row)) run.metrics[name] ??= new Array(known + place).fill(null);
     for (const [name, values] of Object.entries(run.metrics)) values.push(row[name] ?? null);
   });
-  if (run.samples.length > MOST_SAMPLES) return location.reload(); // and get fewer steps
   Object.assign(data.images, news.images);
   run.samples.push(...news.completions);
   run.heldOut.push(...news.held_out);
@@ -594,8 +618,13 @@ async function follow(number) {
   prepare(run);
   if (atEnd) state.step = run.steps.at(-1) ?? null;
   drawCurves();
-  drawControls();
+  if (!byId("controls").contains(document.activeElement)) drawControls();
   if (atEnd && state.view === "step") drawList();
+}
+
+async function followAll() {
+  for (const number of runs.keys()) await follow(number).catch(() => {}); // the server may be gone
+  setTimeout(followAll, 3000);
 }
 
 runs.forEach(prepare);
@@ -609,4 +638,4 @@ byId("help").append(
 );
 if (state.open !== null) byId(`sample-${state.open}`)?.scrollIntoView();
 window.addEventListener("hashchange", () => { fromAddress(); draw(); });
-if (data.follows) setInterval(() => runs.forEach((_, number) => follow(number).catch(() => {})), 3000);
+if (data.follows) setTimeout(followAll, 3000);
