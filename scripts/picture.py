@@ -76,7 +76,7 @@ RECORDS = {
     "logs.py": "files of a run",
     "samples.py": "completions",
     "thumbnails.py": "images",
-    "terminal.py": "lines of a run",
+    "terminal.py": "its lines",
     "trackers.py": "wandb, trackio",
     "hooks.py": "trial of own code",
     "intact.py": "no weight is missing",
