@@ -23,6 +23,7 @@ from training.batching import Dealer, MicroBatch, Share
 from training.checkpoints import Checkpoints, find_start, locked
 from training.logs import RunLog
 from training.metrics import TokenSums
+from training.mismatches import Gaps
 from training.model import (
     build_policy,
     build_reference,
@@ -252,8 +253,8 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
 def train_batch(
     policy: Any, reference: Callable[..., Tensor] | None, optimizer: Any, scheduler: Any,
     shares: Iterable[Share], config: TrainConfig, device: torch.device,
-) -> tuple[dict[str, float], dict[int, float]]:  # fmt: skip
-    """Train one batch; returns metrics, and mean |trainer - server| by server.
+) -> tuple[dict[str, float], Gaps]:  # fmt: skip
+    """Train one batch; returns metrics, and how far trainer and servers differ.
 
     Collective: each rank has its own shares. With one update it trains while they arrive; for
     several they are collected, to take the trainer's log-probs before the first.
@@ -337,8 +338,7 @@ def add_gradient(
     )
     loss.backward()
 
-    servers = micro_batch.servers if compares_servers else None
-    token_sums.add(loss_sums, entropy, trainer_logprobs, sampler_logprobs, mask, servers)
+    token_sums.add(loss_sums, entropy, trainer_logprobs, micro_batch, compares_servers)
     return loss.detach()
 
 
@@ -409,8 +409,8 @@ def main(config: TrainConfig) -> None:
                         trained, gaps = train_batch(
                             policy, reference, optimizer, scheduler, shares, config, device
                         )
-                    rollouts.check(gaps)
-                    batch = rollouts.end_batch()
+                    rollouts.check(gaps.by_server)
+                    batch = rollouts.end_batch(gaps.by_completion)
                     step += 1
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, step)

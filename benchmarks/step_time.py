@@ -121,7 +121,7 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
             with timed("time/train_s", parts):
                 shares = arriving_shares(rollouts, config)
                 train_batch(policy, None, optimizer, scheduler, shares, config, device)
-            batch = rollouts.end_batch()
+            batch = rollouts.end_batch({})
             with timed("time/sync_s", parts):
                 rollouts.publish(policy, version + 1)
         parts |= batch_metrics(batch.groups, version, config) | batch.metrics

@@ -120,9 +120,8 @@ def make_policy(model: str, config: TrainConfig, device: torch.device) -> Any:
 def micro_batch(row: PackedBatch) -> MicroBatch:
     """A row with advantages of both signs."""
     ones = torch.ones(len(row.targets))
-    return MicroBatch(
-        row, ones - 2 * (row.index % 2), ones, -ones, torch.ones(len(ones), dtype=torch.int16)
-    )
+    servers = torch.ones(len(ones), dtype=torch.int16)
+    return MicroBatch(row, ones - 2 * (row.index % 2), ones, -ones, servers, servers.long())
 
 
 def sequence(num_tokens: int, vocab: int, seed: int) -> MicroBatch:

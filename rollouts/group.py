@@ -14,6 +14,7 @@ from prefix_attention import as_tokens
 
 # In place of the policy version that sampled a token:
 FOREIGN = -1  # it was sampled by weights that this trainer never sent
+MAX_COMPLETIONS = 1 << 20  # of a group
 ENVIRONMENT = -2  # an environment wrote it, so it does not train
 
 CUT = ("length", "repetition")  # finish reasons of completions that did not end by themselves
@@ -213,6 +214,11 @@ class Group:
         return min(oldest, default=self.finished_version)
 
 
+def rollout_number(group: Group, number: Any) -> Any:
+    """A number of the run for a completion, or for a tensor of them, by its number in the group."""
+    return group.id * MAX_COMPLETIONS + number
+
+
 @dataclass
 class Batch:
     """The groups that a step trained, and those dropped meanwhile."""
@@ -222,6 +228,8 @@ class Batch:
         default_factory=lambda: {"stale": [], "zero_advantage": [], "failed": []}
     )
     metrics: dict[str, float] = field(default_factory=dict)
+    # mean |trainer - server| of completions, nats a token, by `rollout_number`
+    mismatches: dict[int, float] = field(default_factory=dict)
 
 
 def can_teach(group: Group, config: TrainConfig) -> bool:

@@ -273,11 +273,15 @@ class Rollouts:
         except Exception as error:
             self.failure = self.failure or error
 
-    def end_batch(self) -> Batch:
-        """The batch of groups trained and dropped, with metrics, on rank 0."""
+    def end_batch(self, mismatches: dict[int, float]) -> Batch:
+        """The batch of groups trained and dropped, with metrics, on rank 0.
+
+        Its mismatches are known to the caller.
+        """
         if not is_main():
             return Batch()
         batch = self.stream.end_batch()
+        batch.mismatches = mismatches
         rewards = []
         for group in batch.groups:
             rewards += group.reward
@@ -393,10 +397,10 @@ class Rollouts:
             pass
         return []
 
-    def check(self, gaps: dict[int, float]) -> None:
+    def check(self, by_server: dict[int, float]) -> None:
         """Leave out servers by their tokens' log-probs, as `Proofs.check`."""
         if is_main():
-            self.proofs.check(gaps)
+            self.proofs.check(by_server)
 
     def state(self) -> dict[str, Any]:
         """What a later run needs from here to go on, on rank 0."""

@@ -103,7 +103,7 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
                     raise failure from None
                 break  # the run has no more steps
             for rollouts in (of_a, of_b):
-                rollouts.end_batch()
+                rollouts.end_batch({})
             one = gradient(policy, reference_a, batch_a, a, device)
             two = gradient(policy, reference_b, batch_b, b, device)
             norms = one.norm().item(), two.norm().item()

@@ -73,6 +73,7 @@ SERVERS = {
 RECORDS = {
     "batching.py": "rows, for the ranks",
     "metrics.py": "of a batch",
+    "mismatches.py": "of servers",
     "logs.py": "files of a run",
     "samples.py": "completions",
     "thumbnails.py": "images",

@@ -21,7 +21,15 @@ from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
 from rollouts import workers
 from rollouts.data import epochs, leave_out_long, load_prompts
-from rollouts.group import ENVIRONMENT, Completion, Group, Prompt, spans_to_versions, version_spans
+from rollouts.group import (
+    ENVIRONMENT,
+    Completion,
+    Group,
+    Prompt,
+    rollout_number,
+    spans_to_versions,
+    version_spans,
+)
 from rollouts.processor import load_processor
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer, check_rewards
@@ -314,7 +322,11 @@ def test_samples_have_their_tokens():
     segment = Completion([40, 41], [-0.126, -math.inf], "stop", 3, prompt_ids=[5, 6])
     group.completions[0] = Completion(long, [-0.5] * len(long), "stop", 4, earlier=[segment])
     tokenizer = make_tokenizer()
-    first, second = batch_samples([group], make_config(reward_funcs=[right]), TokenTexts(tokenizer))
+    config = make_config(reward_funcs=[right])
+    mismatches = {rollout_number(group, 1): 0.25, rollout_number(group, 2): 0.5}
+    first, second = batch_samples([group], config, TokenTexts(tokenizer), mismatches)
+    assert "mismatch" not in first
+    assert second["mismatch"] == 0.25
     assert "".join(first["tokens"]) == tokenizer.decode(long)
     assert first["logprobs"] == [-0.5] * len(long)
     assert first["earlier"] == [

@@ -32,7 +32,7 @@ from rollouts.images import open_image
 from rollouts.scoring import Failures, decoded, spoken
 from rollouts.stream import GroupStream
 from rollouts.vllm_params import SamplingParams, fault_in
-from training.batching import Share
+from training.batching import MicroBatch, Share
 from training.metrics import TokenSums
 from training.model import load_model, token_logprobs
 from training.optimizer import build_optimizer
@@ -414,24 +414,32 @@ def test_deep_pixels_are_scaled():
 # -- Numbers -----------------------------------------------------------------------------------------------------------
 
 
+NO_ROW: Any = None
+
+
 def test_sums_over_servers_count_beyond_float32(monkeypatch):
     """In float32 a count of ones stays at 2^24, and the mean difference grows with each further token."""
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
     monkeypatch.setattr(
         "training.metrics.over_ranks", lambda sums, op=None: {k: v.item() for k, v in sums.items()}
     )
+    monkeypatch.setattr("training.mismatches.gather_objects", lambda value: [value])
     sums = TokenSums(torch.device("cpu"))
     many = 2**22
     logprobs = torch.full((many,), -1.0)
     servers = torch.ones(many, dtype=torch.int16)
+    rollouts = torch.zeros(many, dtype=torch.int64)
     for _ in range(6):  # 25 million tokens
-        sums.add({}, torch.zeros(many), logprobs, logprobs - 0.25, torch.ones(many), servers)
-    sums.add({}, torch.zeros(1), logprobs[:1], logprobs[:1] - 0.25, torch.ones(1), servers[:1])
+        ones = torch.ones(many)
+        row = MicroBatch(NO_ROW, ones, ones, logprobs - 0.25, servers, rollouts)
+        sums.add({}, torch.zeros(many), logprobs, row, True)
+    row = MicroBatch(NO_ROW, ones[:1], ones[:1], logprobs[:1] - 0.25, servers[:1], rollouts[:1])
+    sums.add({}, torch.zeros(1), logprobs[:1], row, True)
     assert sums.totals["tokens"].item() == 6 * many + 1
     distance = sums.per_token["sampling/sampling_logp_difference/mean"].item()
     assert distance == (6 * many + 1) * 0.25
     metrics, gaps = sums.metrics()
-    assert gaps == {0: 0.25}
+    assert gaps == ({0: 0.25}, {0: 0.25})
     assert metrics["sampling/current_logp_difference"] == 0.25
     assert metrics["sampling/sampling_logp_difference/mean"] == 0.25
 

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from train import (
     off_policy_weights,
     set_advantages,
 )
-from training.batching import Dealer
+from training.batching import Dealer, MicroBatch
 from training.hooks import check_loss, trial_groups
 from training.metrics import TokenSums
+from training.mismatches import CompletionSums
 from utils import process_group
 
 NAN = math.nan
@@ -409,18 +411,22 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
         for part in (slice(0, 3), slice(3, 5)):
             entropy = torch.full_like(rows(*OLD[part]), 0.5)
             of_loss = {"kl": rows(*MASK[part]).sum()}
-            args = (
-                rows(*OLD[part]),
-                rows(*SAMPLER[part]),
-                rows(*MASK[part]),
-                torch.tensor([0, 1, 8, 8, 8])[part],
-            )
-            sums.add(of_loss, entropy, *args)
+            no_row: Any = None
+            row = MicroBatch(
+                no_row, entropy, rows(*MASK[part]), rows(*SAMPLER[part]),
+                servers=torch.tensor([0, 1, 8, 8, 8])[part], rollouts=torch.tensor([5, 5, 6, 5, 7])[part],
+            )  # fmt: skip
+            sums.add(of_loss, entropy, rows(*OLD[part]), row, True)
         monkeypatch.setattr("training.metrics.MIN_COMPARED", 2)
-        metrics, by_server = sums.metrics()
+        metrics, (by_server, by_completion) = sums.metrics()
     # Token 0 is of an older policy, token 1 of server 0, 2 and 3 of server 7; one token is too few to judge server 0.
     lag0 = [abs(gap) for gap in gaps[1:]]
     assert by_server == {7: pytest.approx(sum(lag0[1:]) / 2)}
+    # Completion 5 stands in both micro-batches; 7 has no token that trains.
+    assert by_completion == {
+        5: pytest.approx((abs(gaps[0]) + abs(gaps[1]) + abs(gaps[3])) / 3),
+        6: pytest.approx(abs(gaps[2])),
+    }
     assert metrics["sampling/current_logp_difference"] == pytest.approx(sum(lag0) / 3)
     assert metrics["sampling/stale_logp_difference"] == abs(gaps[0])
     assert metrics["sampling/current_share"] == 0.75
@@ -435,6 +441,16 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
         sum(W) ** 2 / (4 * sum(w * w for w in W))
     )
     assert (metrics["entropy"], metrics["kl"]) == pytest.approx((0.5, 1.0))
+
+
+def test_a_completion_on_two_ranks(monkeypatch):
+    """Its segments' tokens count alike; a filler row's count nothing."""
+    other_rank = [(5, 3.0, 1.0), (9, 0.0, 0.0)]
+    monkeypatch.setattr("training.mismatches.gather_objects", lambda own: [own, other_rank])
+    sums = CompletionSums()
+    sums.add(torch.tensor([5, 5, 8]), torch.tensor([1.0, 2.0, 0.5]), torch.ones(3))
+    assert sums.means() == {5: 2.0, 8: 0.5}
+    assert CompletionSums().means() == {5: 3.0}  # of a rank without rows
 
 
 def test_a_masked_infinity_stays_out():

@@ -65,6 +65,7 @@ def check_run(folder, steps=3):
     assert {"eval/reward", "eval/rewards/ones"} <= set(metrics[0]) & set(metrics[steps])
     completions = read(folder, "completions.jsonl")
     assert len(completions) == steps * 6 * 4
+    assert all(row["mismatch"] < 1e-4 for row in completions)
     assert all(span[0] == row["step"] - 1 for row in completions for span in row["weight_versions"])
     assert json.loads((folder / "run" / "config.json").read_text())["max_steps"] == steps
     return metrics

@@ -148,7 +148,9 @@ class RunLog:
         """The lines of a step, but for its metrics."""
         rows: Rows = {name: [] for name in FILES}
         logged = self._logged(batch)
-        rows["completions"] = batch_samples(logged, self.config, self._token_texts)
+        rows["completions"] = batch_samples(
+            logged, self.config, self._token_texts, batch.mismatches
+        )
 
         for reason, groups in batch.dropped.items():
             for group in groups:

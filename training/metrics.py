@@ -9,6 +9,8 @@ from torch import Tensor
 from config import TrainConfig
 from rollouts.group import CUT, Group, can_teach
 from rollouts.scoring import reward_means
+from training.batching import MicroBatch
+from training.mismatches import CompletionSums, Gaps
 from utils import over_ranks
 from vllm_client import MAX_SERVERS
 
@@ -28,12 +30,13 @@ class TokenSums:
         zero = torch.zeros((), dtype=torch.float64, device=device)  # float32 counts to 2^24
         self.totals = {name: zero.clone() for name in names}
         self.max_gap = torch.zeros((), device=device)
+        self.by_completion = CompletionSums()
         # Sums of |Δ|, and tokens, by server: the places are `MicroBatch.servers`.
         self.by_server = torch.zeros(2, 1 + MAX_SERVERS, dtype=torch.float64, device=device)
 
     def add(
         self, loss_sums: dict[str, Tensor], entropy: Tensor, trainer_logprobs: Tensor,
-        sampler_logprobs: Tensor, mask: Tensor, servers: Tensor | None,
+        micro_batch: MicroBatch, compares_servers: bool,
     ) -> None:  # fmt: skip
         """Count a micro-batch in.
 
@@ -41,11 +44,11 @@ class TokenSums:
             loss_sums: 0-d sums over tokens that the loss returned, by name.
             entropy: [N], nats.
             trainer_logprobs: [N], nats, before the update.
-            sampler_logprobs: [N], nats, the server's.
-            mask: [N], 1 on tokens that train.
-            servers: [N], those of the `MicroBatch`; None for no comparison by server.
+            micro_batch: with the server's log-probs.
+            compares_servers: count it for each server and completion, too.
         """
-        gap = (trainer_logprobs - sampler_logprobs).where(mask > 0, 0.0)
+        mask = micro_batch.mask
+        gap = (trainer_logprobs - micro_batch.sampler_logprobs).where(mask > 0, 0.0)
         distance = gap.abs()
         weight = gap.exp() * mask
 
@@ -62,14 +65,15 @@ class TokenSums:
         self.totals["weight"] += weight.sum()
         self.totals["weight_square"] += weight.square().sum()
         self.max_gap = torch.maximum(self.max_gap, distance.max())
-        if servers is not None:
+        if compares_servers:
             distances_and_counts = torch.stack([distance, mask]).to(self.by_server.dtype)
-            self.by_server.index_add_(1, servers.long(), distances_and_counts)
+            self.by_server.index_add_(1, micro_batch.servers.long(), distances_and_counts)
+            self.by_completion.add(micro_batch.rollouts, distance, mask)
 
-    def metrics(self) -> tuple[dict[str, float], dict[int, float]]:
-        """Means over all ranks' tokens, and mean |Δ| by server. Collective.
+    def metrics(self) -> tuple[dict[str, float], Gaps]:
+        """Means over all ranks' tokens, and mean |Δ| by server and completion. Collective.
 
-        The second is over tokens of the current policy, for servers with `MIN_COMPARED` of them.
+        Servers are compared by tokens of the current policy, if they have `MIN_COMPARED` of them.
         """
         dist.all_reduce(self.by_server)
         gaps, counts = self.by_server.tolist()
@@ -91,7 +95,7 @@ class TokenSums:
         for place in range(1, len(gaps)):
             if counts[place] >= MIN_COMPARED:
                 gap_of_server[place - 1] = gaps[place] / counts[place]
-        return metrics, gap_of_server
+        return metrics, Gaps(gap_of_server, self.by_completion.means())
 
 
 def ratio(total: float, count: float) -> float:

@@ -1,12 +1,14 @@
 """Completions as lines of a run's logs, for people."""
 
 import math
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
 from config import TrainConfig
-from rollouts.group import Completion, Group, version_spans
+from rollouts.group import Completion, Group, rollout_number, version_spans
 
 MAX_SHOWN = 2000  # characters of a dataset column
 UNREADABLE = "\ufffd"  # what a part of a character is decoded as
@@ -59,21 +61,23 @@ class TokenTexts:
 
 
 def batch_samples(
-    groups: list[Group], config: TrainConfig, texts: TokenTexts | None = None
+    groups: list[Group],
+    config: TrainConfig,
+    texts: TokenTexts | None = None,
+    mismatches: Mapping[int, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """One JSON object a completion; long columns are shortened, and `texts` adds its tokens."""
+    """One JSON object a completion; long columns are shortened, and `texts` adds its tokens.
+
+    The mismatches are those of a `Batch`.
+    """
     functions: Any = config.reward_funcs
     names = [function.__name__ for function in functions]
     samples = []
     for group in groups:
-        columns = shortened(group.prompt.columns)
-        images = image_names(group)
+        of_prompt = prompt_fields(group)
         for number, completion in enumerate(group.completions):
             sample = {
-                "group": group.id,
-                "row": group.prompt.index,
-                "prompt": group.prompt.content,
-                "columns": columns,
+                **of_prompt,
                 "completion": group.texts[number],
                 "reward": group.reward[number],
                 "rewards": dict(zip(names, group.rewards[number], strict=True)),
@@ -81,10 +85,11 @@ def batch_samples(
             if group.advantages:  # held-out completions have none
                 sample["advantage"] = group.advantages[number]
 
+            mismatch = mismatches.get(rollout_number(group, number))
+            if mismatch is not None:
+                sample["mismatch"] = mismatch
             sample["finish_reason"] = completion.finish_reason
             sample["info"] = shortened_info(completion.info)
-            if images:
-                sample["images"] = images
             sample |= token_fields(completion, texts)
             if texts and completion.earlier:
                 sample["earlier"] = [segment_fields(part, texts) for part in completion.earlier]
@@ -92,13 +97,20 @@ def batch_samples(
     return samples
 
 
-def image_names(group: Group) -> list[str]:
-    """The files of a prompt's images, in the folder `images` of the run."""
-    if not group.prompt.images:
-        return []
-    from training.thumbnails import image_name
+def prompt_fields(group: Group) -> dict[str, Any]:
+    """What all completions of a group share, with the files of images in the folder `images`."""
+    prompt = group.prompt
+    fields = {
+        "group": group.id,
+        "row": prompt.index,
+        "prompt": prompt.content,
+        "columns": shortened(prompt.columns),
+    }
+    if prompt.images:
+        from training.thumbnails import image_name
 
-    return [image_name(url) for url in group.prompt.images.urls]
+        fields["images"] = [image_name(url) for url in prompt.images.urls]
+    return fields
 
 
 def token_fields(completion: Completion, texts: TokenTexts | None) -> dict[str, Any]:

@@ -128,6 +128,7 @@ const SORTS = {
   reward: (sample) => sample.reward,
   advantage: (sample) => sample.advantage,
   length: length,
+  mismatch: (sample) => sample.mismatch,
 };
 
 function sorted(samples) {
@@ -308,7 +309,7 @@ function drawControls() {
   if (state.view === "step") {
     parts.push(button("‹", () => move(-1), null, "the step before: ["), button("›", () => move(1), null, "the next step: ]"));
     parts.push(select(run.steps.map((step) => [step, `step ${step}`]), state.step, (value) => choose({ step: Number(value), open: null }), "step"));
-    const sorts = ["group", "reward", "advantage", "length", ...run.functions.filter((name) => name !== "reward")];
+    const sorts = ["group", "reward", "advantage", "length", "mismatch", ...run.functions.filter((name) => name !== "reward")];
     parts.push(select(sorts.map((name) => [name, `by ${name}`]), state.sort, (value) => choose({ sort: value, order: value === "group" ? 1 : -1 }), "sort by"));
     parts.push(button(state.order > 0 ? "lowest first" : "highest first", () => choose({ order: -state.order })));
   }
@@ -333,6 +334,7 @@ function figures(sample) {
     parts.push(...Object.entries(sample.rewards).map(([name, value]) => `${name} ${short(value)}`));
   if (isNumber(sample.advantage)) parts.push(`advantage ${sample.advantage > 0 ? "+" : ""}${short(sample.advantage)}`);
   parts.push(sample.tokens ? `${length(sample)} tokens` : `${length(sample)} characters`);
+  if (isNumber(sample.mismatch)) parts.push(`mismatch ${short(sample.mismatch)} nats`);
   if (sample.finish_reason !== "stop") parts.push(`cut: ${sample.finish_reason}`);
   if (!isGrouped()) parts.push(`step ${sample.step}`, `group ${sample.group}`, `row ${sample.row}`);
   return parts.map((part) => make("span", {}, part));
