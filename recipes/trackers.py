@@ -30,7 +30,7 @@ def to_tensorboard(step, metrics, groups):
         writer().add_scalar(name, value, step)
     if groups:  # step 0 evaluates, and has none
         writer().add_text("completion", groups[0].texts[0], step)
-    writer().flush()  # the end of a run waits for no thread
+    writer().flush()  # its own thread would be cut off by the end of the run
 
 
 config = replace(tiny, on_step=to_tensorboard, output_dir=str(FOLDER))

@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 PARTS = Path(__file__).resolve().parent / "page"
-MAX_SAMPLES = 10_000  # of a run in a page, and as many held-out ones
-MAX_BYTES = 40_000_000  # of these as lines
+MAX_ROWS = 10_000  # of one log of a run, completions or held_out
+MAX_BYTES = 40_000_000  # of these rows, as JSON
 MAX_IMAGE_BYTES = 20_000_000  # of all pictures in a page
 SHOWN_CONFIG = (
     "model_id", "dataset_id", "batch_size", "num_generations", "learning_rate", "max_steps", "seed",
@@ -32,7 +32,7 @@ class Lines:
     """The lines of a log that a page has, and how far it was read."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    end: int = 0  # bytes until the last whole line
+    end: int = 0  # offset behind the last whole line
     steps_left_out: int = 0
     rows_left_out: int = 0
 
@@ -61,7 +61,7 @@ def read_lines(path: Path) -> Lines:
         total = sum(_weight(places[step]) for step in chosen)
         for step in chosen:
             of_step = places[step]
-            if total > 1:  # two steps are too large already: the first groups of each
+            if total > 1:  # even the first and the last are too large: their first groups
                 of_step = of_step[: int(len(of_step) / total)]
             for begin, size in of_step:
                 file.seek(begin)
@@ -87,7 +87,7 @@ def parsed(line: bytes, path: Path) -> dict[str, Any]:
 def _weight(of_step: list[tuple[int, int]]) -> float:
     """The share of a page that a step takes."""
     num_bytes = sum(size for _, size in of_step)
-    return max(len(of_step) / MAX_SAMPLES, num_bytes / MAX_BYTES)
+    return max(len(of_step) / MAX_ROWS, num_bytes / MAX_BYTES)
 
 
 def chosen_steps(weights: dict[int, float]) -> list[int]:
@@ -212,10 +212,11 @@ def page(folders: list[Path], follows: bool = False) -> bytes:
     return filled.encode("utf-8", "backslashreplace")
 
 
-def news(folder: Path, ends: dict[str, int], last_step: int) -> dict[str, Any]:
-    """What a run has written behind `ends`; {"anew": true} where these lines are no more.
+def written_since(folder: Path, ends: dict[str, int], last_step: int) -> dict[str, Any]:
+    """Rows behind the offsets `ends` of each log, or {"reload": true} where a log was rewritten.
 
-    A run that goes on from a checkpoint cuts its files, and may have written past `ends` since.
+    A resumed run cuts its logs, and may have grown past the old offsets since. So the byte before
+    each, and the first new step, are looked at.
     """
     found: dict[str, Any] = {"ends": {}}
     for name, end in ends.items():
@@ -225,10 +226,10 @@ def news(folder: Path, ends: dict[str, int], last_step: int) -> dict[str, Any]:
             found["ends"][name] = 0
             continue
         if not _ends_a_line(path, end):
-            return {"anew": True}
+            return {"reload": True}
         found[name], found["ends"][name] = read_from(path, end)
     if found["metrics"] and found["metrics"][0]["step"] <= last_step:
-        return {"anew": True}
+        return {"reload": True}
 
     rows = [*found["held_out"], *found["completions"]]
     found["images"], _ = read_images(rows, folder, MAX_IMAGE_BYTES)
@@ -265,18 +266,18 @@ def serve(folders: list[Path], port: int) -> None:
             try:
                 if address.path == f"/{token}/news":
                     asked = {name: values[0] for name, values in parse_qs(address.query).items()}
-                    self.answer(json.dumps(self.news(asked)).encode(), "application/json")
+                    self.answer(json.dumps(self.answer_news(asked)).encode(), "application/json")
                 else:
                     self.answer(page(folders, follows=True), "text/html; charset=utf-8")
             except (SystemExit, KeyError, IndexError, ValueError, OSError) as error:
                 self.send_error(503, explain=str(error))
 
-        def news(self, asked: dict[str, str]) -> dict[str, Any]:
+        def answer_news(self, asked: dict[str, str]) -> dict[str, Any]:
             folder = folders[int(asked["run"])]
             if asked.get("id", "") != run_id(folder):
-                return {"anew": True}
+                return {"reload": True}
             ends = {name: int(asked[name]) for name in ("metrics", "completions", "held_out")}
-            return news(folder, ends, int(asked["step"]))
+            return written_since(folder, ends, int(asked["step"]))
 
         def answer(self, body: bytes, kind: str) -> None:
             self.send_response(200)

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Run the tests: all of them, or with --quick those that start no servers. Other arguments go to pytest: -m slow
-# They run on the CPU, on a machine with a GPU too; -m gpu runs those that need one.
-# --versions [SET ...] runs the quick ones on other versions: scripts/versions.py has the sets.
+# bash scripts/test.sh [PYTEST ARGUMENT ...]          all tests but the slow ones, on the CPU also where there is a GPU
+# bash scripts/test.sh --quick [PYTEST ARGUMENT ...]  those of them that start no server
+# bash scripts/test.sh --versions [SET ...]           the same on other versions (scripts/versions.py)
+# bash scripts/test.sh -m slow, or -m gpu             those that train for minutes, or need a GPU
 set -euo pipefail
 if [ "${1:-}" = --quick ]; then set -- -m "not server and not slow" "${@:2}"; fi
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"

@@ -1,8 +1,9 @@
 """Lets PyPI's torchvision, which is built for CUDA, be imported beside a CPU build of torch.
 
-`python scripts/torchvision_ops.py` puts it into that Python's environment, with a .pth file that imports it. Image
-processors need torchvision's Python parts only, but its import looks up two operators that its compiled part would
-define. Where that part can be loaded this does nothing: an operator that is defined twice ends Python.
+`python scripts/torchvision_ops.py` copies this file into that Python's site-packages, with a .pth file that imports it
+at every start. Image processors need torchvision's Python parts only, but its import looks up two operators that its
+compiled library defines, and a library for CUDA does not load beside a CPU torch: so they are declared here before. If it
+does load, nothing is declared, as an operator that is declared twice aborts the process.
 """
 
 import shutil
@@ -21,7 +22,7 @@ class _BeforeTorchvision(MetaPathFinder):
         if name == "torchvision":
             sys.meta_path.remove(self)
             spec = PathFinder.find_spec(name)
-            if spec and spec.origin and not _has_compiled_part(Path(spec.origin).parent):
+            if spec and spec.origin and not _loads_compiled_part(Path(spec.origin).parent):
                 self.define()
 
     def define(self) -> None:
@@ -33,8 +34,8 @@ class _BeforeTorchvision(MetaPathFinder):
         kept.append(self)
 
 
-def _has_compiled_part(folder: Path) -> bool:
-    """Load it as torchvision will, `_C.so` or `_C_stable.so`; beside another torch it lacks symbols."""
+def _loads_compiled_part(folder: Path) -> bool:
+    """Try to load the library as torchvision will; it fails beside a torch that it was not built for."""
     import torch
 
     for library in folder.glob("_C*.so"):
@@ -46,7 +47,7 @@ def _has_compiled_part(folder: Path) -> bool:
     return False
 
 
-kept: list[_BeforeTorchvision] = []  # the operators live as long as their library
+kept: list[_BeforeTorchvision] = []  # an operator goes with its torch.library.Library
 if __name__ == "__main__":
     packages = Path(sysconfig.get_path("purelib"))
     shutil.copy(__file__, packages)

@@ -1,7 +1,8 @@
 """Run the tests that need no server on other versions: bash scripts/test.sh --versions [SET ...].
 
 Each set is installed into an environment of its own, .venv-SET. Without a name it is the oldest and the
-newest set. docs/versions.json gets what ran and how many tests passed; the documents quote it.
+newest set. docs/versions.json gets what ran and how many tests passed; paste the table that is printed into
+docs/operations.md, and the ranges into README.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "versions.json"
-OF_RESULTS = "test_environment.py::test_documents_say_what_was_tried"  # which are not there yet
+OF_RESULTS = "test_environment.py::test_documents_say_what_was_tried"  # compares versions.json with the documents: passes afterwards
 TESTS = ["-m", "not server and not slow", "--deselect", f"tests/{OF_RESULTS}"]
 SHOWN = ("torch", "transformers", "peft")
 
@@ -29,7 +30,7 @@ class Set:
     requirements: str
 
 
-LOCK = "requirements-cpu.txt"  # the only set with vLLM, which needs one torch
+LOCK = "requirements-cpu.txt"  # the only file with vLLM, which needs one exact torch
 SETS = {
     "oldest": Set(sys.executable, "requirements-oldest.txt"),
     "newest": Set(sys.executable, "requirements-newest.txt"),
@@ -44,7 +45,8 @@ def installations(versions: Set) -> list[list[str]]:
     if versions.requirements != LOCK:
         return [["-r", versions.requirements, *dev]]
 
-    # First torch, with what its build for CUDA needs: PyTorch's index, with those for CPUs, may not answer.
+    # Without "+cpu", so that PyPI's torch serves where PyTorch's index does not answer; that is built for CUDA
+    # and needs packages that the lock lacks, so it goes first.
     pins = [line for line in (ROOT / LOCK).read_text().splitlines() if not line.startswith("#")]
     builds = [pin for pin in pins if pin.startswith(("torch==", "torchvision=="))]
     others = [pin for pin in pins if pin not in builds]

@@ -324,14 +324,14 @@ def test_news_of_a_run_that_was_cut(tmp_path):
     folder = make_run(tmp_path, num_steps=3)
     ends = run_page.read_run(folder)["ends"]
     write(folder, "metrics", [{"step": 4, "reward": 0.5}], "a")
-    assert [row["step"] for row in run_page.news(folder, ends, 3)["metrics"]] == [4]
+    assert [row["step"] for row in run_page.written_since(folder, ends, 3)["metrics"]] == [4]
     whole = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text(
         whole[0] + '{"step": 2, "reward": 0.123456789}\n' + whole[2] * 3
     )
-    assert run_page.news(folder, ends, 3) == {"anew": True}  # within a line
+    assert run_page.written_since(folder, ends, 3) == {"reload": True}  # within a line
     (folder / "metrics.jsonl").write_text("".join([*whole[:3], whole[2]]))
-    assert run_page.news(folder, ends, 3) == {"anew": True}  # a step that is known
+    assert run_page.written_since(folder, ends, 3) == {"reload": True}  # a step that is known
 
 
 def test_a_narrow_and_dark_window(tmp_path, visit):

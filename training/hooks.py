@@ -1,4 +1,4 @@
-"""A trial of what a config brings, functions and packages, before training; and `on_step`."""
+"""Trials of a config's functions and packages before training, and the call of `on_step`."""
 
 import importlib
 import inspect
@@ -79,7 +79,7 @@ def _check_returned(returned: Any, logprobs: Tensor, mask: Tensor) -> None:
 def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:
     """Two scored groups of one-token completions, to try `advantage_fn` on.
 
-    They lack the `info` that a `rollout_fn` gives, so that such runs try nothing.
+    They have no `info`: with a `rollout_fn`, whose `advantage_fn` may need it, the caller does not.
     """
     num = config.num_generations
     groups = []
@@ -95,7 +95,7 @@ def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:
 def check_on_step(config: TrainConfig) -> None:
     """Raise a UserError where `on_step` does not take (step, metrics, groups).
 
-    It is not called: what it sends to would keep the trial as a step.
+    Only its signature is tried: a call would leave a step that never was in the user's tracker.
     """
     on_step: Any = config.on_step
     with naming("on_step must take (step, metrics, groups)"):

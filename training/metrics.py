@@ -31,7 +31,7 @@ class TokenSums:
         self.totals = {name: zero.clone() for name in names}
         self.max_gap = torch.zeros((), device=device)
         self.by_completion = CompletionSums()
-        # Sums of |Δ|, and tokens, by server: the places are `MicroBatch.servers`.
+        # Sums of |Δ|, and tokens: at 0 of older policies, at 1 + n of current tokens of server n.
         self.by_server = torch.zeros(2, 1 + MAX_SERVERS, dtype=torch.float64, device=device)
 
     def add(

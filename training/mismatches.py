@@ -9,10 +9,10 @@ from utils import gather_objects
 
 
 class Gaps(NamedTuple):
-    """Means of |trainer - server|, nats a token, of the policy before any update."""
+    """Means of |log p trainer - log p server|, nats a token, before the batch's first update."""
 
-    by_server: dict[int, float]  # over tokens of the current policy
-    by_completion: dict[int, float]  # over those that train, by `rollout_number`
+    by_server: dict[int, float]  # over tokens that the current policy sampled: numerics alone
+    by_completion: dict[int, float]  # over all that train, with staleness; by `rollout_number`
 
 
 class CompletionSums:

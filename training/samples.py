@@ -10,7 +10,7 @@ from torch import Tensor
 from config import TrainConfig
 from rollouts.group import Completion, Group, rollout_number, version_spans
 
-MAX_SHOWN = 2000  # characters of a dataset column
+MAX_SHOWN = 2000  # characters of a column, of a message, of a segment's prompt
 UNREADABLE = "\ufffd"  # what a part of a character is decoded as
 MAX_PARTS = 4  # tokens of a character, as UTF-8 has at most four bytes for it
 
@@ -18,8 +18,8 @@ MAX_PARTS = 4  # tokens of a character, as UTF-8 has at most four bytes for it
 class TokenTexts:
     """The text of each token, for a reader who goes from token to token.
 
-    A character of several tokens stands at the last of them. Joined they are the text of all, but
-    where its bytes make no characters.
+    A character of several tokens is given whole to the last of them, and "" to the others. Joined,
+    the texts are the decoded completion, except where its bytes are not valid UTF-8.
     """
 
     def __init__(self, tokenizer: Any):
@@ -66,9 +66,9 @@ def batch_samples(
     texts: TokenTexts | None = None,
     mismatches: Mapping[int, float] = MappingProxyType({}),
 ) -> list[dict[str, Any]]:
-    """One JSON object a completion; long columns are shortened, and `texts` adds its tokens.
+    """One JSON object a completion.
 
-    The mismatches are those of a `Batch`.
+    `texts` adds its tokens and their log-probs; the mismatches are those of a `Batch`.
     """
     functions: Any = config.reward_funcs
     names = [function.__name__ for function in functions]
@@ -98,7 +98,7 @@ def batch_samples(
 
 
 def prompt_fields(group: Group) -> dict[str, Any]:
-    """What all completions of a group share, with the files of images in the folder `images`."""
+    """The fields that a group's completions share; images by the names of their files."""
     prompt = group.prompt
     fields = {
         "group": group.id,
@@ -123,7 +123,7 @@ def token_fields(completion: Completion, texts: TokenTexts | None) -> dict[str, 
 
 
 def segment_fields(segment: Completion, texts: TokenTexts) -> dict[str, Any]:
-    """A segment before the last, with the end of its prompt."""
+    """The fields of a segment before the last, with the end of its prompt."""
     fields = token_fields(segment, texts)
     if segment.prompt_ids is not None:
         end = segment.prompt_ids[-MAX_SHOWN:]  # a token has a character, as a rule

@@ -5,9 +5,9 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs;
 const COLOURS = ["#4477aa", "#ee6677", "#228833", "#aa7700", "#33a0c0", "#aa3377"];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
-const PAGE = 50; // completions that are drawn before `more`
-const MOST_SAMPLES = 20000; // of a run that is followed, and
-const MOST_NEWS = 80e6; // characters of it
+const PAGE = 50; // completions that are drawn before the button `more`
+const MOST_SAMPLES = 20000; // of a followed run, before the page loads itself anew
+const MOST_NEWS = 80e6; // or characters that were read of it
 const UNLIKELY = -2.3; // nats: below a tenth
 const VERY_UNLIKELY = -4.6; // below a hundredth
 
@@ -289,7 +289,7 @@ function drawHead() {
     const told = Object.entries(run.config).map(([name, value]) => `${name} ${value}`).join(" · ");
     return make("label", { class: "key", title: told }, box, sign(COLOURS[number % COLOURS.length], ""), ...plain(run.name));
   });
-  const notes = runs.flatMap((run) => run.leftOut.map((note) => make("p", { class: "note faint" }, `${run.name}: ${note}, as the page would be too large.`)));
+  const notes = runs.flatMap((run) => run.leftOut.map((told) => make("p", { class: "note faint" }, `${run.name}: ${told}, as the page would be too large.`)));
   const told = Object.entries(runs[0].config).map(([name, value]) => `${name} ${value}`).join(" · ");
   const about = runs.length === 1 ? make("p", { class: "faint" }, ...plain(told)) : null;
   byId("head").replaceChildren(make("div", { class: "row" }, ...keys, button("? keys", () => byId("help").showModal())), about ?? "", ...notes);
@@ -322,7 +322,7 @@ function drawControls() {
   if (reasons.length > 1 || state.finish) parts.push(select([["", "any end"], ...reasons], state.finish, (value) => choose({ finish: value }), "finish reason"));
   const sets = [...new Set(samples.map((sample) => sample.set ?? ""))].sort();
   if (state.view === "heldOut" && (sets.length > 1 || state.set)) parts.push(select([["", "all data sets"], ...sets.filter(Boolean)], state.set, (value) => choose({ set: value }), "data set"));
-  parts.push(make("input", { type: "search", placeholder: "with this text", value: state.text, "aria-label": "filter by text", oninput: (event) => { state.text = event.target.value; state.shown = PAGE; drawList(); note(); } }));
+  parts.push(make("input", { type: "search", placeholder: "with this text", value: state.text, "aria-label": "filter by text", oninput: (event) => { state.text = event.target.value; state.shown = PAGE; drawList(); saveAddress(); } }));
   byId("controls").replaceChildren(make("div", { class: "row" }, ...parts));
 }
 
@@ -512,11 +512,11 @@ function hash(changes = {}) {
   return `#${new URLSearchParams(kept)}`;
 }
 
-const note = () => history.replaceState(null, "", hash());
+const saveAddress = () => history.replaceState(null, "", hash());
 
 function choose(changes) {
   Object.assign(state, { shown: PAGE }, changes);
-  note();
+  saveAddress();
   draw();
 }
 
@@ -528,7 +528,7 @@ function draw() {
 
 function open(key) {
   state.open = key;
-  note();
+  saveAddress();
   drawList();
   byId(`sample-${key}`)?.scrollIntoView({ block: "nearest" });
 }
@@ -605,7 +605,7 @@ async function follow(number) {
   const body = await answer.text();
   const news = JSON.parse(body);
   run.read = (run.read ?? 0) + body.length;
-  if (news.anew || run.read > MOST_NEWS || run.samples.length > MOST_SAMPLES) return location.reload();
+  if (news.reload || run.read > MOST_NEWS || run.samples.length > MOST_SAMPLES) return location.reload();
   const known = run.metrics.step?.length ?? 0;
   news.metrics.forEach((row, place) => {
     for (const name of Object.keys(row)) run.metrics[name] ??= new Array(known + place).fill(null);
