@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import queue
 import shutil
 import threading
 import urllib.error
@@ -342,7 +343,7 @@ def test_a_narrow_and_dark_window(tmp_path, visit):
 
 
 @pytest.fixture
-def served(tmp_path, monkeypatch, capsys):
+def served(tmp_path, monkeypatch):
     """A run, and the address where its page is served."""
     folder = make_run(tmp_path / "run")
     servers = []
@@ -351,13 +352,12 @@ def served(tmp_path, monkeypatch, capsys):
         servers.append(ThreadingHTTPServer(*arguments))
         return servers[0]
 
+    told: queue.Queue[str] = queue.Queue()
     monkeypatch.setattr(run_page, "ThreadingHTTPServer", noted)
+    monkeypatch.setattr(run_page, "print", lambda text, **_: told.put(text), raising=False)
     thread = threading.Thread(target=run_page.serve, args=([folder], 0))
     thread.start()
-    told = ""
-    while "until" not in told:
-        told += capsys.readouterr().out
-    yield folder, told.split()[0]
+    yield folder, told.get(timeout=60).split()[0]
     servers[0].shutdown()
     thread.join()
 
