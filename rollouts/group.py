@@ -14,10 +14,10 @@ from prefix_attention import as_tokens
 
 # In place of the policy version that sampled a token:
 FOREIGN = -1  # it was sampled by weights that this trainer never sent
-MAX_COMPLETIONS = 1 << 20  # of a group
 ENVIRONMENT = -2  # an environment wrote it, so it does not train
 
 CUT = ("length", "repetition")  # finish reasons of completions that did not end by themselves
+MAX_COMPLETIONS = 1 << 20  # of a group, for `rollout_number`
 
 
 @dataclass(frozen=True)

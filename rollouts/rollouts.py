@@ -276,7 +276,8 @@ class Rollouts:
     def end_batch(self, mismatches: dict[int, float]) -> Batch:
         """The batch of groups trained and dropped, with metrics, on rank 0.
 
-        Its mismatches are known to the caller.
+        Args:
+            mismatches: as in `Batch`; the trainer has measured them.
         """
         if not is_main():
             return Batch()

@@ -129,7 +129,7 @@ def read_from(path: Path, begin: int = 0) -> tuple[list[dict[str, Any]], int]:
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What a page has of a run.
+    """Read a run's part of a page.
 
     Raises:
         SystemExit: there is no run.
@@ -161,7 +161,7 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def run_id(folder: Path) -> str:
-    """What tells a run from an earlier one in its folder."""
+    """The run's own name, which an earlier one in the folder does not have."""
     path = folder / "run_id"
     return path.read_text() if path.is_file() else ""
 

@@ -75,7 +75,7 @@ def make_environment(name: str, versions: Set, index: list[str]) -> Path:
 
 
 def run_tests(name: str, python: Path) -> dict[str, object]:
-    """What ran, on which versions, and how many tests passed."""
+    """Run a set's tests; returns its versions, and how many tests passed."""
     report = python.parent.parent / "report.xml"
     report.unlink(missing_ok=True)
     workers = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
@@ -125,7 +125,7 @@ def table(results: dict[str, dict[str, object]]) -> str:
 
 
 def ranges(results: dict[str, dict[str, object]]) -> list[str]:
-    """What README says: ["torch 2.11.0 to 2.15.0", ...]."""
+    """The ranges that README has: ["torch 2.11.0 to 2.15.0", ...]."""
     found = []
     for column in SHOWN:
         tried = sorted({str(row[column]) for row in results.values()}, key=_parts)

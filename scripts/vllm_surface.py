@@ -204,7 +204,7 @@ def _arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def touched() -> dict[tuple[str, ...], str]:
-    """What we touch, by its dotted names, one of which must be there, with a place of ours."""
+    """Dotted names that we touch, one of which must be there, each with a place of ours."""
     found: dict[tuple[str, ...], str] = {}
     for path in OURS:
         tree = ast.parse(path.read_text())
