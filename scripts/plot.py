@@ -5,7 +5,6 @@
     python scripts/plot.py RUN RUN -v reward -v eval/reward -x num_tokens --smooth 20 -o curve.svg
     python scripts/plot.py info RUN                                    # which metrics there are
     python scripts/plot.py RUN --remote host                           # a run on another machine, read over ssh
-    python scripts/plot.py RUN --rewards --keep docs/runs/tiny -o docs/curves-tiny.svg   # and what is drawn, as a small run
 
 The suffix of `-o` chooses PNG, SVG or PDF. A picture has its own background, so that it reads the same on a light and
 on a dark page.
@@ -203,23 +202,6 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
     save(figure, path)
 
 
-def keep(rows: Rows, names: list[str], x: str, folder: Path) -> None:
-    """Write what is drawn of a run, and what is printed, to `<folder>/metrics.jsonl`, with five digits."""
-    drawn = names or [name for panel in SUMMARY for name in panel]
-    wanted = {"step", x, "reward", "eval/reward", "eval/accuracy", *drawn}
-    kept = [
-        {name: value for name, value in row.items() if name in wanted and value is not None}
-        for row in rows
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "metrics.jsonl").open("w", encoding="utf-8") as lines:
-        for row in kept:
-            for name, value in row.items():
-                if isinstance(value, float):
-                    row[name] = float(f"{value:.5g}")
-            lines.write(json.dumps(row) + "\n")
-
-
 def print_ends(name: str, rows: list[dict[str, Any]], is_only: bool) -> None:
     """Print a run's rewards, and its held-out figures before and after."""
     rewards = [row["reward"] for row in rows if row.get("reward") is not None]
@@ -272,9 +254,6 @@ def main(argv: list[str]) -> None:
         type=Path,
         help="default: reward.png in the first run, here if it is remote",
     )
-    parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="write what is drawn of one run there, as a run"
-    )
     parser.add_argument("--remote", metavar="HOST", help="where the runs are; as ssh takes it")
     args = parser.parse_args(argv)
     if args.smooth < 1:
@@ -293,12 +272,8 @@ def main(argv: list[str]) -> None:
     path = args.output or (Path() if args.remote else paths[0]) / "reward.png"
     if path.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"-o {path} must end with .png, .svg or .pdf")
-    if args.keep and (len(runs) > 1 or args.keep.resolve() == paths[0].resolve()):
-        parser.error("--keep takes one run, and another folder than its own")
     names = REWARDS + args.metric if args.rewards else args.metric
     plot(runs, names, args.x, args.smooth, path)
-    if args.keep:
-        keep(next(iter(runs.values())), names, args.x, args.keep)
     for name, rows in runs.items():
         print_ends(name, rows, is_only=len(runs) == 1)
     print(f"reward curve: {path}")

@@ -7,8 +7,10 @@ follows runs that train. scripts/page/ has its parts; text of a model is data th
 import base64
 import hashlib
 import json
+import math
 import re
 import secrets
+import shutil
 import sys
 import time
 from dataclasses import dataclass, field
@@ -20,6 +22,8 @@ from urllib.parse import parse_qs, urlsplit
 PARTS = Path(__file__).resolve().parent / "page"
 MAX_ROWS = 10_000  # of one log of a run, completions or held_out
 MAX_BYTES = 40_000_000  # of these rows, as JSON
+MAX_STEPS = 2_000  # points of a curve
+KEPT_BYTES = 150_000  # of each log, of a run that is kept in a repository
 MAX_IMAGE_BYTES = 20_000_000  # of all pictures in a page
 SHOWN_CONFIG = (
     "model_id", "dataset_id", "batch_size", "num_generations", "learning_rate", "max_steps", "seed",
@@ -37,13 +41,18 @@ class Lines:
     rows_left_out: int = 0
 
 
-def read_lines(path: Path) -> Lines:
+def read_lines(path: Path, most_bytes: int | None = None) -> Lines:
     """The rows of a log; of a long one those of steps at even distances, with the first and the last.
+
+    Args:
+        path: a file of JSON lines, each with its step first.
+        most_bytes: of the rows, as JSON; by default as many as a page holds.
 
     Raises:
         SystemExit: a line is damaged.
     """
     lines = Lines()
+    most_bytes = most_bytes or MAX_BYTES
     if not path.is_file():
         return lines
     places: dict[int, list[tuple[int, int]]] = {}  # by step, the begin and size of each line
@@ -57,8 +66,9 @@ def read_lines(path: Path) -> Lines:
             places.setdefault(int(found[1]), []).append((lines.end, len(line)))
             lines.end += len(line)
 
-        chosen = chosen_steps({step: _weight(of_step) for step, of_step in places.items()})
-        total = sum(_weight(places[step]) for step in chosen)
+        weights = {step: _weight(of_step, most_bytes) for step, of_step in places.items()}
+        chosen = chosen_steps(weights)
+        total = sum(weights[step] for step in chosen)
         for step in chosen:
             of_step = places[step]
             if total > 1:  # even the first and the last are too large: their first groups
@@ -84,10 +94,10 @@ def parsed(line: bytes, path: Path) -> dict[str, Any]:
         sys.exit(f"error: {path}: a line is damaged: {line[:60]!r}")
 
 
-def _weight(of_step: list[tuple[int, int]]) -> float:
+def _weight(of_step: list[tuple[int, int]], most_bytes: int) -> float:
     """The share of a page that a step takes."""
     num_bytes = sum(size for _, size in of_step)
-    return max(len(of_step) / MAX_ROWS, num_bytes / MAX_BYTES)
+    return max(len(of_step) / MAX_ROWS, num_bytes / most_bytes)
 
 
 def chosen_steps(weights: dict[int, float]) -> list[int]:
@@ -106,9 +116,24 @@ def chosen_steps(weights: dict[int, float]) -> list[int]:
 
 
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    """The metrics by name, with five digits, None where a step has none."""
+    """The metrics by name, with five digits, None where a step has none.
+
+    Of more than `MAX_STEPS` steps they are means of neighbours, at the last step of each.
+    """
+    size = math.ceil(len(rows) / MAX_STEPS)
+    parts = [rows[begin : begin + size] for begin in range(0, len(rows), size or 1)]
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [_short(row.get(name)) for row in rows] for name in names}
+    by_name = {name: [_short(_mean(part, name)) for part in parts] for name in names}
+    by_name["step"] = [part[-1]["step"] for part in parts]
+    return by_name
+
+
+def _mean(rows: list[dict[str, Any]], name: str) -> Any:
+    """A metric's mean over the steps that have it; its value where there is one step."""
+    if len(rows) == 1:
+        return rows[0].get(name)
+    values = [row[name] for row in rows if row.get(name) is not None]
+    return sum(values) / len(values) if values else None
 
 
 def _short(value: Any) -> Any:
@@ -142,12 +167,8 @@ def read_run(folder: Path) -> dict[str, Any]:
     samples = read_lines(folder / "completions.jsonl")
     held_out = read_lines(folder / "held_out.jsonl")
 
-    left_out = []
-    for name, lines in (("completions", samples), ("held-out completions", held_out)):
-        if lines.rows_left_out:
-            left_out.append(
-                f"{lines.rows_left_out:,} {name} are left out, and {lines.steps_left_out:,} steps"
-            )
+    left_out = told_left_out("completions", samples)
+    left_out += told_left_out("held-out completions", held_out)
     return {
         "name": str(folder),
         "id": run_id(folder),
@@ -155,9 +176,46 @@ def read_run(folder: Path) -> dict[str, Any]:
         "metrics": columns(metrics),
         "samples": samples.rows,
         "heldOut": held_out.rows,
-        "leftOut": left_out,
+        "leftOut": config.get("left_out", []) + left_out,
         "ends": {"metrics": end, "completions": samples.end, "held_out": held_out.end},
     }
+
+
+def told_left_out(name: str, lines: Lines) -> list[str]:
+    """A sentence on what a long log lacks here, if it does."""
+    if not lines.rows_left_out:
+        return []
+    return [f"{lines.rows_left_out:,} {name} are left out, and {lines.steps_left_out:,} steps"]
+
+
+def keep(folder: Path, target: Path) -> None:
+    """Write a small copy of a run, for a repository: its metrics, and samples of some steps with their images.
+
+    Raises:
+        SystemExit: there is no run.
+    """
+    run = read_run(folder)
+    metrics, _ = read_from(folder / "metrics.jsonl")
+    logs = {"metrics": [{name: _short(value) for name, value in row.items()} for row in metrics]}
+    left_out = []
+    for name, told in (("completions", "completions"), ("held_out", "held-out completions")):
+        lines = read_lines(folder / f"{name}.jsonl", KEPT_BYTES)
+        logs[name] = lines.rows
+        left_out += told_left_out(told, lines)
+
+    target.mkdir(parents=True, exist_ok=True)
+    config = run["config"] | {"left_out": left_out}
+    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    for name, rows in logs.items():
+        with (target / f"{name}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps(row) + "\n" for row in rows)
+
+    shown = {name for rows in logs.values() for row in rows for name in row.get("images", ())}
+    for name in sorted(shown):
+        source = folder / "images" / Path(name).name
+        if source.is_file():
+            (target / "images").mkdir(exist_ok=True)
+            shutil.copy(source, target / "images")
 
 
 def run_id(folder: Path) -> str:

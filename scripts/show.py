@@ -6,6 +6,7 @@
     python scripts/show.py RUN --held-out --worst 5
     python scripts/show.py RUN [RUN ...] --html      # a page with curves and completions, RUN/run.html
     python scripts/show.py RUN --serve               # the page of a run that trains, on loopback
+    python scripts/show.py RUN --keep docs/runs/mine # a small copy of a run, for a repository
 
 Held-out ones are of the last evaluation; with `--set NAME` of one of several sets.
 """
@@ -110,6 +111,17 @@ def show_page(runs: list[Path], file: Path | None, port: int | None) -> None:
         run_page.serve(runs, port)
 
 
+def keep_run(run: Path, folder: Path) -> None:
+    """Write a small copy of a run to another folder."""
+    import run_page
+
+    if folder.resolve() == run.resolve():
+        sys.exit("error: --keep takes another folder than the run's own")
+    run_page.keep(run, folder)
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    print(f"{folder}: {size / 1e6:.1f} MB")
+
+
 def main(argv: list[str]) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -132,6 +144,12 @@ def main(argv: list[str]) -> None:
         metavar="PORT",
         help="serve the page on loopback, and follow runs that train",
     )
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="FOLDER",
+        help="write a small copy of a run there: its metrics, and samples of some steps",
+    )
     parser.add_argument("--step", type=int, help="default: the last")
     parser.add_argument("--group", type=int)
     parser.add_argument(
@@ -147,6 +165,9 @@ def main(argv: list[str]) -> None:
         return
     if len(args.runs) > 1:
         parser.error("several runs are shown by --html and --serve alone")
+    if args.keep is not None:
+        keep_run(args.runs[0], args.keep)
+        return
 
     name = "held_out.jsonl" if args.held_out else "completions.jsonl"
     samples = read_samples(args.runs[0] / name, args.step)

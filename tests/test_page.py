@@ -140,6 +140,54 @@ def test_a_step_sorted_filtered_and_linked(tmp_path, visit):
     assert steps == ["step 2", "step 5"]  # groups 4 and 11 have row 4
 
 
+def test_a_filter_by_reward(tmp_path, visit):
+    """Of any function, between two bounds; what it did not judge is not among them."""
+    rows = [
+        sample(1, 0, n, rewards={"right": n / 4, "brief": None if n else 0.5}) for n in range(4)
+    ]
+    held_out = [{**sample(s, n, n), "set": ""} for s in (0, 1) for n in range(3)]
+    page = visit(page_of(make_run(tmp_path / "run", rows, held_out)))
+    menu = page.get_by_label("filter by reward")
+    assert menu.locator("option").all_inner_texts() == [
+        "any reward", "with reward", "with right", "with brief",
+    ]  # fmt: skip
+    menu.select_option("brief")
+    assert [text.split()[3] for text in figures(page)] == ["0"]
+    menu.select_option("right")
+    page.get_by_label("least reward").fill("0.25")
+    page.get_by_label("most reward").fill("0.5")
+    assert [text.split()[1] for text in figures(page)] == ["0.25", "0.5"]
+
+    page.keyboard.press("Escape")
+    page.keyboard.press("h")  # the filter stays, and is seen
+    assert page.get_by_label("least reward").input_value() == "0.25"
+    assert page.locator(".problem").count() == 2
+    again = visit(page.url)
+    assert again.locator(".problem").count() == 2
+
+
+def test_answers_that_are_all_alike(tmp_path, visit):
+    rows = [sample(1, 0, n, tokens=["admiration"]) for n in range(3)] + [sample(1, 0, 1)]
+    page = visit(page_of(make_run(tmp_path / "run", rows)))
+    told = page.locator("#summary")
+    assert told.inner_text() == "4 completions, mean reward 0.25, 2 different; 3 times “admiration”"
+    page.get_by_placeholder("with this text").fill(" b")
+    assert told.inner_text() == "1 completions, mean reward 0.25, all different"
+
+
+def test_curves_of_a_long_run(tmp_path):
+    """Means of neighbours, at the last step of each; held-out figures stand where they were taken."""
+    rows = [{"step": step, "reward": float(step)} for step in range(1, 5000)]
+    rows[2999]["eval/reward"] = 0.25
+    found = run_page.columns(rows)
+    assert len(found["step"]) == 1667
+    assert (found["step"][0], found["reward"][0]) == (3, 2.0)
+    assert (found["step"][-1], found["reward"][-1]) == (4999, 4999.0)
+    assert [pair for pair in zip(found["step"], found["eval/reward"], strict=True) if pair[1]] == [
+        (3000, 0.25)
+    ]
+
+
 def test_a_click_on_a_curve_shows_its_step(tmp_path, visit):
     page = visit(page_of(make_run(tmp_path / "run")))
     curve = page.locator("figure svg").first
@@ -310,6 +358,32 @@ def test_steps_that_are_too_large(tmp_path, monkeypatch):
     assert each > 5
     assert kept == [(s, g) for s in (1, 3) for g in range(each)]
     assert (lines.steps_left_out, lines.rows_left_out) == (1, 300 - 2 * each)
+
+
+def test_a_small_copy_of_a_run(tmp_path, monkeypatch, visit):
+    """Some steps with their images; the page says what it lacks."""
+    monkeypatch.setattr(run_page, "KEPT_BYTES", 3_000)
+    rows = [sample(s, s, 0, images=[f"{s}.jpg"]) for s in range(1, 21)]
+    folder = make_run(tmp_path / "run", rows, num_steps=20)
+    (folder / "images").mkdir()
+    for step in range(1, 21):
+        (folder / "images" / f"{step}.jpg").write_bytes(b"a picture")
+    small = tmp_path / "small"
+    show.main([str(folder), "--keep", str(small)])
+    kept = [json.loads(line) for line in (small / "completions.jsonl").read_text().splitlines()]
+    steps = [row["step"] for row in kept]
+    assert (steps[0], steps[-1]) == (1, 20)
+    assert 5 <= len(steps) <= 3_000 // len(json.dumps(rows[0]))
+    assert kept == [row for row in rows if row["step"] in steps]
+    assert {path.stem for path in (small / "images").iterdir()} == set(map(str, steps))
+
+    page = visit(page_of(small))
+    assert page.evaluate("runs[0].metrics.step.length") == 20
+    assert (
+        page.locator("#head .note")
+        .inner_text()
+        .endswith(f"{20 - len(steps)} completions are left out, and {20 - len(steps)} steps.")
+    )
 
 
 def test_a_damaged_line_is_named(tmp_path):

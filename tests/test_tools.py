@@ -260,35 +260,28 @@ def test_plot_of_two_runs(tmp_path, suffix, start):
 
 
 def test_what_is_kept_draws_the_same(tmp_path):
-    """Text and the numbers of an axis stay as they are."""
+    """Text and the numbers of an axis stay as they are; numbers have five digits."""
     svgs = [str(tmp_path / name) for name in ("a.svg", "b.svg")]
     options = ["-v", "reward", "-v", "eval/reward"]
-    plot.main(
-        [
-            str(run(tmp_path, "a", 0.0012)),
-            *options,
-            "--keep",
-            str(tmp_path / "small"),
-            "-o",
-            svgs[0],
-        ]
-    )
-    plot.main([str(tmp_path / "small"), *options, "-o", svgs[1]])
+    whole, small = run(tmp_path, "a", 0.0012), tmp_path / "small"
+    written = (whole / "metrics.jsonl").read_bytes()
+    plot.main([str(whole), *options, "-o", svgs[0]])
+    show.main([str(whole), "--keep", str(small)])
+    plot.main([str(small), *options, "-o", svgs[1]])
     drawn, again = (Path(svg).read_text() for svg in svgs)
     assert drawn == again
     assert ">eval/reward</text>" in drawn
     assert ">0.2</text>" in drawn
-    rows = [
-        json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()
-    ]
+    rows = [json.loads(line) for line in (small / "metrics.jsonl").read_text().splitlines()]
     assert rows[0] == {"step": 0, "eval/reward": 0.1, "eval/accuracy": 0.1}
-    assert rows[1] == {"step": 1, "reward": 0.1012}
-    with pytest.raises(SystemExit):
-        plot.main([str(tmp_path / "a"), str(tmp_path / "small"), "--keep", str(tmp_path / "more")])
-    whole = (tmp_path / "a" / "metrics.jsonl").read_bytes()
-    with pytest.raises(SystemExit):
-        plot.main([str(tmp_path / "a"), "--keep", str(tmp_path / "a")])
-    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == whole
+    assert rows[1]["reward"] == 0.1012
+    for arguments in (
+        [str(whole), str(small), "--keep", "more"],
+        [str(whole), "--keep", str(whole)],
+    ):
+        with pytest.raises(SystemExit):
+            show.main(arguments)
+    assert (whole / "metrics.jsonl").read_bytes() == written
 
 
 def test_what_is_drawn(tmp_path, monkeypatch, capsys):

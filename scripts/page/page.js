@@ -25,8 +25,9 @@ const PANELS = [
   { title: "speed", names: ["tokens_per_s/trained", "tokens_per_s/sampled"], unit: "tokens/s" },
 ];
 
+const NO_FILTER = { text: "", finish: "", set: "", by: "", least: "", most: "" };
 const START = {
-  view: "step", run: 0, step: null, sort: "group", order: 1, text: "", finish: "", set: "",
+  view: "step", run: 0, step: null, sort: "group", order: 1, ...NO_FILTER,
   row: null, open: null, colour: "likely", other: "grad_norm", shown: PAGE,
 };
 const state = { ...START };
@@ -96,11 +97,14 @@ function promptText(sample) {
   return sample.prompt.map(content).join("\n");
 }
 
-function columnsOf(run) {
+function rewardFunctions(run) {
   const names = new Set();
-  for (const sample of run.samples) for (const name of Object.keys(sample.rewards)) names.add(name);
+  for (const sample of [...run.samples, ...run.heldOut]) for (const name of Object.keys(sample.rewards)) names.add(name);
+  names.delete("reward"); // the weighted sum has this name
   return [...names];
 }
+
+const rewardOf = (sample, name) => (name === "reward" ? sample.reward : sample.rewards[name]);
 
 function prepare(run) {
   run.steps = [...new Set(run.samples.map((sample) => sample.step))].sort((a, b) => a - b);
@@ -112,7 +116,7 @@ function prepare(run) {
     nameIt(run, `${sample.step}-${sample.group}`, sample);
   }
   for (const sample of run.heldOut) nameIt(run, `held-out-${sample.step}-${sample.set ?? ""}-${sample.row}`, sample);
-  run.functions = columnsOf(run);
+  run.functions = rewardFunctions(run);
 }
 
 // A completion's name is the same in every page of its run.
@@ -125,20 +129,28 @@ function nameIt(run, prefix, sample) {
 
 const SORTS = {
   group: (sample) => sample.group,
-  reward: (sample) => sample.reward,
   advantage: (sample) => sample.advantage,
   length: length,
   mismatch: (sample) => sample.mismatch,
 };
 
 function sorted(samples) {
-  const of = SORTS[state.sort] ?? ((sample) => sample.rewards[state.sort]);
+  const of = SORTS[state.sort] ?? ((sample) => rewardOf(sample, state.sort));
   const known = samples.filter((sample) => isNumber(of(sample)));
   known.sort((a, b) => (of(a) - of(b)) * state.order || a.group - b.group);
   return known.concat(samples.filter((sample) => !isNumber(of(sample))));
 }
 
+// A function gives none for a completion that is not its task; such ones do not pass.
+function fitsReward(sample) {
+  if (!state.by) return true;
+  const value = rewardOf(sample, state.by);
+  if (!isNumber(value)) return false;
+  return (state.least === "" || value >= Number(state.least)) && (state.most === "" || value <= Number(state.most));
+}
+
 function fits(sample) {
+  if (!fitsReward(sample)) return false;
   if (state.finish && sample.finish_reason !== state.finish) return false;
   if (state.view === "heldOut" && state.set && (sample.set ?? "") !== state.set) return false;
   if (!state.text) return true;
@@ -168,15 +180,7 @@ function points(run, name) {
   const values = run.metrics[name] ?? [];
   const found = [];
   values.forEach((value, place) => isNumber(value) && found.push([step[place], value]));
-  const size = Math.ceil(found.length / 1000); // a week's steps become means
-  if (size <= 1) return found;
-  const means = [];
-  for (let begin = 0; begin < found.length; begin += size) {
-    const part = found.slice(begin, begin + size);
-    const sum = part.reduce((total, point) => [total[0] + point[0], total[1] + point[1]], [0, 0]);
-    means.push([sum[0] / part.length, sum[1] / part.length]);
-  }
-  return means;
+  return found;
 }
 
 function ticks(low, high) {
@@ -289,10 +293,21 @@ function drawHead() {
     const told = Object.entries(run.config).map(([name, value]) => `${name} ${value}`).join(" · ");
     return make("label", { class: "key", title: told }, box, sign(COLOURS[number % COLOURS.length], ""), ...plain(run.name));
   });
-  const notes = runs.flatMap((run) => run.leftOut.map((told) => make("p", { class: "note faint" }, `${run.name}: ${told}, as the page would be too large.`)));
+  const notes = runs.flatMap((run) => run.leftOut.map((told) => make("p", { class: "note faint" }, `${run.name}: ${told}.`)));
   const told = Object.entries(runs[0].config).map(([name, value]) => `${name} ${value}`).join(" · ");
   const about = runs.length === 1 ? make("p", { class: "faint" }, ...plain(told)) : null;
   byId("head").replaceChildren(make("div", { class: "row" }, ...keys, button("? keys", () => byId("help").showModal())), about ?? "", ...notes);
+}
+
+// As `choose`, while the field that is typed in stays.
+function filter(changes) {
+  Object.assign(state, { shown: PAGE }, changes);
+  saveAddress();
+  drawList();
+}
+
+function bound(name) {
+  return make("input", { type: "number", step: "any", class: "bound", value: state[name], "aria-label": `${name} reward`, oninput: (event) => filter({ [name]: event.target.value }) });
 }
 
 function drawControls() {
@@ -309,7 +324,7 @@ function drawControls() {
   if (state.view === "step") {
     parts.push(button("‹", () => move(-1), null, "the step before: ["), button("›", () => move(1), null, "the next step: ]"));
     parts.push(select(run.steps.map((step) => [step, `step ${step}`]), state.step, (value) => choose({ step: Number(value), open: null }), "step"));
-    const sorts = ["group", "reward", "advantage", "length", "mismatch", ...run.functions.filter((name) => name !== "reward")];
+    const sorts = ["group", "reward", "advantage", "length", "mismatch", ...run.functions];
     parts.push(select(sorts.map((name) => [name, `by ${name}`]), state.sort, (value) => choose({ sort: value, order: value === "group" ? 1 : -1 }), "sort by"));
     parts.push(button(state.order > 0 ? "lowest first" : "highest first", () => choose({ order: -state.order })));
   }
@@ -322,7 +337,10 @@ function drawControls() {
   if (reasons.length > 1 || state.finish) parts.push(select([["", "any end"], ...reasons], state.finish, (value) => choose({ finish: value }), "finish reason"));
   const sets = [...new Set(samples.map((sample) => sample.set ?? ""))].sort();
   if (state.view === "heldOut" && (sets.length > 1 || state.set)) parts.push(select([["", "all data sets"], ...sets.filter(Boolean)], state.set, (value) => choose({ set: value }), "data set"));
-  parts.push(make("input", { type: "search", placeholder: "with this text", value: state.text, "aria-label": "filter by text", oninput: (event) => { state.text = event.target.value; state.shown = PAGE; drawList(); saveAddress(); } }));
+  const functions = [["", "any reward"], ...["reward", ...run.functions].map((name) => [name, `with ${name}`])];
+  parts.push(select(functions, state.by, (value) => choose({ by: value, least: "", most: "" }), "filter by reward"));
+  if (state.by) parts.push("from", bound("least"), "to", bound("most"));
+  parts.push(make("input", { type: "search", placeholder: "with this text", value: state.text, "aria-label": "filter by text", oninput: (event) => filter({ text: event.target.value }) }));
   byId("controls").replaceChildren(make("div", { class: "row" }, ...parts));
 }
 
@@ -471,6 +489,19 @@ function drawHeldOut() {
   byId("list").replaceChildren(...parts, more(pairs.length));
 }
 
+// A policy that answers everything alike shows here first.
+function summary(samples) {
+  if (!samples.length) return make("p", { class: "faint" }, "no completion fits");
+  const counts = new Map();
+  for (const { completion } of samples) counts.set(completion, (counts.get(completion) ?? 0) + 1);
+  const [text, count] = [...counts].reduce((best, one) => (one[1] > best[1] ? one : best));
+  const total = samples.reduce((sum, sample) => sum + (sample.reward ?? NaN), 0);
+  const told = `${samples.length.toLocaleString("en")} completions, mean reward ${short(total / samples.length)}`;
+  if (count === 1) return make("p", { id: "summary" }, `${told}, all different`);
+  const cut = text.length > 60 ? `${text.slice(0, 60)}…` : text;
+  return make("p", { id: "summary" }, `${told}, ${counts.size.toLocaleString("en")} different; ${count.toLocaleString("en")} times “`, make("bdi", {}, ...plain(cut)), "”");
+}
+
 function more(total) {
   if (total <= state.shown) return "";
   return button(`more: ${(total - state.shown).toLocaleString("en")} are below`, () => choose({ shown: state.shown + PAGE }));
@@ -479,8 +510,7 @@ function more(total) {
 function drawList() {
   if (state.view === "heldOut") return drawHeldOut();
   const samples = chosenSamples();
-  const parts = [];
-  if (!samples.length) parts.push(make("p", { class: "faint" }, "no completion fits"));
+  const parts = [summary(samples)];
   if (isGrouped()) {
     const groups = new Map();
     for (const sample of samples) groups.set(sample.group, [...(groups.get(sample.group) ?? []), sample]);
@@ -535,13 +565,13 @@ function open(key) {
 
 function toRun(number) {
   state.run = number;
-  choose({ run: number, step: runs[number].steps.at(-1) ?? null, sort: "group", order: 1, finish: "", set: "", open: null, row: null });
+  choose({ run: number, step: runs[number].steps.at(-1) ?? null, sort: "group", order: 1, ...NO_FILTER, open: null, row: null });
 }
 
 const toRow = (row) => row !== undefined && choose({ view: "row", row, open: null });
 
 function toGroup(sample) {
-  choose({ view: "step", step: sample.step, sort: "group", order: 1, open: null, text: "", finish: "", shown: 1e9 });
+  choose({ view: "step", step: sample.step, sort: "group", order: 1, open: null, ...NO_FILTER, shown: 1e9 });
   byId(`group-${sample.group}`)?.scrollIntoView();
 }
 
