@@ -28,6 +28,7 @@ config = TrainConfig(
     dataset_id="recipes/smollm.jsonl",
     eval_dataset_id="recipes/smollm_heldout.jsonl",
     reward_funcs=[likeness],
+    accuracy_func="likeness",  # right where it is 1
     scale_rewards="none",  # or groups of sentences alone would count in full
     num_generations=8,
     max_completion_len=12,

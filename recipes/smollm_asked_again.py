@@ -42,6 +42,7 @@ config = replace(
     smollm,
     rollout_fn=ask_again,
     reward_funcs=[last_likeness],
+    accuracy_func="last_likeness",
     max_completion_len=16,
     output_dir="outputs/smollm/asked_again",
 )

@@ -25,9 +25,6 @@ MAX_BYTES = 40_000_000  # of these rows, as JSON
 MAX_STEPS = 2_000  # points of a curve
 KEPT_BYTES = 150_000  # of each log, of a run that is kept in a repository
 MAX_IMAGE_BYTES = 20_000_000  # of all pictures in a page
-SHOWN_CONFIG = (
-    "model_id", "dataset_id", "batch_size", "num_generations", "learning_rate", "max_steps", "seed",
-)  # fmt: skip
 STEP = re.compile(rb'\{"step": ?(\d+)')
 
 
@@ -172,11 +169,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     return {
         "name": str(folder),
         "id": run_id(folder),
-        "config": {name: config[name] for name in SHOWN_CONFIG if config.get(name) is not None},
+        "config": config,
         "metrics": columns(metrics),
         "samples": samples.rows,
         "heldOut": held_out.rows,
-        "leftOut": config.get("left_out", []) + left_out,
+        "leftOut": config.pop("left_out", []) + left_out,
         "ends": {"metrics": end, "completions": samples.end, "held_out": held_out.end},
     }
 

@@ -317,6 +317,18 @@ def test_runs_over_each_other(tmp_path, visit):
     assert page.get_by_label("step", exact=True).input_value() == "9"
 
 
+def test_settings_that_differ_come_first(tmp_path, visit):
+    folders = [make_run(tmp_path / name) for name in ("one", "two")]
+    for folder, rate in zip(folders, (0.1, 0.2), strict=True):
+        settings = {"beta": 0.0, "learning_rate": rate, "output_dir": str(folder), "stop": None}
+        (folder / "config.json").write_text(json.dumps(settings))
+    page = visit(page_of(*folders))
+    assert page.locator("#settings summary").inner_text() == "learning_rate 0.1, 0.2"
+    page.locator("#settings summary").click()
+    rows = [row.split("\t") for row in page.locator("#settings tr").all_inner_texts()]
+    assert rows == [["learning_rate", "0.1", "0.2"], ["beta", "0", "0"], ["stop", "null", "null"]]
+
+
 def test_images_stand_in_the_page(tmp_path, visit):
     folder = make_run(tmp_path / "run", [sample(1, 0, 0, images=["seen.jpg", "lost.jpg"])])
     picture = io.BytesIO()

@@ -25,6 +25,8 @@ const PANELS = [
   { title: "speed", names: ["tokens_per_s/trained", "tokens_per_s/sampled"], unit: "tokens/s" },
 ];
 
+const TOLD = ["model_id", "dataset_id", "batch_size", "num_generations", "learning_rate", "max_steps", "seed"];
+
 const NO_FILTER = { text: "", finish: "", set: "", by: "", least: "", most: "" };
 const START = {
   view: "step", run: 0, step: null, sort: "group", order: 1, ...NO_FILTER,
@@ -201,6 +203,7 @@ function chart(panel) {
   if (!drawn.length) return null;
 
   const all = drawn.flatMap((one) => one.points);
+  if (all.length === 1 && drawn[0].run.metrics.step.length > 2) return null; // no curve
   const [left, right] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
   let [low, high] = [Math.min(...all.map((p) => p[1])), Math.max(...all.map((p) => p[1]))];
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
@@ -290,13 +293,23 @@ function button(name, act, pressed = null, title = null) {
 function drawHead() {
   const keys = runs.map((run, number) => {
     const box = make("input", { type: "checkbox", checked: !run.hidden, onchange: () => { run.hidden = !run.hidden; drawCurves(); } });
-    const told = Object.entries(run.config).map(([name, value]) => `${name} ${value}`).join(" · ");
-    return make("label", { class: "key", title: told }, box, sign(COLOURS[number % COLOURS.length], ""), ...plain(run.name));
+    return make("label", { class: "key" }, box, sign(COLOURS[number % COLOURS.length], ""), ...plain(run.name));
   });
   const notes = runs.flatMap((run) => run.leftOut.map((told) => make("p", { class: "note faint" }, `${run.name}: ${told}.`)));
-  const told = Object.entries(runs[0].config).map(([name, value]) => `${name} ${value}`).join(" · ");
-  const about = runs.length === 1 ? make("p", { class: "faint" }, ...plain(told)) : null;
-  byId("head").replaceChildren(make("div", { class: "row" }, ...keys, button("? keys", () => byId("help").showModal())), about ?? "", ...notes);
+  byId("head").replaceChildren(make("div", { class: "row" }, ...keys, button("? keys", () => byId("help").showModal())), settings(), ...notes);
+}
+
+// One run's settings, or those of several beside each other, what differs first.
+function settings() {
+  const places = ["output_dir", "vllm_urls"]; // which always differ
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].filter((name) => !places.includes(name)).sort();
+  const value = (run, name) => (typeof run.config[name] === "string" ? run.config[name] : JSON.stringify(run.config[name] ?? null));
+  const differ = names.filter((name) => new Set(runs.map((run) => value(run, name))).size > 1);
+  const told = (runs.length > 1 ? differ : TOLD.filter((name) => name in runs[0].config)).map((name) => `${name} ${[...new Set(runs.map((run) => value(run, name)))].join(", ")}`);
+  const rows = [...differ, ...names.filter((name) => !differ.includes(name))].map((name) =>
+    make("tr", { class: differ.includes(name) ? "differs" : "" }, ...[name, ...runs.map((run) => value(run, name))].map((text) => make("td", {}, ...plain(text)))),
+  );
+  return make("details", { id: "settings" }, make("summary", { class: "faint" }, ...plain(told.join(" · ") || "settings")), make("table", {}, ...rows));
 }
 
 // As `choose`, while the field that is typed in stays.
