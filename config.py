@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import difflib
 import importlib.util
+import inspect
 import json
 import math
 import os
@@ -247,8 +248,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     dr_grpo: token sum over completions x max_completion_len. bnpo: token mean of the mini-batch.
     dapo: of the whole batch. cispo: dapo's, of clipped, detached ratios times log-probs."""
     loss_fn: Function | None = None
-    """Function in place of `train.grpo_loss`, with its arguments and results.
-    See `recipes/own_loss.py`."""
+    """Function in place of `train.grpo_loss`, with its arguments and results, and with
+    differentiable entropies where it has an argument `entropy`. See `recipes/own_loss.py`."""
     advantage_fn: Function | None = None
     """`f(rewards, groups) -> advantages` of a whole batch in place of `compute_advantages`:
     `recipes/advantages.py`."""
@@ -516,6 +517,12 @@ class TrainConfig(metaclass=_OneLineErrors):
             or self.importance_level == "sequence"
             or self.off_policy_correction.startswith(("sequence", "geometric"))
         )
+
+    @property
+    def loss_reads_entropy(self) -> bool:
+        """True where `loss_fn` asks for entropies, by an argument of that name."""
+        loss_fn: Any = self.loss_fn
+        return loss_fn is not None and "entropy" in inspect.signature(loss_fn).parameters
 
     @property
     def eval_sets(self) -> dict[str, Any]:

@@ -989,13 +989,14 @@ class _TokenLogprobs(torch.autograd.Function):
             found = _read(logits, targets[part, None], with_entropy)
             logprobs[part], normalizers[part], entropies[part] = found
         ctx.rule = rule
-        ctx.save_for_backward(targets, normalizers, *factors)
-        ctx.mark_non_differentiable(entropies)
+        ctx.save_for_backward(targets, normalizers, entropies, *factors)
+        ctx.set_materialize_grads(False)  # None for what no loss reads, most often entropies
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        targets, normalizers, *factors = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
+        targets, normalizers, entropies, *factors = ctx.saved_tensors
+        grad = torch.zeros_like(normalizers) if grad is None else grad
         xs, weights = _halves(factors)
         dxs = list(map(torch.empty_like, xs))
         dws: list[Tensor | None] = []
@@ -1004,9 +1005,10 @@ class _TokenLogprobs(torch.autograd.Function):
             dws.append(torch.zeros_like(weight, dtype=normalizers.dtype) if is_wanted else None)
 
         for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
-            columns = (targets[part, None], normalizers[part, None])
+            columns = (targets[part, None], normalizers[part, None], entropies[part, None])
             g = grad[part, None] * ctx.rule.factor
-            dz = _derive(logits, *columns, g, ctx.rule.cap, weights[0].dtype)
+            h = None if grad_h is None else grad_h[part, None] * ctx.rule.factor
+            dz = _derive(logits, *columns, g, h, ctx.rule.cap, weights[0].dtype)
             for x, weight, dx, dw in zip(xs, weights, dxs, dws, strict=True):
                 torch.mm(dz, weight, out=dx[part])
                 if dw is not None:
@@ -1046,13 +1048,18 @@ def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, 
 
 @_fused
 def _derive(
-    logits: Tensor, targets: Tensor, normalizers: Tensor, g: Tensor, cap: Any, dtype: torch.dtype
-) -> Tensor:
-    """g·(onehot - p) [n, V], times the slope of a softcap."""
+    logits: Tensor, targets: Tensor, normalizers: Tensor, entropies: Tensor,
+    g: Tensor, h: Tensor | None, cap: Any, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """g·(onehot - p) - h·p·(log p + entropy) [n, V], times the slope of a softcap."""
     # of more digits than dz + g
-    chosen = torch.expm1(logits.gather(-1, targets) - normalizers) * -g
+    logprobs = logits.gather(-1, targets) - normalizers
+    chosen = torch.expm1(logprobs) * -g
     slope = None if cap is None else 1 - (logits / cap).square_()
     shifted = logits - normalizers if logits.is_cuda else logits.sub_(normalizers)
+    if h is not None:
+        chosen = chosen - logprobs.exp() * (logprobs + entropies) * h
+        g = (shifted + entropies).mul_(h).add_(g)
     dz = shifted.exp_().mul_(-g)
     if slope is not None:
         dz = dz.mul_(slope)
@@ -1089,13 +1096,13 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
 
 @dataclass(eq=False)
 class _LogprobHead:
-    """A head's forward; with `cells`, gives log-probs and entropies [1, N, 2]."""
+    """A head's forward; with `cells`, gives log-probs [1, N, 1], and keeps entropies [N]."""
 
     head: Any
     original: Any
     cells: Tensor | None = None  # flat positions, among all that reach the head
     logprobs_of: Any = None
-    answer: Tensor | None = None
+    found: Any = None  # log-probs and entropies
     dtype: torch.dtype | None = None  # that the model computes in
 
     @classmethod
@@ -1118,15 +1125,14 @@ class _LogprobHead:
         dtype = _wide(hidden)
         if hidden.is_cuda:  # which sums products of 16-bit factors in fp32
             dtype = self.dtype
-        found = self.logprobs_of(*[factor.to(dtype) for factor in factors])
-        self.answer = torch.stack(found, -1)[None]
-        return self.answer
+        self.found = self.logprobs_of(*[factor.to(dtype) for factor in factors])
+        return self.found[0][None, :, None]
 
     def gave(self, logits: Tensor) -> bool:
         """True if a model returns the answer as it is."""
-        if self.answer is None:
+        if self.found is None:
             return False
-        return torch.equal(logits.nan_to_num(), self.answer.nan_to_num())
+        return torch.equal(logits[0, :, 0].nan_to_num(), self.found[0].nan_to_num())
 
 
 def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
@@ -1196,7 +1202,7 @@ def completion_logprobs(
         model: a causal language model, wrapped or not; attached where the row shares prefixes.
         row: from `pack`, on the model's device.
         temperature: logits are divided by it; above 0.
-        return_entropy: also return the entropy of each of the N distributions, without a gradient.
+        return_entropy: also return the entropy of each of the N distributions, differentiable.
         forbidden: tokens without probability, as the sampler could not draw them (placeholders).
         inputs_embeds: [R, T, hidden], features that the model reads in place of `row.input_ids` (a
             soft prompt, another modality), differentiable; not together with images.
@@ -1214,10 +1220,7 @@ def completion_logprobs(
     base = base_model(model)
     head = _LogprobHead.of(base)
     inputs = _inputs(base, row, images, inputs_embeds)
-    not_sampled = None
-    if forbidden:
-        not_sampled = torch.tensor(forbidden, device=row.targets.device)
-
+    not_sampled = torch.tensor(forbidden, device=row.targets.device) if forbidden else None
     with _bare_logits(base, temperature, not_sampled) as rule:
         head.cells = _keep_predicting(base, row, inputs)
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
@@ -1227,13 +1230,11 @@ def completion_logprobs(
                 raise ValueError(
                     f"{type(base).__name__} changes its logits after the head in an unknown way"
                 )
+            entropies = head.found[1]
         finally:
             head.cells = None
-            head.answer = None
-    logprobs, entropy = answer[0].unbind(-1)
-    if return_entropy:
-        return logprobs, entropy.detach()
-    return logprobs
+            head.found = None
+    return (answer[0, :, 0], entropies) if return_entropy else answer[0, :, 0]
 
 
 def _keep_predicting(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:

@@ -9,6 +9,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -333,6 +334,8 @@ def add_gradient(
     weights = off_policy_weights(trainer_logprobs, sampler_logprobs, mask, row.completion, config)
     advantages = micro_batch.advantages * weights
     loss_fn: Any = config.loss_fn or grpo_loss
+    if config.loss_reads_entropy:
+        loss_fn = partial(loss_fn, entropy=entropy)
     loss, loss_sums = loss_fn(
         policy_logprobs, old_logprobs, ref_logprobs, advantages, mask, row.completion, config
     )

@@ -9,12 +9,40 @@ and DeepSeek compare with the sampler's policy: set `old_logprobs="sampler"` for
 
 import torch
 
-from train import bounded_log_ratio, completion_sums
+from train import bounded_log_ratio, completion_sums, grpo_loss
 
 TAU_POSITIVE = 1.0  # SAPO's temperatures, of its paper
 TAU_NEGATIVE = 1.05
 MAX_RATIO = 20.0  # of DPPO's importance weight
 MAX_DRIFT = 0.5  # nats a token, of `off_policy_sequence_mask`
+ENTROPY_COEF = 0.01  # a nat, of `entropy_bonus`
+
+
+def entropy_bonus(
+    logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config, entropy
+):
+    """`train.grpo_loss` less 0.01 times each token's entropy, which keeps a policy from being sure.
+
+    Args:
+        logprobs: as all up to `config`, an argument of `train.grpo_loss`.
+        old_logprobs: as there.
+        ref_logprobs: as there.
+        advantages: as there.
+        mask: 1 on the tokens that train.
+        completion: the number of each token's completion.
+        config: the run's.
+        entropy: [N], nats, of the policy's distribution at each token; differentiable. A loss gets
+            it by naming it: others do not pay for its gradient.
+    """
+    loss, sums = grpo_loss(
+        logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config
+    )
+    bonus = ENTROPY_COEF * entropy.where(mask > 0, 0.0)
+    sums["loss/entropy_bonus"] = bonus.detach().sum()
+    if config.loss_type == "grpo":
+        num_tokens = completion_sums(mask.to(bonus.dtype), completion)
+        bonus = bonus / num_tokens.clamp(min=1)
+    return loss - bonus.sum(), sums
 
 
 def sapo(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):

@@ -22,6 +22,7 @@ import prefix_attention
 import train
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
+from recipes.losses import entropy_bonus
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
 from train import loss_normalizer, optimizer_step, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
@@ -632,6 +633,41 @@ def test_corrections_are_of_the_policy_before_the_first_update(models, device, m
     train_batch(policy, None, optimizer, scheduler, batch, config, device)
     first, second = seen
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_a_bonus_for_entropy(loss_type, models, device):
+    """Its gradient, in a step on shared rows, against the loss written out with all logits."""
+    config = make_config(models["tied"], loss_type=loss_type, loss_fn=entropy_bonus)
+    policy = make_policy(config, device)
+    start = trainable(make_policy(config, device))
+    optimizer = torch.optim.SGD(policy.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    batch = dealt(make_groups(), ADVANTAGES, 1, config)[0]
+    metrics, _ = train_batch(policy, None, optimizer, scheduler, batch, config, device)
+
+    model = make_policy(config, device)
+    losses, entropies, tokens = [], [], []
+    for group, c, completion in _numbered(make_groups()):
+        prompt, ids = group.prompt.token_ids, completion.token_ids.tolist()
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        logprobs = logits.log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        advantage = float(ADVANTAGES[group.prompt.index, c])
+        # On-policy the ratio is 1, with the gradient of the log-prob.
+        losses.append(-advantage * logprobs[range(len(ids)), ids] - 0.01 * entropy)
+        entropies.append(entropy.detach())
+        tokens.append(len(ids))
+    if loss_type == "grpo":
+        loss = torch.stack([one.mean() for one in losses]).mean()
+    else:
+        loss = torch.cat(losses).sum() / sum(tokens)
+    loss.backward()
+    assert metrics["entropy"] == pytest.approx(torch.cat(entropies).mean().item(), rel=1e-4)
+    assert metrics["loss/entropy_bonus"] == pytest.approx(0.01 * metrics["entropy"], rel=1e-5)
+    got = trainable(policy)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(start[name] - got[name], weight.grad, rtol=1e-3, atol=1e-6)
 
 
 def test_several_updates_on_one_batch(models, device):

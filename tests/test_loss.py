@@ -535,6 +535,20 @@ def test_a_loss_that_is_none(loss_fn, reason):
         check_loss(make_config(loss_fn=loss_fn))
 
 
+def careless(logprobs, old, ref, advantages, mask, completion, config, entropy):
+    return (logprobs * mask).sum() - entropy.sum(), {}
+
+
+def careful(logprobs, old, ref, advantages, mask, completion, config, entropy):
+    return (logprobs * mask).sum() - entropy.where(mask > 0, 0.0).sum(), {}
+
+
+def test_entropies_of_masked_tokens_must_not_train():
+    check_loss(make_config(loss_fn=careful))
+    with pytest.raises(ValueError, match="entropies where the mask is 0 get the gradient"):
+        check_loss(make_config(loss_fn=careless))
+
+
 # -- advantages of one's own -------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import dataclasses
+import math
 import re
 import sys
 from typing import Any
@@ -343,9 +344,10 @@ def test_a_tree_of_any_depth():
 # -- the head --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("reads_entropy", [False, True])
 @pytest.mark.parametrize("chunk", [1, 97 * 5, 1 << 23])
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_chunks_equal_the_whole_head(chunk, softcap, monkeypatch):
+def test_chunks_equal_the_whole_head(chunk, softcap, reads_entropy, monkeypatch):
     """fp64, with a bias, a second factor, multiplier and temperature; values, entropies and every gradient."""
     monkeypatch.setitem(prefix_attention.HEAD_CHUNK, "cpu", chunk)
     generator = torch.Generator().manual_seed(0)
@@ -364,12 +366,42 @@ def test_chunks_equal_the_whole_head(chunk, softcap, monkeypatch):
     torch.testing.assert_close(logprobs, expected, rtol=1e-12, atol=1e-12)
     entropy = torch.distributions.Categorical(logits=logits).entropy()
     torch.testing.assert_close(entropies, entropy, rtol=1e-12, atol=1e-12)
-    weights = torch.randn(23, generator=generator, dtype=torch.float64)
-    got = torch.autograd.grad((logprobs * weights).sum(), tensors)
-    for ours, theirs in zip(
-        got, torch.autograd.grad((expected * weights).sum(), tensors), strict=True
-    ):
+    weights, others = torch.randn(2, 23, generator=generator, dtype=torch.float64)
+    ours_sum, theirs_sum = (logprobs * weights).sum(), (expected * weights).sum()
+    if reads_entropy:
+        ours_sum, theirs_sum = ours_sum + entropies @ others, theirs_sum + entropy @ others
+    got = torch.autograd.grad(ours_sum, tensors)
+    theirs_of_all = torch.autograd.grad(theirs_sum, tensors)
+    for ours, theirs in zip(got, theirs_of_all, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("family", ["Qwen3", "Gemma3"])
+def test_entropies_of_shared_rows_have_gradients(family):
+    """fp64, at a temperature, without two tokens: those of all weights, against each prompt and completion alone."""
+    model = make_model(family, stock(family), torch.float64)
+    forbidden = [3, 5]
+    entropies = []
+    for prompt, ids in pairs(make_groups()):
+        logits = model(input_ids=torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1]
+        logits = (logits / 0.7).index_fill(-1, torch.tensor(forbidden), -math.inf)
+        logprobs = logits.log_softmax(-1)
+        entropies.append(-(logprobs.exp() * logprobs.nan_to_num(neginf=0.0)).sum(-1))
+    expected = torch.cat(entropies)
+    weights = torch.linspace(-1, 1, len(expected), dtype=torch.float64)
+    model.zero_grad()
+    (expected * weights).sum().backward()
+    plain = {name: weight.grad.clone() for name, weight in model.named_parameters()}
+
+    attach(model)
+    (row,) = pack(make_groups())
+    _, got = completion_logprobs(model, row, 0.7, return_entropy=True, forbidden=forbidden)
+    got = got[row.index.argsort()]
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    model.zero_grad()
+    (got * weights).sum().backward()
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.grad, plain[name], rtol=1e-5, atol=1e-6)
 
 
 def test_a_head_with_a_bias():
@@ -995,7 +1027,7 @@ MUTATIONS: list[tuple[str, str, Any, str, Any]] = [
     ("the loop's mask", "Gemma2", SECOND, "_mask",
      lambda right: lambda distance, sees_all, window: right(distance + 1, sees_all, window and window + 1)),
     ("softcap", "Gemma2", torch, "tanh", lambda right: lambda x: right(x) / 2),  # not times the cap, which is 2
-    ("logit softcap", "Gemma3", OURS, "_derive", lambda right: lambda *args: right(*args[:4], None, args[5])),
+    ("logit softcap", "Gemma3", OURS, "_derive", lambda right: lambda *args: right(*args[:6], None, args[7])),
     ("sinks", "GptOss", OURS, "_merge", sinks_off_by_one),
     ("the gradient of sinks", "GptOss", OURS, "_sink_gradient", lambda right: lambda *args: -right(*args)),
     ("the logit scale", "Cohere2", OURS, "_Logits", lambda right: lambda factor, *rest: right(1.0, *rest)),

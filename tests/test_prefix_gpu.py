@@ -110,28 +110,31 @@ def test_bf16(family, make):
     assert all(torch.isfinite(g).all() for g in gradients(shared, got).values())
 
 
+@pytest.mark.parametrize("reads_entropy", [False, True])
 @pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_head(dtype, cap):
+def test_head(dtype, cap, reads_entropy):
     """Log-probs, entropies and gradients by compiled passes, against fp64; 1e-2 of a norm is a few roundings of 2⁻⁹."""
     torch.manual_seed(0)
     x, weight = torch.randn(300, 64).to(dtype), (torch.randn(5000, 64) / 4).to(dtype)
-    targets, grad = torch.randint(5000, (300,)), torch.randn(300)
+    targets, grad, of_entropy = torch.randint(5000, (300,)), torch.randn(300), torch.randn(300)
     exact: list[Any] = [t.double().requires_grad_() for t in (x, weight)]
     logits = exact[0] @ exact[1].T * 0.7
     expected = (logits if cap is None else cap * torch.tanh(logits / cap)).log_softmax(-1)
     chosen = expected.gather(-1, targets[:, None])[:, 0]
-    (chosen * grad.double()).sum().backward()
+    entropy = -(expected.exp() * expected).sum(-1)
+    (chosen @ grad.double() + reads_entropy * (entropy @ of_entropy.double())).backward()
     ours: list[Any] = [t.cuda().requires_grad_() for t in (x, weight)]
     logprobs, entropies = _TokenLogprobs.apply(targets.cuda(), _Logits(0.7, cap), True, *ours)
-    (logprobs * grad.cuda()).sum().backward()
+    total = logprobs @ grad.cuda()
+    if reads_entropy:
+        total = total + entropies @ of_entropy.cuda()
+    total.backward()
     few = 1e-2 if dtype == torch.bfloat16 else 1e-4
     torch.testing.assert_close(
         logprobs.cpu().double(), chosen, rtol=1e-4, atol=1e-4
     )  # sums are in fp32 for both
-    torch.testing.assert_close(
-        entropies.cpu().double(), -(expected.exp() * expected).sum(-1), rtol=1e-4, atol=1e-4
-    )
+    torch.testing.assert_close(entropies.cpu().double(), entropy, rtol=1e-4, atol=1e-4)
     for got, reference in zip(ours, exact, strict=True):
         error = (got.grad.cpu().double() - reference.grad).norm() / reference.grad.norm()
         assert error < few, error

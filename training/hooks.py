@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ def check_functions(config: TrainConfig) -> None:
 
 
 def check_loss(config: TrainConfig) -> None:
-    """Try `loss_fn` on two tokens of log-probability -1 and advantage 1.
+    """Try `loss_fn` on two tokens of log-probability -1, advantage 1 and entropy 1.
 
     Raises:
         UserError: the function fails, or gives no loss that can be trained.
@@ -48,6 +49,9 @@ def check_loss(config: TrainConfig) -> None:
     names = ", ".join(LOSS_SUMS)
     for mask in (torch.ones(2), torch.zeros(2)):  # a row that fills up a round trains no token
         logprobs = torch.full((2,), -1.0, requires_grad=True)
+        entropy = torch.ones(2, requires_grad=True)
+        if config.loss_reads_entropy:
+            loss_fn = partial(loss_fn, entropy=entropy)
         old_logprobs = logprobs.detach()
         ref_logprobs = old_logprobs if config.has_reference else None
         completion = torch.zeros(2, dtype=torch.long)
@@ -58,11 +62,11 @@ def check_loss(config: TrainConfig) -> None:
         with naming(
             f"loss_fn must return (a finite scalar of logprobs, sums named {names}, loss/...)"
         ):
-            _check_returned(returned, logprobs, mask)
+            _check_returned(returned, logprobs, entropy, mask)
 
 
-def _check_returned(returned: Any, logprobs: Tensor, mask: Tensor) -> None:
-    """Raise where a `loss_fn` returned no usable loss of `logprobs` under the mask."""
+def _check_returned(returned: Any, logprobs: Tensor, entropy: Tensor, mask: Tensor) -> None:
+    """Raise where a `loss_fn` returned no usable loss of log-probs, and perhaps entropies."""
     loss, sums = returned
     loss.backward()
 
@@ -74,6 +78,8 @@ def _check_returned(returned: Any, logprobs: Tensor, mask: Tensor) -> None:
         raise ValueError(f"it returned {loss.item()} and {sums}")
     if not mask.any() and (logprobs.grad is None or logprobs.grad.any()):
         raise ValueError(f"tokens whose mask is 0 get the gradient {logprobs.grad}")
+    if not mask.any() and entropy.grad is not None and entropy.grad.any():
+        raise ValueError(f"entropies where the mask is 0 get the gradient {entropy.grad}")
 
 
 def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:
