@@ -137,9 +137,10 @@ class TrainConfig(metaclass=_OneLineErrors):
     Needs bitsandbytes, and servers of the dequantized base: see docs/operations.md."""
 
     # -- data --------------------------------------------------------------------------------------
-    dataset_id: PathOrName | Callable[[], Any]
+    dataset_id: PathOrName | Callable[[], Any] | dict[str, PathOrName | Callable[[], Any]]
     """A `datasets` name, a file (`.jsonl`, `.json`, `.csv`, `.parquet`), or a function that returns
-    rows: `prompt`, perhaps `images`. All columns of a `.csv` are text."""
+    rows: `prompt`, perhaps `images`; or several of them by name.
+    All columns of a `.csv` are text."""
     dataset_config: str | None = None
     """Configuration (subset) of a `datasets` name.
     Where `eval_dataset_id` is the same name, it has this one, too."""
@@ -160,6 +161,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     `eval/accuracy` is avg@k, `eval/pass@k` the chance that one of k is right."""
     eval_temperature: Annotated[float, Field(title="float >= 0 and <= 2", ge=0, le=2)] = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
+    order_fn: Function | None = None
+    """`f(prompts, history, count, rng) -> prompts`, those that come next: `recipes/curriculum.py`.
+    None takes all of them, shuffled anew for each epoch."""
     collate_fn: Function | None = None
     """Turns the list of all rows into rows with a `prompt` before anything else,
     for data of another shape."""
@@ -410,6 +414,8 @@ class TrainConfig(metaclass=_OneLineErrors):
                 raise UserError("replay must be another folder than output_dir")
             if self.reference_urls:
                 raise UserError("replay asks no server: unset reference_urls, and set reference_id")
+            if self.order_fn:
+                raise UserError("replay has the order of the other run: unset order_fn")
         if 0 < self.eval_temperature < 0.01:
             raise UserError("eval_temperature must be 0 or at least 0.01, which vLLM takes it for")
         if self.sampling_params:
@@ -445,7 +451,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             refuse("with eval_temperature=0: all of them would be the same", "eval_generations")
         if not any(_is_dataset_name(source) for source in self.eval_sets.values()):
             refuse("unless eval_dataset_id is the name of a data set", "eval_dataset_split")
-        if not _is_dataset_name(self.dataset_id):
+        if not any(_is_dataset_name(source) for source in self.train_sets.values()):
             refuse("unless dataset_id is the name of a data set", "dataset_config", "dataset_split")
 
         if self.max_staleness == 0:
@@ -523,6 +529,13 @@ class TrainConfig(metaclass=_OneLineErrors):
         """True where `loss_fn` asks for entropies, by an argument of that name."""
         loss_fn: Any = self.loss_fn
         return loss_fn is not None and "entropy" in inspect.signature(loss_fn).parameters
+
+    @property
+    def train_sets(self) -> dict[str, Any]:
+        """Data sets by name; a single set has the name ""."""
+        if isinstance(self.dataset_id, dict):
+            return self.dataset_id
+        return {"": self.dataset_id}
 
     @property
     def eval_sets(self) -> dict[str, Any]:

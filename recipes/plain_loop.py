@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from config import TrainConfig, UserError, changed_fields, parse_args
-from rollouts.data import leave_out_long, load_prompts, new_groups
+from rollouts.data import leave_out_long, load_train_set, new_groups
 from rollouts.group import Group, Prompt
 from rollouts.processor import load_processor, tokenizer_of
 from rollouts.sampling import sample_group
@@ -31,7 +31,7 @@ from vllm_client import ServerError
 from weights.publish import published_weights
 
 # Settings of train.py that would change what is trained, and that this loop does not read.
-LEFT_OUT = {"loss_fn", "replay", "drop_zero_advantage", "resume_from_checkpoint"}
+LEFT_OUT = {"loss_fn", "order_fn", "replay", "drop_zero_advantage", "resume_from_checkpoint"}
 
 
 def plain_loop(
@@ -97,7 +97,7 @@ def main(config: TrainConfig) -> None:
         raise UserError(f"plain_loop leaves out {', '.join(left_out)}: use train.py")
     config = with_bf16(config)
     tokenizer = tokenizer_of(load_processor(config))
-    prompts = load_prompts(config.dataset_id, config.dataset_split, tokenizer, config)
+    prompts = load_train_set(tokenizer, config)
     with (
         process_group(config.collective_timeout) as device,
         closing(ServerPool(config, tokenizer)) as pool,

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -194,14 +195,30 @@ def new_groups(prompts: list[Prompt], ended: Collection[int], seed: int) -> Iter
             yield Group(prompts[index], id=number)
 
 
+def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
+    """The prompts of `dataset_id`; of several sets one after the other, numbered through.
+
+    Raises:
+        UserError: a row makes no prompt, or a reward function does not take its columns.
+    """
+    found: list[Prompt] = []
+    for name, source in config.train_sets.items():
+        with naming(f"dataset_id {name}") if name else nullcontext():
+            prompts = load_prompts(source, config.dataset_split, processor, config)
+            check_rewards(prompts, config)
+        num_before = len(found)
+        for prompt in prompts:
+            found.append(replace(prompt, index=num_before + prompt.index, set=name))
+    return found
+
+
 def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt]]:
     """Load all data sets, keyed by config field, `dataset_id` first.
 
     Raises:
         UserError: a row makes no prompt, or a reward function does not take its columns.
     """
-    sets = {"dataset_id": load_prompts(config.dataset_id, config.dataset_split, processor, config)}
-    check_rewards(sets["dataset_id"], config)
+    sets = {"dataset_id": load_train_set(processor, config)}
     for name, source in config.eval_sets.items():
         field = f"eval_dataset_id {name}".strip()
         with naming(field):

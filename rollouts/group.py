@@ -30,6 +30,7 @@ class Prompt:
     columns: dict[str, Any]  # the other columns that the rewards want
     sources: list[Any] = field(default_factory=list)  # its images as the dataset has them
     images: Any = None  # its images, processed (`rollouts.images.Images`); None until it is sampled
+    set: str = ""  # its data set's name, where there are several
 
     @property
     def inputs(self) -> dict[str, Tensor]:

@@ -76,6 +76,7 @@ class Rollouts:
         self.processor: Any = None  # the model's
         self.pool: Any = None
         self.references: ServerPool | None = None  # for `reference_urls`
+        self.order: Any = None  # of `order_fn`
         self.held_out: dict[str, list[Prompt]] = {}  # by the name of their set
 
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
@@ -134,7 +135,7 @@ class Rollouts:
             self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)
         self.failures = Failures("rollouts", config)
-        self.stream = self._open_stream()
+        self.stream = self._open_stream(resumed)
 
         num_steps = config.max_steps or self.stream.num_steps
         if resumed and resumed["step"] >= num_steps:
@@ -163,7 +164,7 @@ class Rollouts:
         ]
         self.held_out = dict(zip(config.eval_sets, held_out, strict=True))
 
-    def _open_stream(self) -> GroupStream:
+    def _open_stream(self, resumed: dict[str, Any] | None) -> GroupStream:
         """The stream of this run's groups, or of another run's saved groups."""
         config = self.config
         if config.replay:
@@ -174,6 +175,11 @@ class Rollouts:
             config.num_epochs * len(self.prompts) / config.batch_size
         )
         groups = data.new_groups(self.prompts, self.ended, config.seed)
+        if config.order_fn:
+            from rollouts.order import Order
+
+            self.order = Order(self.prompts, resumed, config)
+            groups = self.order.groups()
         return GroupStream(groups, self._fill, num_steps, config)
 
     # -- Groups, from here to the trainer --
@@ -295,6 +301,8 @@ class Rollouts:
         self.num_tokens += num_tokens
         for groups in (batch.groups, *batch.dropped.values()):
             self.ended.update(group.id for group in groups)
+            if self.order:
+                self.order.note(groups)
 
         elapsed_s = time.monotonic() - self.clock_s
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before
@@ -411,6 +419,7 @@ class Rollouts:
             "num_tokens": self.num_tokens,
             "ended": sorted(self.ended),
             "prompts": self.fingerprint,
+            "order": self.order.state() if self.order else {},
         }
 
     def close(self) -> None:

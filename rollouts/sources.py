@@ -35,7 +35,7 @@ def rows_of(
     if path.suffix == ".parquet":
         dataset = load_dataset("parquet", data_files=source, split="train")
     else:
-        subset = config.dataset_config if source == config.dataset_id else None
+        subset = config.dataset_config if source in config.train_sets.values() else None
         dataset = load_dataset(source, subset, split=split)
     return _dataset_rows(dataset)
 
@@ -50,7 +50,7 @@ def _returned_rows(source: Callable[[], Any], config: TrainConfig) -> list[dict[
     if hasattr(rows, "__len__"):
         return list(rows)
 
-    if source is config.dataset_id and config.max_steps:
+    if source in config.train_sets.values() and config.max_steps:
         return list(itertools.islice(rows, config.max_steps * config.batch_size))
     rows = list(itertools.islice(rows, MAX_STREAMED))
     if len(rows) == MAX_STREAMED:

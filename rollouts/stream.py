@@ -112,7 +112,11 @@ class GroupStream:
         num_batches = min(self.max_staleness + self.version + 1, self.num_steps)
         limit = num_batches * self.config.batch_size
         while self._num_accepted + len(self._running) < limit and not self._failure:
-            group = next(self._groups)
+            try:
+                group = next(self._groups)
+            except UserError as error:  # of `order_fn`
+                self.close(error)
+                return
             self._running[group.id] = group
             self._pool.submit(self._run, group)
 

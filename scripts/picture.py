@@ -53,6 +53,7 @@ ORDER = {
     "stream.py": "order of Groups,\nsampled ahead;\neach ends once",
     "rollouts.py": "the loop's side:\nGroups, held-out\nscores, weights",
     "own_rollouts.py": "completions of\na rollout_fn",
+    "order.py": "what order_fn\nchooses",
 }
 GROUPS = {
     "sampling.py": "completions of\na Group",
@@ -80,7 +81,6 @@ RECORDS = {
     "terminal.py": "its lines",
     "trackers.py": "wandb, trackio",
     "hooks.py": "trial of own code",
-    "intact.py": "no weight is missing",
 }
 POLICY = {
     "model.py": "load, DDP, FSDP2",
@@ -91,6 +91,7 @@ POLICY = {
     "rare_attention.py": "for a few families",
     "checkpoints.py": "save, and go on",
     "resume.py": "finds a whole one",
+    "intact.py": "no weight is missing",
 }
 PREFIXES = {
     "prefix_attention.py": "a row holds each prompt once;\nits completions do not see\neach other",
@@ -119,7 +120,7 @@ CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py",
     "rare_attention.py", "hooks.py", "lora.py", "low_memory.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
-    "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
+    "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py", "order.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file
@@ -138,11 +139,11 @@ FLOORS = {  # x, y, width, height: a wall around rooms
 }
 COLUMNS = [  # x and y of the first room, width, height and gap of each, css, the rooms downwards
     (44, 106, 123, 48, 5, "blue", PROMPTS),
-    (183, 106, 123, 78, 13, "blue", ORDER),
+    (183, 106, 123, 60, 8, "blue", ORDER),
     (322, 106, 123, 48, 5, "blue", GROUPS),
     (461, 106, 123, 34, 4, "blue", SERVERS),
-    (44, 563, 141, 36, 8, "green", RECORDS),
-    (199, 563, 141, 33, 5, "green", POLICY),
+    (44, 563, 141, 32, 2, "green", RECORDS),
+    (199, 563, 141, 32, 2, "green", POLICY),
     (364, 540, 198, 154, 12, "pink", PREFIXES),
     (482, 716, 102, 43, 12, "purple", SENDING),
     (374, 771, 102, 43, 12, "purple", ARRIVING),
@@ -196,9 +197,9 @@ WAY = [  # points of arrows: the way of a Group, and of the weights back to the 
     "604,142 584,142",
     "461,142 445,142",
     "384,154 384,159",  # scored
-    "322,202 314,202 314,170 306,170",
-    "244,184 244,197",
-    "183,236 175,236 175,395 150,395 150,438",  # trained
+    "322,202 314,202 314,150 306,150",
+    "244,166 244,174",
+    "183,204 175,204 175,395 150,395 150,438",  # trained
     "150,494 150,566",
     "185,586 199,586",
     "340,586 364,586",

@@ -115,6 +115,10 @@ def test_the_house_is_what_the_script_draws():
     drawn = picture.draw()
     assert (ROOT / "docs" / "house.svg").read_text(encoding="utf-8") == drawn
     assert len(drawn) < 17_500
+    for x, y, _, height, gap, _, files in picture.COLUMNS:
+        for left, top, width, depth in picture.FLOORS.values():
+            if left <= x < left + width and top <= y < top + depth:
+                assert y + len(files) * (height + gap) - gap < top + depth, files
     names = re.findall(r">([\w]+\.py)<", drawn)
     rooms = ("", "rollouts", "training", "weights", "server")
     core = {path.name for room in rooms for path in (ROOT / room).glob("*.py")} - {"__init__.py"}

@@ -8,6 +8,7 @@ import shutil
 import sys
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -169,6 +170,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_one():
 SETS = """
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 def short(): return rows()[:3]
 def long(): return rows()[3:8]
 def is_long(completion_ids, **_): return [float(len(ids) > 3) for ids in completion_ids]
@@ -815,6 +817,57 @@ def test_what_cannot_be_replayed(models, recipe, tmp_path):
         UserError, match=r"replay: dataset row \d+ is not the prompt that it was in "
     ):
         main(parse_args([*words, run]))
+
+
+def no_prompts(prompts, history, count, rng):
+    return prompts[: count - 1]
+
+
+def strangers(prompts, history, count, rng):
+    return [replace(prompt) for prompt in prompts[:count]]
+
+
+def bad_order(prompts, history, count, rng):
+    raise KeyError("gold")
+
+
+@pytest.mark.parametrize(
+    ("order_fn", "reason"),
+    [
+        ("no_prompts", "order_fn must return 6 of the prompts that it gets: it returned 5 of which 5 are known"),
+        ("strangers", "order_fn must return 6 .*: it returned 6 of which 0 are known"),
+        ("bad_order", r"order_fn raised KeyError: 'gold' \(test_hooks_of_runs.py:\d+\)"),
+    ],
+)  # fmt: skip
+def test_an_order_that_is_none(models, recipe, order_fn, reason):
+    """It is told before the model is loaded."""
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        config = parse_args([recipe(server), "--order_fn", f"test_hooks_of_runs.{order_fn}"])
+        with pytest.raises(UserError, match=reason):
+            main(config)
+
+
+def test_figures_of_each_data_set(models, recipe, tmp_path):
+    """Against the completions of the log; rows are numbered through both sets."""
+    even = [{"prompt": f"{i}+{i}="} for i in range(0, 40, 2)]
+    odd = [{"prompt": f"{i}+{i}="} for i in range(1, 21, 2)]
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        config = parse_args([recipe(server)])
+        sets: Any = {"even": partial(list, even), "odd": partial(list, odd)}
+        main(replace(config, dataset_id=sets))
+    samples = read(tmp_path, "completions")
+    for row in read(tmp_path, "metrics"):
+        total = 0
+        for name, rows in (("even", range(20)), ("odd", range(20, 30))):
+            of_set = [s for s in samples if s["step"] == row["step"] and s["set"] == name]
+            assert {s["row"] for s in of_set} <= set(rows)
+            if of_set:
+                mean = sum(s["reward"] for s in of_set) / len(of_set)
+                assert row[f"sets/{name}/reward"] == pytest.approx(mean)
+                lengths = sum(len(s["tokens"]) for s in of_set) / len(of_set)
+                assert row[f"sets/{name}/mean_length"] == pytest.approx(lengths)
+                total += row[f"sets/{name}/groups"]
+        assert total == config.batch_size
 
 
 def twice(*arguments):

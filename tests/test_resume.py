@@ -76,6 +76,7 @@ KINDS: dict[str, tuple[int, list]] = {
     "fsdp": (2, ["--use_fsdp", "true", "--lr_scheduler", "cosine"]),
     "lora": (1, ["--use_peft", "true", "--lora_dropout", 0.2, "--beta", 0.01]),
     "fsdp_lora": (2, ["--use_fsdp", "true", "--use_peft", "true"]),
+    "order": (1, ["--order_fn", "recipes.curriculum.half_solved_first"]),
 }
 
 
@@ -550,6 +551,47 @@ def test_asynchronous_groups_end_once(start, tmp_path):
     ids = {row["group"] for row in samples} | {row["group"] for row in read(tmp_path, "dropped")}
     assert len({row["group"] for row in samples}) == 36
     assert ids == set(range(len(ids)))
+
+
+def test_an_order_goes_on(start, tmp_path):
+    """Asynchronously, with drops: each group once, and the same prompts as if nothing had happened.
+
+    The order is a function of what was trained two steps before, which a resumed run knows again.
+    """
+    command = start("--max_staleness", 1, "--max_steps", 6, "--save_steps", 1)
+    path = Path(command[0])
+    text = path.read_text()
+    path.write_text(
+        f"{text}from dataclasses import replace\n{ORDER}config = replace(config, order_fn=by_rewards)\n"
+    )
+    main(parse_args(command))
+    whole = rows_of_groups(tmp_path)
+    seen = [row["seen"] for row in read(tmp_path, "seen")]
+    assert seen == [0, 0, 0, 6, 12, 18, 24]  # ended when it is tried, and when each batch is chosen
+
+    main(parse_args([*command, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-3")]))
+    again = rows_of_groups(tmp_path)
+    assert again.keys() == set(range(36))
+    # What is sampled again has other rewards, and what is chosen by them may be other prompts.
+    assert [again[number] for number in range(5 * 6)] == [whole[number] for number in range(5 * 6)]
+    assert [row["seen"] for row in read(tmp_path, "seen")][7:] == [18, 24]
+
+
+ORDER = """
+def by_rewards(prompts, history, count, rng):
+    import json, pathlib
+    seen = sum(map(len, history.values()))
+    with pathlib.Path(config.output_dir, "seen.jsonl").open("a") as file:
+        file.write(json.dumps({"seen": seen}) + "\\n")
+    worth = [history[prompt.index][-1][0] if prompt.index in history else 1.0 for prompt in prompts]
+    return rng.choices(prompts, [1e-3 + abs(value) for value in worth], k=count)
+
+"""
+
+
+def rows_of_groups(folder):
+    """The dataset row of each group that was trained, by its id."""
+    return {row["group"]: row["row"] for row in read(folder, "completions")}
 
 
 def test_dropped_groups_do_not_come_again(start, tmp_path, monkeypatch):

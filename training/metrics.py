@@ -120,11 +120,29 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
         "frac_reward_zero_std": num_without_spread / num_groups,
         **reward_means(groups, config),
         **completion_metrics(groups, version),
+        **set_metrics(groups),
         "staleness/in_flight": sum(versions_in_flight) / num_groups,
         "staleness/in_queue": sum(versions_in_queue) / num_groups,
         "time/generate_s": max(group.sampled_s for group in groups) - first_started_s,
         "time/reward_s": sum(group.scored_s - group.sampled_s for group in groups),
     }
+
+
+def set_metrics(groups: list[Group]) -> dict[str, float]:
+    """The mean reward and length of each of several data sets, and its number of groups."""
+    sets: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.prompt.set:
+            sets.setdefault(group.prompt.set, []).append(group)
+
+    metrics = {}
+    for name, of_set in sets.items():
+        rewards = torch.tensor([group.reward for group in of_set], dtype=torch.float64)
+        lengths = [length for group in of_set for length in group.lengths]
+        metrics[f"sets/{name}/reward"] = rewards.nanmean().item()
+        metrics[f"sets/{name}/mean_length"] = sum(lengths) / len(lengths)
+        metrics[f"sets/{name}/groups"] = float(len(of_set))
+    return metrics
 
 
 def completion_metrics(groups: list[Group], version: int) -> dict[str, float]:

@@ -106,6 +106,8 @@ def prompt_fields(group: Group) -> dict[str, Any]:
         "prompt": prompt.content,
         "columns": shortened(prompt.columns),
     }
+    if prompt.set:
+        fields["set"] = prompt.set
     if prompt.images:
         from training.thumbnails import image_name
 

@@ -14,6 +14,7 @@ const VERY_UNLIKELY = -4.6; // below a hundredth
 const PANELS = [
   { title: "reward", names: ["reward", /^eval\/.*reward$/], unit: "" },
   { title: "held-out accuracy", names: [/^eval\/.*accuracy$/], unit: "share" },
+  { title: "reward by data set", names: [/^sets\/.*\/reward$/], unit: "" },
   { title: "length of completions", names: ["completions/mean_length"], unit: "tokens" },
   { title: "entropy", names: ["entropy"], unit: "nats" },
   {
@@ -154,7 +155,7 @@ function fitsReward(sample) {
 function fits(sample) {
   if (!fitsReward(sample)) return false;
   if (state.finish && sample.finish_reason !== state.finish) return false;
-  if (state.view === "heldOut" && state.set && (sample.set ?? "") !== state.set) return false;
+  if (state.set && (sample.set ?? "") !== state.set) return false;
   if (!state.text) return true;
   const words = state.text.toLowerCase();
   return [sample.completion, promptText(sample), JSON.stringify(sample.columns ?? {})].some((text) =>
@@ -326,9 +327,9 @@ function bound(name) {
 function drawControls() {
   const run = runs[state.run];
   const views = [
-    button("samples of a step", () => choose({ view: "step", open: null }), state.view === "step"),
+    button("samples of a step", () => toView("step"), state.view === "step"),
     button("a prompt over the steps", () => toRow(state.row ?? chosenSamples()[0]?.row ?? run.samples[0]?.row), state.view === "row"),
-    button("held-out, before and after", () => choose({ view: "heldOut", open: null }), state.view === "heldOut"),
+    button("held-out, before and after", () => toView("heldOut"), state.view === "heldOut"),
   ];
   byId("views").replaceChildren(...views);
 
@@ -349,7 +350,7 @@ function drawControls() {
   const reasons = [...new Set(samples.map((sample) => sample.finish_reason))].sort();
   if (reasons.length > 1 || state.finish) parts.push(select([["", "any end"], ...reasons], state.finish, (value) => choose({ finish: value }), "finish reason"));
   const sets = [...new Set(samples.map((sample) => sample.set ?? ""))].sort();
-  if (state.view === "heldOut" && (sets.length > 1 || state.set)) parts.push(select([["", "all data sets"], ...sets.filter(Boolean)], state.set, (value) => choose({ set: value }), "data set"));
+  if (sets.length > 1 || state.set) parts.push(select([["", "all data sets"], ...sets.filter(Boolean)], state.set, (value) => choose({ set: value }), "data set"));
   const functions = [["", "any reward"], ...["reward", ...run.functions].map((name) => [name, `with ${name}`])];
   parts.push(select(functions, state.by, (value) => choose({ by: value, least: "", most: "" }), "filter by reward"));
   if (state.by) parts.push("from", bound("least"), "to", bound("most"));
@@ -581,7 +582,8 @@ function toRun(number) {
   choose({ run: number, step: runs[number].steps.at(-1) ?? null, sort: "group", order: 1, ...NO_FILTER, open: null, row: null });
 }
 
-const toRow = (row) => row !== undefined && choose({ view: "row", row, open: null });
+const toView = (view) => choose({ view, set: "", open: null }); // whose data sets are others
+const toRow = (row) => row !== undefined && choose({ view: "row", row, set: "", open: null });
 
 function toGroup(sample) {
   choose({ view: "step", step: sample.step, sort: "group", order: 1, open: null, ...NO_FILTER, shown: 1e9 });
@@ -609,8 +611,8 @@ const KEYS = {
   k: ["the one before", () => toNext(-1)],
   g: ["its group side by side", () => opened() && toGroup(opened())],
   p: ["its prompt over the steps", () => opened() && toRow(opened().row)],
-  s: ["samples of a step", () => choose({ view: "step", open: null })],
-  h: ["held-out problems", () => choose({ view: "heldOut", open: null })],
+  s: ["samples of a step", () => toView("step")],
+  h: ["held-out problems", () => toView("heldOut")],
   c: ["colour by log-prob or by version", () => choose({ colour: state.colour === "likely" ? "version" : "likely" })],
   "/": ["filter by text", () => document.querySelector("input[type=search]").focus()],
   "?": ["these keys", () => byId("help").showModal()],
