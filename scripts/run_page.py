@@ -195,8 +195,11 @@ def keep(folder: Path, target: Path) -> None:
     metrics, _ = read_from(folder / "metrics.jsonl")
     logs = {"metrics": [{name: _short(value) for name, value in row.items()} for row in metrics]}
     left_out = []
+    most_bytes = KEPT_BYTES
+    if (folder / "images").is_dir():  # which take the rest
+        most_bytes = KEPT_BYTES // 4
     for name, told in (("completions", "completions"), ("held_out", "held-out completions")):
-        lines = read_lines(folder / f"{name}.jsonl", KEPT_BYTES)
+        lines = read_lines(folder / f"{name}.jsonl", most_bytes)
         logs[name] = lines.rows
         left_out += told_left_out(told, lines)
 

@@ -336,6 +336,7 @@ def test_images_stand_in_the_page(tmp_path, visit):
     (folder / "images").mkdir()
     (folder / "images" / "seen.jpg").write_bytes(picture.getvalue())
     page = visit(page_of(folder))
+    assert page.locator("#list img.small").count() == 1  # beside the group's prompt
     page.locator("article .figures").first.click()
     address = page.locator("article img").get_attribute("src")
     assert base64.b64decode(address.partition(",")[2]) == picture.getvalue()
@@ -374,7 +375,7 @@ def test_steps_that_are_too_large(tmp_path, monkeypatch):
 
 def test_a_small_copy_of_a_run(tmp_path, monkeypatch, visit):
     """Some steps with their images; the page says what it lacks."""
-    monkeypatch.setattr(run_page, "KEPT_BYTES", 3_000)
+    monkeypatch.setattr(run_page, "KEPT_BYTES", 4 * 3_000)
     rows = [sample(s, s, 0, images=[f"{s}.jpg"]) for s in range(1, 21)]
     folder = make_run(tmp_path / "run", rows, num_steps=20)
     (folder / "images").mkdir()

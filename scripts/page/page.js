@@ -296,7 +296,9 @@ function drawHead() {
     const box = make("input", { type: "checkbox", checked: !run.hidden, onchange: () => { run.hidden = !run.hidden; drawCurves(); } });
     return make("label", { class: "key" }, box, sign(COLOURS[number % COLOURS.length], ""), ...plain(run.name));
   });
-  const notes = runs.flatMap((run) => run.leftOut.map((told) => make("p", { class: "note faint" }, `${run.name}: ${told}.`)));
+  const named = new Map(); // what is left out, and of which runs
+  for (const run of runs) for (const told of run.leftOut) named.set(told, [...(named.get(told) ?? []), run.name]);
+  const notes = [...named].map(([told, names]) => make("p", { class: "note faint" }, ...plain(`${names.join(", ")}: ${told}.`)));
   byId("head").replaceChildren(make("div", { class: "row" }, ...keys, button("? keys", () => byId("help").showModal())), settings(), ...notes);
 }
 
@@ -383,8 +385,16 @@ function card(sample) {
 function readable(sample) {
   const isOpen = state.open === sample.key;
   const head = make("div", { class: "figures", onclick: () => open(isOpen ? null : sample.key) }, ...figures(sample));
-  const body = isOpen ? whole(sample) : [isGrouped() ? "" : textOf(promptText(sample).slice(-400), "text short faint"), textOf(`▸ ${sample.completion.slice(0, 600)}`, "text short")];
+  const body = isOpen ? whole(sample) : [isGrouped() ? "" : promptLine(sample), textOf(`▸ ${sample.completion.slice(0, 600)}`, "text short")];
   return make("article", { class: isOpen ? "chosen" : "", id: `sample-${sample.key}` }, head, ...body);
+}
+
+const picture = (name, kind = null) => make("img", { class: kind, src: data.images[name], alt: "of the prompt" });
+
+// A prompt on one line or two, with its images, small.
+function promptLine(sample) {
+  const known = (sample.images ?? []).filter((name) => data.images[name]);
+  return make("div", { class: "prompt" }, ...known.map((name) => picture(name, "small")), textOf(promptText(sample).slice(-400), "text short faint"));
 }
 
 function conversation(messages) {
@@ -400,7 +410,7 @@ function whole(sample) {
   if (typeof sample.prompt === "string") parts.push(make("div", { class: "turn" }, make("div", { class: "who" }, "prompt"), textOf(sample.prompt)));
   else parts.push(...conversation(sample.prompt));
   for (const name of sample.images ?? [])
-    parts.push(data.images[name] ? make("img", { src: data.images[name], alt: "of the prompt" }) : make("p", { class: "faint" }, "an image that this page does not have"));
+    parts.push(data.images[name] ? picture(name) : make("p", { class: "faint" }, "an image that this page does not have"));
 
   if (Array.isArray(messages)) {
     parts.push(make("details", {}, make("summary", {}, "as a conversation"), ...conversation(messages)));
@@ -534,7 +544,7 @@ function drawList() {
       drawn += ofGroup.length;
       const [first] = ofGroup;
       parts.push(make("h2", { id: `group-${group}` }, `group ${group}, dataset row ${first.row}`));
-      parts.push(textOf(promptText(first).slice(-400), "text short faint"), make("div", { class: "side" }, ...ofGroup.map(card)));
+      parts.push(promptLine(first), make("div", { class: "side" }, ...ofGroup.map(card)));
     }
   } else {
     let last = null;
