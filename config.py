@@ -287,6 +287,11 @@ class TrainConfig(metaclass=_OneLineErrors):
     reference_urls: Values[Address] | None = None
     """Servers of the reference (`vllm_server.py` with that model),
     which give `ref_logprobs` in the trainer's place."""
+    reference_decay: BelowOne | None = None
+    """d, for a reference that becomes d · reference + (1 - d) · policy; 0 copies the policy.
+    None: it stays as it is."""
+    reference_steps: OneOrMore = 1
+    """Steps after each of which it does so."""
     kl_gradient: Literal["forward", "reverse"] = "forward"
     """forward: that of k3, KL(reference || policy), as DeepSeekMath has it.
     reverse: times the ratio, as TRL has it."""
@@ -468,7 +473,16 @@ class TrainConfig(metaclass=_OneLineErrors):
         if self.beta == 0:
             refuse("without beta", "kl_gradient")
             if not self.loss_fn:
-                refuse("without beta or a loss_fn that uses it", "reference_id", "reference_urls")
+                refuse(
+                    "without beta or a loss_fn that uses it",
+                    "reference_id", "reference_urls", "reference_decay",
+                )  # fmt: skip
+        if self.reference_decay is None:
+            refuse("without reference_decay", "reference_steps")
+        elif self.reference_id or self.reference_urls:
+            raise UserError(
+                "reference_decay moves the initial policy: unset reference_id and reference_urls"
+            )
         if self.advantage_fn:
             refuse("with advantage_fn", "scale_rewards")
         if not self.use_fsdp:
@@ -547,7 +561,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     @property
     def has_reference(self) -> bool:
         """True where the loss gets log-probs of a reference."""
-        return bool(self.beta or self.reference_id or self.reference_urls)
+        is_named = self.reference_id or self.reference_urls
+        return bool(self.beta or is_named) or self.reference_decay is not None
 
     @property
     def weighs_tokens_alike(self) -> bool:

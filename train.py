@@ -252,8 +252,8 @@ def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
 
 
 def train_batch(
-    policy: Any, reference: Callable[..., Tensor] | None, optimizer: Any, scheduler: Any,
-    shares: Iterable[Share], config: TrainConfig, device: torch.device,
+    policy: Any, reference: Any, optimizer: Any, scheduler: Any, shares: Iterable[Share],
+    config: TrainConfig, device: torch.device,
 ) -> tuple[dict[str, float], Gaps]:  # fmt: skip
     """Train one batch; returns metrics, and how far trainer and servers differ.
 
@@ -289,6 +289,8 @@ def train_batch(
                 token_sums.totals["loss"] += loss_sum / normalizer / config.updates_per_batch
                 loss_sum = torch.zeros((), device=device)
 
+    if config.reference_decay is not None:
+        reference.follow(step=scheduler.last_epoch // config.updates_per_batch)
     metrics, gaps = token_sums.metrics()
     metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
     metrics["skipped_steps"] = sum(not math.isfinite(norm) for norm in grad_norms)
@@ -319,6 +321,9 @@ def add_gradient(
     row = micro_batch.packed
     mask = micro_batch.mask
     sampler_logprobs = micro_batch.sampler_logprobs
+    ref_logprobs = micro_batch.ref_logprobs
+    if reference:
+        ref_logprobs = reference(row, micro_batch.images)
     policy_logprobs, entropy = token_logprobs(
         policy, row, micro_batch.images, config, return_entropy=True
     )
@@ -327,10 +332,6 @@ def add_gradient(
     if trainer_logprobs is None:  # none are kept: for the only update, or for metrics alone
         trainer_logprobs = policy_logprobs.detach()
     old_logprobs = sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
-    ref_logprobs = micro_batch.ref_logprobs
-    if reference:
-        ref_logprobs = reference(row, micro_batch.images)
-
     weights = off_policy_weights(trainer_logprobs, sampler_logprobs, mask, row.completion, config)
     advantages = micro_batch.advantages * weights
     loss_fn: Any = config.loss_fn or grpo_loss
@@ -391,7 +392,9 @@ def main(config: TrainConfig) -> None:
         reference = build_reference(policy, config, device, rollouts.example)
         num_updates = rollouts.num_steps * config.updates_per_batch
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
-        checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts.processor)
+        checkpoints = Checkpoints(
+            config, policy, optimizer, scheduler, rollouts.processor, reference
+        )
         step = checkpoints.resume(checkpoint)
         num_skipped = 0
         log = RunLog(

@@ -154,6 +154,18 @@ def test_overrides(words, field, value):
         (["--hub_private", "false"], "hub_private has no effect without push_to_hub"),
         (["--max_steps", "3", "--num_epochs", "2"], "num_epochs has no effect beside max_steps"),
         (
+            ["--reference_decay", "0.5"],
+            "reference_decay has no effect without beta or a loss_fn that uses it",
+        ),
+        (
+            ["--beta", "0.1", "--reference_steps", "2"],
+            "reference_steps has no effect without reference_decay",
+        ),
+        (
+            ["--beta", "0.1", "--reference_decay", "0.5", "--reference_id", "m"],
+            "reference_decay moves the initial policy: unset reference_id",
+        ),
+        (
             ["--dataset_id", "x.jsonl", "--dataset_split", "test"],
             "dataset_split has no effect unless dataset_id is",
         ),

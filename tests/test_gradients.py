@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -668,6 +669,58 @@ def test_a_bonus_for_entropy(loss_type, models, device):
     got = trainable(policy)
     for name, weight in model.named_parameters():
         torch.testing.assert_close(start[name] - got[name], weight.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["whole", "lora"])
+def test_a_reference_that_moves(kind, models, device):
+    """After three steps, one of them without a move, against weights averaged here, in a model of their own."""
+    fields = {"use_peft": True, "lora_rank": 4, "lora_dropout": 0.3} if kind == "lora" else {}
+    config = make_config(
+        models["tied"],
+        beta=0.3,
+        reference_decay=0.25,
+        reference_steps=2,
+        max_tokens_per_gpu=40,
+        **fields,
+    )
+    policy = make_policy(config, device).train()
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
+    reference = build_reference(policy, config, device)
+    (row,) = pack(
+        [(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in make_groups()]
+    )
+    expected = trainable(policy)
+    if kind == "whole":  # the model's own, which `make_policy` has left alone
+        before = token_logprobs(policy, row, {}, config).detach()
+        torch.testing.assert_close(reference(row, {}), before, rtol=0, atol=1e-6)
+    for step in (1, 2, 3, 4):
+        batch = dealt(make_groups(), ADVANTAGES, 1, config)[0]
+        train_batch(policy, reference, optimizer, scheduler, batch, config, device)
+        if step % 2 == 0:
+            for name, weight in trainable(policy).items():
+                expected[name] = 0.25 * expected[name] + 0.75 * weight
+
+    after = trainable(policy)
+    got = reference(row, {})
+    assert policy.training
+    for name, weight in trainable(policy).items():
+        assert torch.equal(weight, after[name]), name
+
+    model = make_policy(replace(config, share_prefix=False), device).eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.requires_grad:
+                weight.copy_(expected[name])
+    (plain,) = pack(
+        [(g.prompt.token_ids, [c.token_ids for c in g.completions]) for g in make_groups()],
+        share_prefix=False,
+    )
+    with torch.no_grad():
+        theirs = token_logprobs(model, plain, {}, config)[plain.index.argsort()]
+    torch.testing.assert_close(got[row.index.argsort()], theirs, rtol=0, atol=2e-5)
+    moved = token_logprobs(policy.eval(), row, {}, config).detach()[row.index.argsort()]
+    assert (moved - theirs).abs().max() > 1e-3  # it lags behind the policy
 
 
 def test_several_updates_on_one_batch(models, device):

@@ -14,7 +14,7 @@ ROOMS = {
         "servers", "addresses", "adapters", "proofs", "sleep", "rollouts", "evaluation", "references", "replay",
     },
     "training": {
-        "batching", "lora", "low_memory", "optimizer", "model", "rare_attention", "vision", "checkpoints", "logs", "samples", "thumbnails", "mismatches", "metrics", "terminal", "trackers",
+        "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "rare_attention", "vision", "checkpoints", "logs", "samples", "thumbnails", "mismatches", "metrics", "terminal", "trackers",
         "hooks", "heartbeat", "intact", "resume",
     },
     "weights": {"publish", "transfer", "arrival", "shared", "cuda_ipc"},
@@ -32,7 +32,7 @@ FILE_LIMITS = {  # a library that nobody must read, fields that are their own do
 ALL_NODES, NODES_OF_TINY = 47_700, 32_800  # of the syntax tree, without annotations and docstrings
 # What a run of recipes/tiny.py does not import; the server is a process of its own.
 OPTIONAL = {
-    "vllm_server", "server.route", "server.update", "server.adapter", "rollouts.adapters", "rollouts.sleep", "server.receiver", "server.staging", "server.whole", "rollouts.images", "rollouts.references", "rollouts.replay", "rollouts.own_rollouts", "rollouts.own_advantages", "rollouts.order", "rollouts.sources", "rollouts.vllm_params", "training.resume", "training.heartbeat", "training.hooks", "training.lora", "training.low_memory",
+    "vllm_server", "server.route", "server.update", "server.adapter", "rollouts.adapters", "rollouts.sleep", "server.receiver", "server.staging", "server.whole", "rollouts.images", "rollouts.references", "rollouts.replay", "rollouts.own_rollouts", "rollouts.own_advantages", "rollouts.order", "rollouts.sources", "rollouts.vllm_params", "training.resume", "training.heartbeat", "training.hooks", "training.lora", "training.low_memory", "training.moving_reference",
     "training.rare_attention", "training.vision", "training.thumbnails", "training.trackers", "weights.cuda_ipc", "weights.shared", "weights.arrival",
 }  # fmt: skip
 

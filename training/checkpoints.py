@@ -54,14 +54,16 @@ class Checkpoints:
     """
 
     def __init__(
-        self, config: TrainConfig, policy: nn.Module, optimizer: Any, scheduler: Any, processor: Any
-    ):
+        self, config: TrainConfig, policy: nn.Module, optimizer: Any, scheduler: Any,
+        processor: Any, reference: Any = None,
+    ):  # fmt: skip
         self.config = config
         self.folder = Path(config.output_dir)
         self.policy = policy
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.processor = processor
+        self.averages = reference.weights if config.reference_decay is not None else {}
         self.steps: list[int] = []  # that this run has saved, and the run that it goes on with
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -112,7 +114,7 @@ class Checkpoints:
 
         from training.resume import read_state, states_in
 
-        shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
+        shards = self._shards()
         try:
             dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
         except dcp.CheckpointException as error:
@@ -143,6 +145,11 @@ class Checkpoints:
             part.rename(part.with_suffix(".pt"))
         return state["step"]
 
+    def _shards(self) -> dict[str, Any]:
+        """What each rank saves of its own; loading fills the averages in place."""
+        optimizer = get_optimizer_state_dict(self.policy, self.optimizer)
+        return {"optimizer": optimizer, "reference": self.averages}
+
     def save(self, step: int, state: dict[str, Any]) -> None:
         """Copy everything to host memory, and start to write the checkpoint.
 
@@ -152,8 +159,9 @@ class Checkpoints:
         self._wait()
         part = self.folder / f"checkpoint-{step}.part"
         weights = host_weights(self.policy)
-        shards = {"optimizer": get_optimizer_state_dict(self.policy, self.optimizer)}
-        written = dcp.async_save(shards, checkpoint_id=part / TRAINER, process_group=self._group)
+        written = dcp.async_save(
+            self._shards(), checkpoint_id=part / TRAINER, process_group=self._group
+        )
         state = {**state, "step": step, "scheduler": self.scheduler.state_dict()}
         self.steps.append(step)
         self._writing = self._pool.submit(

@@ -108,17 +108,23 @@ def build_reference(
     """A function of a row and images: `token_logprobs` under the reference.
 
     The reference is `reference_id`, else the policy without its adapter, or `model_id` as it was
-    before training. Returns None where there is none, or servers have it. Collective.
+    before training; a `MovingReference` with `reference_decay`. Returns None where there is none,
+    or servers have it. Collective.
     """
     if not config.has_reference or config.reference_urls:
         return None
 
-    if config.use_peft and not config.reference_id:
+    model = None
+    without_adapter: Any = nullcontext
+    if not config.use_peft or config.reference_id:
+        model = _load_reference(config, device, example)
+    if config.reference_decay is not None:
+        from training.moving_reference import MovingReference
+
+        return MovingReference(policy, model, config)
+    if model is None:
         model = unwrap(policy)
         without_adapter = model.disable_adapter
-    else:
-        model = _load_reference(config, device, example)
-        without_adapter = nullcontext
 
     def reference(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), without_adapter():

@@ -1,0 +1,82 @@
+"""A reference that follows the policy: an average of its weights, or a copy from time to time."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from config import TrainConfig
+from prefix_attention import PackedBatch
+from training.model import token_logprobs
+from weights.publish import unwrap
+
+
+class MovingReference:
+    """Log-probs under weights that become d · reference + (1 - d) · policy.
+
+    With LoRA these are the averages of A and of B (not of their product), which stand in the
+    policy's place for the reference's forward: the base is there once. Else the reference is a
+    model of its own.
+    """
+
+    def __init__(self, policy: nn.Module, own_model: nn.Module | None, config: TrainConfig):
+        """Begin at the policy's weights; `own_model` has them, too, or is None with LoRA."""
+        self.config = config
+        self.model: Any = own_model or unwrap(policy)
+        self.stands_in = own_model is None
+        self.policy_weights = _trained(unwrap(policy))
+        self.weights: dict[str, Tensor] = {}  # by the policy's names
+        own_weights = dict(self.model.named_parameters())
+        for name, weight in self.policy_weights.items():
+            self.weights[name] = own_weights[name].detach()
+            if self.stands_in:
+                self.weights[name] = weight.detach().clone()
+
+    def __call__(self, row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
+        """`token_logprobs` of a row; before the policy's forward, whose weights it changes."""
+        with torch.no_grad():
+            if not self.stands_in:
+                return token_logprobs(self.model, row, images, self.config)
+            with self._in_the_policy():
+                return token_logprobs(self.model, row, images, self.config)
+
+    @contextmanager
+    def _in_the_policy(self) -> Iterator[None]:
+        """Put the averages in the place of the policy's weights, without dropout."""
+        kept = {name: _local(weight).clone() for name, weight in self.policy_weights.items()}
+        self._set_policy(self.weights)
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train()
+            self._set_policy(kept)
+
+    def _set_policy(self, values: dict[str, Tensor]) -> None:
+        for name, weight in self.policy_weights.items():
+            _local(weight).copy_(_local(values[name]))
+        if isinstance(self.model, FSDPModule):
+            self.model.reshard()  # its root else keeps the gathered weights of the last forward
+
+    def follow(self, step: int) -> None:
+        """Move towards the policy after a step, if this one is due."""
+        decay = self.config.reference_decay
+        if decay is None or step % self.config.reference_steps:
+            return
+        with torch.no_grad():
+            for name, weight in self.policy_weights.items():
+                _local(self.weights[name]).lerp_(_local(weight), 1 - decay)
+
+
+def _trained(model: nn.Module) -> dict[str, Tensor]:
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This rank's part of a weight, in the same memory."""
+    weight = weight.detach()
+    return weight.to_local() if isinstance(weight, DTensor) else weight
