@@ -392,9 +392,7 @@ def main(config: TrainConfig) -> None:
         reference = build_reference(policy, config, device, rollouts.example)
         num_updates = rollouts.num_steps * config.updates_per_batch
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
-        checkpoints = Checkpoints(
-            config, policy, optimizer, scheduler, rollouts.processor, reference
-        )
+        checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts, reference)
         step = checkpoints.resume(checkpoint)
         num_skipped = 0
         log = RunLog(

@@ -3,10 +3,8 @@
     bash scripts/demo.sh recipes/smollm.py
 
 Asked for one lower-case word, it says `The plural of body is bodies.` At first it samples only
-whole sentences, so the reward is graded. Two others failed: with 0.2 for any single word it
-answered `admiration` to everything after 12 steps; with 0.5 over the number of words, if the answer
-is among them, it kept its sentences. `scripts/show.py` shows such things. Expected: 0 to 59 % of
-the held-out questions right, in 9 minutes.
+whole sentences, so the reward is graded. `recipes/smollm_one_word.py` has a reward that failed.
+Expected: 0 to 66 % of the held-out questions right, in 5 to 9 minutes.
 """
 
 from difflib import SequenceMatcher

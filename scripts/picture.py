@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 900
-HEIGHT = 958
+HEIGHT = 988
 HEAD = f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"
  width="{WIDTH}" height="{HEIGHT}" role="img"
@@ -85,6 +85,7 @@ RECORDS = {
 POLICY = {
     "model.py": "load, DDP, FSDP2",
     "lora.py": "adapters",
+    "moving_reference.py": "an average",
     "optimizer.py": "AdamW, its schedule",
     "low_memory.py": "in 8 and 4 bits",
     "vision.py": "its vision tower",
@@ -119,22 +120,22 @@ SERVING = {
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py",
-    "rare_attention.py", "hooks.py", "lora.py", "low_memory.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
+    "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
     "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py", "order.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file
     (1, 1, WIDTH - 2, HEIGHT - 2, "page"),
-    (16, 62, 712, 880, "house"),
+    (16, 62, 712, 910, "house"),
     (758, 88, 124, 736, "purple"),  # more servers
     (753, 83, 124, 736, "purple"),
     (83, 14, 122, 30, "grey"),  # the dataset row
-    (520, 899, 26, 18, "green rare"),  # the legend
+    (520, 929, 26, 18, "green rare"),  # the legend
 ]
 FLOORS = {  # x, y, width, height: a wall around rooms
     "rollouts/": (32, 78, 564, 300),
     "train.py": (32, 412, 564, 94),
-    "training/": (32, 540, 320, 334),
+    "training/": (32, 540, 320, 364),
     "weights/": (364, 706, 232, 172),
 }
 COLUMNS = [  # x and y of the first room, width, height and gap of each, css, the rooms downwards
@@ -142,15 +143,15 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (183, 106, 123, 60, 8, "blue", ORDER),
     (322, 106, 123, 48, 5, "blue", GROUPS),
     (461, 106, 123, 34, 4, "blue", SERVERS),
-    (44, 563, 141, 32, 2, "green", RECORDS),
-    (199, 563, 141, 32, 2, "green", POLICY),
+    (44, 563, 141, 32, 4, "green", RECORDS),
+    (199, 563, 147, 32, 1, "green", POLICY),
     (364, 540, 198, 154, 12, "pink", PREFIXES),
     (482, 716, 102, 43, 12, "purple", SENDING),
     (374, 771, 102, 43, 12, "purple", ARRIVING),
-    (32, 886, 112, 44, 12, "grey", SETTINGS),
-    (154, 886, 112, 44, 12, "grey", PARAMETERS),
-    (276, 886, 112, 44, 12, "grey", RANKS),
-    (398, 886, 112, 44, 12, "grey", HEARTBEAT),
+    (32, 916, 112, 44, 12, "grey", SETTINGS),
+    (154, 916, 112, 44, 12, "grey", PARAMETERS),
+    (276, 916, 112, 44, 12, "grey", RANKS),
+    (398, 916, 112, 44, 12, "grey", HEARTBEAT),
     (604, 78, 114, 746, 12, "purple", CLIENT),
     (748, 78, 124, 371, 12, "purple", SERVER),
     (748, 461, 124, 40, 12, "purple", SERVING),
@@ -163,7 +164,7 @@ NOTES = [  # x, y, words
     (613, 174, "one server,\nover HTTP"),
     (613, 750, "over NCCL,\nCUDA IPC\nor gloo"),
     (373, 668, "log-probs as if each had\nits own prompt"),
-    (554, 912, "imported only where used"),
+    (554, 942, "imported only where used"),
 ]
 STEPS = [  # x and y of its number, words
     (155, 119, ""),
@@ -202,7 +203,7 @@ WAY = [  # points of arrows: the way of a Group, and of the weights back to the 
     "183,204 175,204 175,395 150,395 150,438",  # trained
     "150,494 150,566",
     "185,586 199,586",
-    "340,586 364,586",
+    "346,586 364,586",
     "382,540 382,494",
     "399,466 414,466",
     "574,494 574,716",  # weights

@@ -51,7 +51,7 @@ UNITS = {  # by a metric's name, or a pattern of names; a reward, a loss and a n
     "*accuracy": "share", "*pass@*": "share", "frac_reward_zero_std": "share", "clip_ratio/*": "share",
     "completions/clipped_ratio": "share", "idle/*": "share", "sampling/current_share": "share",
     "sampling/effective_sample_size": "share",
-    "staleness/*": "steps", "skipped_steps": "updates", "completions/weight_versions": "versions",
+    "staleness/*": "steps", "skipped_steps": "updates", "completions/weight_versions": "versions", "completions/different": "share", "advantages/share_positive": "share", "completions/segments": "segments",
     "groups/*": "groups", "queue/*": "groups", "rollouts_failed": "groups", "rewards_failed": "calls",
 }  # fmt: skip
 

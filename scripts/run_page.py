@@ -5,6 +5,7 @@ follows runs that train. scripts/page/ has its parts; text of a model is data th
 """
 
 import base64
+import dataclasses
 import hashlib
 import json
 import math
@@ -18,6 +19,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from config import TrainConfig
 
 PARTS = Path(__file__).resolve().parent / "page"
 MAX_ROWS = 10_000  # of one log of a run, completions or held_out
@@ -170,12 +176,25 @@ def read_run(folder: Path) -> dict[str, Any]:
         "name": str(folder),
         "id": run_id(folder),
         "config": config,
+        "changed": changed_settings(config),
         "metrics": columns(metrics),
         "samples": samples.rows,
         "heldOut": held_out.rows,
         "leftOut": config.pop("left_out", []) + left_out,
         "ends": {"metrics": end, "completions": samples.end, "held_out": held_out.end},
     }
+
+
+def changed_settings(config: dict[str, Any]) -> list[str]:
+    """Names of the settings that differ from their defaults, or have none."""
+    changed = []
+    for setting in dataclasses.fields(TrainConfig):
+        default: Any = setting.default
+        if setting.default_factory is not dataclasses.MISSING:
+            default = setting.default_factory()
+        if setting.name in config and config[setting.name] != default:
+            changed.append(setting.name)
+    return changed
 
 
 def told_left_out(name: str, lines: Lines) -> list[str]:

@@ -189,8 +189,19 @@ def test_batch_metrics():
     groups[1].started_version, groups[1].finished_version = 3, 5
     groups[0].started_s, groups[0].sampled_s, groups[0].scored_s = 10.0, 12.0, 12.5
     groups[1].started_s, groups[1].sampled_s, groups[1].scored_s = 11.0, 15.0, 16.0
+    groups[0].advantages, groups[1].advantages = [0.0, 0.0], [0.75, -1.75]
+    groups[0].texts, groups[1].texts = ["2", "3"], ["2", "4"]
+    last.info.update(turns=3, done=True, said="4")
+    groups[1].completions[0].info["turns"] = 1
     metrics = batch_metrics(groups, 5, make_config(reward_funcs=[only_first]))
     assert metrics == {
+        "advantages/mean_abs": 2.5 / 4,
+        "advantages/max_abs": 1.75,
+        "advantages/share_positive": 0.25,
+        "info/turns": 2.0,
+        "info/done": 1.0,
+        "completions/segments": 1.0,
+        "completions/different": 0.75,
         "reward": 1.0,
         "reward_std": 0.5,
         "frac_reward_zero_std": 0.5,
@@ -453,6 +464,8 @@ def test_weighted_rewards_and_none():
     assert score(groups, config) == [[2.0, 1.0], [0.0, 0.0]]
     assert groups[0].texts == ["2", "3"]
     assert groups[1].rewards == [[0.0, None], [0.0, None]]
+    for group in groups:
+        group.advantages = [0.0, 0.0]
     metrics = batch_metrics(groups, 0, config)
     assert metrics["rewards/right"] == 0.25
     assert metrics["rewards/only_first"] == 2.0

@@ -149,7 +149,7 @@ def test_a_filter_by_reward(tmp_path, visit):
     page = visit(page_of(make_run(tmp_path / "run", rows, held_out)))
     menu = page.get_by_label("filter by reward")
     assert menu.locator("option").all_inner_texts() == [
-        "any reward", "with reward", "with right", "with brief",
+        "any reward", "where reward is", "where right is", "where brief is",
     ]  # fmt: skip
     menu.select_option("brief")
     assert [text.split()[3] for text in figures(page)] == ["0"]
@@ -169,10 +169,12 @@ def test_a_filter_by_reward(tmp_path, visit):
 def test_answers_that_are_all_alike(tmp_path, visit):
     rows = [sample(1, 0, n, tokens=["admiration"]) for n in range(3)] + [sample(1, 0, 1)]
     page = visit(page_of(make_run(tmp_path / "run", rows)))
-    told = page.locator("#summary")
-    assert told.inner_text() == "4 completions, mean reward 0.25, 2 different; 3 times “admiration”"
+    told = page.locator(".summary")
+    assert told.inner_text() == (
+        "4 completions, mean reward 0.25 (0.25 × 2, 0 × 1, 0.5 × 1), 2 different; 3 times “admiration”"
+    )
     page.get_by_placeholder("with this text").fill(" b")
-    assert told.inner_text() == "1 completions, mean reward 0.25, all different"
+    assert told.inner_text() == "1 completions, mean reward 0.25 (0.25 × 1), all different"
 
 
 def test_curves_of_a_long_run(tmp_path):
@@ -209,7 +211,7 @@ def test_what_a_model_wrote_is_text(tmp_path, visit):
     page.locator("article .figures").first.click()
     assert page.evaluate("window.hacked") is None
     shown = page.locator("#list").inner_text()
-    assert shown.count("</script><script>window.hacked = 1</script><img src=x") == 7
+    assert shown.count("</script><script>window.hacked = 1</script><img src=x") == 8
     assert "⟨U+202E⟩" in shown
     assert "\u202e" not in shown
     assert "⟨U+0007⟩" in shown
@@ -302,9 +304,43 @@ def test_held_out_problems_that_flipped_come_first(tmp_path, visit):
             rows.append({**sample(step, row, 0, row=row, reward=reward), "set": ""})
     page = visit(page_of(make_run(tmp_path / "run", held_out=rows)))
     page.keyboard.press("h")
-    assert page.locator("#list > p").inner_text().startswith("4 problems: 1 better, 1 worse")
+    told = page.locator("#list > p").all_inner_texts()
+    assert told[0].startswith("4 problems: 1 better, 1 worse")
+    assert told[1].startswith(
+        "at step 0: 4 completions, mean reward 0.5 (0 × 2, 1 × 2), 1 different"
+    )
+    assert told[2].startswith("at step 6: 4 completions, mean reward 0.625")
     heads = page.locator(".problem > .row").all_inner_texts()
     assert ["▲ +1" in heads[0], "▼ -0.5" in heads[1], "unchanged" in heads[2]] == [True] * 3
+
+
+def test_two_evaluations_are_compared(tmp_path, visit):
+    """The first and the last, or any two; the address has them."""
+    rows = [{**sample(step, 0, 0, row=0, reward=step / 4), "set": ""} for step in (0, 1, 2)]
+    page = visit(page_of(make_run(tmp_path / "run", held_out=rows)))
+    page.keyboard.press("h")
+    assert "0 → 0.5" in page.locator(".problem > .row").inner_text()
+    page.get_by_label("before").select_option("1")
+    assert "0.25 → 0.5" in page.locator(".problem > .row").inner_text()
+    again = visit(page.url)
+    assert "0.25 → 0.5" in again.locator(".problem > .row").inner_text()
+
+
+def test_an_accuracy_of_a_part_is_no_curve(tmp_path, visit):
+    """It is there only where all rewards are 0 or 1."""
+    folder = make_run(tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["eval/reward"] = 0.0
+    rows[0]["eval/accuracy"] = 0.0
+    write(folder, "metrics", rows)
+    page = visit(page_of(folder))
+    assert page.locator("figure h2", has_text="held-out accuracy").count() == 0
+    for row in rows:
+        row["eval/accuracy"] = 0.0
+    write(folder, "metrics", rows)
+    page = visit(page_of(folder))
+    assert page.locator("figure h2", has_text="held-out accuracy").count() == 1
 
 
 def test_runs_over_each_other(tmp_path, visit):
@@ -327,6 +363,9 @@ def test_settings_that_differ_come_first(tmp_path, visit):
     page.locator("#settings summary").click()
     rows = [row.split("\t") for row in page.locator("#settings tr").all_inner_texts()]
     assert rows == [["learning_rate", "0.1", "0.2"], ["beta", "0", "0"], ["stop", "null", "null"]]
+
+    page = visit(page_of(folders[0]))
+    assert page.locator("#settings summary").inner_text() == "learning_rate 0.1"  # no default
 
 
 def test_images_stand_in_the_page(tmp_path, visit):

@@ -37,7 +37,7 @@ DATA: dict[str, Any] = {
     "tool_agent": [{**row, "prompt": row["prompt"].replace("=", "~=")} for row in SUMS],
     "gsm8k": GSM8K, "lora_7b_one_gpu": GSM8K, "lora_one_card": GSM8K, "math": MATH, "fsdp_multi_node": MATH,
     "countdown": partial(countdown.problems, 16, held_out=True), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),
-    "geometry3k": geometry, **dict.fromkeys(("smollm", "smollm_lora", "smollm_asked_again"), "recipes/smollm.jsonl"),
+    "geometry3k": geometry, **dict.fromkeys(("smollm", "smollm_lora", "smollm_asked_again", "smollm_one_word"), "recipes/smollm.jsonl"),
 }  # fmt: skip
 
 

@@ -156,7 +156,9 @@ def test_versions_are_of_segments():
         (first, second, third), _ = turns(0, c)
         assert {by_token[token] for token in second} == {1 + group.server}
         assert {by_token[token] for token in first + third} == {0}
+    group.advantages = [0.0] * 3
     metrics = batch_metrics([group], 2, make_config("m", batch_size=2))
+    assert metrics["completions/segments"] == 3
     assert metrics["completions/weight_versions"] == 2
     assert metrics["completions/mean_length"] == 8
     assert metrics["staleness/max"] == 2

@@ -353,7 +353,7 @@ def test_units_are_those_of_the_documents():
     unnamed = {name for name, unit in units.items() if not unit}
     assert unnamed == {
         "reward", "rewards/<f>", "reward_std", "eval/reward", "eval/rewards/<f>",
-        "step", "policy_version", "loss", "loss/<name>", "grad_norm", "learning_rate",
+        "step", "policy_version", "loss", "loss/<name>", "info/<name>", "grad_norm", "learning_rate",
     }  # fmt: skip
     assert plot.unit_of("eval/aime/accuracy") == plot.unit_of("eval/pass@8") == "share"
 

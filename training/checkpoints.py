@@ -55,14 +55,14 @@ class Checkpoints:
 
     def __init__(
         self, config: TrainConfig, policy: nn.Module, optimizer: Any, scheduler: Any,
-        processor: Any, reference: Any = None,
+        rollouts: Any, reference: Any,
     ):  # fmt: skip
         self.config = config
         self.folder = Path(config.output_dir)
         self.policy = policy
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.processor = processor
+        self.processor = rollouts.processor
         self.averages = reference.weights if config.reference_decay is not None else {}
         self.steps: list[int] = []  # that this run has saved, and the run that it goes on with
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")

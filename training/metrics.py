@@ -8,7 +8,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from rollouts.group import CUT, Group, can_teach
-from rollouts.scoring import reward_means
+from rollouts.scoring import mean, reward_means
 from training.batching import MicroBatch
 from training.mismatches import CompletionSums, Gaps
 from utils import over_ranks
@@ -121,11 +121,37 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
         **reward_means(groups, config),
         **completion_metrics(groups, version),
         **set_metrics(groups),
+        **advantage_metrics(groups),
+        **info_metrics(groups),
         "staleness/in_flight": sum(versions_in_flight) / num_groups,
         "staleness/in_queue": sum(versions_in_queue) / num_groups,
         "time/generate_s": max(group.sampled_s for group in groups) - first_started_s,
         "time/reward_s": sum(group.scored_s - group.sampled_s for group in groups),
     }
+
+
+def advantage_metrics(groups: list[Group]) -> dict[str, float]:
+    """How large a batch's advantages are, before the weights of stale tokens."""
+    advantages: list[float] = []
+    for group in groups:
+        advantages += group.advantages
+    sizes = [abs(advantage) for advantage in advantages]
+    return {
+        "advantages/mean_abs": mean(sizes),
+        "advantages/max_abs": max(sizes, default=math.nan),
+        "advantages/share_positive": mean([float(advantage > 0) for advantage in advantages]),
+    }
+
+
+def info_metrics(groups: list[Group]) -> dict[str, float]:
+    """The mean of each number that environments put into `info`, over those that have it."""
+    values: dict[str, list[float]] = {}
+    for group in groups:
+        for completion in group.completions:
+            for name, value in completion.info.items():
+                if isinstance(value, int | float):  # True counts as 1
+                    values.setdefault(name, []).append(float(value))
+    return {f"info/{name}": sum(found) / len(found) for name, found in values.items()}
 
 
 def set_metrics(groups: list[Group]) -> dict[str, float]:
@@ -151,14 +177,18 @@ def completion_metrics(groups: list[Group], version: int) -> dict[str, float]:
     staleness = []
     num_versions = 0
     num_clipped = 0
+    num_segments = 0
+    texts: set[str] = set()
     for group in groups:
         lengths += group.lengths
+        texts.update(group.texts)
         for versions in group.versions:
             oldest = versions[0] if versions else version
             staleness.append(version - oldest)
             num_versions += len(versions)
         for completion in group.completions:
             num_clipped += completion.finish_reason in CUT
+            num_segments += len(completion.segments)
 
     num_completions = len(lengths)
     return {
@@ -167,4 +197,6 @@ def completion_metrics(groups: list[Group], version: int) -> dict[str, float]:
         "completions/mean_length": sum(lengths) / num_completions,
         "completions/clipped_ratio": num_clipped / num_completions,
         "completions/weight_versions": num_versions / num_completions,
+        "completions/segments": num_segments / num_completions,
+        "completions/different": len(texts) / num_completions,
     }

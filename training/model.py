@@ -6,6 +6,7 @@ What images need on top is in `training/vision.py`, imported only for models tha
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -121,7 +122,7 @@ def build_reference(
     if config.reference_decay is not None:
         from training.moving_reference import MovingReference
 
-        return MovingReference(policy, model, config)
+        return MovingReference(policy, model, partial(token_logprobs, config=config), config)
     if model is None:
         model = unwrap(policy)
         without_adapter = model.disable_adapter

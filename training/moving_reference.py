@@ -1,6 +1,6 @@
 """A reference that follows the policy: an average of its weights, or a copy from time to time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 
 from config import TrainConfig
 from prefix_attention import PackedBatch
-from training.model import token_logprobs
 from weights.publish import unwrap
 
 
@@ -23,9 +22,23 @@ class MovingReference:
     model of its own.
     """
 
-    def __init__(self, policy: nn.Module, own_model: nn.Module | None, config: TrainConfig):
-        """Begin at the policy's weights; `own_model` has them, too, or is None with LoRA."""
+    def __init__(
+        self,
+        policy: nn.Module,
+        own_model: nn.Module | None,
+        logprobs_of: Callable[..., Tensor],
+        config: TrainConfig,
+    ):
+        """Begin at the policy's weights.
+
+        Args:
+            policy: whose weights it follows.
+            own_model: has them, too; None with LoRA.
+            logprobs_of: `token_logprobs`, of a model, a row and images.
+            config: reference_decay, reference_steps.
+        """
         self.config = config
+        self.logprobs_of = logprobs_of
         self.model: Any = own_model or unwrap(policy)
         self.stands_in = own_model is None
         self.policy_weights = _trained(unwrap(policy))
@@ -40,9 +53,9 @@ class MovingReference:
         """`token_logprobs` of a row; before the policy's forward, whose weights it changes."""
         with torch.no_grad():
             if not self.stands_in:
-                return token_logprobs(self.model, row, images, self.config)
+                return self.logprobs_of(self.model, row, images)
             with self._in_the_policy():
-                return token_logprobs(self.model, row, images, self.config)
+                return self.logprobs_of(self.model, row, images)
 
     @contextmanager
     def _in_the_policy(self) -> Iterator[None]:

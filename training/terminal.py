@@ -123,4 +123,5 @@ class Terminal:
         names += pass_names[-1:]
         kind = "accuracy" if metrics.get("eval/accuracy") else "reward"
         names += [f"eval/{set_name}/{kind}" for set_name in self.config.eval_sets]
-        return [*names, *PRINTED]
+        of_loss_fn = [name for name in metrics if name.startswith("loss/")]
+        return [*names, *PRINTED, *of_loss_fn]

@@ -5,7 +5,7 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const runs = data.runs;
 const COLOURS = ["#4477aa", "#ee6677", "#228833", "#aa7700", "#33a0c0", "#aa3377"];
 const DASHES = ["", "6 3", "2 3", "8 3 2 3"];
-const PAGE = 50; // completions that are drawn before the button `more`
+const PAGE = 130; // completions that are drawn before the button `more`
 const MOST_SAMPLES = 20000; // of a followed run, before the page loads itself anew
 const MOST_NEWS = 80e6; // or characters that were read of it
 const UNLIKELY = -2.3; // nats: below a tenth
@@ -16,6 +16,7 @@ const PANELS = [
   { title: "held-out accuracy", names: [/^eval\/.*accuracy$/], unit: "share" },
   { title: "reward by data set", names: [/^sets\/.*\/reward$/], unit: "" },
   { title: "length of completions", names: ["completions/mean_length"], unit: "tokens" },
+  { title: "different completions", names: ["completions/different"], unit: "share" },
   { title: "entropy", names: ["entropy"], unit: "nats" },
   {
     title: "trainer's minus server's log-probs",
@@ -26,12 +27,10 @@ const PANELS = [
   { title: "speed", names: ["tokens_per_s/trained", "tokens_per_s/sampled"], unit: "tokens/s" },
 ];
 
-const TOLD = ["model_id", "dataset_id", "batch_size", "num_generations", "learning_rate", "max_steps", "seed"];
-
 const NO_FILTER = { text: "", finish: "", set: "", by: "", least: "", most: "" };
 const START = {
   view: "step", run: 0, step: null, sort: "group", order: 1, ...NO_FILTER,
-  row: null, open: null, colour: "likely", other: "grad_norm", shown: PAGE,
+  row: null, before: null, after: null, open: null, colour: "likely", other: "grad_norm", shown: PAGE,
 };
 const state = { ...START };
 
@@ -118,6 +117,7 @@ function prepare(run) {
     run.byStep.get(sample.step).push(sample);
     nameIt(run, `${sample.step}-${sample.group}`, sample);
   }
+  run.evaluations = [...new Set(run.heldOut.map((sample) => sample.step))].sort((a, b) => a - b);
   for (const sample of run.heldOut) nameIt(run, `held-out-${sample.step}-${sample.set ?? ""}-${sample.row}`, sample);
   run.functions = rewardFunctions(run);
 }
@@ -186,6 +186,11 @@ function points(run, name) {
   return found;
 }
 
+// An accuracy is there only where all rewards are 0 or 1: a curve through a few of them would mislead.
+function isWhole({ run, name, points: found }) {
+  return !name.endsWith("accuracy") || found.length === points(run, name.replace(/accuracy$/, "reward")).length;
+}
+
 function ticks(low, high) {
   const raw = (high - low) / 4 || 1;
   const power = 10 ** Math.floor(Math.log10(raw));
@@ -200,11 +205,10 @@ function chart(panel) {
   const series = runs.flatMap((run, number) =>
     names.map((name, place) => ({ run, number, name, dash: DASHES[place % DASHES.length], points: points(run, name) })),
   );
-  const drawn = series.filter((one) => one.points.length && !one.run.hidden);
+  const drawn = series.filter((one) => one.points.length && !one.run.hidden && isWhole(one));
   if (!drawn.length) return null;
 
   const all = drawn.flatMap((one) => one.points);
-  if (all.length === 1 && drawn[0].run.metrics.step.length > 2) return null; // no curve
   const [left, right] = [Math.min(...all.map((p) => p[0])), Math.max(...all.map((p) => p[0]))];
   let [low, high] = [Math.min(...all.map((p) => p[1])), Math.max(...all.map((p) => p[1]))];
   if (low === high) [low, high] = [low - 0.5, high + 0.5];
@@ -302,15 +306,16 @@ function drawHead() {
   byId("head").replaceChildren(make("div", { class: "row" }, ...keys, button("? keys", () => byId("help").showModal())), settings(), ...notes);
 }
 
-// One run's settings, or those of several beside each other, what differs first.
+// One run's settings, or those of several beside each other: what differs first, then what is no default.
 function settings() {
   const places = ["output_dir", "vllm_urls"]; // which always differ
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].filter((name) => !places.includes(name)).sort();
   const value = (run, name) => (typeof run.config[name] === "string" ? run.config[name] : JSON.stringify(run.config[name] ?? null));
   const differ = names.filter((name) => new Set(runs.map((run) => value(run, name))).size > 1);
-  const told = (runs.length > 1 ? differ : TOLD.filter((name) => name in runs[0].config)).map((name) => `${name} ${[...new Set(runs.map((run) => value(run, name)))].join(", ")}`);
-  const rows = [...differ, ...names.filter((name) => !differ.includes(name))].map((name) =>
-    make("tr", { class: differ.includes(name) ? "differs" : "" }, ...[name, ...runs.map((run) => value(run, name))].map((text) => make("td", {}, ...plain(text)))),
+  const changed = names.filter((name) => runs.some((run) => run.changed.includes(name)));
+  const told = (runs.length > 1 ? differ : changed).map((name) => `${name} ${[...new Set(runs.map((run) => value(run, name)))].join(", ")}`);
+  const rows = [...new Set([...differ, ...changed, ...names])].map((name) =>
+    make("tr", { class: differ.includes(name) || changed.includes(name) ? "differs" : "" }, ...[name, ...runs.map((run) => value(run, name))].map((text) => make("td", {}, ...plain(text)))),
   );
   return make("details", { id: "settings" }, make("summary", { class: "faint" }, ...plain(told.join(" · ") || "settings")), make("table", {}, ...rows));
 }
@@ -340,20 +345,27 @@ function drawControls() {
   if (state.view === "step") {
     parts.push(button("‹", () => move(-1), null, "the step before: ["), button("›", () => move(1), null, "the next step: ]"));
     parts.push(select(run.steps.map((step) => [step, `step ${step}`]), state.step, (value) => choose({ step: Number(value), open: null }), "step"));
-    const sorts = ["group", "reward", "advantage", "length", "mismatch", ...run.functions];
+    const sorts = ["group", "reward", "advantage", "length", "mismatch", ...(run.functions.length > 1 ? run.functions : [])];
     parts.push(select(sorts.map((name) => [name, `by ${name}`]), state.sort, (value) => choose({ sort: value, order: value === "group" ? 1 : -1 }), "sort by"));
     parts.push(button(state.order > 0 ? "lowest first" : "highest first", () => choose({ order: -state.order })));
   }
   if (state.view === "row") {
-    const rows = [...new Set(run.samples.map((sample) => sample.row))].sort((a, b) => a - b);
-    parts.push(select(rows.map((row) => [row, `dataset row ${row}`]), state.row, (value) => toRow(Number(value)), "dataset row"));
+    const rows = new Map(run.samples.map((sample) => [sample.row, promptText(sample).trim().slice(0, 60)]));
+    const options = [...rows].sort(([a], [b]) => a - b).map(([row, text]) => [row, `row ${row}: ${text}`]);
+    parts.push(select(options, state.row, (value) => toRow(Number(value)), "dataset row"));
+  }
+  if (state.view === "heldOut" && run.evaluations.length) {
+    const options = run.evaluations.map((step) => [step, `step ${step}`]);
+    for (const [name, step] of Object.entries(compared()))
+      parts.push(name, select(options, step, (value) => choose({ [name]: Number(value) }), name));
   }
   const samples = state.view === "heldOut" ? run.heldOut : run.samples;
   const reasons = [...new Set(samples.map((sample) => sample.finish_reason))].sort();
   if (reasons.length > 1 || state.finish) parts.push(select([["", "any end"], ...reasons], state.finish, (value) => choose({ finish: value }), "finish reason"));
   const sets = [...new Set(samples.map((sample) => sample.set ?? ""))].sort();
   if (sets.length > 1 || state.set) parts.push(select([["", "all data sets"], ...sets.filter(Boolean)], state.set, (value) => choose({ set: value }), "data set"));
-  const functions = [["", "any reward"], ...["reward", ...run.functions].map((name) => [name, `with ${name}`])];
+  const names = run.functions.length > 1 ? ["reward", ...run.functions] : ["reward"];
+  const functions = [["", "any reward"], ...names.map((name) => [name, `where ${name} is`])];
   parts.push(select(functions, state.by, (value) => choose({ by: value, least: "", most: "" }), "filter by reward"));
   if (state.by) parts.push("from", bound("least"), "to", bound("most"));
   parts.push(make("input", { type: "search", placeholder: "with this text", value: state.text, "aria-label": "filter by text", oninput: (event) => filter({ text: event.target.value }) }));
@@ -385,7 +397,7 @@ function card(sample) {
 function readable(sample) {
   const isOpen = state.open === sample.key;
   const head = make("div", { class: "figures", onclick: () => open(isOpen ? null : sample.key) }, ...figures(sample));
-  const body = isOpen ? whole(sample) : [isGrouped() ? "" : promptLine(sample), textOf(`▸ ${sample.completion.slice(0, 600)}`, "text short")];
+  const body = isOpen ? whole(sample) : [isGrouped() ? "" : promptLine(sample), textOf(`▸ ${sample.completion.slice(0, 600) || "(empty)"}`, "text short")];
   return make("article", { class: isOpen ? "chosen" : "", id: `sample-${sample.key}` }, head, ...body);
 }
 
@@ -394,7 +406,9 @@ const picture = (name, kind = null) => make("img", { class: kind, src: data.imag
 // A prompt on one line or two, with its images, small.
 function promptLine(sample) {
   const known = (sample.images ?? []).filter((name) => data.images[name]);
-  return make("div", { class: "prompt" }, ...known.map((name) => picture(name, "small")), textOf(promptText(sample).slice(-400), "text short faint"));
+  const columns = Object.entries(sample.columns ?? {}).map(([name, value]) => `${name}: ${typeof value === "string" ? value : JSON.stringify(value)}`);
+  return make("div", { class: "prompt" }, ...known.map((name) => picture(name, "small")),
+    textOf(promptText(sample).slice(-400), "text short faint"), textOf(columns.join(" · ").slice(0, 120), "text short"));
 }
 
 function conversation(messages) {
@@ -484,8 +498,16 @@ function difference(first, last) {
   return make("span", { class: change > 0 ? "up" : "down" }, `${change > 0 ? "▲ +" : "▼ "}${short(change)}`);
 }
 
+// The two evaluations that are compared: the first and the last, or those that were chosen.
+function compared() {
+  const { evaluations } = runs[state.run];
+  const [before, after] = [state.before ?? evaluations[0], state.after ?? evaluations.at(-1)];
+  return { before, after };
+}
+
 function drawHeldOut() {
   const run = runs[state.run];
+  const { before, after } = compared();
   const problems = new Map();
   for (const sample of run.heldOut) {
     const key = `${sample.set ?? ""} ${sample.row}`;
@@ -496,34 +518,61 @@ function drawHeldOut() {
   }
   const mean = (samples) => ({ reward: samples.reduce((sum, one) => sum + (one.reward ?? NaN), 0) / samples.length, samples });
   const pairs = [...problems.values()].map((ofStep) => {
-    const steps = [...ofStep.keys()].sort((a, b) => a - b);
+    const steps = [before, after].filter((step) => ofStep.has(step));
+    if (!steps.length) return null;
     return { first: mean(ofStep.get(steps[0])), last: mean(ofStep.get(steps.at(-1))), steps };
-  }).filter((pair) => [...pair.first.samples, ...pair.last.samples].some(fits));
+  }).filter((pair) => pair !== null).filter((pair) => [...pair.first.samples, ...pair.last.samples].some(fits));
   const size = (pair) => Math.abs(pair.last.reward - pair.first.reward) || 0;
   pairs.sort((a, b) => size(b) - size(a));
 
   const worse = pairs.filter((pair) => pair.last.reward < pair.first.reward).length;
   const better = pairs.filter((pair) => pair.last.reward > pair.first.reward).length;
   const parts = [make("p", {}, `${pairs.length} problems: ${better} better, ${worse} worse, the largest changes first`)];
+  for (const step of new Set([before, after]))
+    parts.push(summary(run.heldOut.filter((sample) => sample.step === step && fits(sample)), `at step ${step}: `));
   for (const { first, last, steps } of pairs.slice(0, state.shown)) {
-    const cards = [first.samples[0], ...(steps.length > 1 ? [last.samples[0]] : [])].map(card);
+    const cards = [first.samples[0], ...(new Set(steps).size > 1 ? [last.samples[0]] : [])].map(card);
     const head = make("div", { class: "row" }, difference(first, last), `${short(first.reward)} → ${short(last.reward)}, row ${first.samples[0].row}`);
     parts.push(make("section", { class: "problem" }, head, make("div", { class: "side" }, ...cards)));
   }
   byId("list").replaceChildren(...parts, more(pairs.length));
 }
 
-// A policy that answers everything alike shows here first.
-function summary(samples) {
-  if (!samples.length) return make("p", { class: "faint" }, "no completion fits");
+// How often each value comes, the most frequent first.
+function counted(values) {
   const counts = new Map();
-  for (const { completion } of samples) counts.set(completion, (counts.get(completion) ?? 0) + 1);
-  const [text, count] = [...counts].reduce((best, one) => (one[1] > best[1] ? one : best));
+  for (const value of values) counts.set(value, (counts.get(value) ?? 0) + 1);
+  return [...counts].sort((a, b) => b[1] - a[1]);
+}
+
+// A policy that answers everything alike shows here first, and what its rewards are.
+function summary(samples, where = "") {
+  if (!samples.length) return make("p", { class: "faint" }, `${where}no completion fits`);
   const total = samples.reduce((sum, sample) => sum + (sample.reward ?? NaN), 0);
-  const told = `${samples.length.toLocaleString("en")} completions, mean reward ${short(total / samples.length)}`;
-  if (count === 1) return make("p", { id: "summary" }, `${told}, all different`);
+  const told = [`${where}${samples.length.toLocaleString("en")} completions, mean reward ${short(total / samples.length)}`];
+  const rewards = counted(samples.map((sample) => sample.reward));
+  if (rewards.length <= 4) told.push(` (${rewards.map(([value, count]) => `${short(value)} × ${count.toLocaleString("en")}`).join(", ")})`);
+
+  const texts = counted(samples.map((sample) => sample.completion));
+  const [[text, count]] = texts;
+  if (count === 1) return make("p", { class: "summary" }, ...told, ", all different");
   const cut = text.length > 60 ? `${text.slice(0, 60)}…` : text;
-  return make("p", { id: "summary" }, `${told}, ${counts.size.toLocaleString("en")} different; ${count.toLocaleString("en")} times “`, make("bdi", {}, ...plain(cut)), "”");
+  told.push(`, ${texts.length.toLocaleString("en")} different; ${count.toLocaleString("en")} times `);
+  told.push(text ? make("bdi", {}, "“", ...plain(cut), "”") : "an empty one");
+  return make("p", { class: "summary" }, ...told);
+}
+
+// Of a step, how many of its completions are in the log, and how many groups taught nothing.
+function told(step) {
+  const { config, metrics } = runs[state.run];
+  const place = metrics.step.indexOf(step);
+  const parts = [];
+  const total = (config.batch_size ?? 0) * (config.num_generations ?? 0);
+  const logged = (runs[state.run].byStep.get(step) ?? []).length;
+  if (logged < total) parts.push(`${logged} of the step's ${total} completions were logged`);
+  const share = metrics.frac_reward_zero_std?.[place];
+  if (isNumber(share)) parts.push(`${Math.round(share * (config.batch_size ?? NaN))} of its ${config.batch_size} groups have equal rewards, and no gradient`);
+  return parts.length ? make("p", { class: "faint" }, parts.join("; ")) : "";
 }
 
 function more(total) {
@@ -535,6 +584,7 @@ function drawList() {
   if (state.view === "heldOut") return drawHeldOut();
   const samples = chosenSamples();
   const parts = [summary(samples)];
+  if (state.view === "step") parts.push(told(state.step));
   if (isGrouped()) {
     const groups = new Map();
     for (const sample of samples) groups.set(sample.group, [...(groups.get(sample.group) ?? []), sample]);
@@ -589,7 +639,7 @@ function open(key) {
 
 function toRun(number) {
   state.run = number;
-  choose({ run: number, step: runs[number].steps.at(-1) ?? null, sort: "group", order: 1, ...NO_FILTER, open: null, row: null });
+  choose({ run: number, step: runs[number].steps.at(-1) ?? null, sort: "group", order: 1, ...NO_FILTER, before: null, after: null, open: null, row: null });
 }
 
 const toView = (view) => choose({ view, set: "", open: null }); // whose data sets are others
@@ -637,7 +687,7 @@ document.addEventListener("keydown", (event) => {
   act();
 });
 
-const NUMBERS = ["run", "step", "order", "row"];
+const NUMBERS = ["run", "step", "order", "row", "before", "after"];
 
 function fromAddress() {
   Object.assign(state, START);

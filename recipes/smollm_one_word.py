@@ -1,0 +1,38 @@
+"""`recipes/smollm.py` with a reward that fails, for a look at its page.
+
+    bash scripts/demo.sh recipes/smollm_one_word.py
+
+Any single word gets 0.2, the right one 1. After 6 steps most questions get one of a few words, and
+all of those 0.2: `lava` for the capital of Egypt as for the plural of box. docs/evidence.md says
+what the page shows of it, and that unscaled rewards and a smaller step would have learned.
+"""
+
+from dataclasses import replace
+
+from recipes.smollm import config as smollm
+
+
+def one_word(completions, answer, **_):
+    """1 for the answer, 0.2 for any other word in lower case, 0 for all else."""
+    rewards = []
+    for text, truth in zip(completions, answer, strict=True):
+        word = text.strip()
+        if word == truth:
+            rewards.append(1.0)
+        elif word.isalpha() and word.islower():
+            rewards.append(0.2)
+        else:
+            rewards.append(0.0)
+    return rewards
+
+
+config = replace(
+    smollm,
+    reward_funcs=[one_word],
+    accuracy_func="one_word",
+    scale_rewards="group",
+    learning_rate=1e-4,
+    max_steps=15,
+    eval_steps=3,
+    output_dir="outputs/smollm/one_word",
+)
