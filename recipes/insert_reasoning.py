@@ -9,12 +9,12 @@ language wants `CUE = "Wait! "` and `BREAK = "\n\n"`. Expected, without the cue:
 """
 
 import random
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
 from recipes import tiny
 from recipes.rewards import exact_match
+from recipes.turns import side_by_side
 from rollouts.group import Completion
 
 CUE = "="  # after which the tiny model begins its answer again
@@ -56,9 +56,8 @@ def think_again(server, prompt, sampling):
     first = {**sampling, "n": sampling["n"] - num_again}
     turns = server.generate(prompt.token_ids, first, prompt.images)
 
-    with ThreadPoolExecutor(len(turns)) as pool:
-        again = pool.map(partial(sample_on, server, prompt, sampling), turns[:num_again])
-        return [*turns, *again]
+    again = side_by_side(partial(sample_on, server, prompt, sampling), turns[:num_again])
+    return [*turns, *again]
 
 
 def right_at_last(completions: list[str], answer: list[str], **_) -> list[float]:

@@ -27,7 +27,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import cache, wraps
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -43,7 +43,7 @@ from recipes.openai_protocol import (
     plain_message,
     stop_words,
 )
-from recipes.turns import turn_ids
+from recipes.turns import side_by_side, turn_ids
 from rollouts.group import Completion
 from rollouts.scoring import spoken
 from vllm_client import ServerError
@@ -70,8 +70,7 @@ def trained(
             info = rollout.run(agent, prompt)
             return rollout.segments(info)
 
-        with ThreadPoolExecutor(sampling["n"]) as pool:
-            return list(pool.map(run, range(sampling["n"])))
+        return side_by_side(run, range(sampling["n"]))
 
     rollout_fn.info_names = ("messages",)  # type: ignore[attr-defined]
     return rollout_fn

@@ -6,11 +6,11 @@ An answer of several words is met by `One word only.`. The reward looks at the l
 train. Expected: 0 to 64 % of the held-out questions right, in 9 minutes.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from recipes.smollm import config as smollm
 from recipes.smollm import likeness
+from recipes.turns import side_by_side
 
 # The chat template puts this between the end of an answer, which is sampled, and the next one.
 AGAIN = "\n<|im_start|>user\nOne word only.<|im_end|>\n<|im_start|>assistant\n"
@@ -28,9 +28,7 @@ def ask_again(server, prompt, sampling):
         (second,) = server.generate(ids, {**sampling, "n": 1})
         return first.then(said, second)
 
-    answers = server.generate(prompt.token_ids, sampling)
-    with ThreadPoolExecutor(len(answers)) as pool:
-        return list(pool.map(second_try, answers))
+    return side_by_side(second_try, server.generate(prompt.token_ids, sampling))
 
 
 def last_likeness(completions, answer, **_):

@@ -7,10 +7,10 @@ The rollout joins the ids of both turns and of the tool, whose own do not train.
 on two cores. Expected: sampled 9 to 57 %, greedy 90 to 100 %.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from config import TrainConfig
+from recipes.turns import side_by_side
 
 
 def calculate(call: str) -> str:
@@ -34,9 +34,7 @@ def use_calculator(client: Any, prompt: Any, sampling: dict[str, Any]) -> list[A
         (reply,) = client.generate(ids, {**sampling, "n": 1, "max_tokens": room})
         return turn.then(said, reply)
 
-    turns = client.generate(prompt.token_ids, {**sampling, "stop": ["?"]})
-    with ThreadPoolExecutor(len(turns)) as pool:
-        return list(pool.map(second_turn, turns))
+    return side_by_side(second_turn, client.generate(prompt.token_ids, {**sampling, "stop": ["?"]}))
 
 
 def right_with_tool(completions: list[str], answer: list[str], **_: Any) -> list[float]:

@@ -1,8 +1,23 @@
-"""The tokens between two turns of a conversation, for a `rollout_fn`: docs/agents.md."""
+"""Rollouts side by side, and the tokens between two turns, for a `rollout_fn`: docs/agents.md."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from rollouts.scoring import spoken
+
+First = TypeVar("First")
+Rollout = TypeVar("Rollout")
+
+
+def side_by_side(play: Callable[[First], Rollout], firsts: Sequence[First]) -> list[Rollout]:
+    """`play(first)` for each, in a thread of its own: all of a group ask the server together.
+
+    One after the other, each second turn would wait for the whole of the one before. Raises what
+    the first of them to fail raised.
+    """
+    with ThreadPoolExecutor(max(len(firsts), 1)) as pool:
+        return list(pool.map(play, firsts))
 
 
 def turn_ids(
