@@ -2,9 +2,9 @@
 
     bash scripts/demo.sh recipes/smollm_one_word.py
 
-Any single word gets 0.2, the right one 1. After 6 steps most questions get one of a few words, and
-all of those 0.2: `lava` for the capital of Egypt as for the plural of box. docs/evidence.md says
-what the page shows of it, and that unscaled rewards and a smaller step would have learned.
+Any single word gets 0.2, the right one 1. After some steps most questions get one of a few words,
+as `hugging` for the capital of Egypt and for the plural of box; then nothing at all.
+docs/evidence.md says what the page shows of it, and what cures it. Expected: 0 %.
 """
 
 from dataclasses import replace

@@ -12,6 +12,7 @@ import torch
 from helpers import CHAT_TEMPLATE, ROOT, make_model, server
 from some_rewards import spread
 from test_images import geometry
+from test_judge import Endpoint
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -37,6 +38,7 @@ DATA: dict[str, Any] = {
     "tool_agent": [{**row, "prompt": row["prompt"].replace("=", "~=")} for row in SUMS],
     "gsm8k": GSM8K, "lora_7b_one_gpu": GSM8K, "lora_one_card": GSM8K, "math": MATH, "fsdp_multi_node": MATH,
     "countdown": partial(countdown.problems, 16, held_out=True), "tiny_vlm": partial(tiny_vlm.squares, 8, 3),
+    "judge": [{"prompt": f"Post {i}: rain.", "completion": "It rains."} for i in range(16)],
     "geometry3k": geometry, **dict.fromkeys(("smollm", "smollm_lora", "smollm_asked_again", "smollm_one_word"), "recipes/smollm.jsonl"),
 }  # fmt: skip
 
@@ -67,9 +69,14 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     if name == "trackers":
         pytest.importorskip("tensorboard")
         monkeypatch.setattr(trackers, "FOLDER", tmp_path)
+    if name == "judge":
+        judge = Endpoint(lambda question: str(len(question) % 11))
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{judge.server_port}/v1")
+        monkeypatch.setenv("JUDGE_REPLIES", str(tmp_path / "replies.sqlite"))
+        request.addfinalizer(judge.shutdown)
     path = ROOT / "recipes" / f"{name}.py"
     text = path.read_text()
-    assert len(text.splitlines()) <= 90
+    assert len(text.splitlines()) <= (180 if name == "judge" else 90)
     assert f"recipes/{name}.py" in text.split('"""')[1] or name == "tiny"  # how to start it
     sees = name in ("tiny_vlm", "geometry3k")
     model, url = (

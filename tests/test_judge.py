@@ -1,0 +1,144 @@
+"""The judge of recipes/judge.py, against a server that refuses, delays and counts."""
+
+import asyncio
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from recipes import judge
+from rollouts.workers import CallPool
+
+pytest.importorskip("openai")
+
+
+class Endpoint(ThreadingHTTPServer):
+    """Answers by `reply(question)`; the first request of each question is refused with 429."""
+
+    daemon_threads = True
+
+    def __init__(self, reply):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.reply = reply
+        self.refuses_first = False
+        self.questions: list[str] = []
+        self.begun_s: list[float] = []
+        self.running = self.most = 0
+        self.lock = threading.Lock()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        server: Any = self.server
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        (message,) = request["messages"]
+        question = message["content"]
+        with server.lock:
+            is_new = question not in server.questions
+            server.questions.append(question)
+            server.begun_s.append(time.monotonic())
+            server.running += 1
+            server.most = max(server.most, server.running)
+        time.sleep(0.05)
+        with server.lock:
+            server.running -= 1
+        if server.refuses_first and is_new:
+            self.answer(429, {"error": {"message": "slow down"}}, {"Retry-After-Ms": "10"})
+            return
+        choice = {"index": 0, "finish_reason": "stop"}
+        choice["message"] = {"role": "assistant", "content": server.reply(question)}
+        self.answer(
+            200,
+            {
+                "id": "1",
+                "object": "chat.completion",
+                "created": 0,
+                "model": "m",
+                "choices": [choice],
+            },
+        )
+
+    def answer(self, status, content, headers=None):
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def endpoint(tmp_path, monkeypatch):
+    """An endpoint, and a pool of workers that ask it."""
+    server = Endpoint(lambda question: "7")
+    monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/v1")
+    monkeypatch.setenv("JUDGE_MODEL", "judge")
+    monkeypatch.setenv("JUDGE_REPLIES", str(tmp_path / "judge" / "replies.sqlite"))
+    yield server
+    server.shutdown()
+
+
+def judged(function, texts, **columns):
+    """What a worker process returns, as a run calls it."""
+    pool = CallPool(1)
+    try:
+        arguments = {"prompts": ["post"] * len(texts), "completions": texts, **columns}
+        return pool.call(function, arguments, timeout_s=60)
+    finally:
+        pool.close()
+
+
+def test_grades(endpoint):
+    """Each text once, several at a time; what is no grade gives none; a second call asks nothing."""
+    grades = {"good": "<think>8 or 9?</think> 9", "bad": "0", "wild": "11", "silent": "no"}
+    endpoint.reply = lambda question: next(
+        g for text, g in grades.items() if f"\n{text}\n" in question
+    )
+    assert judged(judge.graded, list(grades)) == [0.9, 0.0, None, None]
+    assert len(endpoint.questions) == 4
+    assert endpoint.most > 1
+    assert judged(judge.graded, list(grades)) == [0.9, 0.0, None, None]  # another process
+    assert len(endpoint.questions) == 4
+
+
+def test_what_is_refused_is_asked_again(endpoint):
+    endpoint.refuses_first = True
+    assert judged(judge.graded, ["a", "b"]) == [0.7, 0.7]
+    assert len(endpoint.questions) == 4
+
+
+def test_a_place_does_not_win(endpoint):
+    """A judge that always says A prefers nobody; one that likes a text does, wherever it stands."""
+    endpoint.reply = lambda question: "A"
+    assert judged(judge.preferred, ["mine"], completion=["theirs"]) == [0.5]
+
+    def likes(question):
+        return "I say: B" if question.index("better") < question.index("plain") else "A"
+
+    endpoint.reply = likes
+    assert judged(judge.preferred, ["better"], completion=["plain"]) == [0.0]
+    assert judged(judge.preferred, ["plain ", "x"], completion=["better", "plain"])[0] == 1.0
+
+
+def test_limits(endpoint, monkeypatch):
+    """Requests begin at the pace of a worker, and no more than its places are open."""
+    monkeypatch.setattr(judge, "AT_ONCE", 3)
+    monkeypatch.setattr(judge, "PER_SECOND", 25.0)
+    monkeypatch.setattr(judge, "URL", f"http://127.0.0.1:{endpoint.server_port}/v1")
+    monkeypatch.setattr(judge, "REPLIES", judge.Path(judge.os.environ["JUDGE_REPLIES"]))
+    for kept in (judge.client, judge.limits, judge.replies):
+        kept.cache_clear()
+    texts = [f"text {number}" for number in range(12)]
+    assert asyncio.run(judge.graded(["post"] * 12, texts)) == [0.7] * 12
+    for kept in (judge.client, judge.limits, judge.replies):
+        kept.cache_clear()
+    assert endpoint.most <= 3
+    # A request is sent after its turn, so two may arrive closer than their turns; all of them may not.
+    assert endpoint.begun_s[-1] - endpoint.begun_s[0] >= 11 / 25 - 0.1
