@@ -16,12 +16,13 @@ from test_readme import PLANNED, TRAINING, make_clone
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from config import TrainConfig, parse_args
+from rollouts.addresses import server_urls
 
 ROOMS = ("rollouts", "training", "weights", "server")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 OPTIONS = {  # of the server, and of scripts: no fields
     "gpu-memory-utilization", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",
-    "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "any-vllm", "versions", "sleep", "max-lora-rank", "served-model-name", "plan", "keep", "html", "serve", "kv-cache-memory-bytes", "no-enforce-eager",
+    "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "any-vllm", "versions", "sleep", "max-lora-rank", "served-model-name", "plan", "server_options", "keep", "html", "serve", "kv-cache-memory-bytes", "no-enforce-eager",
 }  # fmt: skip
 # What documents name and no source of ours defines: other programs, their variables, routes, and names of examples.
 OUTSIDE = frozenset({
@@ -216,16 +217,45 @@ def test_every_command_is_run_by_a_test():
     environments = ("source .venv/bin/activate", "python3 -m venv ~/")
     a_loop = "until python vllm_server.py "
     assert any(line.startswith(a_loop) for block in TRAINING for line in block)
+    of_a_node = [
+        block for block in commands(DOCUMENTS["docs/scale.md"]) if block[0].startswith(A_NODE)
+    ]
     for name, text in DOCUMENTS.items():
         if name == PLANNED:
             continue
-        for line in (line for block in commands(text) if block not in TRAINING for line in block):
+        own = [
+            block for block in commands(text) if block not in TRAINING and block not in of_a_node
+        ]
+        for line in (line for block in own for line in block):
             assert line.startswith((*known, *environments, a_loop)), line
             if not line.startswith((*environments, a_loop)):
                 check_options(line)
         for span in inline(text):
             if span.startswith(("python ", "bash ")):
                 check_options(span)
+
+
+A_NODE = "for gpu in "  # of docs/scale.md: a server on each GPU
+
+
+def test_eight_servers_on_a_node(tmp_path):
+    """Each on a GPU and at a port of its own, and in the file that the trainer reads."""
+    python = 'python() { echo "$CUDA_VISIBLE_DEVICES $*" >> calls; }; SERVERS=10.0.0.9\n'
+    (block,) = [
+        b for b in blocks("bash", DOCUMENTS["docs/scale.md"]) if b.lstrip().startswith(A_NODE)
+    ]
+    script = python + block
+    subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True, timeout=60)
+    calls = sorted((tmp_path / "calls").read_text().splitlines())
+    assert len(calls) == 8
+    for gpu, call in enumerate(calls):
+        assert re.fullmatch(
+            rf"{gpu} vllm_server.py --host 0.0.0.0 --port {8000 + gpu} --model \S+", call
+        )
+    served = sorted((tmp_path / "servers.txt").read_text().splitlines())
+    assert served == [f"http://10.0.0.9:{8000 + gpu}" for gpu in range(8)]
+    config = parse_args(["recipes/tiny.py", "--vllm_urls", f"@{tmp_path / 'servers.txt'}"])
+    assert server_urls(config) == served
 
 
 def test_help(capsys):
