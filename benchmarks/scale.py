@@ -656,58 +656,40 @@ def root() -> Path:
     return Path(sys.argv[sys.argv.index("--checkout") + 1]) if "--checkout" in sys.argv else HERE
 
 
-def slope(xs: list[float], ys: list[float]) -> float:
-    """The exponent of y ~ x^slope by least squares: 1 is proportional, 0 is flat."""
-    import numpy as np
-
-    return float(np.polyfit(np.log(xs), np.log(ys), 1)[0]) if len(xs) > 1 else 0.0
+PIECES = {  # of rank 0's work on a token, and what they are called in the picture
+    "reply_us": "bytes of a reply to tensors",
+    "deal_us": "tensors to rows, dealt",
+    "scatter_us": "rows to bytes for other ranks",
+}
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """A panel for each part that grows with something, with every line's slope."""
-    import matplotlib.pyplot as plt
+    """Rank 0's work on a completion token, in its pieces, by the length of completions."""
+    sys.path.insert(0, str(HERE / "scripts"))
+    import plot
+    from matplotlib import pyplot as plt
 
-    def of(part: str, **fixed: Any) -> list[dict[str, Any]]:
-        return [
-            r
-            for r in rows
-            if r["part"] == part and all(r[name] == value for name, value in fixed.items())
-        ]
-
-    panels = [
-        (
-            "completion",
-            "us per token, rank 0",
-            "rank_0_us",
-            lambda w: of("tokens", when=w, prompt=512, generations=16),
-        ),
-        (
-            "generations",
-            "us per token, rank 0",
-            "rank_0_us",
-            lambda w: of("tokens", when=w, completion=512),
-        ),
-        ("ranks", "us per token, dealing", "deal_us", lambda w: of("ranks", when=w)),
-        ("servers", "CPU ms of a sync, each", "sync_cpu_ms_each", lambda w: of("servers", when=w)),
-        (
-            "ranks",
-            "peak memory / checkpoint",
-            "peak_of_checkpoint",
-            lambda w: of("loading", when=w, checkpoint="bfloat16", dtype="float32"),
-        ),
+    shown = [
+        row
+        for row in rows
+        if (row["part"], row["when"]) == ("tokens", "now")
+        and (row["prompt"], row["generations"]) == (512, 16)
     ]
-    figure, axes = plt.subplots(1, len(panels), figsize=(4 * len(panels), 3.4))
-    for axis, (x, title, y, select) in zip(axes, panels, strict=True):
-        for when in ("before", "now"):
-            if points := sorted(select(when), key=lambda row: row[x]):
-                xs, ys = [p[x] for p in points], [p[y] for p in points]
-                axis.loglog(xs, ys, "o-", label=f"{when}: slope {slope(xs, ys):+.2f}")
-        axis.set_xlabel(x)
-        axis.set_title(title)
-        axis.legend()
-        axis.grid(alpha=0.3)
+    shown.sort(key=lambda row: row["completion"])
+    names = [f"{row['completion']:,}" for row in shown]
+    bottoms = [0.0] * len(shown)
+    figure, axes = plt.subplots(figsize=(7, 3.4))
+    for piece, label in PIECES.items():
+        heights = [row[piece] for row in shown]
+        bars = axes.bar(names, heights, bottom=bottoms, width=0.6, label=label)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
+    axes.bar_label(bars, [f"{total:.2g}" for total in bottoms], padding=2)
+    axes.set_title("rank 0's work on a completion token", loc="left", fontsize="medium")
+    axes.set_xlabel("tokens of a completion")
+    axes.set_ylabel("microseconds")
+    axes.legend(frameon=False)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
+    plot.save(figure, path)
 
 
 def main() -> None:
@@ -722,9 +704,13 @@ def main() -> None:
         "--against", type=Path, help="the checkout of another commit, measured beside this one"
     )
     parser.add_argument("--json", type=Path, help="write the rows there")
-    parser.add_argument("--picture", type=Path, help="draw how they grow, as SVG")
+    parser.add_argument("--picture", type=Path, help="draw rank 0's work on a token, as SVG")
+    parser.add_argument("--kept", type=Path, help="rows of an earlier --json, to draw again")
     parser.add_argument("--quick", action="store_true", help="small sizes, in a minute")
     args = parser.parse_args()
+    if args.kept:
+        draw(json.loads(args.kept.read_text())["rows"], args.picture)
+        return
     rows: list[dict[str, Any]] = []
     for part in args.parts:
         for when, checkout in (("before", args.against), ("now", HERE)):

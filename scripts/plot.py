@@ -44,6 +44,14 @@ SUMMARY = (
     ("sampling/sampling_logp_difference/mean",),
 )
 REWARDS = ["reward", "eval/reward"]  # README's panels
+TITLES = {  # of panels that show something else than their metric's name says
+    ("reward", "eval/reward"): "reward, and held-out reward",
+    ("eval/reward",): "held-out reward",
+    ("eval/accuracy",): "held-out accuracy",
+    ("completions/mean_length",): "mean length of completions",
+    ("sampling/sampling_logp_difference/mean",): "trainer's and server's log-probs differ by",
+}
+OF_PLACE = ("output_dir", "vllm_urls", "left_out")  # settings that differ from run to run
 UNITS = {  # by a metric's name, or a pattern of names; a reward, a loss and a norm have none
     "entropy": "nats", "*kl": "nats", "*logp_difference*": "nats",
     "time/*": "seconds", "tokens_per_s/*": "tokens/s",
@@ -115,13 +123,27 @@ def unit_of(name: str) -> str:
     return ""
 
 
-def short_names(runs: list[str]) -> list[str]:
-    """The last folders of some runs, or their whole paths where two would be the same."""
-    names = [Path(run).name for run in runs]
-    return names if len(set(names)) == len(runs) else runs
+def labels_of(runs: list[str]) -> list[str]:
+    """What a legend says of each run: the one setting that differs, as `seed 1`, or its folder."""
+    settings = []
+    for run in runs:
+        path = Path(run) / "config.json"
+        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        settings.append({name: known[name] for name in known if name not in OF_PLACE})
+    names = {name for known in settings for name in known}
+    differ = [name for name in names if len({str(known.get(name)) for known in settings}) > 1]
+    if len(differ) == 1 and all(settings):
+        labels = [f"{differ[0]} {known.get(differ[0])}" for known in settings]
+        if len(set(labels)) == len(runs):
+            return labels
+
+    folders = [Path(run).name for run in runs]
+    return folders if len(set(folders)) == len(runs) else runs
 
 
-def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> None:
+def draw(
+    axes: Any, label: str, rows: Rows, name: str, x: str, window: int, style: dict[str, Any]
+) -> None:
     """One metric of one run, if it has it; few points, as of an evaluation, are marked and not smoothed."""
     places, values = [], []
     for row in rows:
@@ -135,9 +157,9 @@ def draw(axes: Any, label: str, rows: Rows, name: str, x: str, window: int) -> N
     if not values:
         return
     if len(values) < len(rows) / 2:
-        axes.plot(places, values, "o-", label=label, markersize=4, **ON_TOP)
+        axes.plot(places, values, marker="o", label=label, markersize=4, **style, **ON_TOP)
     else:
-        axes.plot(places, smoothed(values, window), "-", label=label, **ON_TOP)
+        axes.plot(places, smoothed(values, window), label=label, **style, **ON_TOP)
 
 
 def save(figure: Any, path: Path) -> None:
@@ -169,7 +191,7 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
             cure = f": did you mean {near[0]}?" if near else "; `info` lists all"
             sys.exit(f"error: no run has {name}{cure}")
     panels = [(name,) for name in names] or SUMMARY
-    columns = min(len(panels), 2)
+    columns = 3 if len(panels) == 3 else min(len(panels), 2)  # no place stays empty
     rows_of_panels = math.ceil(len(panels) / columns)
     figure, grid = plt.subplots(
         rows_of_panels,
@@ -178,20 +200,23 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
         sharex=True,
         figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows_of_panels),
     )
-    labels = short_names([*runs])
+    labels = labels_of([*runs])
     for axes, panel in zip(grid.flat, panels, strict=False):
-        for name in panel:
-            for label, rows in zip(labels, runs.values(), strict=True):
+        for name, dash in zip(panel, ("-", "--", ":"), strict=False):
+            for number, (label, rows) in enumerate(zip(labels, runs.values(), strict=True)):
                 parts = [label] * (len(runs) > 1) + [name] * (len(panel) > 1)
-                draw(axes, " ".join(parts), rows, name, x, window)
+                style = {"color": f"C{number}", "linestyle": dash}
+                draw(axes, " ".join(parts), rows, name, x, window, style)
         axes.margins(0)  # an axis starts and ends where the data do
+        if panel[0] == "completions/mean_length":  # or a few tokens would look like much
+            axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10], integer=x == "step"))
         if x == "num_tokens":
             axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 250k, 1M
         axes.tick_params(labelbottom=True)
         axes.set_xlabel(f"{x} ({unit_of(x)})" if unit_of(x) else x)
         axes.set_ylabel(unit_of(panel[0]))
-        axes.set_title(", ".join(panel), loc="left", fontsize="medium")
+        axes.set_title(TITLES.get(panel, ", ".join(panel)), loc="left", fontsize="medium")
         axes.grid(alpha=0.3)
         if len(axes.lines) > 1:
             axes.legend(fontsize="small")

@@ -270,7 +270,7 @@ def test_what_is_kept_draws_the_same(tmp_path):
     plot.main([str(small), *options, "-o", svgs[1]])
     drawn, again = (Path(svg).read_text() for svg in svgs)
     assert drawn == again
-    assert ">eval/reward</text>" in drawn
+    assert ">held-out reward</text>" in drawn
     assert ">0.2</text>" in drawn
     rows = [json.loads(line) for line in (small / "metrics.jsonl").read_text().splitlines()]
     assert rows[0] == {"step": 0, "eval/reward": 0.1, "eval/accuracy": 0.1}
@@ -308,8 +308,12 @@ def test_what_is_drawn(tmp_path, monkeypatch, capsys):
     assert f"reward of {a}: 0.1 ▁▂▃▃▄▅▆▆▇█ 1\n" in capsys.readouterr().out
     assert [axes.get_ylabel() for axes in figures[1].axes] == ["", "tokens", "nats", "nats"]
     titles = [axes.get_title("left") for axes in figures[1].axes]
-    assert titles == [", ".join(panel) for panel in plot.SUMMARY]
-    rewards = figures[1].axes[0]
+    assert titles == [
+        "reward, and held-out reward", "mean length of completions", "entropy",
+        "trainer's and server's log-probs differ by",
+    ]  # fmt: skip
+    rewards, lengths, *_ = figures[1].axes
+    assert lengths.get_ylim()[0] == 0  # a change of a token is not the whole height
     assert [line.get_label() for line in rewards.lines] == ["reward", "eval/reward"]
 
 
@@ -323,7 +327,7 @@ def test_axes_are_those_of_the_data(tmp_path, monkeypatch):
     limits = [(axes.get_xlim(), axes.get_ylim()) for axes in by_step.axes[:3]]
     assert limits == [((0, 10), (0.1, 1)), ((0, 10), (0.1, 1)), ((0, 10), (100, 1000))]
     titles = [axes.get_title("left") for axes in by_step.axes[:3]]
-    assert titles == ["reward", "eval/reward", "num_tokens"]
+    assert titles == ["reward", "held-out reward", "num_tokens"]
     assert [axes.get_ylabel() for axes in by_step.axes[:3]] == ["", "", "tokens"]
     assert {axes.get_xlabel() for axes in by_step.axes[:3]} == {"step"}
     assert [(axes.get_xlim(), axes.get_xlabel()) for axes in by_tokens.axes] == [
@@ -358,12 +362,21 @@ def test_units_are_those_of_the_documents():
     assert plot.unit_of("eval/aime/accuracy") == plot.unit_of("eval/pass@8") == "share"
 
 
-def test_runs_have_short_names():
-    assert plot.short_names(["docs/runs/a", "docs/runs/b"]) == ["a", "b"]
-    assert plot.short_names(["outputs/a/run", "outputs/b/run"]) == [
-        "outputs/a/run",
-        "outputs/b/run",
-    ]
+def test_what_a_legend_says(tmp_path):
+    """The one setting that differs, or the folder, or where that is the same its path."""
+    assert plot.labels_of(["docs/runs/a", "docs/runs/b"]) == ["a", "b"]
+    paths = ["outputs/a/run", "outputs/b/run"]
+    assert plot.labels_of(paths) == paths
+    runs = [tmp_path / name for name in ("a", "b")]
+    for settings, expected in (
+        ([{"seed": 1, "output_dir": "a"}, {"seed": 2, "output_dir": "b"}], ["seed 1", "seed 2"]),
+        ([{"seed": 1, "beta": 0.0}, {"seed": 2, "beta": 0.1}], ["a", "b"]),
+        ([{"seed": 1}, {"seed": 1}], ["a", "b"]),
+    ):
+        for run, known in zip(runs, settings, strict=True):
+            run.mkdir(exist_ok=True)
+            (run / "config.json").write_text(json.dumps(known))
+        assert plot.labels_of([*map(str, runs)]) == expected
 
 
 def test_sparkline():
