@@ -344,7 +344,7 @@ def test_a_recipe_hides_no_other_module(write, name):
         ({"stop": [1]}, "stop=[1]: Input should be a valid string (list of str | none)"),
         ({"stop": ("a",)}, "stop=('a',): Input should be a valid list"),
         ({"output_dir": None}, "output_dir=None: Input should be a valid string (str)"),
-        ({"dataset_id": 3}, "dataset_id=3: Input should be a valid string (str | Callable)"),
+        ({"dataset_id": 3}, "dataset_id=3: Input should be a valid string (str | Callable | dict)"),
         ({"rollout_fn": 3}, "rollout_fn=3: Input should be callable"),
         ({"sampling_params": []}, "sampling_params=[]: Input should be a valid dictionary"),
         ({"seeds": 3}, "unknown field seeds: did you mean seed?"),
