@@ -563,7 +563,7 @@ function summary(samples, where = "") {
 }
 
 // Of a step, how many of its completions are in the log, and how many groups taught nothing.
-function told(step) {
+function aboutStep(step) {
   const { config, metrics } = runs[state.run];
   const place = metrics.step.indexOf(step);
   const parts = [];
@@ -584,7 +584,7 @@ function drawList() {
   if (state.view === "heldOut") return drawHeldOut();
   const samples = chosenSamples();
   const parts = [summary(samples)];
-  if (state.view === "step") parts.push(told(state.step));
+  if (state.view === "step") parts.push(aboutStep(state.step));
   if (isGrouped()) {
     const groups = new Map();
     for (const sample of samples) groups.set(sample.group, [...(groups.get(sample.group) ?? []), sample]);
