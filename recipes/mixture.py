@@ -3,7 +3,7 @@
     bash scripts/demo.sh recipes/mixture.py
 
 Problems of few different digits are a third of all, and are to be half of each batch. Metrics have
-the reward of each part, as `sets/few_digits/reward`. Expected: 35 to 92 %.
+the reward of each part, as `sets/few_digits/reward`. Expected: 35 to 91 %.
 """
 
 import json

@@ -113,8 +113,9 @@ def scored(rewards, cut=0):
     ends = ["length"] * cut + ["stop"] * (len(rewards) - cut)
     completions = [Completion([6], [-1.0], end, 0) for end in ends]
     return Group(
-        Prompt(0, [5], "a", {}), completions, ["b"] * len(ends), [[r] for r in rewards], rewards
-    )
+        Prompt(0, [5], "a", {}), completions, ["b"] * len(ends), [[r] for r in rewards], rewards,
+        [0.0] * len(ends),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
