@@ -64,6 +64,10 @@ OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
 ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
 # A path, in which ~ is the user's home, or a name on the hub.
 PathOrName = Annotated[str, AfterValidator(os.path.expanduser), Field(title="str")]
+Sets = Annotated[  # data sets by name
+    dict[Annotated[str, Field(min_length=1)], PathOrName | Callable[[], Any]],
+    Field(title="dict", min_length=1),
+]
 Positive = Annotated[float, Field(title="float > 0", gt=0)]
 NotNegative = Annotated[float, Field(title="float >= 0", ge=0)]
 Fraction = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
@@ -137,7 +141,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     Needs bitsandbytes, and servers of the dequantized base: see docs/operations.md."""
 
     # -- data --------------------------------------------------------------------------------------
-    dataset_id: PathOrName | Callable[[], Any] | dict[str, PathOrName | Callable[[], Any]]
+    dataset_id: PathOrName | Callable[[], Any] | Sets
     """A `datasets` name, a file (`.jsonl`, `.json`, `.csv`, `.parquet`), or a function that returns
     rows: `prompt`, perhaps `images`; or several of them by name.
     All columns of a `.csv` are text."""
@@ -145,10 +149,8 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Configuration (subset) of a `datasets` name.
     Where `eval_dataset_id` is the same name, it has this one, too."""
     dataset_split: str = "train"
-    """Split of a `datasets` name."""
-    eval_dataset_id: (
-        PathOrName | Callable[[], Any] | dict[str, PathOrName | Callable[[], Any]] | None
-    ) = None
+    """Split of a `datasets` name; of several names, the same."""
+    eval_dataset_id: PathOrName | Callable[[], Any] | Sets | None = None
     """Held-out problems, given as `dataset_id` is, or several sets by name;
     None evaluates nothing."""
     eval_dataset_split: str = "test"
@@ -421,6 +423,15 @@ class TrainConfig(metaclass=_OneLineErrors):
                 raise UserError("replay asks no server: unset reference_urls, and set reference_id")
             if self.order_fn:
                 raise UserError("replay has the order of the other run: unset order_fn")
+        if self.reference_decay is not None and (self.reference_id or self.reference_urls):
+            raise UserError(
+                "reference_decay moves the initial policy: unset reference_id and reference_urls"
+            )
+        if self.reference_decay and self.dtype == "bfloat16" and not self.use_peft:
+            raise UserError(
+                "reference_decay: an average in bfloat16 rounds its steps away: set dtype=float32, "
+                "or reference_decay=0, which copies"
+            )
         if 0 < self.eval_temperature < 0.01:
             raise UserError("eval_temperature must be 0 or at least 0.01, which vLLM takes it for")
         if self.sampling_params:
@@ -479,10 +490,6 @@ class TrainConfig(metaclass=_OneLineErrors):
                 )  # fmt: skip
         if self.reference_decay is None:
             refuse("without reference_decay", "reference_steps")
-        elif self.reference_id or self.reference_urls:
-            raise UserError(
-                "reference_decay moves the initial policy: unset reference_id and reference_urls"
-            )
         if self.advantage_fn:
             refuse("with advantage_fn", "scale_rewards")
         if not self.use_fsdp:
@@ -540,9 +547,13 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     @property
     def loss_reads_entropy(self) -> bool:
-        """True where `loss_fn` asks for entropies, by an argument of that name."""
+        """True where `loss_fn` has an argument `entropy`, without a default."""
         loss_fn: Any = self.loss_fn
-        return loss_fn is not None and "entropy" in inspect.signature(loss_fn).parameters
+        if loss_fn is None:
+            return False
+        # One with a default is the function's own, as a coefficient.
+        parameter = inspect.signature(loss_fn).parameters.get("entropy")
+        return parameter is not None and parameter.default is parameter.empty
 
     @property
     def train_sets(self) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def half_solved_first(prompts, history, count, rng):
     for prompt in prompts:
         spread = 0.5
         if prompt.index in history:
-            spread = pstdev(history[prompt.index][-1])
+            rewards = history[prompt.index][-1]
+            spread = pstdev(rewards) if rewards else 0.0  # none where its rollouts failed
         weights.append(CURIOSITY + spread)
     return rng.choices(prompts, weights, k=count)
 

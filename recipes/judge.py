@@ -56,18 +56,17 @@ Which says better, truthfully and briefly, what matters? Reply with A or B, and 
 
 async def graded(prompts, completions, **_):
     """A tenth of the judge's grade, which is from 0 to 10; None without one."""
-    questions = [
-        GRADE.format(prompt=prompt, text=text)
+    asked = [
+        ask(GRADE.format(prompt=prompt, text=text), grade_in)
         for prompt, text in zip(prompts, completions, strict=True)
     ]
-    replies = await asyncio.gather(*map(ask, questions))
-    return [grade_in(reply) for reply in replies]
+    return await asyncio.gather(*asked)
 
 
 def grade_in(reply):
-    """The last whole number of a reply, from 0 to 10, over 10; else None."""
-    numbers = [int(number) for number in re.findall(r"\b\d+\b", reply)]
-    return numbers[-1] / 10 if numbers and numbers[-1] <= 10 else None
+    """The grade that a reply is, as `7` or `7/10`, over 10; None for anything else."""
+    found = re.fullmatch(r"(\d+)(?:\s*/\s*10)?\.?", without_thoughts(reply))
+    return int(found[1]) / 10 if found and int(found[1]) <= 10 else None
 
 
 async def preferred(prompts, completions, completion, **_):
@@ -75,11 +74,11 @@ async def preferred(prompts, completions, completion, **_):
 
     Two each, as judges favour a place: one with the completion first, one with it last.
     """
-    questions = []
+    asked = []
     for prompt, text, other in zip(prompts, completions, completion, strict=True):
-        questions.append(COMPARE.format(prompt=prompt, first=text, second=other))
-        questions.append(COMPARE.format(prompt=prompt, first=other, second=text))
-    letters = [letter_in(reply) for reply in await asyncio.gather(*map(ask, questions))]
+        asked.append(ask(COMPARE.format(prompt=prompt, first=text, second=other), letter_in))
+        asked.append(ask(COMPARE.format(prompt=prompt, first=other, second=text), letter_in))
+    letters = await asyncio.gather(*asked)
 
     rewards = []
     for when_first, when_last in zip(letters[::2], letters[1::2], strict=True):
@@ -90,9 +89,14 @@ async def preferred(prompts, completions, completion, **_):
 
 
 def letter_in(reply):
-    """The last A or B that stands alone in a reply, or None."""
-    letters = re.findall(r"\b[AB]\b", reply)
-    return letters[-1] if letters else None
+    """The letter that a reply is, A or B; None for anything else."""
+    found = re.fullmatch(r"\W*([AB])\W*", without_thoughts(reply))
+    return found[1] if found else None
+
+
+def without_thoughts(reply):
+    """A reply from the end of its thoughts on."""
+    return reply.rpartition("</think>")[2].strip()
 
 
 # -- Asking ----------------------------------------------------------------------------------------
@@ -129,30 +133,48 @@ def limits():
 
 
 @cache
+def under_way():
+    """The questions that are being asked, by their key."""
+    return {}
+
+
+@cache
 def replies():
-    """The replies until now, by model and question; all workers share the file."""
+    """The replies until now, by their key; all workers share the file."""
     REPLIES.parent.mkdir(parents=True, exist_ok=True)
     database = sqlite3.connect(REPLIES, timeout=60, isolation_level=None)
     database.execute("create table if not exists replies (question text primary key, reply text)")
     return database
 
 
-async def ask(question):
-    """The judge's reply."""
-    key = f"{MODEL}\n{question}"
+async def ask(question, parse):
+    """What `parse` finds in the judge's reply; replies in which it finds nothing are not kept."""
+    key = f"{URL}\n{MODEL}\n{question}"
     known = replies().execute("select reply from replies where question = ?", [key]).fetchone()
     if known:
-        return known[0]
+        return parse(known[0])
 
+    if key not in under_way():  # equal completions are asked once
+        under_way()[key] = asyncio.ensure_future(request(question))
+    try:
+        reply = await under_way()[key]
+    finally:
+        under_way().pop(key, None)
+    found = parse(reply)
+    if found is not None:
+        replies().execute("insert or replace into replies values (?, ?)", [key, reply])
+    return found
+
+
+async def request(question):
+    """The judge's reply, within the limits."""
     pace, places = limits()
     async with places:
         await pace.turn()
         answer = await client().chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": question}], temperature=0
         )
-    reply = answer.choices[0].message.content or ""
-    replies().execute("insert or replace into replies values (?, ?)", [key, reply])
-    return reply
+    return answer.choices[0].message.content or ""
 
 
 config = TrainConfig(

@@ -208,7 +208,8 @@ def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
             check_rewards(prompts, config)
         num_before = len(found)
         for prompt in prompts:
-            found.append(replace(prompt, index=num_before + prompt.index, set=name))
+            row = prompt.index
+            found.append(replace(prompt, index=num_before + row, set=name, set_row=row))
     return found
 
 

@@ -31,6 +31,14 @@ class Prompt:
     sources: list[Any] = field(default_factory=list)  # its images as the dataset has them
     images: Any = None  # its images, processed (`rollouts.images.Images`); None until it is sampled
     set: str = ""  # its data set's name, where there are several
+    set_row: int = 0  # its row there
+
+    @property
+    def where(self) -> str:
+        """Its place in the data, for messages."""
+        if self.set:
+            return f"row {self.set_row} of dataset {self.set}"
+        return f"dataset row {self.index}"
 
     @property
     def inputs(self) -> dict[str, Tensor]:

@@ -155,7 +155,7 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     Raises:
         UserError: an image cannot be read, or has no place in the prompt; names the row.
     """
-    with naming(f"dataset row {prompt.index}"):
+    with naming(prompt.where):
         sources = [image_source(source) for source in prompt.sources]
         images = [open_image(source) for source in sources]
         text, needs_beginning = as_text(processor, prompt.content, len(images), config)

@@ -72,10 +72,10 @@ class Order:
         with self._lock:
             for group in groups:
                 self.chosen.pop(group.id, None)
+                # None where rollouts failed, or no function gave a number.
                 rewards = [reward for reward in group.reward if not math.isnan(reward)]
-                if rewards:  # not of rollouts that failed
-                    before = self.history.get(group.prompt.index, [])
-                    self.history[group.prompt.index] = [*before, rewards][-KEPT:]
+                before = self.history.get(group.prompt.index, [])
+                self.history[group.prompt.index] = [*before, rewards][-KEPT:]
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs."""

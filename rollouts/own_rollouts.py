@@ -23,7 +23,7 @@ def fill_by_rollout_fn(
     """
     rollout_fn: Any = config.rollout_fn
     prompt = group.prompt
-    where = f"rollout_fn on dataset row {prompt.index}"
+    where = f"rollout_fn on {prompt.where}"
     try:
         rollouts = list(rollout_fn(server, prompt, sampling))
     except ServerError:

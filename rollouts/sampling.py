@@ -89,7 +89,7 @@ def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> 
     Raises:
         ServerError: no server is left, one refused, or healthy ones failed three times.
     """
-    where = f"dataset row {group.prompt.index}"
+    where = group.prompt.where
     num_failures = 0
     while True:
         with pool.lease() as server:

@@ -216,9 +216,7 @@ class Scorer:
         group.rewards = [list(row) for row in zip(*by_function, strict=True)]
         group.reward = weighted(group.rewards, self.config)
         if any(math.isinf(reward) for reward in group.reward):
-            raise UserError(
-                f"the weighted sum of rewards on dataset row {group.prompt.index} is not finite"
-            )
+            raise UserError(f"the weighted sum of rewards on {group.prompt.where} is not finite")
         group.scored_s = time.monotonic()
 
     def _arguments(self, function: Any, group: Group, ids: list[list[int]]) -> dict[str, Any]:
@@ -237,9 +235,7 @@ class Scorer:
             info_names |= dict.fromkeys(completion.info)
         for name in info_names:
             if name in arguments:
-                raise UserError(
-                    f"rollout_fn on dataset row {group.prompt.index}: info has the column {name}"
-                )
+                raise UserError(f"rollout_fn on {group.prompt.where}: info has the column {name}")
         if self.config.rollout_fn:
             for name in required(function):
                 if name not in arguments and name not in info_names:
@@ -256,7 +252,7 @@ class Scorer:
     def _call(self, function: Any, arguments: dict[str, Any], group: Group) -> list[float | None]:
         """A function's rewards, one per completion; all `failed_reward` after a failed call."""
         num = len(group.completions)
-        where = f"reward {function.__name__} on dataset row {group.prompt.index}"
+        where = f"reward {function.__name__} on {group.prompt.where}"
         number = self.failures.begin(function.__name__)
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
@@ -282,7 +278,7 @@ class Scorer:
                 raise UserError(
                     f"{where} returned {value!r:.100}: rewards are finite numbers or None"
                 )
-            reward = None if value is None else _as_float(value)
+            reward = None if value is None else as_float(value)
             if reward is not None and not math.isfinite(reward):
                 raise UserError(f"{where} returned {reward}: rewards are finite numbers or None")
             rewards.append(reward)
@@ -294,7 +290,7 @@ def _copies(value: Any, num: int) -> list[Any]:
     return [copy.deepcopy(value) for _ in range(num)]
 
 
-def _as_float(number: Any) -> float:
+def as_float(number: Any) -> float:
     """A number as a float; infinity where no float is as large, NaN for several numbers."""
     try:
         return float(number)

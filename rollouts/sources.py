@@ -36,6 +36,8 @@ def rows_of(
         dataset = load_dataset("parquet", data_files=source, split="train")
     else:
         subset = config.dataset_config if source in config.train_sets.values() else None
+        if subset and len(config.train_sets) > 1:
+            raise ValueError("dataset_config is of one data set: give it as a function instead")
         dataset = load_dataset(source, subset, split=split)
     return _dataset_rows(dataset)
 

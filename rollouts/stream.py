@@ -79,8 +79,8 @@ class GroupStream:
         """Tell the user once a minute which group is waited for."""
         if self._running and time.monotonic() > self._told_s + 60:
             self._told_s = time.monotonic()
-            oldest = self._running[min(self._running)].prompt.index
-            print(f"waiting for rollouts; the oldest is of dataset row {oldest}", flush=True)
+            oldest = self._running[min(self._running)].prompt.where
+            print(f"waiting for rollouts; the oldest is of {oldest}", flush=True)
 
     @property
     def missing(self) -> int:

@@ -51,7 +51,7 @@ TITLES = {  # of panels that show something else than their metric's name says
     ("completions/mean_length",): "mean length of completions",
     ("sampling/sampling_logp_difference/mean",): "trainer's and server's log-probs differ by",
 }
-OF_PLACE = ("output_dir", "vllm_urls", "left_out")  # settings that differ from run to run
+OF_PLACE = ("output_dir", "vllm_urls", "reference_urls", "left_out")  # which differ in any case
 UNITS = {  # by a metric's name, or a pattern of names; a reward, a loss and a norm have none
     "entropy": "nats", "*kl": "nats", "*logp_difference*": "nats",
     "time/*": "seconds", "tokens_per_s/*": "tokens/s",

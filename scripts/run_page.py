@@ -29,6 +29,9 @@ PARTS = Path(__file__).resolve().parent / "page"
 MAX_ROWS = 10_000  # of one log of a run, completions or held_out
 MAX_BYTES = 40_000_000  # of these rows, as JSON
 MAX_STEPS = 2_000  # points of a curve
+PLACES = (  # settings that tell of machines and accounts, and not of the run
+    "output_dir", "vllm_urls", "reference_urls", "hub_repo_id", "replay", "resume_from_checkpoint",
+)  # fmt: skip
 KEPT_BYTES = 150_000  # of each log, of a run that is kept in a repository
 MAX_IMAGE_BYTES = 20_000_000  # of all pictures in a page
 STEP = re.compile(rb'\{"step": ?(\d+)')
@@ -166,6 +169,8 @@ def read_run(folder: Path) -> dict[str, Any]:
         sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
     config_path = folder / "config.json"
     config = json.loads(config_path.read_text()) if config_path.is_file() else {}
+    for name in PLACES:
+        config.pop(name, None)
     metrics, end = read_from(folder / "metrics.jsonl")
     samples = read_lines(folder / "completions.jsonl")
     held_out = read_lines(folder / "held_out.jsonl")

@@ -117,6 +117,8 @@ def keep_run(run: Path, folder: Path) -> None:
 
     if folder.resolve() == run.resolve():
         sys.exit("error: --keep takes another folder than the run's own")
+    if (folder / "run_id").exists():
+        sys.exit(f"error: {folder} is a run of its own: --keep takes another folder")
     run_page.keep(run, folder)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 1e6:.1f} MB")

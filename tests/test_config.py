@@ -162,6 +162,12 @@ def test_overrides(words, field, value):
             "reference_steps has no effect without reference_decay",
         ),
         (
+            ["--beta", "0.1", "--reference_decay", "0.5", "--dtype", "bfloat16"],
+            "reference_decay: an average in bfloat16 rounds its steps away",
+        ),
+        (["--dataset_id", "{}"], "dataset_id={}: "),
+        (["--dataset_id", '{"": "x.jsonl"}'], "dataset_id"),
+        (
             ["--beta", "0.1", "--reference_decay", "0.5", "--reference_id", "m"],
             "reference_decay moves the initial policy: unset reference_id",
         ),

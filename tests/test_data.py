@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
 from rollouts import workers
-from rollouts.data import epochs, leave_out_long, load_prompts
+from rollouts.data import epochs, leave_out_long, load_prompts, load_train_set
 from rollouts.group import (
     ENVIRONMENT,
     Completion,
@@ -178,6 +178,35 @@ def make_groups():
     ]
 
 
+def test_an_environments_number_that_no_float_holds():
+    groups = make_groups()
+    for group, value in zip(groups, (10**400, 2), strict=True):
+        group.reward, group.advantages, group.texts = [0.0, 0.0], [0.0, 0.0], ["2", "3"]
+        group.rewards = [[0.0], [0.0]]
+        group.completions[0].info["value"] = value
+        group.completions[1].info["value"] = math.nan
+    metrics = batch_metrics(groups, 0, make_config(reward_funcs=[only_first]))
+    assert metrics["info/value"] == 2.0
+
+
+def test_several_sets(monkeypatch):
+    """A subset is of one set; a stream among them ends with the steps; messages have a set's own rows."""
+    rows = [{"prompt": f"{number}+1=", "answer": "2"} for number in range(3)]
+    sets: dict = {"few": lambda: rows, "stream": lambda: itertools.cycle(rows)}
+    config = make_config(dataset_id=sets, max_steps=2, batch_size=5, reward_funcs=[only_first])
+    prompts = load_train_set(make_tokenizer(), config)
+    assert [prompt.index for prompt in prompts] == list(range(3 + 10))
+    assert prompts[4].where == "row 1 of dataset stream"
+    assert prompts[4].set == "stream"
+    named = make_config(dataset_id={"a": "hub/a", "b": "hub/b"}, dataset_config="main")
+    with pytest.raises(UserError, match="dataset_id a: .*dataset_config is of one data set"):
+        load_train_set(make_tokenizer(), named)
+    sets = {"a": lambda: rows, "b": lambda: [{}]}
+    broken = make_config(dataset_id=sets, reward_funcs=[only_first])
+    with pytest.raises(UserError, match="^dataset_id b: dataset row 0: it has no `prompt`"):
+        load_train_set(make_tokenizer(), broken)
+
+
 def test_batch_metrics():
     """Two groups of two; the second one's completions come from versions 3 and 4, one of them was cut off."""
     groups = make_groups()
@@ -190,7 +219,7 @@ def test_batch_metrics():
     groups[0].started_s, groups[0].sampled_s, groups[0].scored_s = 10.0, 12.0, 12.5
     groups[1].started_s, groups[1].sampled_s, groups[1].scored_s = 11.0, 15.0, 16.0
     groups[0].advantages, groups[1].advantages = [0.0, 0.0], [0.75, -1.75]
-    groups[0].texts, groups[1].texts = ["2", "3"], ["2", "4"]
+    groups[0].texts, groups[1].texts = ["2", "3"], ["2", "2"]
     last.info.update(turns=3, done=True, said="4")
     groups[1].completions[0].info["turns"] = 1
     metrics = batch_metrics(groups, 5, make_config(reward_funcs=[only_first]))
@@ -201,7 +230,7 @@ def test_batch_metrics():
         "info/turns": 2.0,
         "info/done": 1.0,
         "completions/segments": 1.0,
-        "completions/different": 0.75,
+        "completions/different": (1 + 0.5) / 2,
         "reward": 1.0,
         "reward_std": 0.5,
         "frac_reward_zero_std": 0.5,

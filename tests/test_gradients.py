@@ -679,12 +679,13 @@ def test_a_reference_that_moves(kind, models, device):
         models["tied"],
         beta=0.3,
         reference_decay=0.25,
-        reference_steps=2,
+        reference_steps=2,  # of two updates each
+        num_minibatches=2,
         max_tokens_per_gpu=40,
         **fields,
     )
     policy = make_policy(config, device).train()
-    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.5)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
     reference = build_reference(policy, config, device)
     (row,) = pack(
@@ -718,7 +719,7 @@ def test_a_reference_that_moves(kind, models, device):
     )
     with torch.no_grad():
         theirs = token_logprobs(model, plain, {}, config)[plain.index.argsort()]
-    torch.testing.assert_close(got[row.index.argsort()], theirs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(got[row.index.argsort()], theirs, rtol=1e-5, atol=1e-4)
     moved = token_logprobs(policy.eval(), row, {}, config).detach()[row.index.argsort()]
     assert (moved - theirs).abs().max() > 1e-3  # it lags behind the policy
 

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -483,6 +484,34 @@ def test_it_is_cut_after_a_break_and_leaves_room(monkeypatch):
             Talker(text), PROMPT, {"n": 2, "max_tokens": 6}
         )
         assert torch.equal(first.token_ids, second.token_ids)
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_a_bonus_counts_trained_tokens(loss_type):
+    """Two completions of 3 and 2 tokens, one masked in each, whose entropies may be anything."""
+    config = make_config(loss_type=loss_type)
+    entropy = torch.tensor([1.0, 2.0, math.inf, 3.0, math.nan], requires_grad=True)
+    mask = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0])
+    completion = torch.tensor([0, 0, 0, 1, 1])
+    zeros = torch.zeros(5)
+    loss, sums = losses.entropy_bonus(zeros, zeros, None, zeros, mask, completion, config, entropy)
+    weights = [0.5, 0.5, 0.0, 1.0, 0.0] if loss_type == "grpo" else [1.0, 1.0, 0.0, 1.0, 0.0]
+    assert loss.item() == pytest.approx(-0.01 * (weights[0] + 2 * weights[1] + 3 * weights[3]))
+    assert sums["loss/entropy_bonus"].item() == pytest.approx(0.06)
+    (gradient,) = torch.autograd.grad(loss, entropy)
+    assert gradient.tolist() == pytest.approx([-0.01 * weight for weight in weights])
+
+
+def test_an_entropy_of_ones_own_stays():
+    """A coefficient of that name has a default, or is bound, and is not taken for a wish."""
+
+    def with_default(logprobs, old, ref, advantages, mask, completion, config, entropy=0.5):
+        return (logprobs * mask).sum() * entropy, {}
+
+    assert not make_config(loss_fn=with_default).loss_reads_entropy
+    assert not make_config(loss_fn=partial(losses.entropy_bonus, entropy=0.5)).loss_reads_entropy
+    assert make_config(loss_fn=losses.entropy_bonus).loss_reads_entropy
+    assert not make_config().loss_reads_entropy
 
 
 def test_what_follows_the_last_cue_is_judged():

@@ -105,7 +105,33 @@ def test_grades(endpoint):
     assert len(endpoint.questions) == 4
     assert endpoint.most > 1
     assert judged(judge.graded, list(grades)) == [0.9, 0.0, None, None]  # another process
-    assert len(endpoint.questions) == 4
+    assert len(endpoint.questions) == 4 + 2  # no grade may be one the next time
+
+
+@pytest.mark.parametrize(
+    ("reply", "grade"),
+    [
+        ("7", 0.7), (" 10. ", 1.0), ("8/10", 0.8), ("3 / 10.", 0.3), ("<think>1 or 2</think>\n4", 0.4),
+        ("2 out of 10", None), ("I give 3 of 10.", None), ("7.5", None), ("-5", None), ("11", None), ("", None),
+    ],
+)  # fmt: skip
+def test_what_a_grade_is(reply, grade):
+    assert judge.grade_in(reply) == grade
+
+
+@pytest.mark.parametrize(
+    ("reply", "letter"), [("A", "A"), ("**B**.", "B"), ("A or B", None), ("", None)]
+)
+def test_what_a_letter_is(reply, letter):
+    assert judge.letter_in(reply) == letter
+
+
+def test_equal_completions_are_asked_once(endpoint, monkeypatch):
+    assert judged(judge.graded, ["same"] * 8) == [0.7] * 8
+    assert len(endpoint.questions) == 1
+    monkeypatch.setenv("JUDGE_MODEL", "another")
+    assert judged(judge.graded, ["same"]) == [0.7]
+    assert len(endpoint.questions) == 2  # by another judge
 
 
 def test_what_is_refused_is_asked_again(endpoint):
@@ -120,7 +146,7 @@ def test_a_place_does_not_win(endpoint):
     assert judged(judge.preferred, ["mine"], completion=["theirs"]) == [0.5]
 
     def likes(question):
-        return "I say: B" if question.index("better") < question.index("plain") else "A"
+        return "B" if question.index("better") < question.index("plain") else "A"
 
     endpoint.reply = likes
     assert judged(judge.preferred, ["better"], completion=["plain"]) == [0.0]

@@ -545,7 +545,7 @@ def careful(logprobs, old, ref, advantages, mask, completion, config, entropy):
 
 def test_entropies_of_masked_tokens_must_not_train():
     check_loss(make_config(loss_fn=careful))
-    with pytest.raises(ValueError, match="entropies where the mask is 0 get the gradient"):
+    with pytest.raises(ValueError, match="entropies whose mask is 0 get the gradient"):
         check_loss(make_config(loss_fn=careless))
 
 

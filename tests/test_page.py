@@ -177,6 +177,23 @@ def test_answers_that_are_all_alike(tmp_path, visit):
     assert told.inner_text() == "1 completions, mean reward 0.25 (0.25 × 1), all different"
 
 
+def test_completions_without_a_reward_are_left_out_of_the_mean(tmp_path, visit):
+    rows = [sample(1, 0, n, reward=None if n == 1 else n / 4) for n in range(3)]
+    page = visit(page_of(make_run(tmp_path / "run", rows)))
+    assert page.locator(".summary").inner_text().startswith("3 completions, mean reward 0.25 (")
+
+
+def test_addresses_stay_out_of_a_page(tmp_path):
+    folder = make_run(tmp_path / "run")
+    (folder / "config.json").write_text(json.dumps({"seed": 3, "vllm_urls": ["http://secret:1"]}))
+    assert b"secret" not in run_page.page([folder])
+    show.main([str(folder), "--keep", str(tmp_path / "small")])
+    assert "secret" not in (tmp_path / "small" / "config.json").read_text()
+    (folder / "run_id").write_text("1")
+    with pytest.raises(SystemExit, match="is a run of its own"):
+        show.main([str(tmp_path / "small"), "--keep", str(folder)])
+
+
 def test_curves_of_a_long_run(tmp_path):
     """Means of neighbours, at the last step of each; held-out figures stand where they were taken."""
     rows = [{"step": step, "reward": float(step)} for step in range(1, 5000)]

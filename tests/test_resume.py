@@ -77,6 +77,7 @@ KINDS: dict[str, tuple[int, list]] = {
     "lora": (1, ["--use_peft", "true", "--lora_dropout", 0.2, "--beta", 0.01]),
     "fsdp_lora": (2, ["--use_fsdp", "true", "--use_peft", "true"]),
     "moving": (1, ["--beta", 0.1, "--reference_decay", 0.5]),
+    "moving_fsdp": (2, ["--beta", 0.1, "--reference_decay", 0.5, "--use_fsdp", "true"]),
     "moving_lora": (
         1,
         ["--beta", 0.1, "--reference_decay", 0, "--reference_steps", 2, "--use_peft", "true"],
@@ -133,20 +134,22 @@ def test_another_number_of_ranks_goes_on(start, tmp_path):
         torch.testing.assert_close(weight, expected[name], rtol=1e-3, atol=1e-4)
 
 
-def test_a_moving_reference_is_the_same_on_shards(start, tmp_path):
-    """FSDP2 on two ranks against one rank, with an adapter of the head, which is in FSDP2's root."""
-    options = [
-        "--beta", 0.5, "--reference_decay", 0.5, "--use_peft", "true",
-        "--lora_target_modules", "q_proj,lm_head", "--learning_rate", 0.05,
-    ]  # fmt: skip
+ADAPTER = ["--use_peft", "true", "--lora_target_modules", "q_proj,lm_head"]
+
+
+@pytest.mark.parametrize("own", [[], ADAPTER], ids=["whole", "lora"])
+def test_a_moving_reference_is_the_same_on_shards(start, tmp_path, own):
+    """FSDP2 on two ranks against one rank; the head, and here its adapter, are in FSDP2's root."""
+    options = ["--beta", 0.5, "--reference_decay", 0.5, *own]
+    options += ["--learning_rate", 0.05 if own else 0.003]
     run(1, start(*options))
     expected, whole = weights(tmp_path / "run"), read(tmp_path, "metrics")
     run(2, start(*options, "--use_fsdp", "true"))
     for one, two in zip(whole, read(tmp_path, "metrics"), strict=True):
-        assert two["kl"] == pytest.approx(one["kl"], rel=2e-3, abs=1e-6)
+        assert two["kl"] == pytest.approx(one["kl"], rel=1e-2, abs=1e-6)
     assert max(row["kl"] for row in whole) > 1e-3
     for name, weight in weights(tmp_path / "run").items():
-        torch.testing.assert_close(weight, expected[name], rtol=2e-3, atol=1e-4)
+        torch.testing.assert_close(weight, expected[name], rtol=2e-3, atol=1e-3)
 
 
 def test_auto_and_keep_last(start, tmp_path):

@@ -76,10 +76,11 @@ def _check_returned(returned: Any, logprobs: Tensor, entropy: Tensor, mask: Tens
         is_usable = is_usable and is_known and value.ndim == 0
     if not is_usable:
         raise ValueError(f"it returned {loss.item()} and {sums}")
-    if not mask.any() and (logprobs.grad is None or logprobs.grad.any()):
-        raise ValueError(f"tokens whose mask is 0 get the gradient {logprobs.grad}")
-    if not mask.any() and entropy.grad is not None and entropy.grad.any():
-        raise ValueError(f"entropies where the mask is 0 get the gradient {entropy.grad}")
+    if mask.any():
+        return
+    for name, given in (("tokens", logprobs), ("entropies", entropy)):
+        if given.grad is not None and given.grad.any():
+            raise ValueError(f"{name} whose mask is 0 get the gradient {given.grad}")
 
 
 def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from rollouts.group import CUT, Group, can_teach
-from rollouts.scoring import mean, reward_means
+from rollouts.scoring import as_float, mean, reward_means
 from training.batching import MicroBatch
 from training.mismatches import CompletionSums, Gaps
 from utils import over_ranks
@@ -144,13 +144,14 @@ def advantage_metrics(groups: list[Group]) -> dict[str, float]:
 
 
 def info_metrics(groups: list[Group]) -> dict[str, float]:
-    """The mean of each number that environments put into `info`, over those that have it."""
+    """The mean of each number that environments put into `info`, over those that are finite."""
     values: dict[str, list[float]] = {}
     for group in groups:
         for completion in group.completions:
             for name, value in completion.info.items():
-                if isinstance(value, int | float):  # True counts as 1
-                    values.setdefault(name, []).append(float(value))
+                number = as_float(value)  # True counts as 1
+                if isinstance(value, int | float) and math.isfinite(number):
+                    values.setdefault(name, []).append(number)
     return {f"info/{name}": sum(found) / len(found) for name, found in values.items()}
 
 
@@ -178,10 +179,10 @@ def completion_metrics(groups: list[Group], version: int) -> dict[str, float]:
     num_versions = 0
     num_clipped = 0
     num_segments = 0
-    texts: set[str] = set()
+    shares_different = []
     for group in groups:
         lengths += group.lengths
-        texts.update(group.texts)
+        shares_different.append(len(set(group.texts)) / len(group.completions))
         for versions in group.versions:
             oldest = versions[0] if versions else version
             staleness.append(version - oldest)
@@ -198,5 +199,5 @@ def completion_metrics(groups: list[Group], version: int) -> dict[str, float]:
         "completions/clipped_ratio": num_clipped / num_completions,
         "completions/weight_versions": num_versions / num_completions,
         "completions/segments": num_segments / num_completions,
-        "completions/different": len(texts) / num_completions,
+        "completions/different": mean(shares_different),
     }

@@ -72,8 +72,7 @@ class MovingReference:
     def _set_policy(self, values: dict[str, Tensor]) -> None:
         for name, weight in self.policy_weights.items():
             _local(weight).copy_(_local(values[name]))
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()  # its root else keeps the gathered weights of the last forward
+        _gather_anew(self.model)
 
     def follow(self, step: int) -> None:
         """Move towards the policy after a step, if this one is due."""
@@ -83,10 +82,17 @@ class MovingReference:
         with torch.no_grad():
             for name, weight in self.policy_weights.items():
                 _local(self.weights[name]).lerp_(_local(weight), 1 - decay)
+        _gather_anew(self.model)
 
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+
+
+def _gather_anew(model: Any) -> None:
+    """Let FSDP2 forget the weights that its root has gathered for the last forward."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
 
 
 def _local(weight: Tensor) -> Tensor:

@@ -308,8 +308,7 @@ function drawHead() {
 
 // One run's settings, or those of several beside each other: what differs first, then what is no default.
 function settings() {
-  const places = ["output_dir", "vllm_urls"]; // which always differ
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].filter((name) => !places.includes(name)).sort();
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
   const value = (run, name) => (typeof run.config[name] === "string" ? run.config[name] : JSON.stringify(run.config[name] ?? null));
   const differ = names.filter((name) => new Set(runs.map((run) => value(run, name))).size > 1);
   const changed = names.filter((name) => runs.some((run) => run.changed.includes(name)));
@@ -516,7 +515,7 @@ function drawHeldOut() {
     if (!ofStep.has(sample.step)) ofStep.set(sample.step, []);
     ofStep.get(sample.step).push(sample);
   }
-  const mean = (samples) => ({ reward: samples.reduce((sum, one) => sum + (one.reward ?? NaN), 0) / samples.length, samples });
+  const mean = (samples) => ({ reward: meanReward(samples), samples });
   const pairs = [...problems.values()].map((ofStep) => {
     const steps = [before, after].filter((step) => ofStep.has(step));
     if (!steps.length) return null;
@@ -538,6 +537,12 @@ function drawHeldOut() {
   byId("list").replaceChildren(...parts, more(pairs.length));
 }
 
+// Of those that have one; NaN where none does.
+function meanReward(samples) {
+  const rewards = samples.map((sample) => sample.reward).filter(isNumber);
+  return rewards.reduce((sum, reward) => sum + reward, 0) / rewards.length;
+}
+
 // How often each value comes, the most frequent first.
 function counted(values) {
   const counts = new Map();
@@ -548,8 +553,7 @@ function counted(values) {
 // A policy that answers everything alike shows here first, and what its rewards are.
 function summary(samples, where = "") {
   if (!samples.length) return make("p", { class: "faint" }, `${where}no completion fits`);
-  const total = samples.reduce((sum, sample) => sum + (sample.reward ?? NaN), 0);
-  const told = [`${where}${samples.length.toLocaleString("en")} completions, mean reward ${short(total / samples.length)}`];
+  const told = [`${where}${samples.length.toLocaleString("en")} completions, mean reward ${short(meanReward(samples))}`];
   const rewards = counted(samples.map((sample) => sample.reward));
   if (rewards.length <= 4) told.push(` (${rewards.map(([value, count]) => `${short(value)} × ${count.toLocaleString("en")}`).join(", ")})`);
 

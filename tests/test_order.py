@@ -1,0 +1,125 @@
+"""The order of an `order_fn`: what it is told, and what a run that goes on knows again."""
+
+import math
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+from fake_server import fake_server
+from helpers import answer_in, read
+from test_hooks import make_config
+
+from config import UserError, parse_args
+from rollouts.group import Prompt
+from rollouts.order import Order
+from train import main
+from training.resume import read_state
+
+PROMPTS = [
+    Prompt(index, [5 + index], f"prompt {index}", {}) for index in (0, 1, 3, 4)
+]  # 2 was left out
+
+
+def drawn(prompts, history, count, rng):
+    return rng.choices(prompts, k=count)
+
+
+def order_of(order_fn=drawn, resumed=None, **fields):
+    config = make_config(order_fn=order_fn, **{"batch_size": 3, **fields})
+    return Order(PROMPTS, resumed, config)
+
+
+def ended(group, *rewards):
+    return replace(group, reward=list(rewards))
+
+
+def test_numbers_and_draws():
+    """Groups are numbered on; another batch draws other prompts, another seed too, the same one the same."""
+    groups = list(islice(order_of().groups(), 30))
+    assert [group.id for group in groups] == list(range(30))
+    rows = [group.prompt.index for group in groups]
+    assert rows == [group.prompt.index for group in islice(order_of().groups(), 30)]
+    assert rows != [group.prompt.index for group in islice(order_of(seed=7).groups(), 30)]
+    assert len({tuple(rows[begin : begin + 3]) for begin in range(0, 30, 3)}) > 3
+
+
+def test_what_it_is_told():
+    """Rewards of the last eight groups of each prompt, those that there are, trained or dropped; not one later."""
+    told = []
+
+    def noting(prompts, history, count, rng):
+        told.append({index: list(groups) for index, groups in history.items()})
+        return [prompts[1]] * count
+
+    order = order_of(noting)
+    assert told == [{}]  # it is tried
+    groups = order.groups()
+    first = list(islice(groups, 3))
+    assert [group.prompt for group in first] == [PROMPTS[1]] * 3
+    order.note([ended(first[0], 0.5, math.nan), ended(first[1]), ended(first[2], math.nan)])
+    next(groups)
+    assert told[1:] == [{}, {1: [[0.5], [], []]}]
+    for number in range(10):
+        order.note([ended(first[0], float(number))])
+    assert order.history[1] == [[float(number)] for number in range(2, 10)]
+
+
+def test_a_run_that_goes_on():
+    """What was chosen and has not ended comes first, in its order; then the same choices as without a stop."""
+    order = order_of()
+    groups = order.groups()
+    begun = list(islice(groups, 5))
+    order.note([ended(begun[1], 1.0, 0.0), ended(begun[3], 0.0, 0.0)])
+    state = order.state()
+    rest = list(islice(groups, 7))
+    order.note([ended(group, 1.0) for group in rest])
+    assert state["history"] == {
+        begun[1].prompt.index: [[1.0, 0.0]], begun[3].prompt.index: [[0.0, 0.0]],
+    } or len({begun[1].prompt.index, begun[3].prompt.index}) == 1  # fmt: skip
+    assert set(state["chosen"]) == {0, 2, 4, 5}  # six were chosen, for two batches of three
+
+    again = list(islice(order_of(resumed={"order": state}).groups(), 4 + 6))
+    assert [group.id for group in again] == [0, 2, 4, 5, 6, 7, 8, 9, 10, 11]
+    rows = {group.id: group.prompt.index for group in [*begun, *rest]}
+    assert [group.prompt.index for group in again] == [rows[group.id] for group in again]
+
+
+def test_an_order_that_fails_in_the_middle(models, recipe, tmp_path, monkeypatch):
+    """The run ends in a line, after the last whole step is saved."""
+    path = tmp_path / "fails.py"
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        path.write_text(
+            Path(recipe(server)).read_text()
+            + "from dataclasses import replace\n"
+            + "def failing(prompts, history, count, rng):\n"
+            + "    if history:\n        raise KeyError('gold')\n    return prompts[:count]\n"
+            + "config = replace(config, order_fn=failing)\n"
+        )
+        with pytest.raises(UserError, match=r"^order_fn raised KeyError: 'gold' \(fails.py:\d+\)$"):
+            main(parse_args([str(path), "--max_steps", "4"]))
+    assert (tmp_path / "run" / "checkpoint-1").is_dir()
+
+
+def test_dropped_groups_are_in_the_history(models, recipe, tmp_path):
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        path = Path(recipe(server))
+        text = path.read_text()
+        path.write_text(
+            text.replace("sum(ids) / len(ids) / 50", "float(len(completion_ids[0]) % 3 > 0)*ids[0]")
+            + "from dataclasses import replace\n"
+            + "def first(prompts, history, count, rng):\n    return rng.choices(prompts, k=count)\n"
+            + "config = replace(config, order_fn=first, drop_zero_advantage=True)\n"
+        )
+        main(parse_args([str(path), "--max_steps", "3"]))
+    dropped = read(tmp_path, "dropped")
+    assert dropped
+    state = read_state(tmp_path / "run" / "checkpoint-3")
+    counts = [len(groups) for groups in state["order"]["history"].values()]
+    assert max(counts) < 8  # none is forgotten
+    assert sum(counts) == 3 * 6 + len(dropped) == len(state["ended"])
+
+
+def test_a_replay_has_an_order():
+    with pytest.raises(UserError, match="replay has the order of the other run: unset order_fn"):
+        make_config(order_fn=drawn, replay="outputs/other")
