@@ -1,13 +1,14 @@
 """The order of an `order_fn`: what it is told, and what a run that goes on knows again."""
 
 import math
+import re
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 import pytest
 from fake_server import fake_server
-from helpers import answer_in, read
+from helpers import ROOT, answer_in, on_forked_ranks, read
 from test_hooks import make_config
 
 from config import UserError, parse_args
@@ -85,8 +86,8 @@ def test_a_run_that_goes_on():
     assert [group.prompt.index for group in again] == [rows[group.id] for group in again]
 
 
-def test_an_order_that_fails_in_the_middle(models, recipe, tmp_path, monkeypatch):
-    """The run ends in a line, after the last whole step is saved."""
+def test_an_order_that_fails_in_the_middle(models, recipe, tmp_path):
+    """Of two ranks: the run ends in a line, after both have saved the last whole step."""
     path = tmp_path / "fails.py"
     with fake_server(models["untied"], answer_in(0.0)) as server:
         path.write_text(
@@ -96,8 +97,11 @@ def test_an_order_that_fails_in_the_middle(models, recipe, tmp_path, monkeypatch
             + "    if history:\n        raise KeyError('gold')\n    return prompts[:count]\n"
             + "config = replace(config, order_fn=failing)\n"
         )
-        with pytest.raises(UserError, match=r"^order_fn raised KeyError: 'gold' \(fails.py:\d+\)$"):
-            main(parse_args([str(path), "--max_steps", "4"]))
+        done = on_forked_ranks(2, ROOT / "train.py", str(path), "--max_steps", "4")
+    assert done.returncode != 0
+    assert re.search(
+        r"^error: order_fn raised KeyError: 'gold' \(fails.py:\d+\)$", done.stderr, re.M
+    )
     assert (tmp_path / "run" / "checkpoint-1").is_dir()
 
 
