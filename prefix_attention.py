@@ -994,7 +994,7 @@ class _TokenLogprobs(torch.autograd.Function):
         return logprobs, entropies
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, grad_h: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
         targets, normalizers, entropies, *factors = ctx.saved_tensors
         grad = torch.zeros_like(normalizers) if grad is None else grad
         xs, weights = _halves(factors)
@@ -1007,7 +1007,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
             columns = (targets[part, None], normalizers[part, None], entropies[part, None])
             g = grad[part, None] * ctx.rule.factor
-            h = None if grad_h is None else grad_h[part, None] * ctx.rule.factor
+            h = None if entropy_grad is None else entropy_grad[part, None] * ctx.rule.factor
             dz = _derive(logits, *columns, g, h, ctx.rule.cap, weights[0].dtype)
             for x, weight, dx, dw in zip(xs, weights, dxs, dws, strict=True):
                 torch.mm(dz, weight, out=dx[part])
@@ -1051,10 +1051,9 @@ def _derive(
     logits: Tensor, targets: Tensor, normalizers: Tensor, entropies: Tensor,
     g: Tensor, h: Tensor | None, cap: Any, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """g·(onehot - p) - h·p·(log p + entropy) [n, V], times the slope of a softcap."""
-    # of more digits than dz + g
+    """g·(onehot - p) - h·p·(log p + entropy) [n, V], times a softcap's slope; g, h are gradients."""
     logprobs = logits.gather(-1, targets) - normalizers
-    chosen = torch.expm1(logprobs) * -g
+    chosen = torch.expm1(logprobs) * -g  # of more digits than the sum dz + g
     slope = None if cap is None else 1 - (logits / cap).square_()
     shifted = logits - normalizers if logits.is_cuda else logits.sub_(normalizers)
     if h is not None:

@@ -290,7 +290,7 @@ def train_batch(
                 loss_sum = torch.zeros((), device=device)
 
     if config.reference_decay is not None:
-        reference.follow(step=scheduler.last_epoch // config.updates_per_batch)
+        reference.follow(step=scheduler.last_epoch // config.updates_per_batch)  # the one that ends
     metrics, gaps = token_sums.metrics()
     metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
     metrics["skipped_steps"] = sum(not math.isfinite(norm) for norm in grad_norms)

@@ -15,7 +15,7 @@ from recipes.tiny import config as tiny
 CURIOSITY = 0.1  # for a problem without spread, which may get one; the largest spread is 0.5
 
 
-def half_solved_first(prompts, history, count, rng):
+def prefer_half_solved(prompts, history, count, rng):
     """`count` of the prompts, by the spread of their last rewards; new ones as the best.
 
     Args:
@@ -34,4 +34,4 @@ def half_solved_first(prompts, history, count, rng):
     return rng.choices(prompts, weights, k=count)
 
 
-config = replace(tiny, order_fn=half_solved_first, output_dir="outputs/tiny/curriculum")
+config = replace(tiny, order_fn=prefer_half_solved, output_dir="outputs/tiny/curriculum")

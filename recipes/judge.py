@@ -3,10 +3,10 @@
     vllm serve Qwen/Qwen3-8B --port 8001            # or another endpoint of OpenAI's protocol
     bash scripts/demo.sh recipes/judge.py
 
-The environment has JUDGE_URL and JUDGE_MODEL, where they are others.
+Others are named by JUDGE_URL and JUDGE_MODEL; JUDGE_REPLIES is the file of replies.
 
-The rewards are coroutines: a group is judged side by side, within the limits below, each of them
-for one of the `reward_workers`. OpenAI's client repeats what fails (429, 5xx, time-outs), after
+The rewards are coroutines: a group is judged side by side, within limits that hold for each of the
+`reward_workers`. OpenAI's client repeats what fails (429, 5xx, time-outs), after
 growing pauses; a key is read from OPENAI_API_KEY. Replies are kept in a file, so that nothing is
 asked twice, nor by a resumed run. A completion that the judge does not grade has no reward.
 """
@@ -23,8 +23,8 @@ from config import TrainConfig
 URL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8001/v1")
 MODEL = os.environ.get("JUDGE_MODEL", "Qwen/Qwen3-8B")
 REPLIES = Path(os.environ.get("JUDGE_REPLIES", "outputs/judge/replies.sqlite"))
-AT_ONCE = 16  # requests
-PER_SECOND = 20.0  # requests that begin
+AT_ONCE = 16  # requests of a worker; there are 4 workers unless `reward_workers` is set
+PER_SECOND = 20.0  # requests that a worker begins
 GRADE = """Here is a post, and a summary of it.
 
 <post>
@@ -64,7 +64,7 @@ async def graded(prompts, completions, **_):
 
 
 def grade_in(reply):
-    """The grade that a reply is, as `7` or `7/10`, over 10; None for anything else."""
+    """The grade that a reply is, as `7` or `7/10`, divided by 10; None for anything else."""
     found = re.fullmatch(r"(\d+)(?:\s*/\s*10)?\.?", without_thoughts(reply))
     return int(found[1]) / 10 if found and int(found[1]) <= 10 else None
 
@@ -80,11 +80,13 @@ async def preferred(prompts, completions, completion, **_):
         asked.append(ask(COMPARE.format(prompt=prompt, first=other, second=text), letter_in))
     letters = await asyncio.gather(*asked)
 
-    rewards = []
+    rewards: list[float | None] = []
     for when_first, when_last in zip(letters[::2], letters[1::2], strict=True):
-        is_judged = when_first and when_last
+        if when_first is None or when_last is None:
+            rewards.append(None)
+            continue
         wins = (when_first == "A") + (when_last == "B")
-        rewards.append(wins / 2 if is_judged else None)
+        rewards.append(wins / 2)
     return rewards
 
 
@@ -100,6 +102,7 @@ def without_thoughts(reply):
 
 
 # -- Asking ----------------------------------------------------------------------------------------
+# What is cached here is made in the worker: neither a client nor a database can be sent to one.
 
 
 class Pace:
@@ -139,18 +142,18 @@ def under_way():
 
 
 @cache
-def replies():
+def database():
     """The replies until now, by their key; all workers share the file."""
     REPLIES.parent.mkdir(parents=True, exist_ok=True)
-    database = sqlite3.connect(REPLIES, timeout=60, isolation_level=None)
-    database.execute("create table if not exists replies (question text primary key, reply text)")
-    return database
+    connection = sqlite3.connect(REPLIES, timeout=60, isolation_level=None)
+    connection.execute("create table if not exists replies (key text primary key, reply text)")
+    return connection
 
 
 async def ask(question, parse):
     """What `parse` finds in the judge's reply; replies in which it finds nothing are not kept."""
     key = f"{URL}\n{MODEL}\n{question}"
-    known = replies().execute("select reply from replies where question = ?", [key]).fetchone()
+    known = database().execute("select reply from replies where key = ?", [key]).fetchone()
     if known:
         return parse(known[0])
 
@@ -162,7 +165,7 @@ async def ask(question, parse):
         under_way().pop(key, None)
     found = parse(reply)
     if found is not None:
-        replies().execute("insert or replace into replies values (?, ?)", [key, reply])
+        database().execute("insert or replace into replies values (?, ?)", [key, reply])
     return found
 
 

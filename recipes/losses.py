@@ -15,24 +15,17 @@ TAU_POSITIVE = 1.0  # SAPO's temperatures, of its paper
 TAU_NEGATIVE = 1.05
 MAX_RATIO = 20.0  # of DPPO's importance weight
 MAX_DRIFT = 0.5  # nats a token, of `off_policy_sequence_mask`
-ENTROPY_COEF = 0.01  # a nat, of `entropy_bonus`
+ENTROPY_COEF = 0.01  # per nat, of `entropy_bonus`
 
 
 def entropy_bonus(
     logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config, entropy
 ):
-    """`train.grpo_loss` less 0.01 times each token's entropy, which keeps a policy from being sure.
+    """`train.grpo_loss` less 0.01 times each token's entropy, which slows its collapse.
 
-    Args:
-        logprobs: as all up to `config`, an argument of `train.grpo_loss`.
-        old_logprobs: as there.
-        ref_logprobs: as there.
-        advantages: as there.
-        mask: 1 on the tokens that train.
-        completion: the number of each token's completion.
-        config: the run's.
-        entropy: [N], nats, of the policy's distribution at each token; differentiable. A loss gets
-            it by naming it: others do not pay for its gradient.
+    The first seven arguments are those of `train.grpo_loss`. `entropy` [N], nats, is that of the
+    policy's distribution at each token, differentiable. A loss gets it by an argument of that name,
+    without a default: others do not pay for its gradient.
     """
     loss, sums = grpo_loss(
         logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config

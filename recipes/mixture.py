@@ -1,9 +1,9 @@
-"""Two data sets, mixed by shares of a batch: `recipes/tiny.py` with its problems in two parts.
+"""Two data sets, mixed by shares: `recipes/tiny.py` with its problems in two parts.
 
     bash scripts/demo.sh recipes/mixture.py
 
-Problems of few different digits are a third of all, and are to be half of each batch. Metrics have
-the reward of each part, as `sets/few_digits/reward`. Expected: 35 to 91 %.
+Problems of few different digits are a third of all, and are to be half of each batch on average.
+Metrics have the reward of each part, as `sets/few_digits/reward`. Expected: 35 to 91 %.
 """
 
 import json

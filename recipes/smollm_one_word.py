@@ -1,10 +1,11 @@
-"""`recipes/smollm.py` with a reward that fails, for a look at its page.
+"""`recipes/smollm.py` with a reward that is easily had, for a look at its page.
 
     bash scripts/demo.sh recipes/smollm_one_word.py
 
-Any single word gets 0.2, the right one 1. After some steps most questions get one of a few words,
-as `hugging` for the capital of Egypt and for the plural of box; then nothing at all.
-docs/evidence.md says what the page shows of it, and what cures it. Expected: 0 %.
+Any single word in lower case gets 0.2, the right one 1. After some steps most questions are
+answered by one of a few words, as `hugging` for the capital of Egypt and for the plural of box;
+then all answers are empty. docs/evidence.md says what the page shows of it, and what cures it. Expected: 0 %
+of the held-out questions right.
 """
 
 from dataclasses import replace

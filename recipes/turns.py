@@ -11,10 +11,10 @@ Rollout = TypeVar("Rollout")
 
 
 def side_by_side(play: Callable[[First], Rollout], firsts: Sequence[First]) -> list[Rollout]:
-    """`play(first)` for each, in a thread of its own: all of a group ask the server together.
+    """`play(first)` for each, in threads, so that the turns of a group are sampled together.
 
-    One after the other, each second turn would wait for the whole of the one before. Raises what
-    the first of them to fail raised.
+    Returns the rollouts in the order of `firsts`. When all have ended, the error of the earliest in
+    that order is raised.
     """
     with ThreadPoolExecutor(max(len(firsts), 1)) as pool:
         return list(pool.map(play, firsts))

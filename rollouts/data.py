@@ -196,7 +196,7 @@ def new_groups(prompts: list[Prompt], ended: Collection[int], seed: int) -> Iter
 
 
 def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
-    """The prompts of `dataset_id`; of several sets one after the other, numbered through.
+    """The prompts of `dataset_id`; those of several sets one after the other.
 
     Raises:
         UserError: a row makes no prompt, or a reward function does not take its columns.

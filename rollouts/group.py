@@ -24,7 +24,7 @@ MAX_COMPLETIONS = 1 << 20  # of a group, for `rollout_number`
 class Prompt:
     """One problem: tokens for the server, content and columns for the rewards."""
 
-    index: int  # row in the dataset
+    index: int  # row in the dataset; of several, counted on from one to the next
     token_ids: list[int]  # tokenized once; the placeholder of an image stands expanded
     content: Any  # the dataset's `prompt` (string or chat messages), for rewards and people
     columns: dict[str, Any]  # the other columns that the rewards want

@@ -11,14 +11,14 @@ from rollouts.group import Group, Prompt
 from rollouts.own_advantages import naming_function
 from utils import naming
 
-KEPT = 8  # groups of a prompt that `order_fn` sees, the last ones
+GROUPS_KEPT = 8  # of each prompt, the last ones, in the history
 
 
 class Order:
     """Endless groups of the prompts that `order_fn` chooses, a batch's worth at a time.
 
-    `history` has the rewards of groups that ended, by `Prompt.index`. A run that goes on first
-    samples again what was chosen and had not ended, and then chooses from the same history.
+    `history` has the rewards of each prompt's last groups that ended, by `Prompt.index`. A resumed
+    run first samples what was chosen and had not ended, and then chooses from the same history.
     """
 
     def __init__(self, prompts: list[Prompt], resumed: dict[str, Any] | None, config: TrainConfig):
@@ -34,7 +34,7 @@ class Order:
         self.chosen: dict[int, int] = state.get("chosen", {})  # index by id, of groups not ended
         self.num_chosen: int = state.get("num_chosen", 0)
         self._lock = threading.Lock()
-        self._choose()
+        self._choose()  # for its errors alone
 
     def groups(self) -> Iterator[Group]:
         """The groups, numbered in the order of their choice."""
@@ -53,7 +53,7 @@ class Order:
     def _choose(self) -> list[Prompt]:
         """The prompts of the next `batch_size` groups.
 
-        Equal states choose the same ones, by a generator that begins anew.
+        The generator is seeded by their number, so that a resumed run chooses alike.
         """
         config = self.config
         order_fn: Any = config.order_fn
@@ -67,15 +67,15 @@ class Order:
                 raise ValueError(f"it returned {len(chosen)} of which {sum(is_known)} are known")
         return list(chosen)
 
-    def note(self, groups: list[Group]) -> None:
-        """Count groups that were trained or dropped into the history."""
+    def add_to_history(self, groups: list[Group]) -> None:
+        """Add the rewards of groups that ended, trained or dropped."""
         with self._lock:
             for group in groups:
                 self.chosen.pop(group.id, None)
-                # None where rollouts failed, or no function gave a number.
+                # Empty where rollouts failed, or no function gave a number.
                 rewards = [reward for reward in group.reward if not math.isnan(reward)]
                 before = self.history.get(group.prompt.index, [])
-                self.history[group.prompt.index] = [*before, rewards][-KEPT:]
+                self.history[group.prompt.index] = [*before, rewards][-GROUPS_KEPT:]
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs."""

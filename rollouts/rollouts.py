@@ -302,7 +302,7 @@ class Rollouts:
         for groups in (batch.groups, *batch.dropped.values()):
             self.ended.update(group.id for group in groups)
             if self.order:
-                self.order.note(groups)
+                self.order.add_to_history(groups)
 
         elapsed_s = time.monotonic() - self.clock_s
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before

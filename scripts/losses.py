@@ -161,6 +161,10 @@ def main(argv: list[str]) -> None:
         for config in configs:
             if config.loss_fn:
                 check_loss(config)
+            if config.reference_decay is not None:
+                raise UserError(
+                    "nothing is trained here, so no reference follows: unset reference_decay"
+                )
         for name in (
             "model_id",
             "use_peft",

@@ -27,6 +27,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.ticker import EngFormatter, MaxNLocator
+from run_page import MACHINE_SETTINGS
 
 # Text stays text in an SVG, which is then small; the same numbers give the same file, with a point for each.
 matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "plot", "path.simplify": False})
@@ -51,7 +52,6 @@ TITLES = {  # of panels that show something else than their metric's name says
     ("completions/mean_length",): "mean length of completions",
     ("sampling/sampling_logp_difference/mean",): "trainer's and server's log-probs differ by",
 }
-OF_PLACE = ("output_dir", "vllm_urls", "reference_urls", "left_out")  # which differ in any case
 UNITS = {  # by a metric's name, or a pattern of names; a reward, a loss and a norm have none
     "entropy": "nats", "*kl": "nats", "*logp_difference*": "nats",
     "time/*": "seconds", "tokens_per_s/*": "tokens/s",
@@ -129,7 +129,8 @@ def labels_of(runs: list[str]) -> list[str]:
     for run in runs:
         path = Path(run) / "config.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        settings.append({name: known[name] for name in known if name not in OF_PLACE})
+        of_machine = {*MACHINE_SETTINGS, "left_out"}
+        settings.append({name: known[name] for name in known if name not in of_machine})
     names = {name for known in settings for name in known}
     differ = [name for name in names if len({str(known.get(name)) for known in settings}) > 1]
     if len(differ) == 1 and all(settings):
@@ -137,6 +138,11 @@ def labels_of(runs: list[str]) -> list[str]:
         if len(set(labels)) == len(runs):
             return labels
 
+    return short_names(runs)
+
+
+def short_names(runs: list[str]) -> list[str]:
+    """The last folders of some runs, or their whole paths where two would be the same."""
     folders = [Path(run).name for run in runs]
     return folders if len(set(folders)) == len(runs) else runs
 
@@ -178,7 +184,9 @@ def save(figure: Any, path: Path) -> None:
     path.write_text(picture, encoding="utf-8")
 
 
-def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Path) -> None:
+def plot(
+    runs: dict[str, Rows], labels: list[str], names: list[str], x: str, window: int, path: Path
+) -> None:
     """The chosen metrics in a panel each, or the summary where none is chosen, as an image file.
 
     Raises:
@@ -200,7 +208,6 @@ def plot(runs: dict[str, Rows], names: list[str], x: str, window: int, path: Pat
         sharex=True,
         figsize=(PANEL_WIDTH * columns, PANEL_HEIGHT * rows_of_panels),
     )
-    labels = labels_of([*runs])
     for axes, panel in zip(grid.flat, panels, strict=False):
         for name, dash in zip(panel, ("-", "--", ":"), strict=False):
             for number, (label, rows) in enumerate(zip(labels, runs.values(), strict=True)):
@@ -298,7 +305,8 @@ def main(argv: list[str]) -> None:
     if path.suffix not in (".png", ".svg", ".pdf"):
         parser.error(f"-o {path} must end with .png, .svg or .pdf")
     names = REWARDS + args.metric if args.rewards else args.metric
-    plot(runs, names, args.x, args.smooth, path)
+    labels = short_names([*runs]) if args.remote else labels_of([*runs])
+    plot(runs, labels, names, args.x, args.smooth, path)
     for name, rows in runs.items():
         print_ends(name, rows, is_only=len(runs) == 1)
     print(f"reward curve: {path}")

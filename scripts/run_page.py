@@ -28,8 +28,8 @@ from config import TrainConfig
 PARTS = Path(__file__).resolve().parent / "page"
 MAX_ROWS = 10_000  # of one log of a run, completions or held_out
 MAX_BYTES = 40_000_000  # of these rows, as JSON
-MAX_STEPS = 2_000  # points of a curve
-PLACES = (  # settings that tell of machines and accounts, and not of the run
+MAX_POINTS = 2_000  # of a curve
+MACHINE_SETTINGS = (  # which tell of machines and accounts, and not of the run
     "output_dir", "vllm_urls", "reference_urls", "hub_repo_id", "replay", "resume_from_checkpoint",
 )  # fmt: skip
 KEPT_BYTES = 150_000  # of each log, of a run that is kept in a repository
@@ -124,9 +124,9 @@ def chosen_steps(weights: dict[int, float]) -> list[int]:
 def columns(rows: list[dict[str, Any]]) -> dict[str, list[Any]]:
     """The metrics by name, with five digits, None where a step has none.
 
-    Of more than `MAX_STEPS` steps they are means of neighbours, at the last step of each.
+    Of more than `MAX_POINTS` steps they are means of neighbours, at the last step of each.
     """
-    size = math.ceil(len(rows) / MAX_STEPS)
+    size = math.ceil(len(rows) / MAX_POINTS)
     parts = [rows[begin : begin + size] for begin in range(0, len(rows), size or 1)]
     names = dict.fromkeys(name for row in rows for name in row)
     by_name = {name: [_short(_mean(part, name)) for part in parts] for name in names}
@@ -169,13 +169,14 @@ def read_run(folder: Path) -> dict[str, Any]:
         sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
     config_path = folder / "config.json"
     config = json.loads(config_path.read_text()) if config_path.is_file() else {}
-    for name in PLACES:
+    for name in MACHINE_SETTINGS:
         config.pop(name, None)
+    left_out = config.pop("left_out", [])  # of a run that was kept
     metrics, end = read_from(folder / "metrics.jsonl")
     samples = read_lines(folder / "completions.jsonl")
     held_out = read_lines(folder / "held_out.jsonl")
 
-    left_out = told_left_out("completions", samples)
+    left_out += told_left_out("completions", samples)
     left_out += told_left_out("held-out completions", held_out)
     return {
         "name": str(folder),
@@ -185,7 +186,7 @@ def read_run(folder: Path) -> dict[str, Any]:
         "metrics": columns(metrics),
         "samples": samples.rows,
         "heldOut": held_out.rows,
-        "leftOut": config.pop("left_out", []) + left_out,
+        "leftOut": left_out,
         "ends": {"metrics": end, "completions": samples.end, "held_out": held_out.end},
     }
 
@@ -243,7 +244,7 @@ def keep(folder: Path, target: Path) -> None:
 
 
 def run_id(folder: Path) -> str:
-    """The run's own name, which an earlier one in the folder does not have."""
+    """An id that differs between runs of one folder; empty without one."""
     path = folder / "run_id"
     return path.read_text() if path.is_file() else ""
 

@@ -159,11 +159,11 @@ def test_limits(endpoint, monkeypatch):
     monkeypatch.setattr(judge, "PER_SECOND", 25.0)
     monkeypatch.setattr(judge, "URL", f"http://127.0.0.1:{endpoint.server_port}/v1")
     monkeypatch.setattr(judge, "REPLIES", judge.Path(judge.os.environ["JUDGE_REPLIES"]))
-    for kept in (judge.client, judge.limits, judge.replies):
+    for kept in (judge.client, judge.limits, judge.database):
         kept.cache_clear()
     texts = [f"text {number}" for number in range(12)]
     assert asyncio.run(judge.graded(["post"] * 12, texts)) == [0.7] * 12
-    for kept in (judge.client, judge.limits, judge.replies):
+    for kept in (judge.client, judge.limits, judge.database):
         kept.cache_clear()
     assert endpoint.most <= 3
     # A request is sent after its turn, so two may arrive closer than their turns; all of them may not.

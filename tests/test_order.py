@@ -58,11 +58,13 @@ def test_what_it_is_told():
     groups = order.groups()
     first = list(islice(groups, 3))
     assert [group.prompt for group in first] == [PROMPTS[1]] * 3
-    order.note([ended(first[0], 0.5, math.nan), ended(first[1]), ended(first[2], math.nan)])
+    order.add_to_history(
+        [ended(first[0], 0.5, math.nan), ended(first[1]), ended(first[2], math.nan)]
+    )
     next(groups)
     assert told[1:] == [{}, {1: [[0.5], [], []]}]
     for number in range(10):
-        order.note([ended(first[0], float(number))])
+        order.add_to_history([ended(first[0], float(number))])
     assert order.history[1] == [[float(number)] for number in range(2, 10)]
 
 
@@ -71,10 +73,10 @@ def test_a_run_that_goes_on():
     order = order_of()
     groups = order.groups()
     begun = list(islice(groups, 5))
-    order.note([ended(begun[1], 1.0, 0.0), ended(begun[3], 0.0, 0.0)])
+    order.add_to_history([ended(begun[1], 1.0, 0.0), ended(begun[3], 0.0, 0.0)])
     state = order.state()
     rest = list(islice(groups, 7))
-    order.note([ended(group, 1.0) for group in rest])
+    order.add_to_history([ended(group, 1.0) for group in rest])
     assert state["history"] == {
         begun[1].prompt.index: [[1.0, 0.0]], begun[3].prompt.index: [[0.0, 0.0]],
     } or len({begun[1].prompt.index, begun[3].prompt.index}) == 1  # fmt: skip

@@ -174,7 +174,7 @@ def test_answers_that_are_all_alike(tmp_path, visit):
         "4 completions, mean reward 0.25 (0.25 × 2, 0 × 1, 0.5 × 1), 2 different; 3 times “admiration”"
     )
     page.get_by_placeholder("with this text").fill(" b")
-    assert told.inner_text() == "1 completions, mean reward 0.25 (0.25 × 1), all different"
+    assert told.inner_text() == "1 completion, mean reward 0.25 (0.25 × 1)"
 
 
 def test_completions_without_a_reward_are_left_out_of_the_mean(tmp_path, visit):
@@ -379,7 +379,9 @@ def test_settings_that_differ_come_first(tmp_path, visit):
     assert page.locator("#settings summary").inner_text() == "learning_rate 0.1, 0.2"
     page.locator("#settings summary").click()
     rows = [row.split("\t") for row in page.locator("#settings tr").all_inner_texts()]
-    assert rows == [["learning_rate", "0.1", "0.2"], ["beta", "0", "0"], ["stop", "null", "null"]]
+    names = ["", *map(str, folders)]
+    values = [["learning_rate", "0.1", "0.2"], ["beta", "0", "0"], ["stop", "null", "null"]]
+    assert rows == [names, *values]
 
     page = visit(page_of(folders[0]))
     assert page.locator("#settings summary").inner_text() == "learning_rate 0.1"  # no default

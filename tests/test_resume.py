@@ -86,7 +86,7 @@ KINDS: dict[str, tuple[int, list]] = {
         2,
         ["--beta", 0.1, "--reference_decay", 0.7, "--use_peft", "true", "--use_fsdp", "true"],
     ),
-    "order": (1, ["--order_fn", "recipes.curriculum.half_solved_first"]),
+    "order": (1, ["--order_fn", "recipes.curriculum.prefer_half_solved"]),
 }
 
 

@@ -43,7 +43,8 @@ class TokenSums:
         Args:
             loss_sums: 0-d sums over tokens that the loss returned, by name.
             entropy: [N], nats.
-            trainer_logprobs: [N], nats, before the update.
+            trainer_logprobs: [N], nats, before the batch's first update, where they are kept; else
+                of this forward.
             micro_batch: with the server's log-probs.
             compares_servers: count it for each server and completion, too.
         """

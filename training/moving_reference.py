@@ -17,9 +17,9 @@ from weights.publish import unwrap
 class MovingReference:
     """Log-probs under weights that become d · reference + (1 - d) · policy.
 
-    With LoRA these are the averages of A and of B (not of their product), which stand in the
-    policy's place for the reference's forward: the base is there once. Else the reference is a
-    model of its own.
+    With LoRA these are the averages of A and of B (not of their product). For the reference's
+    forward they are put into the policy, so that the base is in memory once. Without LoRA the
+    reference is a model of its own.
     """
 
     def __init__(
@@ -33,26 +33,29 @@ class MovingReference:
 
         Args:
             policy: whose weights it follows.
-            own_model: has them, too; None with LoRA.
+            own_model: a frozen model that begins with the same weights; None with LoRA.
             logprobs_of: `token_logprobs`, of a model, a row and images.
             config: reference_decay, reference_steps.
         """
         self.config = config
         self.logprobs_of = logprobs_of
         self.model: Any = own_model or unwrap(policy)
-        self.stands_in = own_model is None
+        self.swaps_weights = own_model is None
         self.policy_weights = _trained(unwrap(policy))
         self.weights: dict[str, Tensor] = {}  # by the policy's names
-        own_weights = dict(self.model.named_parameters())
-        for name, weight in self.policy_weights.items():
-            self.weights[name] = own_weights[name].detach()
-            if self.stands_in:
-                self.weights[name] = weight.detach().clone()
+        weights_of_model = dict(self.model.named_parameters())
+        for name in self.policy_weights:
+            weight = weights_of_model[name].detach()
+            self.weights[name] = weight.clone() if self.swaps_weights else weight
 
     def __call__(self, row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
-        """`token_logprobs` of a row; before the policy's forward, whose weights it changes."""
+        """`token_logprobs` of a row.
+
+        Never call it between the policy's forward and its backward: with LoRA it overwrites the
+        policy's weights, and restores them.
+        """
         with torch.no_grad():
-            if not self.stands_in:
+            if not self.swaps_weights:
                 return self.logprobs_of(self.model, row, images)
             with self._in_the_policy():
                 return self.logprobs_of(self.model, row, images)
@@ -76,9 +79,9 @@ class MovingReference:
 
     def follow(self, step: int) -> None:
         """Move towards the policy after a step, if this one is due."""
-        decay = self.config.reference_decay
-        if decay is None or step % self.config.reference_steps:
+        if step % self.config.reference_steps:
             return
+        decay: Any = self.config.reference_decay
         with torch.no_grad():
             for name, weight in self.policy_weights.items():
                 _local(self.weights[name]).lerp_(_local(weight), 1 - decay)

@@ -306,7 +306,7 @@ function drawHead() {
   byId("head").replaceChildren(make("div", { class: "row" }, ...keys, button("? keys", () => byId("help").showModal())), settings(), ...notes);
 }
 
-// One run's settings, or those of several beside each other: what differs first, then what is no default.
+// The settings, a column for each run: first what differs between them, then what is no default.
 function settings() {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.config)))].sort();
   const value = (run, name) => (typeof run.config[name] === "string" ? run.config[name] : JSON.stringify(run.config[name] ?? null));
@@ -316,6 +316,8 @@ function settings() {
   const rows = [...new Set([...differ, ...changed, ...names])].map((name) =>
     make("tr", { class: differ.includes(name) || changed.includes(name) ? "differs" : "" }, ...[name, ...runs.map((run) => value(run, name))].map((text) => make("td", {}, ...plain(text)))),
   );
+  const heads = ["", ...runs.map((run) => run.name)].map((text) => make("th", {}, ...plain(text)));
+  if (runs.length > 1) rows.unshift(make("tr", {}, ...heads));
   return make("details", { id: "settings" }, make("summary", { class: "faint" }, ...plain(told.join(" · ") || "settings")), make("table", {}, ...rows));
 }
 
@@ -531,7 +533,8 @@ function drawHeldOut() {
     parts.push(summary(run.heldOut.filter((sample) => sample.step === step && fits(sample)), `at step ${step}: `));
   for (const { first, last, steps } of pairs.slice(0, state.shown)) {
     const cards = [first.samples[0], ...(new Set(steps).size > 1 ? [last.samples[0]] : [])].map(card);
-    const head = make("div", { class: "row" }, difference(first, last), `${short(first.reward)} → ${short(last.reward)}, row ${first.samples[0].row}`);
+    const change = steps.length > 1 ? [difference(first, last), `${short(first.reward)} → ${short(last.reward)}`] : [`only at step ${steps[0]}`];
+    const head = make("div", { class: "row" }, ...change, `row ${first.samples[0].row}`);
     parts.push(make("section", { class: "problem" }, head, make("div", { class: "side" }, ...cards)));
   }
   byId("list").replaceChildren(...parts, more(pairs.length));
@@ -550,17 +553,19 @@ function counted(values) {
   return [...counts].sort((a, b) => b[1] - a[1]);
 }
 
-// A policy that answers everything alike shows here first, and what its rewards are.
+// The most frequent completion, where a policy that answers everything alike shows, and the rewards.
 function summary(samples, where = "") {
   if (!samples.length) return make("p", { class: "faint" }, `${where}no completion fits`);
-  const told = [`${where}${samples.length.toLocaleString("en")} completions, mean reward ${short(meanReward(samples))}`];
+  const number = samples.length === 1 ? "1 completion" : `${samples.length.toLocaleString("en")} completions`;
+  const told = [`${where}${number}, mean reward ${short(meanReward(samples))}`];
   const rewards = counted(samples.map((sample) => sample.reward));
   if (rewards.length <= 4) told.push(` (${rewards.map(([value, count]) => `${short(value)} × ${count.toLocaleString("en")}`).join(", ")})`);
 
   const texts = counted(samples.map((sample) => sample.completion));
   const [[text, count]] = texts;
-  if (count === 1) return make("p", { class: "summary" }, ...told, ", all different");
-  const cut = text.length > 60 ? `${text.slice(0, 60)}…` : text;
+  if (count === 1) return make("p", { class: "summary" }, ...told, samples.length > 1 ? ", all different" : "");
+  const letters = [...text]; // whole characters
+  const cut = letters.length > 60 ? `${letters.slice(0, 60).join("")}…` : text;
   told.push(`, ${texts.length.toLocaleString("en")} different; ${count.toLocaleString("en")} times `);
   told.push(text ? make("bdi", {}, "“", ...plain(cut), "”") : "an empty one");
   return make("p", { class: "summary" }, ...told);
@@ -569,13 +574,13 @@ function summary(samples, where = "") {
 // Of a step, how many of its completions are in the log, and how many groups taught nothing.
 function aboutStep(step) {
   const { config, metrics } = runs[state.run];
-  const place = metrics.step.indexOf(step);
+  const place = metrics.step.indexOf(step); // -1 where steps are means of neighbours
   const parts = [];
   const total = (config.batch_size ?? 0) * (config.num_generations ?? 0);
   const logged = (runs[state.run].byStep.get(step) ?? []).length;
   if (logged < total) parts.push(`${logged} of the step's ${total} completions were logged`);
   const share = metrics.frac_reward_zero_std?.[place];
-  if (isNumber(share)) parts.push(`${Math.round(share * (config.batch_size ?? NaN))} of its ${config.batch_size} groups have equal rewards, and no gradient`);
+  if (isNumber(share) && config.batch_size) parts.push(`${Math.round(share * config.batch_size)} of its ${config.batch_size} groups have no advantages`);
   return parts.length ? make("p", { class: "faint" }, parts.join("; ")) : "";
 }
 
@@ -646,7 +651,7 @@ function toRun(number) {
   choose({ run: number, step: runs[number].steps.at(-1) ?? null, sort: "group", order: 1, ...NO_FILTER, before: null, after: null, open: null, row: null });
 }
 
-const toView = (view) => choose({ view, set: "", open: null }); // whose data sets are others
+const toView = (view) => choose({ view, set: "", open: null }); // the views have different data sets
 const toRow = (row) => row !== undefined && choose({ view: "row", row, set: "", open: null });
 
 function toGroup(sample) {
@@ -724,7 +729,7 @@ async function follow(number) {
   run.samples.push(...news.completions);
   run.heldOut.push(...news.held_out);
   run.ends = news.ends;
-  if (!news.metrics.length && !news.completions.length) return;
+  if (!news.metrics.length && !news.completions.length && !news.held_out.length) return;
   const atEnd = number === state.run && state.step === (run.steps.at(-1) ?? null) && state.open === null;
   prepare(run);
   if (atEnd) state.step = run.steps.at(-1) ?? null;
