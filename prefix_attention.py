@@ -1051,7 +1051,7 @@ def _derive(
     logits: Tensor, targets: Tensor, normalizers: Tensor, entropies: Tensor,
     g: Tensor, h: Tensor | None, cap: Any, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """g·(onehot - p) - h·p·(log p + entropy) [n, V], times a softcap's slope; g, h are gradients."""
+    """g·(onehot - p) - h·p·(log p + entropy) [n, V], by a softcap's slope; g, h are gradients."""
     logprobs = logits.gather(-1, targets) - normalizers
     chosen = torch.expm1(logprobs) * -g  # of more digits than the sum dz + g
     slope = None if cap is None else 1 - (logits / cap).square_()

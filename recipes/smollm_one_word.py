@@ -4,8 +4,8 @@
 
 Any single word in lower case gets 0.2, the right one 1. After some steps most questions are
 answered by one of a few words, as `hugging` for the capital of Egypt and for the plural of box;
-then all answers are empty. docs/evidence.md says what the page shows of it, and what cures it. Expected: 0 %
-of the held-out questions right.
+then all answers are empty. docs/evidence.md says what the page shows of it, and what cures it.
+Expected: 0 % of the held-out questions right.
 """
 
 from dataclasses import replace
