@@ -18,6 +18,8 @@ import sqlite3
 from functools import cache
 from pathlib import Path
 
+import openai
+
 from config import TrainConfig
 
 URL = os.environ.get("JUDGE_URL", "http://127.0.0.1:8001/v1")
@@ -123,10 +125,8 @@ class Pace:
 @cache
 def client():
     """The client of this worker."""
-    from openai import AsyncOpenAI
-
     key = os.environ.get("OPENAI_API_KEY", "none")
-    return AsyncOpenAI(base_url=URL, api_key=key, max_retries=8, timeout=120)
+    return openai.AsyncOpenAI(base_url=URL, api_key=key, max_retries=8, timeout=120)
 
 
 @cache
@@ -174,9 +174,12 @@ async def request(question):
     pace, places = limits()
     async with places:
         await pace.turn()
-        answer = await client().chat.completions.create(
-            model=MODEL, messages=[{"role": "user", "content": question}], temperature=0
-        )
+        try:
+            answer = await client().chat.completions.create(
+                model=MODEL, messages=[{"role": "user", "content": question}], temperature=0
+            )
+        except openai.APIConnectionError as error:
+            raise ConnectionError(f"the judge at JUDGE_URL={URL} does not answer") from error
     return answer.choices[0].message.content or ""
 
 

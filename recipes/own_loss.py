@@ -12,7 +12,7 @@ from recipes.rewards import exact_match
 
 def reinforce(logprobs, old_logprobs, ref_logprobs, advantages, mask, completion, config):
     """The sum of -A log p over trained tokens, without metrics."""
-    return -(advantages * logprobs * mask).sum(), {}
+    return -(advantages * logprobs).where(mask > 0, 0.0).sum(), {}
 
 
 config = TrainConfig(

@@ -46,7 +46,7 @@ class GroupStream:
         self._ready: list[Group] = []  # accepted and not yet taken, in the order of completion
         self._batch = Batch()  # the one under way
         self._num_accepted = 0  # of the whole run: all that were taken, and all that are ready
-        self._told_s = time.monotonic()  # when a group was last taken, or the user reminded
+        self._told_s = time.monotonic()  # when a batch ended, or the user was reminded
         self._failure: BaseException | None = None
 
     def advance_to(self, version: int) -> None:
@@ -65,22 +65,26 @@ class GroupStream:
         """
         with self._changed:
             group = self._changed.wait_for(self._next, timeout=1)  # which may drop groups, or raise
+            self._remind()
             if not group:
-                self._remind()
                 return None
 
             self._ready.remove(group)
             self._batch.groups.append(group)
             group.trained_version = self.version
-            self._told_s = time.monotonic()
             return group
 
     def _remind(self) -> None:
-        """Tell the user once a minute which group is waited for."""
+        """Tell the user once a minute how many groups have come, and which is waited for."""
         if self._running and time.monotonic() > self._told_s + 60:
             self._told_s = time.monotonic()
+            num_taken = len(self._batch.groups)
             oldest = self._running[min(self._running)].prompt.where
-            print(f"waiting for rollouts; the oldest is of {oldest}", flush=True)
+            print(
+                f"waiting for rollouts and rewards: {num_taken} of {self.config.batch_size} groups "
+                f"have come; the oldest at work is of {oldest}",
+                flush=True,
+            )
 
     @property
     def missing(self) -> int:
@@ -92,6 +96,7 @@ class GroupStream:
         with self._changed:
             batch = self._batch
             self._batch = Batch()
+            self._told_s = time.monotonic()
             for reason, groups in batch.dropped.items():
                 batch.metrics[f"groups/dropped_{reason}"] = len(groups)
             batch.metrics["queue/ready"] = len(self._ready)

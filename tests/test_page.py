@@ -180,7 +180,11 @@ def test_answers_that_are_all_alike(tmp_path, visit):
 def test_completions_without_a_reward_are_left_out_of_the_mean(tmp_path, visit):
     rows = [sample(1, 0, n, reward=None if n == 1 else n / 4) for n in range(3)]
     page = visit(page_of(make_run(tmp_path / "run", rows)))
-    assert page.locator(".summary").inner_text().startswith("3 completions, mean reward 0.25 (")
+    told = "3 completions, mean reward 0.25, 1 without one (0 × 1, 0.5 × 1)"
+    assert page.locator(".summary").inner_text().startswith(told)
+    page.get_by_label("filter by reward").select_option("no reward")
+    assert page.locator("article").count() == 1
+    assert "reward none" in figures(page)[0]
 
 
 def test_addresses_stay_out_of_a_page(tmp_path):

@@ -265,6 +265,36 @@ def test_draining_waits_and_holds():
     client.close()
 
 
+def test_a_minute_without_a_batch_is_told(capsys):
+    """Also where groups come one by one: how many there are, and which is waited for."""
+    goes_on = threading.Event()
+
+    def sample(group):
+        if group.id:
+            goes_on.wait(60)
+        group.fill([Completion([6], [-1.0], "stop", 0)] * 2)
+        group.reward = [0.0, 1.0]
+
+    prompt = Prompt(7, [5], "", {}, set="hard", set_row=3)
+    config = make_config(batch_size=3, max_staleness=0)
+    stream = GroupStream((Group(prompt, id=n) for n in itertools.count()), sample, 1, config)
+    try:
+        stream.advance_to(0)
+        while stream.take() is None:
+            pass
+        assert capsys.readouterr().out == ""
+        stream._told_s -= 61
+        assert stream.take() is None
+        told = capsys.readouterr().out
+        assert told == (
+            "waiting for rollouts and rewards: 1 of 3 groups have come; "
+            "the oldest at work is of row 3 of dataset hard\n"
+        )
+    finally:
+        goes_on.set()
+        stream.close()
+
+
 # -- the whole trainer against a server whose latencies are under control --------------------------------------------
 
 

@@ -27,6 +27,7 @@ const PANELS = [
   { title: "speed", names: ["tokens_per_s/trained", "tokens_per_s/sampled"], unit: "tokens/s" },
 ];
 
+const NO_REWARD = "no reward"; // in place of a function's name
 const NO_FILTER = { text: "", finish: "", set: "", by: "", least: "", most: "" };
 const START = {
   view: "step", run: 0, step: null, sort: "group", order: 1, ...NO_FILTER,
@@ -147,6 +148,7 @@ function sorted(samples) {
 // A function gives none for a completion that is not its task; such ones do not pass.
 function fitsReward(sample) {
   if (!state.by) return true;
+  if (state.by === NO_REWARD) return !isNumber(sample.reward);
   const value = rewardOf(sample, state.by);
   if (!isNumber(value)) return false;
   return (state.least === "" || value >= Number(state.least)) && (state.most === "" || value <= Number(state.most));
@@ -367,8 +369,9 @@ function drawControls() {
   if (sets.length > 1 || state.set) parts.push(select([["", "all data sets"], ...sets.filter(Boolean)], state.set, (value) => choose({ set: value }), "data set"));
   const names = run.functions.length > 1 ? ["reward", ...run.functions] : ["reward"];
   const functions = [["", "any reward"], ...names.map((name) => [name, `where ${name} is`])];
+  if (state.by === NO_REWARD || samples.some((sample) => !isNumber(sample.reward))) functions.push([NO_REWARD, "without a reward"]);
   parts.push(select(functions, state.by, (value) => choose({ by: value, least: "", most: "" }), "filter by reward"));
-  if (state.by) parts.push("from", bound("least"), "to", bound("most"));
+  if (state.by && state.by !== NO_REWARD) parts.push("from", bound("least"), "to", bound("most"));
   parts.push(make("input", { type: "search", placeholder: "with this text", value: state.text, "aria-label": "filter by text", oninput: (event) => filter({ text: event.target.value }) }));
   byId("controls").replaceChildren(make("div", { class: "row" }, ...parts));
 }
@@ -550,7 +553,7 @@ function meanReward(samples) {
 function counted(values) {
   const counts = new Map();
   for (const value of values) counts.set(value, (counts.get(value) ?? 0) + 1);
-  return [...counts].sort((a, b) => b[1] - a[1]);
+  return [...counts].sort(([one, times], [other, more]) => more - times || (one < other ? -1 : 1));
 }
 
 // The most frequent completion, where a policy that answers everything alike shows, and the rewards.
@@ -558,8 +561,10 @@ function summary(samples, where = "") {
   if (!samples.length) return make("p", { class: "faint" }, `${where}no completion fits`);
   const number = samples.length === 1 ? "1 completion" : `${samples.length.toLocaleString("en")} completions`;
   const told = [`${where}${number}, mean reward ${short(meanReward(samples))}`];
-  const rewards = counted(samples.map((sample) => sample.reward));
-  if (rewards.length <= 4) told.push(` (${rewards.map(([value, count]) => `${short(value)} × ${count.toLocaleString("en")}`).join(", ")})`);
+  const without = samples.filter((sample) => !isNumber(sample.reward)).length;
+  if (without) told.push(`, ${without.toLocaleString("en")} without one`);
+  const rewards = counted(samples.map((sample) => sample.reward).filter(isNumber));
+  if (rewards.length && rewards.length <= 4) told.push(` (${rewards.map(([value, count]) => `${short(value)} × ${count.toLocaleString("en")}`).join(", ")})`);
 
   const texts = counted(samples.map((sample) => sample.completion));
   const [[text, count]] = texts;
