@@ -788,7 +788,7 @@ def _parsed(word: Any, hint: Any, recipe: ModuleType | None) -> Any:
         return None
     if kind in (Annotated, Union, UnionType):
         option = args[0]  # what Annotated wraps; of a union, str or the only type beside None
-        if word.startswith("{") and any(get_origin(other) is dict for other in args):
+        if word.startswith("{") and Sets in args:
             option = dict
         return _parsed(word, option, recipe)
 

@@ -50,7 +50,7 @@ def plain_loop(
         scorer.score(group)
 
     for step in range(num_steps):
-        # 1. The servers get the policy; the first time it lets them serve.
+        # 1. Send the policy to the servers; they serve from the first one on.
         for server in pool.update_weights(published_weights(policy), version=step):
             pool.admit(server)
 

@@ -63,10 +63,10 @@ GROUPS = {
     "group.py": "Group: a prompt,\nits completions",
 }
 SERVERS = {
-    "servers.py": "leases, losses",
+    "servers.py": "leased, lost",
     "addresses.py": "that may change",
     "proofs.py": "of their weights",
-    "adapters.py": "LoRA's alone",
+    "adapters.py": "LoRA adapters",
     "sleep.py": "taking turns",
     "references.py": "of the reference",
     "evaluation.py": "held-out problems",
@@ -91,7 +91,7 @@ POLICY = {
     "vision.py": "its vision tower",
     "rare_attention.py": "for a few families",
     "checkpoints.py": "save, and go on",
-    "resume.py": "finds a whole one",
+    "resume.py": "the newest whole one",
     "intact.py": "no weight is missing",
 }
 PREFIXES = {
@@ -115,7 +115,7 @@ SERVING = {
     "update.py": "new weights",
     "receiver.py": "in a worker",
     "staging.py": "while it samples",
-    "adapter.py": "LoRA's alone",
+    "adapter.py": "a LoRA adapter",
 }
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
@@ -178,7 +178,7 @@ STEPS = [  # x and y of its number, words
     (246, 460, "loss and backward\nof each row"),
     (431, 460, "one division, then\nclip and AdamW"),
     (386, 739, "weights,\nversion + 1"),
-    (765, 395, "loads weights,\neven in a\ncompletion"),
+    (765, 395, "loads weights,\neven within\na completion"),
 ]
 PASSED = [  # x, y, what goes along an arrow
     (613, 128, "token ids"),
