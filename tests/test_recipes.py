@@ -76,7 +76,7 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
         request.addfinalizer(judge.shutdown)
     path = ROOT / "recipes" / f"{name}.py"
     text = path.read_text()
-    assert len(text.splitlines()) <= (180 if name == "judge" else 90)
+    assert len(text.splitlines()) <= (200 if name == "judge" else 90)
     assert f"recipes/{name}.py" in text.split('"""')[1] or name == "tiny"  # how to start it
     sees = name in ("tiny_vlm", "geometry3k")
     model, url = (
