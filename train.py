@@ -322,7 +322,7 @@ def add_gradient(
     mask = micro_batch.mask
     sampler_logprobs = micro_batch.sampler_logprobs
     ref_logprobs = micro_batch.ref_logprobs
-    if reference:
+    if reference:  # before the policy's forward: a moving one borrows the policy's weights
         ref_logprobs = reference(row, micro_batch.images)
     policy_logprobs, entropy = token_logprobs(
         policy, row, micro_batch.images, config, return_entropy=True

@@ -6,9 +6,9 @@
 Others are named by JUDGE_URL and JUDGE_MODEL; JUDGE_REPLIES is the file of replies.
 
 The rewards are coroutines: a group is judged side by side, within limits that hold for each of the
-`reward_workers`. OpenAI's client repeats what fails (429, 5xx, time-outs), after
-growing pauses; a key is read from OPENAI_API_KEY. Replies are kept in a file, so that nothing is
-asked twice, nor by a resumed run. A completion that the judge does not grade has no reward.
+`reward_workers`. OpenAI's client repeats what fails (429, 5xx, time-outs), after growing pauses; a
+key is read from OPENAI_API_KEY. Replies with a grade are kept in a file, which a resumed run reads,
+too. A completion that the judge does not grade has no reward.
 """
 
 import asyncio

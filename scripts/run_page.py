@@ -167,11 +167,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     if not (folder / "metrics.jsonl").is_file():
         sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
-    config_path = folder / "config.json"
-    config = json.loads(config_path.read_text()) if config_path.is_file() else {}
-    for name in MACHINE_SETTINGS:
-        config.pop(name, None)
-    left_out = config.pop("left_out", [])  # of a run that was kept
+    config, left_out = read_config(folder)
     metrics, end = read_from(folder / "metrics.jsonl")
     samples = read_lines(folder / "completions.jsonl")
     held_out = read_lines(folder / "held_out.jsonl")
@@ -189,6 +185,15 @@ def read_run(folder: Path) -> dict[str, Any]:
         "leftOut": left_out,
         "ends": {"metrics": end, "completions": samples.end, "held_out": held_out.end},
     }
+
+
+def read_config(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """A run's settings without those of its machine, and what a kept run lacks, in words."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    for name in MACHINE_SETTINGS:
+        config.pop(name, None)
+    return config, config.pop("left_out", [])
 
 
 def changed_settings(config: dict[str, Any]) -> list[str]:
@@ -216,10 +221,11 @@ def keep(folder: Path, target: Path) -> None:
     Raises:
         SystemExit: there is no run.
     """
-    run = read_run(folder)
+    if not (folder / "metrics.jsonl").is_file():
+        sys.exit(f"error: {folder / 'metrics.jsonl'} is not there: give a run's output_dir")
+    config, left_out = read_config(folder)
     metrics, _ = read_from(folder / "metrics.jsonl")
     logs = {"metrics": [{name: _short(value) for name, value in row.items()} for row in metrics]}
-    left_out = []
     most_bytes = KEPT_BYTES
     if (folder / "images").is_dir():  # which take the rest
         most_bytes = KEPT_BYTES // 4
@@ -229,8 +235,8 @@ def keep(folder: Path, target: Path) -> None:
         left_out += told_left_out(told, lines)
 
     target.mkdir(parents=True, exist_ok=True)
-    config = run["config"] | {"left_out": left_out}
-    (target / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(config | {"left_out": left_out}, indent=1)
+    (target / "config.json").write_text(text + "\n", encoding="utf-8")
     for name, rows in logs.items():
         with (target / f"{name}.jsonl").open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row) + "\n" for row in rows)

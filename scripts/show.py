@@ -92,6 +92,13 @@ def once_each(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(found.values())
 
 
+def extremes(samples: list[Sample], number: int, is_best: bool) -> list[Sample]:
+    """The best or worst samples that have a reward, each answer to a prompt once."""
+    judged = [sample for sample in samples if sample["reward"] is not None]
+    judged.sort(key=lambda sample: sample["reward"], reverse=is_best)
+    return once_each(judged)[:number]
+
+
 def content_text(content: Any) -> str:
     """A chat message's content, with `<image>` in the place of one."""
     if isinstance(content, list):
@@ -181,9 +188,7 @@ def main(argv: list[str]) -> None:
     if number is not None and number < 1:
         parser.error("--worst and --best must be at least 1")
     if number is not None:
-        judged = [sample for sample in samples if sample["reward"] is not None]
-        judged.sort(key=lambda sample: sample["reward"], reverse=args.best is not None)
-        samples = once_each(judged)[:number]
+        samples = extremes(samples, number, args.best is not None)
     print("\n".join(map(shown, samples)) or "no completion fits")
 
 

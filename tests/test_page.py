@@ -167,7 +167,8 @@ def test_a_filter_by_reward(tmp_path, visit):
 
 
 def test_answers_that_are_all_alike(tmp_path, visit):
-    rows = [sample(1, 0, n, tokens=["admiration"]) for n in range(3)] + [sample(1, 0, 1)]
+    rows = [sample(1, 0, n, tokens=["admiration", "\n" * n]) for n in range(3)]
+    rows.append(sample(1, 0, 1))
     page = visit(page_of(make_run(tmp_path / "run", rows)))
     told = page.locator(".summary")
     assert told.inner_text() == (

@@ -50,13 +50,14 @@ def check_loss(config: TrainConfig) -> None:
     for mask in (torch.ones(2), torch.zeros(2)):  # a row that fills up a round trains no token
         logprobs = torch.full((2,), -1.0, requires_grad=True)
         entropy = torch.ones(2, requires_grad=True)
+        called = loss_fn
         if config.loss_reads_entropy:
-            loss_fn = partial(loss_fn, entropy=entropy)
+            called = partial(loss_fn, entropy=entropy)
         old_logprobs = logprobs.detach()
         ref_logprobs = old_logprobs if config.has_reference else None
         completion = torch.zeros(2, dtype=torch.long)
         with naming_function("loss_fn"):
-            returned = loss_fn(
+            returned = called(
                 logprobs, old_logprobs, ref_logprobs, torch.ones(2), mask, completion, config
             )
         with naming(

@@ -566,7 +566,7 @@ function summary(samples, where = "") {
   const rewards = counted(samples.map((sample) => sample.reward).filter(isNumber));
   if (rewards.length && rewards.length <= 4) told.push(` (${rewards.map(([value, count]) => `${short(value)} × ${count.toLocaleString("en")}`).join(", ")})`);
 
-  const texts = counted(samples.map((sample) => sample.completion));
+  const texts = counted(samples.map((sample) => sample.completion.trim()));
   const [[text, count]] = texts;
   if (count === 1) return make("p", { class: "summary" }, ...told, samples.length > 1 ? ", all different" : "");
   const letters = [...text]; // whole characters
