@@ -802,15 +802,24 @@ def test_an_update_in_the_middle_of_completions(vlm, url):
             policy.config.vision_end_token_id in prompt.token_ids[:32]
         )  # a block of the server's cache
         ask = rollouts.pool.servers[0].generate
+
+        def completions_until(published: threading.Event) -> list[Completion]:
+            """One request after the other, so that the update meets one of them."""
+            found: list[Completion] = []
+            while not published.is_set():
+                found += ask(prompt.token_ids, sampling, prompt.images)
+            return found
+
         hits: list[Completion] = []
         for version in range(1, 20):  # until updates have hit some
-            ask(prompt.token_ids, sampling | {"max_tokens": 1}, prompt.images)
             changed(policy)
+            published = threading.Event()
             with ThreadPoolExecutor(1) as pool:
-                reply = pool.submit(ask, prompt.token_ids, sampling, prompt.images)
-                time.sleep(0.02 * version)
+                replies = pool.submit(completions_until, published)
+                ask(prompt.token_ids, sampling | {"max_tokens": 1}, prompt.images)
                 rollouts.publish(policy, version)
-                completions = reply.result()
+                published.set()
+                completions = replies.result()
             hits += [c for c in completions if len(version_spans(c.weight_versions)) == 2]
             if len(hits) >= 6:
                 break

@@ -32,6 +32,7 @@ from weights.shared import share
 from weights.transfer import BUCKET_BYTES, About, TransferGroup, _flat
 
 TIMEOUT_S = 2.0
+SLOW_S = 12.0  # what a busy machine may add; those who wait for 30 or 60 s show, all the same
 FULL = torch.randn(40, 30, generator=torch.Generator().manual_seed(0))
 
 
@@ -241,7 +242,7 @@ def test_one_gpu(nccl, monkeypatch, forbidden):
         message, seconds = error_of(lambda: trainer.finish(work))
         assert "took longer than" in message
         assert "over ipc" in message
-        assert seconds < TIMEOUT_S + 2
+        assert seconds < TIMEOUT_S + SLOW_S
         trainer.close()
         assert "left" in error_of(lambda: [worker.receive(), worker.receive()])[0]
 
@@ -292,7 +293,7 @@ def test_nccl_fails(nccl, fault, side):
     assert (
         "remote process exited" if fault == "raises" else "a bucket took longer than 2 s over nccl"
     ) in message
-    assert seconds < TIMEOUT_S + 1
+    assert seconds < TIMEOUT_S + SLOW_S
     for member in (trainer, worker):
         member.close()
         member.close()
@@ -325,7 +326,7 @@ def test_a_trainer_that_leaves_wakes_the_worker(nccl, gpus):
         trainer.close()
         message, seconds = reply.result()
     assert "left" in message or "losed" in message
-    assert seconds < 1.5
+    assert seconds < SLOW_S
     assert not worker.trainer_lives()
 
 
@@ -345,12 +346,12 @@ def test_a_frozen_trainer_keeps_no_worker(nccl, monkeypatch):
     monkeypatch.setattr(worker, "_inbox", Store())
     message, seconds = error_of(lambda: worker.receive())
     assert "nothing came through in 14 s" in message
-    assert 14 <= seconds < 17
+    assert 14 <= seconds < 14 + SLOW_S
     for name, value in (("wait", None), ("get", header), ("delete_key", None)):
         setattr(Store, name, lambda *_, value=value: value)
     message, seconds = error_of(lambda: worker.receive())
     assert "a bucket took longer than 2 s over nccl" in message or "left" in message
-    assert seconds < TIMEOUT_S + 6
+    assert seconds < TIMEOUT_S + 4 + SLOW_S
     frozen.set()
     trainer.close()
 
@@ -372,7 +373,7 @@ def test_a_broadcast_that_nobody_finished_is_not_taken(nccl):
 @pytest.mark.parametrize("first", [True, False])
 def test_the_first_bucket_may_be_long_in_coming(first):
     """Between two updates a trainer trains; within one it may not be silent."""
-    trainer, worker = join([-1, -1], timeout_s=0.2)
+    trainer, worker = join([-1, -1], timeout_s=20.0)  # they meet, however slow the machine is
     worker.timeout_s = -4.9  # 2 x -4.9 + 10: a limit of 0.2 s
     with ThreadPoolExecutor(1) as pool:
         reply = pool.submit(worker.receive, is_first=first)
@@ -400,7 +401,7 @@ def test_a_trainer_that_freezes_in_meeting_keeps_no_worker(call):
     message, seconds = error_of(lambda: TransferGroup(store, 1, 2, torch.device("cpu"), TIMEOUT_S))
     frozen.set()
     assert message == "nothing came through in 2 s"
-    assert TIMEOUT_S <= seconds < TIMEOUT_S + 3
+    assert TIMEOUT_S <= seconds < TIMEOUT_S + SLOW_S
 
 
 class Receiver:
@@ -446,7 +447,7 @@ def test_a_slow_server_is_left_behind(monkeypatch, seconds, num_left):
         not server.has_weights for server in client.servers
     ]
     assert [names for _, names in groups[0].taken] == [[f"w{n}"] for n in range(5)] + [[]]
-    assert time.monotonic() - started < (1.5 if num_left < len(seconds) else 5 * max(seconds) + 1)
+    assert time.monotonic() - started < 5 * 0.4 + SLOW_S  # and not the 100 s of one server
 
 
 @pytest.mark.parametrize("fault", ["never", "blocks", "raises"])
@@ -455,7 +456,7 @@ def test_no_route(nccl, fault):
     nccl(lambda rank, number: fault)
     started = time.monotonic()
     errors = join([0, 1])
-    assert time.monotonic() - started < TIMEOUT_S + 3
+    assert time.monotonic() - started < TIMEOUT_S + SLOW_S
     assert all("over nccl" in str(error) and "NCCL_SOCKET_IFNAME" in str(error) for error in errors)
     assert fault == "blocks" or all(group.is_aborted for group in StandIn.made)
 
@@ -525,7 +526,10 @@ def test_gathering_goes_on_beside_a_broadcast(nccl, monkeypatch):
     with ThreadPoolExecutor(2) as pool:
         update = pool.submit(client.update_weights, weights(), 1)
         received = pool.submit(lambda: [worker.receive() for _ in range(4)])
-        time.sleep(0.5)
+        deadline_s = time.monotonic() + SLOW_S
+        while len(gathered) < 3 and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        time.sleep(0.2)  # in which a fourth would be gathered
         assert gathered == [0, 1, 2]  # the third closes the second's bucket
         release.set()
         StandIn.board[1].set_result(torch.zeros(20).view(torch.uint8))
@@ -739,7 +743,7 @@ def test_a_server_that_is_lost_in_a_shared_update_costs_the_others_no_weight(fau
         for future in received[1:]:
             assert_whole(future.result(1))
         assert list(errors) == [its_trainer]
-        assert seconds < 14.0 + 3  # the time-out, once, and what closing takes
+        assert seconds < 14.0 + SLOW_S  # the time-out once, and not twice
         wakes.set()
         assert received[0].exception(40)
 
