@@ -6,7 +6,6 @@ import io
 import json
 import struct
 import threading
-import time
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
