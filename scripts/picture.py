@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTH = 900
-HEIGHT = 988
+HEIGHT = 1060
 HEAD = f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}"
  width="{WIDTH}" height="{HEIGHT}" role="img"
@@ -53,46 +53,48 @@ ORDER = {
     "stream.py": "order of Groups,\nsampled ahead;\neach ends once",
     "rollouts.py": "the loop's side:\nGroups, held-out\nscores, weights",
     "own_rollouts.py": "completions of\na rollout_fn",
-    "order.py": "what order_fn\nchooses",
+    "order.py": "which prompt is next,\nwith an order_fn",
+    "vllm_params.py": "which settings of\nsampling are allowed",
 }
 GROUPS = {
     "sampling.py": "completions of\na Group",
     "scoring.py": "rewards of\na Group",
-    "workers.py": "reward calls, with\na time-out",
-    "own_advantages.py": "what advantage_fn\ngives",
+    "workers.py": "reward functions, in\nother processes",
     "group.py": "Group: a prompt,\nits completions",
+    "own_advantages.py": "with an advantage_fn",
 }
 SERVERS = {
-    "servers.py": "leased, lost",
-    "addresses.py": "that may change",
+    "servers.py": "which ones serve",
+    "addresses.py": "their current list",
     "proofs.py": "of their weights",
-    "adapters.py": "LoRA adapters",
-    "sleep.py": "taking turns",
-    "references.py": "of the reference",
+    "adapters.py": "LoRA, unmerged",
+    "sleep.py": "GPU used in turns",
+    "references.py": "servers of a teacher",
     "evaluation.py": "held-out problems",
 }
 RECORDS = {
     "batching.py": "rows, for the ranks",
-    "metrics.py": "of a batch",
-    "mismatches.py": "of servers",
+    "metrics.py": "of a step",
+    "mismatches.py": "trainer and server",
     "logs.py": "files of a run",
-    "samples.py": "completions",
-    "thumbnails.py": "images",
-    "terminal.py": "its lines",
+    "samples.py": "completions in them",
+    "thumbnails.py": "images in them",
+    "terminal.py": "what is printed",
     "trackers.py": "wandb, trackio",
-    "hooks.py": "trial of own code",
+    "hooks.py": "tries your functions",
+    "heartbeat.py": "is rank 0 alive?",
 }
 POLICY = {
     "model.py": "load, DDP, FSDP2",
-    "lora.py": "adapters",
-    "moving_reference.py": "an average",
+    "lora.py": "adapters in a model",
+    "moving_reference.py": "follows the policy",
     "optimizer.py": "AdamW, its schedule",
-    "low_memory.py": "in 8 and 4 bits",
-    "vision.py": "its vision tower",
-    "rare_attention.py": "for a few families",
-    "checkpoints.py": "save, and go on",
-    "resume.py": "the newest whole one",
-    "intact.py": "no weight is missing",
+    "low_memory.py": "8 and 4 bits",
+    "vision.py": "models that see",
+    "rare_attention.py": "a few model families",
+    "checkpoints.py": "save, load",
+    "resume.py": "finds a checkpoint",
+    "intact.py": "refuses damaged ones",
 }
 PREFIXES = {
     "prefix_attention.py": "a row holds each prompt once;\nits completions do not see\neach other",
@@ -100,22 +102,20 @@ PREFIXES = {
 SENDING = {
     "publish.py": "whole tensors",
     "transfer.py": "on the wire",
-    "shared.py": "to several servers",
+    "shared.py": "to many at once",
 }
-ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "in a worker"}
+ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "servers' side"}
 SETTINGS = {"config.py": "every setting"}
-PARAMETERS = {"vllm_params.py": "settings of vLLM"}
 RANKS = {"utils.py": "ranks, signals"}
-HEARTBEAT = {"heartbeat.py": "rank 0 lives"}
 SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other machines"}
 SERVING = {
     "route.py": "ids in, arrays out",
-    "messages.py": "on the wire",
-    "whole.py": "in the engine",
-    "update.py": "new weights",
-    "receiver.py": "in a worker",
+    "messages.py": "arrays as bytes",
+    "whole.py": "whole completions",
+    "update.py": "new weights come",
     "staging.py": "while it samples",
     "adapter.py": "a LoRA adapter",
+    "receiver.py": "in vLLM's worker",
 }
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
@@ -126,35 +126,34 @@ ONLY_WHERE_USED = {
 
 BOXES = [  # x, y, width, height, css: what is no file
     (1, 1, WIDTH - 2, HEIGHT - 2, "page"),
-    (16, 62, 712, 910, "house"),
-    (758, 88, 124, 736, "purple"),  # more servers
-    (753, 83, 124, 736, "purple"),
+    (16, 62, 712, 986, "house"),
+    (758, 88, 124, 754, "purple"),  # more servers
+    (753, 83, 124, 754, "purple"),
     (83, 14, 122, 30, "grey"),  # the dataset row
-    (520, 929, 26, 18, "green rare"),  # the legend
+    (364, 1010, 26, 18, "green rare"),  # the legend
 ]
 FLOORS = {  # x, y, width, height: a wall around rooms
-    "rollouts/": (32, 78, 564, 300),
-    "train.py": (32, 412, 564, 94),
-    "training/": (32, 540, 320, 364),
-    "weights/": (364, 706, 232, 172),
+    "rollouts/": (32, 78, 564, 336),
+    "train.py": (32, 448, 564, 94),
+    "training/": (32, 576, 320, 414),
+    "weights/": (364, 742, 232, 148),
 }
+BY_WORDS = 0  # the height of a room that is as high as what it says
 COLUMNS = [  # x and y of the first room, width, height and gap of each, css, the rooms downwards
-    (44, 106, 123, 48, 5, "blue", PROMPTS),
-    (183, 106, 123, 60, 8, "blue", ORDER),
-    (322, 106, 123, 48, 5, "blue", GROUPS),
-    (461, 106, 123, 34, 4, "blue", SERVERS),
-    (44, 563, 141, 32, 4, "green", RECORDS),
-    (199, 563, 147, 32, 1, "green", POLICY),
-    (364, 540, 198, 154, 12, "pink", PREFIXES),
-    (482, 716, 102, 43, 12, "purple", SENDING),
-    (374, 771, 102, 43, 12, "purple", ARRIVING),
-    (32, 916, 112, 44, 12, "grey", SETTINGS),
-    (154, 916, 112, 44, 12, "grey", PARAMETERS),
-    (276, 916, 112, 44, 12, "grey", RANKS),
-    (398, 916, 112, 44, 12, "grey", HEARTBEAT),
-    (604, 78, 114, 746, 12, "purple", CLIENT),
-    (748, 78, 124, 371, 12, "purple", SERVER),
-    (748, 461, 124, 40, 12, "purple", SERVING),
+    (44, 106, 123, BY_WORDS, 5, "blue", PROMPTS),
+    (183, 106, 131, BY_WORDS, 6, "blue", ORDER),
+    (322, 106, 137, BY_WORDS, 5, "blue", GROUPS),
+    (467, 106, 121, BY_WORDS, 6, "blue", SERVERS),
+    (44, 599, 141, BY_WORDS, 3, "green", RECORDS),
+    (199, 599, 150, BY_WORDS, 3, "green", POLICY),
+    (364, 576, 198, 154, 12, "pink", PREFIXES),
+    (482, 752, 104, BY_WORDS, 10, "purple", SENDING),
+    (374, 798, 102, BY_WORDS, 10, "purple", ARRIVING),
+    (32, 1002, 152, BY_WORDS, 12, "grey", SETTINGS),
+    (196, 1002, 152, BY_WORDS, 12, "grey", RANKS),
+    (604, 78, 114, 764, 12, "purple", CLIENT),
+    (748, 78, 124, 420, 12, "purple", SERVER),
+    (748, 510, 124, BY_WORDS, 12, "purple", SERVING),
 ]
 LOOP = [44, 229, 414]  # x of train.py's parts
 ROW = {"prompt": 64, "first": 40, "2nd": 30, "third": 40}  # widths of its parts
@@ -162,56 +161,56 @@ NOTES = [  # x, y, words
     (552, 54, "the trainer: one process a rank"),
     (748, 68, "any number of servers"),
     (613, 174, "one server,\nover HTTP"),
-    (613, 750, "over NCCL,\nCUDA IPC\nor gloo"),
-    (373, 668, "log-probs as if each had\nits own prompt"),
-    (554, 942, "imported only where used"),
+    (613, 770, "over NCCL,\nCUDA IPC\nor gloo"),
+    (373, 704, "log-probs as if each had\nits own prompt"),
+    (398, 1023, "imported only where a setting needs it"),
 ]
 STEPS = [  # x and y of its number, words
     (155, 119, ""),
-    (294, 119, ""),
-    (433, 119, ""),
+    (302, 119, ""),
+    (447, 119, ""),
     (765, 168, "samples\ncompletions"),
-    (433, 187, ""),
-    (61, 460, "advantages\nin each Group"),
-    (173, 579, ""),
-    (549, 554, ""),
-    (246, 460, "loss and backward\nof each row"),
-    (431, 460, "one division, then\nclip and AdamW"),
-    (386, 739, "weights,\nversion + 1"),
-    (765, 395, "loads weights,\neven within\na completion"),
+    (447, 187, ""),
+    (61, 496, "advantages\nin each Group"),
+    (173, 615, ""),
+    (549, 590, ""),
+    (246, 496, "loss and backward\nof each row"),
+    (431, 496, "one division, then\nclip and AdamW"),
+    (386, 775, "weights,\nversion + 1"),
+    (765, 444, "loads weights,\neven within\na completion"),
 ]
 PASSED = [  # x, y, what goes along an arrow
     (613, 128, "token ids"),
     (613, 154, "completions"),
-    (254, 399, "scored Groups"),
-    (159, 529, "Groups"),
-    (391, 529, "log-probs"),
+    (184, 436, "scored Groups"),
+    (159, 565, "Groups"),
+    (391, 565, "log-probs"),
 ]
 WAY = [  # points of arrows: the way of a Group, and of the weights back to the servers
     "144,44 144,106",  # a dataset row
     "167,134 183,134",
-    "306,124 322,124",  # its Group, to a server
-    "445,124 461,124",
-    "584,124 604,124",
-    "718,124 748,124",
-    "748,142 718,142",  # and back
-    "604,142 584,142",
-    "461,142 445,142",
-    "384,154 384,159",  # scored
-    "322,202 314,202 314,150 306,150",
-    "244,166 244,174",
-    "183,204 175,204 175,395 150,395 150,438",  # trained
-    "150,494 150,566",
-    "185,586 199,586",
-    "346,586 364,586",
-    "382,540 382,494",
-    "399,466 414,466",
-    "574,494 574,716",  # weights
-    "533,759 533,771",
-    "584,792 604,792",
-    "718,792 748,792",
+    "314,122 322,122",  # its Group, to a server
+    "459,122 467,122",
+    "588,122 604,122",
+    "718,122 748,122",
+    "748,138 718,138",  # and back
+    "604,138 588,138",
+    "467,138 459,138",
+    "390,156 390,161",  # scored
+    "322,202 318,202 318,150 314,150",
+    "248,170 248,176",
+    "183,207 175,207 175,431 150,431 150,474",  # trained
+    "150,530 150,599",
+    "185,616 199,616",
+    "349,616 364,616",
+    "382,576 382,530",
+    "399,502 414,502",
+    "574,530 574,752",  # weights
+    "534,788 534,798",
+    "586,815 604,815",
+    "718,815 748,815",
 ]
-INSTEAD = "167,338 171,338 171,150 183,150"  # the way of saved Groups
+INSTEAD = "167,346 171,346 171,150 183,150"  # the way of saved Groups
 
 
 def rect(x: int, y: int, width: int, height: int, css: str) -> str:
@@ -234,14 +233,15 @@ def text(x: int, y: int, words: str, css: str = "") -> str:
 def column(
     x: int, y: int, width: int, height: int, gap: int, css: str, rooms: dict[str, str]
 ) -> list[str]:
-    """Draw files below each other, lighter if they are imported only where used."""
+    """Draw files below each other, lighter if they are imported only where a setting needs it."""
     drawn = []
     for name, purpose in rooms.items():
+        tall = height or 22 + 14 * len(purpose.splitlines())
         lighter = " rare" if name in ONLY_WHERE_USED else ""
-        drawn.append(rect(x, y, width, height, css + lighter))
+        drawn.append(rect(x, y, width, tall, css + lighter))
         drawn.append(text(x + 9, y + 16, name, "name"))
         drawn.append(text(x + 9, y + 30, purpose))
-        y += height + gap
+        y += tall + gap
 
     return drawn
 
@@ -260,7 +260,7 @@ def rooms() -> list[str]:
         drawn += column(*place)
 
     for x in LOOP:
-        drawn.append(rect(x, 438, 170, 56, "orange"))
+        drawn.append(rect(x, 474, 170, 56, "orange"))
 
     return drawn
 
@@ -272,8 +272,8 @@ def packed_row() -> list[str]:
 
     for name, width in ROW.items():
         css = "orange" if name == "prompt" else "blue"
-        drawn.append(rect(x, 618, width, 26, css))
-        drawn.append(text(x + width // 2, 635, name, "mid"))
+        drawn.append(rect(x, 654, width, 26, css))
+        drawn.append(text(x + width // 2, 671, name, "mid"))
         x += width + 2
 
     return drawn

@@ -12,7 +12,7 @@ import pytest
 import torch
 from documents import DOCUMENTS, README, TRANSLATION, blocks, cells, commands, inline, metrics, own
 from helpers import ROOT
-from test_readme import PLANNED, TRAINING, make_clone
+from test_readme import PLAIN_LOOP, PLANNED, TRAINING, make_clone
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from config import TrainConfig, parse_args
@@ -157,8 +157,8 @@ def test_layout():
 
 
 def test_length():
-    assert len(README.splitlines()) <= 290
-    assert len(TRANSLATION.splitlines()) <= 290
+    assert len(README.splitlines()) <= 330
+    assert len(TRANSLATION.splitlines()) <= 330
 
 
 def test_the_algorithm_stands_in_readme():
@@ -214,6 +214,7 @@ def test_every_command_is_run_by_a_test():
     scripts = (f"python scripts/{name}.py " for name in names)
     two = ("~/serving/bin/python vllm_server.py ", "~/training/bin/torchrun train.py ")
     known = ("bash scripts/demo.sh", "bash scripts/test.sh", *two, *scripts)
+    assert any(block[-1].startswith(PLAIN_LOOP) for block in commands(README))
     environments = ("source .venv/bin/activate", "python3 -m venv ~/")
     a_loop = "until python vllm_server.py "
     assert any(line.startswith(a_loop) for block in TRAINING for line in block)
@@ -224,7 +225,11 @@ def test_every_command_is_run_by_a_test():
         if name == PLANNED:
             continue
         own = [
-            block for block in commands(text) if block not in TRAINING and block not in of_a_node
+            block
+            for block in commands(text)
+            if block not in TRAINING
+            and block not in of_a_node
+            and not block[-1].startswith(PLAIN_LOOP)
         ]
         for line in (line for block in own for line in block):
             assert line.startswith((*known, *environments, a_loop)), line

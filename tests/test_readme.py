@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import Any
 
+import build_tiny
 import pytest
 from documents import DOCUMENTS, README, blocks, commands, metrics
 from forked import Forked
@@ -22,6 +23,7 @@ OF_MATH += " --drop_zero_advantage false"  # no random model is right
 FOLDERS = ("recipes", "rollouts", "training", "weights", "server", "scripts", "benchmarks")
 TRAINS = re.compile(r"(\w+=\S+ )*(torchrun .*|python )train\.py ")
 PLANNED = "docs/memory.md"  # whose commands test_plan.py reads
+PLAIN_LOOP = "python -m recipes.plain_loop "
 TRAINING = [
     block
     for name, text in DOCUMENTS.items()
@@ -96,6 +98,26 @@ def with_stand_ins(block, model):
     for old, new in stand_ins.items():
         text = text.replace(old, new)
     return text
+
+
+def test_the_plain_loop(tmp_path, monkeypatch):
+    """README's commands, at a free port and for two steps of an untaught model; the loop waits for the server."""
+    monkeypatch.setattr(build_tiny, "teach", lambda *_: None)
+    (block,) = [block for block in commands(README) if block[-1].startswith(PLAIN_LOOP)]
+    environment, build, serve, train = block
+    assert environment == "source .venv/bin/activate"
+    folder, port = make_clone(tmp_path), free_port()
+    build_tiny.build(folder / "outputs" / "tiny", 0, "sort")
+    with started(build + " --output outputs/tiny", folder, ENV) as built:
+        assert built.process.wait(300) == 0, built.log.read_text()
+    assert "outputs/tiny is there already" in built.log.read_text()
+    few = f" --vllm_urls http://127.0.0.1:{port} --max_steps 2"
+    env = {**ENV, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    serve = serve.replace("outputs/tiny", f"{folder}/outputs/tiny")  # it is forked elsewhere
+    at_port = f"{serve} --port {port} --dtype float32 --enforce-eager"
+    with started(at_port, folder, env), started(train + few, folder, env) as loop:
+        assert loop.process.wait(300) == 0, loop.log.read_text()
+    assert "step 2/2 " in loop.log.read_text()
 
 
 @pytest.mark.parametrize(
