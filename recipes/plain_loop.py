@@ -50,7 +50,7 @@ def plain_loop(
         scorer.score(group)
 
     for step in range(num_steps):
-        # 1. Send the policy to the servers; they serve from the first one on.
+        # 1. Send the policy to the servers; each is admitted once it has the weights.
         for server in pool.update_weights(published_weights(policy), version=step):
             pool.admit(server)
 
@@ -61,8 +61,9 @@ def plain_loop(
         set_advantages(groups, config)
 
         # 3. Rows that hold each prompt once; their losses add up.
-        shares_of_ranks = Dealer(num_ranks=1, config=config).deal(groups, is_complete=True)
-        for micro_batch in shares_of_ranks[0][0].micro_batches:
+        (shares,) = Dealer(num_ranks=1, config=config).deal(groups, is_complete=True)
+        (share,) = shares  # of this one rank, for the only update
+        for micro_batch in share.micro_batches:
             row = micro_batch.to(device)
             completion = row.packed.completion
             mask = row.mask

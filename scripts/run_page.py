@@ -212,7 +212,10 @@ def told_left_out(name: str, lines: Lines) -> list[str]:
     """A sentence on what a long log lacks here, if it does."""
     if not lines.rows_left_out:
         return []
-    return [f"{lines.rows_left_out:,} {name} are left out, and {lines.steps_left_out:,} steps"]
+    said = f"{lines.rows_left_out:,} {name} are left out"
+    if lines.steps_left_out:
+        said += f": {lines.steps_left_out:,} steps have none here"
+    return [said]
 
 
 def keep(folder: Path, target: Path) -> None:
