@@ -61,9 +61,9 @@ def plain_loop(
         set_advantages(groups, config)
 
         # 3. Rows that hold each prompt once; their losses add up.
-        (shares,) = Dealer(num_ranks=1, config=config).deal(groups, is_complete=True)
-        (share,) = shares  # of this one rank, for the only update
-        for micro_batch in share.micro_batches:
+        (updates,) = Dealer(num_ranks=1, config=config).deal(groups, is_complete=True)  # one rank
+        (update,) = updates  # one update with this batch
+        for micro_batch in update.micro_batches:
             row = micro_batch.to(device)
             completion = row.packed.completion
             mask = row.mask

@@ -417,7 +417,10 @@ def test_ten_thousand_completions(tmp_path, visit):
     steps = page.evaluate("runs[0].steps")
     assert [steps[0], steps[-1]] == [1, 200]
     told = page.locator("#head .note").inner_text()
-    assert f"{12_800 - kept:,} completions are left out: {200 - len(steps)} steps have none here" in told
+    assert (
+        f"{12_800 - kept:,} completions are left out: {200 - len(steps)} steps have none here"
+        in told
+    )
     page.keyboard.press("[")
     assert page.locator("article").count() >= 50
 
@@ -458,7 +461,9 @@ def test_a_small_copy_of_a_run(tmp_path, monkeypatch, visit):
     assert (
         page.locator("#head .note")
         .inner_text()
-        .endswith(f"{20 - len(steps)} completions are left out: {20 - len(steps)} steps have none here.")
+        .endswith(
+            f"{20 - len(steps)} completions are left out: {20 - len(steps)} steps have none here."
+        )
     )
 
 

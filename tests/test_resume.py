@@ -643,6 +643,40 @@ def test_dropped_groups_do_not_come_again(start, tmp_path, monkeypatch):
     assert sorted([*trained, *dropped]) == list(range(len(trained) + len(dropped)))
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1])
+def test_an_order_with_drops_goes_on(start, tmp_path, max_staleness):
+    """Every checkpoint, amid drops too, knows each chosen group as ended or as to come; at staleness 0 all is the same."""
+    options = ["--drop_zero_advantage", "true", "--max_staleness", max_staleness]
+    options += ["--order_fn", "recipes.curriculum.prefer_half_solved"]
+    command = start(*options, "--save_steps", 1, "--max_steps", 6)
+    path = Path(command[0])
+    path.write_text(
+        path.read_text().replace(
+            "sum(ids) / len(ids) / 50", "float(len(completion_ids[0]) % 3 > 0)*ids[0]"
+        )
+    )
+    main(parse_args(command))
+    num_dropped = []
+    for step in range(1, 7):
+        state = read_state(tmp_path / "run" / f"checkpoint-{step}")
+        order, has_ended = state["order"], set(state["ended"])
+        num_dropped.append(len(has_ended) - 6 * step)
+        assert has_ended.isdisjoint(order["chosen"])
+        assert has_ended | set(order["chosen"]) == set(range(order["num_chosen"]))
+        assert sum(map(len, order["history"].values())) == len(has_ended)
+    assert num_dropped[-1] > 0
+    whole, dropped = rows_of_groups(tmp_path), read(tmp_path, "dropped")
+
+    main(parse_args([*command, "--resume_from_checkpoint", str(tmp_path / "run" / "checkpoint-3")]))
+    again, dropped_again = rows_of_groups(tmp_path), read(tmp_path, "dropped")
+    assert len(again) == len(whole) == 36
+    gone = [row["group"] for row in dropped_again]
+    assert sorted([*again, *gone]) == list(range(36 + len(gone)))
+    if max_staleness == 0:
+        assert again == whole
+        assert dropped_again == dropped
+
+
 def test_removal_leaves_nothing_half_under_the_name(tmp_path, monkeypatch):
     """Whatever interrupts it."""
     folder = tmp_path / "checkpoint-1"
