@@ -40,7 +40,7 @@ def plain_loop(
     """Publish the policy, sample, score, weigh, learn; and again."""
     torch.manual_seed(config.seed)
     policy = build_policy(config, device)
-    config = share_prefixes(policy, config)
+    config = share_prefixes(policy, config)  # patched into the policy, or switched off
     num_steps = config.max_steps or math.ceil(config.num_epochs * len(prompts) / config.batch_size)
     optimizer, scheduler = build_optimizer(policy, num_steps, config)
     endless_groups = new_groups(prompts, ended=(), seed=config.seed)
@@ -75,7 +75,8 @@ def plain_loop(
             loss.backward()
 
         # 4. One division for all rows, and a step.
-        normalizer = loss_normalizer(*num_trained(groups, config), config)
+        num_completions, num_tokens = num_trained(groups, config)
+        normalizer = loss_normalizer(num_completions, num_tokens, config)
         norm = optimizer_step(policy, optimizer, scheduler, normalizer, config)
         reward = sum(sum(group.reward) for group in groups) / len(groups) / config.num_generations
         print(f"step {step + 1}/{num_steps} · reward {reward:.4g} · grad_norm {norm:.4g}")
