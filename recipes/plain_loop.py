@@ -65,7 +65,7 @@ def plain_loop(
         (update,) = updates  # one update with this batch
         for micro_batch in update.micro_batches:
             row = micro_batch.to(device)
-            completion = row.packed.completion
+            completion = row.packed.completion  # the number of each token's completion
             mask = row.mask
             logprobs = token_logprobs(policy, row.packed, row.images, config)
             old = logprobs.detach()  # as this is the batch's only update

@@ -104,7 +104,7 @@ SENDING = {
     "transfer.py": "on the wire",
     "shared.py": "to many at once",
 }
-ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "servers' side"}
+ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "for servers"}
 SETTINGS = {"config.py": "every setting"}
 RANKS = {"utils.py": "ranks, signals"}
 SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other machines"}
@@ -151,7 +151,7 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (374, 798, 102, BY_WORDS, 10, "purple", ARRIVING),
     (32, 1002, 152, BY_WORDS, 12, "grey", SETTINGS),
     (196, 1002, 152, BY_WORDS, 12, "grey", RANKS),
-    (604, 78, 114, 764, 12, "purple", CLIENT),
+    (604, 78, 114, 336, 12, "purple", CLIENT),
     (748, 78, 124, 420, 12, "purple", SERVER),
     (748, 510, 124, BY_WORDS, 12, "purple", SERVING),
 ]
@@ -161,7 +161,7 @@ NOTES = [  # x, y, words
     (552, 54, "the trainer: one process a rank"),
     (748, 68, "any number of servers"),
     (613, 174, "one server,\nover HTTP"),
-    (613, 770, "over NCCL,\nCUDA IPC\nor gloo"),
+    (613, 777, "over NCCL,\nCUDA IPC or gloo"),
     (373, 704, "log-probs as if each had\nits own prompt"),
     (398, 1023, "imported only where a setting needs it"),
 ]
@@ -207,8 +207,7 @@ WAY = [  # points of arrows: the way of a Group, and of the weights back to the 
     "399,502 414,502",
     "574,530 574,752",  # weights
     "534,788 534,798",
-    "586,815 604,815",
-    "718,815 748,815",
+    "586,815 748,815",
 ]
 INSTEAD = "167,346 171,346 171,150 183,150"  # the way of saved Groups
 
