@@ -119,7 +119,7 @@ SERVING = {
 }
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
-    "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py",
+    "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py", "thumbnails.py",
     "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
     "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py", "order.py",
 }  # fmt: skip

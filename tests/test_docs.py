@@ -12,6 +12,7 @@ import pytest
 import torch
 from documents import DOCUMENTS, README, TRANSLATION, blocks, cells, commands, inline, metrics, own
 from helpers import ROOT
+from picture import ONLY_WHERE_USED
 from test_readme import PLAIN_LOOP, PLANNED, TRAINING, make_clone
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -145,13 +146,16 @@ def test_metrics():
 
 
 def test_layout():
-    """README's table has every file of the core, and every document is listed."""
-    table = "\n".join(line for line in README.splitlines() if line.startswith("|"))
+    """docs/files.md has every file of the core, README every folder and document."""
+    files = DOCUMENTS["docs/files.md"]
     for path in [
         *ROOT.glob("*.py"),
         *(path for room in ROOMS for path in (ROOT / room).glob("*.py")),
     ]:
-        assert f"`{path.name}`" in table or f"[{path.name}]" in table, path
+        link = f"[{path.name}](../{path.relative_to(ROOT)})"
+        row = f"| *{link}* |" if path.name in ONLY_WHERE_USED else f"| {link} |"
+        assert row in files, row
+    assert all(f"[{room}/]({room})" in README for room in ROOMS)
     assert all(f"]({name})" in README for name in DOCUMENTS if name != "README.md")
     assert all((ROOT / room).is_dir() for room in FOLDERS)
 
