@@ -4,8 +4,7 @@ r"""Half of a group thinks again: cut at random, cued, sampled on.
 
 On `recipes/tiny.py`. As `insert_reasoning_phrases` of async-grpo, but within the group's size, and
 without training the cue: only what the policy sampled before and after it trains. A model of
-language wants `CUE = "Wait! "` and `BREAK = "\n\n"`. Expected, without the cue: 35 to 85 % after
-100 steps.
+language wants `CUE = "Wait! "` and `BREAK = "\n\n"`. Expected, without the cue: 35 to 88 %.
 """
 
 import random

@@ -5,9 +5,9 @@
 The answer that most of a group give stands for the right one (TTRL, arXiv:2504.16084). The right
 answers are only looked at, by rewards of weight 0: of eight completions of a held-out problem,
 `eval/rewards/exact_match` is the mean accuracy, and `eval/rewards/majority_is_right` that of their
-majority (maj@8). Expected: agreement, `eval/reward`, rises from 37 to 92 %, and accuracy falls from
-19 to 4 %, that of the majority from 32 to 4 %: this model agrees on wrong answers. Start from one
-that is right more often than not.
+majority (maj@8). Expected: agreement, `eval/reward`, rises from 38 to 91 %. Accuracy falls from 20
+to between 4 and 14 %, that of the majority from 33 to between 4 and 15 %: this model agrees on
+wrong answers. Start from one that is right more often than not.
 """
 
 from collections import Counter

@@ -40,7 +40,7 @@ def plain_loop(
     """Publish the policy, sample, score, weigh, learn; and again."""
     torch.manual_seed(config.seed)
     policy = build_policy(config, device)
-    config = share_prefixes(policy, config)  # patched into the policy, or switched off
+    config = share_prefixes(policy, config)  # patches the policy, or turns `share_prefix` off
     num_steps = config.max_steps or math.ceil(config.num_epochs * len(prompts) / config.batch_size)
     optimizer, scheduler = build_optimizer(policy, num_steps, config)
     endless_groups = new_groups(prompts, ended=(), seed=config.seed)
@@ -61,8 +61,9 @@ def plain_loop(
         set_advantages(groups, config)
 
         # 3. Rows that hold each prompt once; their losses add up.
-        (updates,) = Dealer(num_ranks=1, config=config).deal(groups, is_complete=True)  # one rank
-        (update,) = updates  # one update with this batch
+        dealer = Dealer(num_ranks=1, config=config)
+        (updates,) = dealer.deal(groups, is_complete=True)  # a list for each rank
+        (update,) = updates  # one for each update with this batch
         for micro_batch in update.micro_batches:
             row = micro_batch.to(device)
             completion = row.packed.completion  # the number of each token's completion

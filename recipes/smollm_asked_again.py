@@ -3,7 +3,7 @@
     bash scripts/demo.sh recipes/smollm_asked_again.py
 
 An answer of several words is met by `One word only.`. The reward looks at the last answer, and both
-train. Expected: 0 to 64 % of the held-out questions right, in 9 minutes.
+train. Expected: 0 to 66 % of the held-out questions right, in 5 minutes.
 """
 
 from dataclasses import replace

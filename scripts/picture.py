@@ -66,7 +66,7 @@ GROUPS = {
 SERVERS = {
     "servers.py": "which ones serve",
     "addresses.py": "their current list",
-    "proofs.py": "of their weights",
+    "proofs.py": "checks log-probs",
     "adapters.py": "LoRA, unmerged",
     "sleep.py": "GPU used in turns",
     "references.py": "servers of a teacher",
@@ -94,17 +94,17 @@ POLICY = {
     "rare_attention.py": "a few model families",
     "checkpoints.py": "save, load",
     "resume.py": "finds a checkpoint",
-    "intact.py": "refuses damaged ones",
+    "intact.py": "checks checkpoints",
 }
 PREFIXES = {
     "prefix_attention.py": "a row holds each prompt once;\nits completions do not see\neach other",
 }
 SENDING = {
     "publish.py": "whole tensors",
-    "transfer.py": "on the wire",
+    "transfer.py": "trainer's end",
     "shared.py": "to many at once",
 }
-ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "for servers"}
+ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "vLLM's end"}
 SETTINGS = {"config.py": "every setting"}
 RANKS = {"utils.py": "ranks, signals"}
 SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other machines"}
@@ -113,7 +113,7 @@ SERVING = {
     "messages.py": "arrays as bytes",
     "whole.py": "whole completions",
     "update.py": "new weights come",
-    "staging.py": "while it samples",
+    "staging.py": "second set of layers",
     "adapter.py": "a LoRA adapter",
     "receiver.py": "in vLLM's worker",
 }

@@ -585,7 +585,7 @@ function aboutStep(step) {
   const logged = (runs[state.run].byStep.get(step) ?? []).length;
   if (logged < total) parts.push(`${logged} of the step's ${total} completions were logged`);
   const share = metrics.frac_reward_zero_std?.[place];
-  if (isNumber(share) && config.batch_size) parts.push(`${Math.round(share * config.batch_size)} of its ${config.batch_size} groups have no advantages`);
+  if (isNumber(share) && config.batch_size) parts.push(`groups without advantages: ${Math.round(share * config.batch_size)} of ${config.batch_size}`);
   return parts.length ? make("p", { class: "faint" }, parts.join("; ")) : "";
 }
 
