@@ -44,14 +44,14 @@ circle{{fill:#c2410c}}
 # The rooms by subject: files, and what each is for.
 PROMPTS = {
     "data.py": "dataset rows to\ntoken ids, once",
-    "sources.py": "of functions,\ntables, the hub",
+    "sources.py": "rows of functions,\ntables, the hub",
     "processor.py": "chat template\nand tokenizer",
     "images.py": "of a row, for\npolicy and server",
     "replay.py": "saved Groups, in\nplace of servers",
 }
 ORDER = {
-    "stream.py": "order of Groups,\nsampled ahead;\neach ends once",
-    "rollouts.py": "the loop's side:\nGroups, held-out\nscores, weights",
+    "stream.py": "order of Groups,\nsampled ahead;\neach used once",
+    "rollouts.py": "what train.py calls:\nGroups, evaluations,\nnew weights",
     "own_rollouts.py": "completions of\na rollout_fn",
     "order.py": "which prompt is next,\nwith an order_fn",
     "vllm_params.py": "which settings of\nsampling are allowed",
@@ -77,8 +77,8 @@ RECORDS = {
     "metrics.py": "of a step",
     "mismatches.py": "trainer and server",
     "logs.py": "files of a run",
-    "samples.py": "completions in them",
-    "thumbnails.py": "images in them",
+    "samples.py": "logged completions",
+    "thumbnails.py": "logged images",
     "terminal.py": "what is printed",
     "trackers.py": "wandb, trackio",
     "hooks.py": "tries your functions",
@@ -104,7 +104,7 @@ SENDING = {
     "transfer.py": "trainer's end",
     "shared.py": "to many at once",
 }
-ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "vLLM's end"}
+ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "vLLM's side"}
 SETTINGS = {"config.py": "every setting"}
 RANKS = {"utils.py": "ranks, signals"}
 SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other machines"}

@@ -212,7 +212,7 @@ def told_left_out(name: str, lines: Lines) -> list[str]:
     """A sentence on what a long log lacks here, if it does."""
     if not lines.rows_left_out:
         return []
-    said = f"{lines.rows_left_out:,} {name} are left out"
+    said = f"{lines.rows_left_out:,} {name} are left out to keep this small"
     if lines.steps_left_out:
         said += f": {lines.steps_left_out:,} steps have none here"
     return [said]

@@ -418,7 +418,7 @@ def test_ten_thousand_completions(tmp_path, visit):
     assert [steps[0], steps[-1]] == [1, 200]
     told = page.locator("#head .note").inner_text()
     assert (
-        f"{12_800 - kept:,} completions are left out: {200 - len(steps)} steps have none here"
+        f"{12_800 - kept:,} completions are left out to keep this small: {200 - len(steps)} steps have none here"
         in told
     )
     page.keyboard.press("[")
@@ -462,7 +462,7 @@ def test_a_small_copy_of_a_run(tmp_path, monkeypatch, visit):
         page.locator("#head .note")
         .inner_text()
         .endswith(
-            f"{20 - len(steps)} completions are left out: {20 - len(steps)} steps have none here."
+            f"{20 - len(steps)} completions are left out to keep this small: {20 - len(steps)} steps have none here."
         )
     )
 
