@@ -62,14 +62,15 @@ def plain_loop(
 
         # 3. Rows that hold each prompt once; their losses add up.
         dealer = Dealer(num_ranks=1, config=config)
-        (updates,) = dealer.deal(groups, is_complete=True)  # a list for each rank
-        (update,) = updates  # one for each update with this batch
+        (updates,) = dealer.deal(groups, is_complete=True)  # a list for each rank, here for one
+        (update,) = updates  # an entry for each optimizer step on this batch, here one
         for micro_batch in update.micro_batches:
             row = micro_batch.to(device)
             completion = row.packed.completion  # the number of each token's completion
             mask = row.mask
             logprobs = token_logprobs(policy, row.packed, row.images, config)
             old = logprobs.detach()  # as this is the batch's only update
+            # The server rounds otherwise than the trainer does.
             weights = off_policy_weights(old, row.sampler_logprobs, mask, completion, config)
             advantages = row.advantages * weights
             loss, _ = grpo_loss(logprobs, old, None, advantages, mask, completion, config)

@@ -304,7 +304,7 @@ function drawHead() {
   });
   const named = new Map(); // what is left out, and of which runs
   for (const run of runs) for (const told of run.leftOut) named.set(told, [...(named.get(told) ?? []), run.name]);
-  const notes = [...named].map(([told, names]) => make("p", { class: "note faint" }, ...plain(`${names.join(", ")}: ${told}.`)));
+  const notes = [...named].map(([told, names]) => make("p", { class: "note faint" }, ...plain(`${names.join(", ")}${names.length > 1 ? ", each" : ""}: ${told}.`)));
   byId("head").replaceChildren(make("div", { class: "row" }, ...keys, button("? keys", () => byId("help").showModal())), settings(), ...notes);
 }
 
