@@ -81,10 +81,13 @@ _STRICT = ConfigDict(
 
 # vLLM takes a temperature below 0.01 for 0.01, and refuses one above 2.
 Temperature = Annotated[float, Field(title="float >= 0.01 and <= 2", ge=0.01, le=2)]
-# Settings under which vLLM no longer draws tokens from the policy itself.
-_BENDING = {
-    "top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "logit_bias",
-    "thinking_token_budget", "min_tokens", "extra_args", "repetition_penalty", "presence_penalty",
+# Settings under which vLLM no longer draws tokens from the policy itself: it takes tokens away,
+# which a sampling mask says, or changes what is left.
+_TRUNCATING = {
+    "top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "min_tokens",
+}  # fmt: skip
+_BENDING = _TRUNCATING | {
+    "logit_bias", "thinking_token_budget", "extra_args", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 }  # fmt: skip
 
@@ -189,7 +192,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     top_k: OneOrMore | None = None
     """Sample among the k likeliest tokens only.
-    Anything but None makes the server's log-probs inexact."""
+    Ratios are then exact if the servers run with `--return-sampling-mask`."""
     stop: Values[Annotated[str, Field(min_length=1)]] | None = None
     """Strings that end a completion, and stay at its end."""
     sampling_params: dict[str, Any] | None = None
@@ -601,10 +604,13 @@ def changed_fields(config: TrainConfig) -> set[str]:
     return {name for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
 
 
-def bending(config: TrainConfig) -> list[str]:
-    """The settings by which tokens are not drawn from the policy itself."""
+def bending(config: TrainConfig, has_masks: bool = False) -> list[str]:
+    """The settings by which tokens are not drawn from the policy itself.
+
+    With `has_masks` those of them that servers' sampling masks do not make up for.
+    """
     settings = changed_fields(config).union(config.sampling_params or {})
-    return sorted(_BENDING & settings)
+    return sorted((_BENDING - _TRUNCATING if has_masks else _BENDING) & settings)
 
 
 def describe(config: TrainConfig, usual: TrainConfig) -> str:
@@ -617,7 +623,7 @@ def describe(config: TrainConfig, usual: TrainConfig) -> str:
     lines = [f"weights in {config.dtype}, computation in {computes}; other than the defaults:"]
     lines += [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
 
-    bends = ", ".join(bending(config))
+    bends = ", ".join(bending(config, has_masks=True))  # the others once the servers are known
     if bends:
         lines.append(
             f"warning: {bends}: tokens are not drawn from the policy itself; "

@@ -89,6 +89,7 @@ class PackedBatch:
     completion: Tensor  # [N] int64, number of the completion among all given to `pack`
     index: Tensor  # [N] int64, place among all tokens given, in the order group, completion, token
     prompts: list[Any]  # for every root, whose prompt it begins with: a group, None for several
+    sampling_mask: Any = None  # tokens that each target was drawn from, as log-probs; None: all
 
     @property
     def num_tokens(self) -> int:
@@ -973,6 +974,7 @@ class _Logits(NamedTuple):
     factor: float
     cap: float | None = None
     forbidden: Tensor | None = None  # tokens without probability
+    sampling_mask: Any = None  # says those of each target, by `excluded(places, logits)`
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -1024,9 +1026,7 @@ def _halves(factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tenso
 
 def _summed_in(total: Tensor, x: Tensor) -> dict[str, Any]:
     """CUDA's option to sum products of 16-bit factors in fp32."""
-    if x.dtype == total.dtype:
-        return {}
-    return {"out_dtype": total.dtype}
+    return {} if x.dtype == total.dtype else {"out_dtype": total.dtype}
 
 
 @_fused
@@ -1090,6 +1090,8 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
         if rule.forbidden is not None:
             # as good as -inf, but finite: 0·inf would make the entropy NaN
             logits.index_fill_(-1, rule.forbidden, -1e4)
+        if rule.sampling_mask:
+            logits.masked_fill_(rule.sampling_mask.excluded(part, logits), -1e4)
         yield part, logits
 
 
@@ -1121,9 +1123,8 @@ class _LogprobHead:
             return self.original(hidden, *args, **kwargs)
         self.dtype = _computed_in(hidden.dtype, hidden.device.type)
         factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, self.cells))
-        dtype = _wide(hidden)
-        if hidden.is_cuda:  # which sums products of 16-bit factors in fp32
-            dtype = self.dtype
+        # CUDA sums products of 16-bit factors in fp32.
+        dtype = self.dtype if hidden.is_cuda else _wide(hidden)
         self.found = self.logprobs_of(*[factor.to(dtype) for factor in factors])
         return self.found[0][None, :, None]
 
@@ -1167,7 +1168,7 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Iterator[_Logits]:
+def _bare_logits(base: Any, temperature: float, *tokens: Any) -> Iterator[_Logits]:
     """Take the rule for logits out of the model and its config, and yield it."""
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
@@ -1188,7 +1189,7 @@ def _bare_logits(base: Any, temperature: float, forbidden: Tensor | None) -> Ite
                 attributes[name] = without
         # With z = scale·x / T and c = cap / T, cap·tanh(scale·x / cap) / T is c·tanh(z / c).
         cap = None if softcap is None else softcap / temperature
-        yield _Logits(scale / divisor / temperature, cap, forbidden)
+        yield _Logits(scale / divisor / temperature, cap, *tokens)
 
 
 def completion_logprobs(
@@ -1220,7 +1221,7 @@ def completion_logprobs(
     head = _LogprobHead.of(base)
     inputs = _inputs(base, row, images, inputs_embeds)
     not_sampled = torch.tensor(forbidden, device=row.targets.device) if forbidden else None
-    with _bare_logits(base, temperature, not_sampled) as rule:
+    with _bare_logits(base, temperature, not_sampled, row.sampling_mask) as rule:
         head.cells = _keep_predicting(base, row, inputs)
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
         try:

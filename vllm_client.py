@@ -13,7 +13,6 @@ from datetime import timedelta
 from enum import Enum
 from functools import partial
 from itertools import count
-from math import isfinite
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from config import UserError
-from rollouts.group import CUT, FOREIGN, Completion, spans_to_versions
+from rollouts.group import CUT, ENVIRONMENT, FOREIGN, Completion, spans_to_versions
 from server.messages import SAMPLE, UPDATE, Sampled, messages
 from utils import RIGHT_VLLM, VLLM_VERSIONS, api_token, was_tried
 from weights.transfer import TransferGroup, address_towards, in_thread
@@ -62,28 +61,29 @@ def completion_of(message: Sampled) -> Completion:
     """
     if message.error:
         raise ValueError(message.error)
-    token_ids = np.frombuffer(message.token_ids, "<i4").astype(np.int64)
-    logprobs = np.frombuffer(message.logprobs, "<f4").copy()
+    token_ids = torch.from_numpy(np.frombuffer(message.token_ids, "<i4").astype(np.int64))
+    logprobs = torch.from_numpy(np.frombuffer(message.logprobs, "<f4").copy())
     num_tokens = len(token_ids)
     if num_tokens == 0 or message.finish_reason not in ("stop", *CUT):
         raise ServerLost(
             f"a server ended a completion by {message.finish_reason!r} after {num_tokens} tokens"
         )
-    if len(logprobs) != num_tokens or not isfinite(logprobs.sum()):
+    if len(logprobs) != num_tokens or not logprobs.isfinite().all():
         raise ValueError(f"of {num_tokens} tokens some log-probs are missing, or no finite numbers")
 
     spans = []
-    num_with_version = 0
     for name, start, end in message.weight_versions:
         version = int(name) if name.isdecimal() else FOREIGN
         spans.append((version, start, end))
-        num_with_version += end - start
     versions = spans_to_versions(spans, num_tokens)
-    if num_with_version != num_tokens:
+    if versions.eq(ENVIRONMENT).any():
         raise ValueError(f"of {num_tokens} tokens some have no weight version")
-    return Completion(
-        torch.from_numpy(token_ids), torch.from_numpy(logprobs), message.finish_reason, versions
-    )
+    mask = None
+    if message.mask_sizes:
+        from rollouts.sampling_mask import mask_of
+
+        mask = mask_of(message)
+    return Completion(token_ids, logprobs, message.finish_reason, versions, sampling_mask=mask)
 
 
 def all_choices(num: int, reply: requests.Response) -> tuple[list[Completion], list[int]]:
@@ -193,6 +193,7 @@ class Server:
         self.transfer: TransferGroup | None = None
         self.takes_adapter = False  # and nothing else: it was started with `--enable-lora`
         self.can_sleep = False  # it was started with `--enable-sleep-mode`
+        self.returns_sampling_mask = False  # it was started with `--return-sampling-mask`
         self.sending: Any = None  # the bucket under way
         self.sync_timeout_s = 0.0
         self.connection = ""  # a name for it, which the server knows
@@ -263,6 +264,7 @@ class Server:
         about = self.request("GET", "/version")
         if not isinstance(about, dict):
             about = {"version": about}
+        self.returns_sampling_mask = bool(about.get("sampling_mask"))
         version = str(about.get("version", about))[:100]
         if about.get("any_vllm"):
             print(f"{self.url} runs vLLM {version}, which may not have been tried", flush=True)

@@ -41,7 +41,7 @@ from vllm.v1.core.sched import output
 
 from server.receiver import WeightReceiver
 from server.receiver import WorkerExtension as WorkerExtension  # as an option names it
-from server.route import sample
+from server.route import returns_sampling_mask, sample
 from server.update import update
 from server.whole import keep_tokens
 
@@ -50,8 +50,12 @@ MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 
 
 async def version(scope: Scope, receive: Receive, send: Send) -> None:
-    """Tell vLLM's version, and whether trainers may use it though it was not tried."""
-    about = {"version": vllm.__version__, "any_vllm": ANY_VLLM in sys.argv}
+    """Tell vLLM's version, whether trainers may use one not tried, and if there are masks."""
+    about = {
+        "version": vllm.__version__,
+        "any_vllm": ANY_VLLM in sys.argv,
+        "sampling_mask": returns_sampling_mask(scope["app"].state),
+    }
     await JSONResponse(about)(scope, receive, send)
 
 

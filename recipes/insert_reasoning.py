@@ -22,9 +22,11 @@ BREAK = ""  # a token that ends with it may be the last before a cut
 
 def begin(turn: Completion, num: int) -> Completion:
     """The first `num` tokens of a turn that was sampled."""
+    mask = turn.sampling_mask  # of a server that returns it
     return Completion(
-        turn.token_ids[:num], turn.sampler_logprobs[:num], "length", turn.weight_versions[:num]
-    )
+        turn.token_ids[:num], turn.sampler_logprobs[:num], "length", turn.weight_versions[:num],
+        sampling_mask=mask and mask[:num],
+    )  # fmt: skip
 
 
 def sample_on(server, prompt, sampling, turn):

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from config import TrainConfig, bending
-from prefix_attention import pack
-from rollouts.group import Completion, Prompt
+from rollouts.group import Completion, Group, Prompt
 from rollouts.servers import ServerPool
-from training.batching import row_images
+from training.batching import micro_batches
 from training.model import token_logprobs
 from utils import broadcast_object, is_main
 from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
@@ -55,10 +54,12 @@ class Proofs:
                 few tokens of this version have none.
         """
         # With these, log-probs differ although the weights are the same.
-        if bending(self.config) or self.config.rollout_fn or self.config.lora_dropout:
+        if self.config.rollout_fn or self.config.lora_dropout:
             return
         limit = self.config.max_logprob_mismatch
         for server in self.pool.servers:
+            if bending(self.config, server.returns_sampling_mask):
+                continue
             gap = gaps.get(server.number, math.nan)  # which is neither small nor large
             if gap <= limit:
                 server.proved_version = self.version
@@ -121,6 +122,8 @@ class Proofs:
             "max_tokens": min(16, self.config.max_completion_len),
             "temperature": self.config.temperature,
         }
+        if server.returns_sampling_mask:  # vLLM then wants one in each request
+            sampling["top_k"] = self.config.top_k
         try:
             completions = server.generate(
                 self.prompt.token_ids, sampling, self.prompt.images, CONTROL_TIMEOUT_S
@@ -137,17 +140,13 @@ class Proofs:
 
         The message says how far they differ. Collective.
         """
-        token_ids = [completion.token_ids for completion in completions]
-        sampler_logprobs = torch.cat([completion.sampler_logprobs for completion in completions])
-        group = (self.prompt.token_ids, token_ids)
-        [row] = pack([group], share_prefix=self.config.share_prefix)
-        row = row.to(self.device)
-        images = row_images([self.prompt] * len(row.prompts))  # one for each time it is forwarded
-        on_device = {name: tensor.to(self.device) for name, tensor in images.items()}
+        group = Group(self.prompt, completions, advantages=[0.0] * len(completions))
+        [micro_batch] = micro_batches([group], None, self.config)
+        row = micro_batch.to(self.device)
 
         with torch.no_grad():
-            trainer_logprobs = token_logprobs(self.policy, row, on_device, self.config)
-        mismatch = (trainer_logprobs.cpu() - sampler_logprobs).abs().mean().item()
+            trainer_logprobs = token_logprobs(self.policy, row.packed, row.images, self.config)
+        mismatch = (trainer_logprobs - row.sampler_logprobs).abs().mean().item()
         if mismatch <= self.config.max_logprob_mismatch:
             return ""
         return MISMATCH.format(mismatch)  # also for a NaN

@@ -74,6 +74,8 @@ def _saved_completion(completion: Completion) -> dict[str, Any]:
     saved = {name: getattr(completion, name) for name in COMPLETION_FIELDS}
     # Spans are few, where tokens are many.
     saved["weight_versions"] = version_spans(completion.weight_versions)
+    if completion.sampling_mask:
+        saved["sampling_mask"] = [completion.sampling_mask.ids, completion.sampling_mask.sizes]
     saved["earlier"] = [_saved_completion(segment) for segment in completion.earlier]
     return saved
 
@@ -81,6 +83,10 @@ def _saved_completion(completion: Completion) -> dict[str, Any]:
 def _restored_completion(saved: dict[str, Any]) -> Completion:
     kept = {name: saved[name] for name in COMPLETION_FIELDS}
     versions = spans_to_versions(saved["weight_versions"], len(saved["token_ids"]))
+    if "sampling_mask" in saved:
+        from rollouts.sampling_mask import SamplingMask
+
+        kept["sampling_mask"] = SamplingMask(*saved["sampling_mask"])
     earlier = [_restored_completion(segment) for segment in saved["earlier"]]
     return Completion(weight_versions=versions, earlier=earlier, **kept)
 

@@ -116,9 +116,15 @@ class ServerPool:
         """The longest sequence that a server takes, in tokens.
 
         Raises:
-            ServerError: it has another version of vLLM than we speak to, or another model.
+            ServerError: it has another version of vLLM than we speak to, another model, or sampling
+                masks that nothing bounds.
         """
         server.check_version()
+        if server.returns_sampling_mask and not self.config.top_k:
+            raise ServerError(
+                f"{server.url} was started with --return-sampling-mask, which needs top_k to bound "
+                "its masks: set it, or start the server without"
+            )
         model = server.request("GET", "/v1/models")["data"][0]
         ours = self.config.model_id
         served = [Path(model[name]).resolve() for name in ("id", "root")]

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -41,6 +42,7 @@ class FakeServer:
         slots: completions that are sampled at a time; others wait their turn.
         with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
         any_vllm: say that it was started with `--any-vllm`.
+        returns_sampling_mask: say with each token the `top_k` likeliest ones and itself, and give log-probs over them.
         stages: take updates while sampling goes on, and pause to put them in place alone.
         can_sleep: say that it can sleep; it then samples nothing, and at level 2 loses its weights, until an update.
         fault: called with each path before it is served, and in an update with `/update/arrived` and `/update/placed`;
@@ -60,6 +62,7 @@ class FakeServer:
     can_sleep: bool = False
     vllm_version: str = VLLM_VERSIONS[0]
     any_vllm: bool = False
+    returns_sampling_mask: bool = False
     fault: Callable[[str], None] = lambda path: None
     refused: Callable[[str], bool] = lambda path: False
     temperature: float = 1.0
@@ -87,7 +90,11 @@ class FakeServer:
     def control(self, path: str, body: dict[str, Any]) -> Any:
         """The routes that do not sample."""
         if path == "/version":
-            return {"version": self.vllm_version, "any_vllm": self.any_vllm}
+            return {
+                "version": self.vllm_version,
+                "any_vllm": self.any_vllm,
+                "sampling_mask": self.returns_sampling_mask,
+            }
         if path == "/v1/models":
             return {
                 "data": [
@@ -210,6 +217,7 @@ class FakeServer:
         sampling: dict[str, Any],
     ) -> Sampled:
         logprobs = [0.0] * len(ids)
+        sets: list[list[int]] = []
         spans: list[tuple[str, int, int]] = []
         for place, version in enumerate(versions):
             if not spans or spans[-1][0] != version:
@@ -224,6 +232,11 @@ class FakeServer:
                 scaled = (
                     logits[len(prompt) - 1 : -1] / (sampling.get("temperature") or 1.0)
                 ).log_softmax(-1)
+                if self.returns_sampling_mask:
+                    for place in range(start, end):
+                        drawn = set(scaled[place].topk(sampling["top_k"]).indices.tolist())
+                        sets.append(sorted(drawn | {ids[place]}))
+                        scaled[place] -= scaled[place, sets[-1]].logsumexp(0)
                 part = slice(start, end)
                 logprobs[part] = scaled[range(len(ids)), ids][part].tolist()
         return Sampled(
@@ -231,6 +244,8 @@ class FakeServer:
             token_ids=array("i", ids).tobytes(),
             logprobs=array("f", logprobs).tobytes(),
             weight_versions=spans,
+            mask_ids=array("i", chain.from_iterable(sets)).tobytes(),
+            mask_sizes=array("i", map(len, sets)).tobytes(),
         )
 
 

@@ -62,6 +62,7 @@ GROUPS = {
     "workers.py": "reward functions, in\nother processes",
     "group.py": "Group: a prompt,\nits completions",
     "own_advantages.py": "with an advantage_fn",
+    "sampling_mask.py": "of top-k, top-p",
 }
 SERVERS = {
     "servers.py": "which ones serve",
@@ -121,7 +122,7 @@ CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py", "thumbnails.py",
     "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
-    "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py", "order.py",
+    "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py", "order.py", "sampling_mask.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file

@@ -57,7 +57,7 @@ OPTIONS = [
     "logprobs_mode", "generation_config", "mm_processor_cache_gb", "block_size", "enforce_eager",
     "enable_chunked_prefill", "kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs",
     "enable_sleep_mode", "max_lora_rank", "worker_extension_cls", "weight_transfer_config",
-    "allowed_media_domains", "middleware", "uvicorn_log_level", "disable_log_stats",
+    "allowed_media_domains", "return_sampling_mask", "middleware", "uvicorn_log_level", "disable_log_stats",
     "api_server_count",
 ]  # fmt: skip
 

@@ -24,6 +24,9 @@ class Sampled(msgspec.Struct, omit_defaults=True):
     prompt_token_ids: bytes = b""  # int32; as the server has expanded it, where there are images
     prompt_logprobs: bytes = b""  # float32, nats; of all tokens but the first, where asked for
     error: str = ""
+    # With `--return-sampling-mask`: of all tokens, one after the other, those that could be drawn.
+    mask_ids: bytes = b""  # int32
+    mask_sizes: bytes = b""  # int32, one a token
 
 
 def packed(message: Sampled) -> bytes:

@@ -7,6 +7,7 @@ text that nobody reads.
 import asyncio
 from collections.abc import AsyncIterator
 from copy import copy
+from itertools import chain
 from typing import Any
 from uuid import uuid4
 
@@ -51,7 +52,7 @@ async def sample(scope: Scope, receive: Receive, send: Send) -> None:
     answer: JSONResponse | StreamingResponse
     try:
         request = REQUEST.decode(await json_body(Request(scope, receive)))
-        params = _params(request)
+        params = _params(request, returns_sampling_mask(scope["app"].state))
         prompt = await _prompt(request, scope["app"].state)
         name = uuid4().hex
         adapter = getattr(scope["app"].state, "lora_request", None)  # there is one after an update
@@ -85,10 +86,18 @@ def _line(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-def _params(request: SampleRequest) -> SamplingParams:
+def returns_sampling_mask(state: Any) -> bool:
+    """True for a server that was started with `--return-sampling-mask`."""
+    return getattr(state.args, "return_sampling_mask", False)  # a vLLM not tried may have none
+
+
+def _params(request: SampleRequest, has_mask: bool) -> SamplingParams:
     """vLLM's parameters, for completions as a whole and without a text that nobody reads."""
     # Without a limit a completion may fill the context; vLLM's own default is 16 tokens.
-    params = PARAMS.validate_python({"max_tokens": None, **request.sampling_params})
+    given = {"max_tokens": None, **request.sampling_params}
+    if has_mask and given.get("temperature") == 0:  # which vLLM refuses with masks
+        given |= {"temperature": 1.0, "top_k": 1}
+    params = PARAMS.validate_python(given)
     # Else the engine's encoder fails on them once the request is registered, which then stays.
     msgspec.msgpack.encode(params)
     params.output_kind = RequestOutputKind.FINAL_ONLY
@@ -177,6 +186,10 @@ def _message(number: int, output: RequestOutput, has_images: bool) -> Sampled:
     if has_images:
         message.prompt_token_ids = np.asarray(output.prompt_token_ids, "<i4").tobytes()
     message.prompt_logprobs = _floats(output.prompt_logprobs)
+    if completion.sampling_mask:
+        sets = completion.sampling_mask.token_ids
+        message.mask_ids = np.fromiter(chain.from_iterable(sets), "<i4").tobytes()
+        message.mask_sizes = np.array([len(ids) for ids in sets], "<i4").tobytes()
     return message
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.engine.core import EngineCore
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 MOST_KEPT = 256  # tokens of a completion: an update sends all that are kept, while sampling pauses
 
@@ -33,6 +33,8 @@ class Kept:
         self.token_ids: list[int] = []
         self.logprobs = array("f")
         self.ranks = array("q")
+        self.mask_ids: list[Any] = []
+        self.mask_sizes: list[int] = []
 
     def add(self, output: EngineCoreOutput) -> None:
         """Take the tokens of an output, and what the first says of the prompt."""
@@ -41,6 +43,13 @@ class Kept:
         if output.new_logprobs:
             self.logprobs.extend(output.new_logprobs.logprobs[:, 0].tolist())
             self.ranks.extend(output.new_logprobs.sampled_token_ranks.tolist())
+        mask = output.new_sampling_mask
+        if mask is not None:  # with `--return-sampling-mask`
+            self.mask_ids.append(mask.token_ids)
+            if mask.offsets is None:  # of one token
+                self.mask_sizes.append(len(mask.token_ids))
+            else:
+                self.mask_sizes += np.diff(mask.offsets).tolist()
 
     def put_into(self, output: EngineCoreOutput) -> EngineCoreOutput:
         """Give an output all tokens; none are kept from then on."""
@@ -50,6 +59,9 @@ class Kept:
         output.prefill_stats = self.prefill_stats
         output.new_token_ids = self.token_ids
         output.new_logprobs = LogprobsLists(ids, logprobs, ranks) if self.token_ids else None
+        if self.mask_sizes:
+            offsets = np.cumsum([0, *self.mask_sizes])
+            output.new_sampling_mask = SamplingMaskLists(np.concatenate(self.mask_ids), offsets)
         self.clear()
         return output
 

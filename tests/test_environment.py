@@ -218,7 +218,9 @@ sys.argv = ["vllm_server.py", "--any-vllm"]
 import asyncio, vllm_server
 sent = []
 async def send(message): sent.append(message)
-scope = {"type": "http", "path": "/version", "headers": [], "method": "GET"}
+from types import SimpleNamespace as Namespace
+app = Namespace(state=Namespace(args=Namespace()))
+scope = {"type": "http", "path": "/version", "headers": [], "method": "GET", "app": app}
 asyncio.run(vllm_server.AccessGuard(None)(scope, None, send))
 print(sent[1]["body"].decode())
 """
@@ -226,7 +228,8 @@ print(sent[1]["body"].decode())
         [sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True, check=True
     )
     assert f"warning: vLLM 0.99.0 was not tried, {TRIED} were" in done.stdout
-    assert json.loads(done.stdout.splitlines()[-1]) == {"version": "0.99.0", "any_vllm": True}
+    about = {"version": "0.99.0", "any_vllm": True, "sampling_mask": False}
+    assert json.loads(done.stdout.splitlines()[-1]) == about
 
 
 def test_a_run_takes_a_vllm_that_may_be_tried(models, recipe, capsys):

@@ -448,6 +448,8 @@ def test_servers_of_which_no_tokens_can_tell_are_probed(models, recipe, monkeypa
 class StandIn(SimpleNamespace):
     """A server for sets and keys, as the real ones are."""
 
+    returns_sampling_mask = False
+
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -67,6 +68,7 @@ def on_route(asks):
         engine = Engine()
         app = Starlette()
         app.state.engine_client = engine
+        app.state.args = SimpleNamespace(return_sampling_mask=False)
         app.mount("/", lambda scope, *ends: route.sample(scope | {"app": app}, *ends))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
         task = asyncio.create_task(server.serve())
@@ -143,7 +145,7 @@ def test_completions_come_as_they_end():
 
 def test_what_a_request_leaves_out():
     """Stop strings need the text; without max_tokens the context is the limit, and not vLLM's 16 tokens."""
-    params = route._params(route.SampleRequest([5], {"stop": ["x"], "n": 2}))
+    params = route._params(route.SampleRequest([5], {"stop": ["x"], "n": 2}), False)
     assert params.detokenize
     assert params.max_tokens is None
 

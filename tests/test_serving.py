@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
 
 from server import whole
 from server.messages import Sampled, messages, packed
@@ -165,3 +165,17 @@ def test_what_is_no_token_goes_at_once(said):
     engine.step(("a", [3], None), **said)
     engine.step(("a", [4], FinishReason.STOP))
     assert engine.received("a") == (expected([1, 2, 3, 4]), 3)
+
+
+def test_sampling_masks_wait_with_their_tokens():
+    """With `--return-sampling-mask`: of steps of one token, and of several."""
+    engine = Engine()
+    engine.add("a")
+    told = [([1], [4, 1], None), ([2, 3], [2, 3, 9, 5], [0, 1, 4]), ([6], [6], None)]
+    for tokens, ids, offsets in told:
+        mask = SamplingMaskLists(np.array(ids), None if offsets is None else np.array(offsets))
+        end = FinishReason.STOP if tokens == [6] else None
+        engine.step(("a", tokens, end), new_sampling_mask=mask)
+    assert engine.received("a") == (expected([1, 2, 3, 6]), 1)
+    (output,) = engine.sent[-1][1].outputs
+    assert output.new_sampling_mask.to_nested_list() == [[4, 1], [2], [3, 9, 5], [6]]
