@@ -195,7 +195,7 @@ def stop_signals(stop: threading.Event) -> Iterator[None]:
         received_s.append(now_s)
         if is_main() and len(received_s) == 1:
             line = (
-                f"{signal.Signals(number).name}: saving the last whole step "
+                f"{signal.Signals(number).name}: saving the last whole step, if there is one "
                 "(--resume_from_checkpoint auto goes on from it); once more ends at once\n"
             )
             with suppress(OSError):  # print() may be what the signal interrupted

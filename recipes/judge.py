@@ -6,9 +6,8 @@
 Others are named by JUDGE_URL and JUDGE_MODEL; JUDGE_REPLIES is the file of replies.
 
 The rewards are coroutines: a group is judged side by side, within limits that hold for each of the
-`reward_workers`. OpenAI's client repeats what fails (429, 5xx, time-outs), after growing pauses; a
-key is read from OPENAI_API_KEY. Replies with a grade are kept in a file, which a resumed run reads,
-too. A completion that the judge does not grade has no reward.
+`reward_workers`. OpenAI's client repeats what fails, after growing pauses; a key is read from
+OPENAI_API_KEY. Graded replies are kept in a file. A completion without a grade has no reward.
 """
 
 import asyncio
@@ -27,6 +26,7 @@ MODEL = os.environ.get("JUDGE_MODEL", "Qwen/Qwen3-8B")
 REPLIES = Path(os.environ.get("JUDGE_REPLIES", "outputs/judge/replies.sqlite"))
 AT_ONCE = 16  # requests of a worker; there are 4 workers unless `reward_workers` is set
 PER_SECOND = 20.0  # requests that a worker begins
+RETRIES = 8  # of a request, about 35 seconds in all
 GRADE = """Here is a post, and a summary of it.
 
 <post>
@@ -126,7 +126,7 @@ class Pace:
 def client():
     """The client of this worker."""
     key = os.environ.get("OPENAI_API_KEY", "none")
-    return openai.AsyncOpenAI(base_url=URL, api_key=key, max_retries=8, timeout=120)
+    return openai.AsyncOpenAI(base_url=URL, api_key=key, max_retries=RETRIES, timeout=120)
 
 
 @cache

@@ -132,6 +132,9 @@ def weighted(rewards: list[list[float | None]], config: TrainConfig) -> list[flo
     return sums
 
 
+SAY_S = 60.0  # between failed calls that are printed
+
+
 class Failures:
     """Failed calls of one kind, kept in a file of the run. Thread-safe.
 
@@ -145,6 +148,7 @@ class Failures:
         self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
         self._num_calls: Counter[str] = Counter()  # of each function
         self._failed: dict[str, set[int]] = {}  # the numbers of its calls that failed
+        self._said_s = -math.inf  # when one was printed, on the monotonic clock
         self._lock = threading.Lock()
 
     def begin(self, name: str) -> int:
@@ -174,14 +178,14 @@ class Failures:
                 first -= 1
             while last + 1 in failed:
                 last += 1
-            if self.count == 1:
-                print(
-                    f"{message} (later ones are counted in {self.kind}_failed, and in {self.path})",
-                    flush=True,
-                )
+            now_s = time.monotonic()
+            if now_s > self._said_s + SAY_S:
+                print(f"{message} (counted in {self.kind}_failed, all in {self.path})", flush=True)
+                self._said_s = now_s
             if last - first + 1 >= self._most_in_a_row:
                 raise UserError(
-                    f"{message}; so did {last - first + 1} calls in a row, see {self.path.name}"
+                    f"{message}; so did {last - first + 1} calls in a row, see {self.path}; mend "
+                    "the cause, and go on with --resume_from_checkpoint auto"
                 )
 
 

@@ -12,8 +12,8 @@ says what fits on a card of 24 GB, with its server and without, and how to start
 
 import ctypes
 import math
-import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -432,7 +432,8 @@ def examine(config: TrainConfig) -> None:
     ):
         if is_main():
             for failures in (rollouts.scorer.failures, rollouts.failures):
-                failures.path = Path(os.devnull)
+                folder = tempfile.mkdtemp(prefix="doctor-")
+                failures.path = Path(folder) / failures.path.name
         doctor = Doctor(config, device, rollouts)
         rollouts.publish(doctor.policy, 0)
         groups = doctor.sample(config.batch_size)
@@ -447,6 +448,8 @@ def examine(config: TrainConfig) -> None:
 
 def main(argv: list[str]) -> None:
     """Plan or examine."""
+    if {"-h", "--help"} & {*argv}:
+        print(__doc__)
     if "--plan" not in argv:
         return examine(with_bf16(parse_args(argv)))
     from plan import print_plan

@@ -39,7 +39,8 @@ TEXT = """# What fits on one card
 
 Written by `python scripts/memory.py -o docs/memory.md`, for [recipes/gsm8k.py](../recipes/gsm8k.py) with
 Qwen2.5-Instruct: completions of 1,024 tokens on prompts of up to 512, 64 of them sampled at a time where nothing else
-is said, gradient checkpointing. For a recipe of your own it is `python scripts/doctor.py recipe.py --plan 24GB`.
+is said, gradient checkpointing. For a recipe of your own it is `python scripts/doctor.py recipe.py --plan 24GB`, which
+reads no data: there, too, prompts are taken to have 512 tokens.
 
 **Planned, not measured**: a step runs on tensors without data, and their bytes are counted. Such counts were within 2 %
 of the peaks of a row and of a step on an H200, and on a CPU within 2 % of those of a row, or 10 % with a base in bf16
@@ -47,9 +48,9 @@ of the peaks of a row and of a step on an H200, and on a CPU within 2 % of those
 left for fragments. "Offload" follows a rule, too (embeddings, head and two layers are on the GPU), which no GPU has
 checked.
 
-A cell is the longest row, `max_tokens_per_gpu`, of 16,384 at most, and what the recipe needs on top; "-" does not fit.
-Beside its server, the server keeps its share of the card; asleep, it gives that up while the trainer trains
-([how](operations.md#a-server-that-sleeps)). [8-bit moments and a 4-bit base](operations.md#less-memory) need a package
+A cell has the longest row that fits, `max_tokens_per_gpu`, and what the recipe needs on top; "-" does not fit. Longer rows
+than 16,384 tokens were not tried for this table. "Alone": the server is on another card. "Beside its server": it keeps its
+share of the card. "Server asleep": it gives that up while the trainer trains ([how](operations.md#a-server-that-sleeps)). [8-bit moments and a 4-bit base](operations.md#less-memory) need a package
 each, and a 4-bit base servers of the dequantized one; `launch.py` starts such. Offload is slow. A group that is longer
 than a row goes into several, and its prompt is computed once for each.
 

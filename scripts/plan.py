@@ -404,8 +404,12 @@ class Fit:
     def command(self, recipe: list[str]) -> str:
         """The command that starts trainer and server."""
         plan = self.plan
-        words = list(recipe)
-        for name, value in {**self.changes, "max_tokens_per_gpu": self.num_tokens}.items():
+        fields = {**self.changes, "max_tokens_per_gpu": self.num_tokens}
+        replaced = [*fields]
+        if plan.placement is Placement.ASLEEP:
+            replaced.append("max_staleness")
+        words = _without(recipe, replaced)
+        for name, value in fields.items():
             words += [f"--{name}", str(value).lower()]
         if plan.placement is Placement.ELSEWHERE:
             return shlex.join(["torchrun", "train.py", *words, "--vllm_urls", "http://..."])
@@ -414,6 +418,21 @@ class Fit:
         share = math.ceil(100 * sum(plan.server_parts.values()) / plan.card_gb) / 100
         options = f"--gpu-memory-utilization {share} --max-num-seqs {plan.num_sequences}"
         return shlex.join(["python", "scripts/launch.py", *words, f"--server_options={options}"])
+
+
+def _without(words: list[str], names: list[str]) -> list[str]:
+    """Arguments without those that give some fields, as `--name value` or `--name=value`."""
+    kept: list[str] = []
+    skips_value = False
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        if skips_value:
+            skips_value = False
+        elif word.startswith("--") and name.replace("-", "_") in names:
+            skips_value = not value
+        else:
+            kept.append(word)
+    return kept
 
 
 # What makes a recipe fit, what changes least first. Only LoRA's base may be in bf16: weights that
@@ -515,14 +534,19 @@ def print_plan(config: TrainConfig, card: str, recipe: list[str]) -> None:
     except OSError as error:
         cause = str(error).partition("\n")[0]
         raise UserError(
-            f"model_id={config.model_id} is no model's folder, nor on the hub: {cause}"
+            f"model_id={config.model_id} is no model's folder, and the hub does not give it: {cause}"
         ) from None
+    length = config.max_completion_len
+    print(f"for prompts of {PROMPT_TOKENS} tokens and completions of {length:,}; no data is read")
     variants = Variants(config, model_config)
     for placement in Placement:
         fit = variants.best(card_gb, placement)
+        place = f"on {card_gb:g} GB {placement.value}"
         if not fit:
-            print(f"\n{config.model_id} does not fit on {card_gb:g} GB {placement.value}")
+            print(f"\n{config.model_id} does not fit {place}")
             fit = variants.with_shorter_completions(card_gb, placement)
+        elif "use_peft" in fit.changes:
+            print(f"\n{config.model_id}, all weights, does not fit {place}; LoRA does:")
         if fit:
             print_fit(fit, recipe)
 

@@ -234,11 +234,16 @@ def plot(
     save(figure, path)
 
 
+def print_line(name: str, rows: list[dict[str, Any]], metric: str) -> None:
+    """Print a metric of a run as a line of text, if it has it."""
+    values = [row[metric] for row in rows if row.get(metric) is not None]
+    if values:
+        print(f"{metric} of {name}: {values[0]:.3g} {sparkline(values)} {values[-1]:.3g}")
+
+
 def print_ends(name: str, rows: list[dict[str, Any]], is_only: bool) -> None:
     """Print a run's rewards, and its held-out figures before and after."""
-    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
-    if rewards:
-        print(f"reward of {name}: {rewards[0]:.3g} {sparkline(rewards)} {rewards[-1]:.3g}")
+    print_line(name, rows, "reward")
 
     held_out = [row for row in rows if row.get("eval/reward") is not None]
     if not held_out:
@@ -308,8 +313,11 @@ def main(argv: list[str]) -> None:
     labels = short_names([*runs]) if args.remote else labels_of([*runs])
     plot(runs, labels, names, args.x, args.smooth, path)
     for name, rows in runs.items():
-        print_ends(name, rows, is_only=len(runs) == 1)
-    print(f"reward curve: {path}")
+        for metric in names:
+            print_line(name, rows, metric)
+        if not names:
+            print_ends(name, rows, is_only=len(runs) == 1)
+    print(f"{', '.join(names) or 'reward curve'}: {path}")
 
 
 if __name__ == "__main__":

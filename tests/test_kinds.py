@@ -33,7 +33,7 @@ from rollouts.scoring import Failures, decoded, spoken
 from rollouts.stream import GroupStream
 from rollouts.vllm_params import SamplingParams, fault_in
 from training.batching import MicroBatch, Share
-from training.metrics import TokenSums
+from training.metrics import TokenSums, batch_metrics
 from training.model import load_model, token_logprobs
 from training.optimizer import build_optimizer
 from utils import process_group
@@ -650,3 +650,30 @@ def test_placeholders_have_no_probability(models):
     logits[:, 9] = -math.inf
     expected = logits.log_softmax(-1)[[0, 1], [8, 10]]
     assert (found - expected).abs().max() < 1e-5  # fp32 rounding, of log-probs near -5
+
+
+def test_groups_without_rewards_are_in_no_mean():
+    """As where a judge was away: rewards that are all equal are another thing."""
+    groups = make_groups()
+    for group, reward in zip(groups, ([0.0, 1.0], [math.nan, math.nan]), strict=True):
+        group.reward, group.advantages, group.texts = reward, [0.0, 0.0], ["2", "3"]
+        group.rewards = [[value] for value in reward]
+    metrics = batch_metrics(groups, 0, make_config(reward_funcs=[len]))
+    assert metrics["reward_std"] == 0.5
+    assert metrics["frac_reward_zero_std"] == 0.0
+    groups[0].reward = [math.nan, math.nan]
+    metrics = batch_metrics(groups, 0, make_config(reward_funcs=[len]))
+    assert math.isnan(metrics["reward_std"])
+    assert math.isnan(metrics["frac_reward_zero_std"])
+
+
+def test_failed_calls_are_said_once_a_minute(tmp_path, capsys, monkeypatch):
+    """A second outage of a judge is named, too."""
+    now_s = [100.0]
+    monkeypatch.setattr("rollouts.scoring.time.monotonic", lambda: now_s[0])
+    failures = Failures("rewards", make_config(batch_size=64, output_dir=str(tmp_path)))
+    for number, at_s in enumerate((100.0, 130.0, 159.0, 161.0, 900.0)):
+        now_s[0] = at_s
+        failures.note("f", 2 * number, f"away at {at_s:g}", {})
+    told = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["away at 100", "away at 161", "away at 900"]

@@ -205,12 +205,23 @@ def test_the_command_line(models, tmp_path):
             [*script, *words], capture_output=True, text=True, cwd=ROOT, env=ENV, check=False
         )
 
-    done = run("--plan", "16GB", "--lora_rank", "8", "--use_peft", "true")
+    given = [
+        "--lora_rank",
+        "8",
+        "--max_staleness=2",
+        "--use_peft",
+        "true",
+        "--max_tokens_per_gpu",
+        "9999",
+    ]
+    done = run("--plan", "16GB", *given)
     assert done.returncode == 0, done.stderr
     assert "LoRA, on 16 GB with its server" in done.stdout
     launches = re.findall(r"^ *python scripts/launch.py (.*)$", done.stdout, re.M)
     assert len(launches) == 2
     for launch in launches:
+        words = [word.partition("=")[0] for word in shlex.split(launch) if word.startswith("--")]
+        assert len(words) == len(set(words))  # each field once
         _, _, config = launcher.parse(shlex.split(launch))
         assert config.use_peft
         assert config.lora_rank == 8
@@ -223,4 +234,6 @@ def test_the_command_line(models, tmp_path):
         assert last == f"error: --plan {card}: it needs the memory of a GPU, such as 24GB"
     done = run("--plan", "24GB", "--model_id", "no/such/model")
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("error: model_id=no/such/model is no model's folder, nor on the hub: ")
+    assert last.startswith(
+        "error: model_id=no/such/model is no model's folder, and the hub does not give it: "
+    )

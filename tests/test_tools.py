@@ -578,12 +578,17 @@ def test_a_collapse_is_said_in_plain_words(tmp_path, capsys):
         "idle/trainer": 0.0,
         "idle/servers": 0.0,
     }
-    for rewards, warnings in (((0.1, 0.5, 0.9), 0), ((0.1, 0.05, 0.009, 0.001), 1)):
+    learns = [0.1] * 5 + [0.5, 0.9] * 5
+    falls = [0.1] * 5 + [0.05, 0.009] + [0.001] * 8
+    sparse = [0.1, 0.0, 0.2, 0.1, 0.1] + [0.0, 0.0, 0.0, 0.0, 0.2] * 3
+    unscored = [0.1] * 5 + [float("nan")] * 10
+    for rewards, warnings in ((learns, 0), (falls, 1), (sparse, 0), (unscored, 0)):
         terminal = Terminal(10, config)
         for step, reward in enumerate(rewards, 1):
-            terminal.show(step, {"reward": reward, "entropy": 1.0 / 20**step, **pace})
+            entropy = 1.0 / 2**step if rewards is learns else 1.0
+            terminal.show(step, {"reward": reward, "entropy": entropy, **pace})
         terminal.close()
-        assert capsys.readouterr().out.count("the policy collapses") == warnings
+        assert capsys.readouterr().out.count("has the policy collapsed?") == warnings
 
 
 def test_an_answer_is_shown_once(tmp_path, capsys):

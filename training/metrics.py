@@ -108,17 +108,18 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
     """Rewards, lengths, staleness and times of a batch that trained policy `version`."""
     rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
     deviations = rewards - rewards.nanmean(dim=1, keepdim=True)
-    spread = deviations.square().nanmean(dim=1).sqrt().nan_to_num(0.0)
+    spread = deviations.square().nanmean(dim=1).sqrt()  # NaN in groups without a reward
+    rewarded = [group for group, value in zip(groups, spread.tolist(), strict=True) if value >= 0]
 
     num_groups = len(groups)
-    num_without_spread = sum(not can_teach(group, config) for group in groups)
+    num_without_spread = sum(not can_teach(group, config) for group in rewarded)
     versions_in_flight = [group.finished_version - group.started_version for group in groups]
     versions_in_queue = [version - group.finished_version for group in groups]
     first_started_s = min(group.started_s for group in groups)
     return {
         "reward": rewards.nanmean().item(),
-        "reward_std": spread.mean().item(),
-        "frac_reward_zero_std": num_without_spread / num_groups,
+        "reward_std": spread.nanmean().item(),
+        "frac_reward_zero_std": ratio(num_without_spread, len(rewarded)),
         **reward_means(groups, config),
         **completion_metrics(groups, version),
         **set_metrics(groups),

@@ -10,6 +10,7 @@ from config import TrainConfig
 PRINTED = (
     "loss", "grad_norm", "kl", "frac_reward_zero_std", "completions/mean_length", "time/step_s",
 )  # fmt: skip
+WINDOW = 5  # steps whose mean is compared with that of the first ones
 MAX_CUT = 0.9  # share of completions that run into max_completion_len without a warning
 
 
@@ -31,7 +32,8 @@ class Terminal:
         self.num_steps = num_steps
         self.recent_s = deque[float](maxlen=50)  # seconds of steps, with their evaluations
         self.held_out: list[str] = []  # the last evaluation's reward, for the live line
-        self.first: dict[str, float] = {}  # the first values of some metrics
+        self.values: dict[str, list[float]] = {}  # of some metrics, so far
+        self.has_shown = False  # a step, or an evaluation
         self.has_warned = False  # of a collapse
         self.has_warned_of_cuts = False
         self.bar = tqdm(disable=None, bar_format="{desc}")
@@ -40,10 +42,13 @@ class Terminal:
         """End the live line, and say where all of the run can be seen."""
         self.bar.close()
         folder = self.config.output_dir
+        if not self.has_shown:  # it ended before its first step
+            return
         print(f"curves and completions on a page: `python scripts/show.py {folder} --html`")
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         """Renew the live line; print one every `log_steps` and after an evaluation."""
+        self.has_shown = True
         self._warn_of_cuts(metrics)
         self._warn_of_collapse(metrics)
         head = f"step {step}/{self.num_steps}"
@@ -73,24 +78,29 @@ class Terminal:
             )
 
     def _warn_of_collapse(self, metrics: dict[str, float]) -> None:
-        """Warn, once, of a reward below a tenth of its first value, or of such an entropy.
+        """Warn, once, of a reward below a tenth of its start, or of such an entropy.
 
-        A policy that learns to be sure has little entropy too, and a higher reward.
+        A policy that learns to be sure has little entropy too, and a higher reward. Means of
+        `WINDOW` steps are compared, as one batch may have no solved problem.
         """
         fallen = []
-        for name in ("reward", "eval/reward", "entropy"):
-            if name not in metrics:
+        learns = False
+        for name in ("reward", "entropy"):
+            values = self.values.setdefault(name, [])
+            if math.isfinite(metrics.get(name, math.nan)):
+                values.append(metrics[name])
+            if len(values) < 2 * WINDOW:
                 continue
-            value = metrics[name]
-            first = self.first.setdefault(name, value)
-            if first > 0 and value < first / 10:
-                fallen.append(f"{name} fell from {first:.3g} to {value:.3g}")
-        learns = metrics.get("reward", math.nan) > self.first.get("reward", math.nan)
+            first = sum(values[:WINDOW]) / WINDOW
+            last = sum(values[-WINDOW:]) / WINDOW
+            if first > 0 and last < first / 10:
+                fallen.append(f"{name} fell from {first:.3g} to {last:.3g}")
+            learns = learns or (name == "reward" and last > first)
         if fallen and not learns and not self.has_warned:
             self.has_warned = True
             tqdm.write(
-                f"warning: {', '.join(fallen)}: the policy collapses; lower learning_rate or set "
-                f"beta, and read `python scripts/show.py {self.config.output_dir}`"
+                f"warning: {', '.join(fallen)}: has the policy collapsed? Lower learning_rate or "
+                f"set beta, and read `python scripts/show.py {self.config.output_dir}`"
             )
 
     def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
