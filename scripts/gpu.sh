@@ -6,6 +6,7 @@
 #   micro          attention, head and a decoder layer alone, beside their rivals
 #   prefix SIZE    shared against repeated prompts, 1.5B or 8B; without SIZE both
 #   steps          a trainer's step at the shapes of published ones
+#   trees          a step over the packed prefix trees of TRL 1.16, and over our rows
 #   train          train.py in its modes against a stand-in for the server, compared with the CPU; a profile
 #   ranks          2 and 4 ranks: modes, the group of weights, members that are killed or stopped. They share one GPU
 #                  where NCCL_LIBRARY= names a libnccl.so.2 of 2.30 or later
@@ -27,12 +28,12 @@ while [ $# -gt 0 ]; do
     esac
 done
 case "${words[*]:-}" in
-    "") parts=(tests micro prefix-1.5B prefix-8B steps train ranks server run) ;;
-    tests | micro | steps | train | ranks | server | run) parts=("${words[0]}") ;;
+    "") parts=(tests micro prefix-1.5B prefix-8B steps trees train ranks server run) ;;
+    tests | micro | steps | trees | train | ranks | server | run) parts=("${words[0]}") ;;
     prefix) parts=(prefix-1.5B prefix-8B) ;;
     "prefix 1.5B" | "prefix 8B") parts=("prefix-${words[1]}") ;;
     prefix*) echo "error: unknown size ${words[*]:1}: 1.5B or 8B" >&2; exit 2 ;;
-    *) echo "error: unknown part ${words[*]}: tests, micro, prefix [1.5B|8B], steps, train, ranks, server, run" >&2; exit 2 ;;
+    *) echo "error: unknown part ${words[*]}: tests, micro, prefix [1.5B|8B], steps, trees, train, ranks, server, run" >&2; exit 2 ;;
 esac
 out=$(realpath -m "$out")
 
@@ -80,6 +81,7 @@ for part in "${parts[@]}"; do
         micro) run micro micro.py "${quick[@]}" ;;
         prefix-*) run "$part" prefix_attention.py --one-process --models "${part#prefix-}" "${quick[@]}" ;;
         steps) run steps steps.py "${quick[@]}" ;;
+        trees) run trees trees.py "${quick[@]}" ;;
         train) run train train_modes.py "${quick[@]}" ;;
         ranks) run ranks ranks.py "${quick[@]}" ;;
         server) run server real_server.py ;;

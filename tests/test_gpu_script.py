@@ -15,7 +15,18 @@ from benchmarks.common import Rows, Skipped
 from benchmarks.steps import flops
 from benchmarks.train_modes import kind_of
 
-PARTS = ["tests", "micro", "prefix-1.5B", "prefix-8B", "steps", "train", "ranks", "server", "run"]
+PARTS = [
+    "tests",
+    "micro",
+    "prefix-1.5B",
+    "prefix-8B",
+    "steps",
+    "trees",
+    "train",
+    "ranks",
+    "server",
+    "run",
+]
 ON_CPU = {**ENV, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
 
 
@@ -58,11 +69,11 @@ def with_nvidia_smi(folder):
     [
         (
             ["nope"],
-            "unknown part nope: tests, micro, prefix [1.5B|8B], steps, train, ranks, server, run",
+            "unknown part nope: tests, micro, prefix [1.5B|8B], steps, trees, train, ranks, server, run",
         ),
         (
             ["micro", "8B"],
-            "unknown part micro 8B: tests, micro, prefix [1.5B|8B], steps, train, ranks, server, run",
+            "unknown part micro 8B: tests, micro, prefix [1.5B|8B], steps, trees, train, ranks, server, run",
         ),
         (["prefix", "3B"], "unknown size 3B: 1.5B or 8B"),
         (["--fast"], "unknown option --fast: there is --out FOLDER"),
@@ -263,3 +274,16 @@ def test_every_part_without_a_gpu(tmp_path):
     assert exact["loss_difference"] < 1e-5  # the same arithmetic on the same data
     profile = rows["train"][-1]
     assert min(profile[f"{kind}_percent"] for kind in ("attention", "merge", "head", "rest")) > 0.5
+
+
+@pytest.mark.slow
+def test_trees_beside_trls(tmp_path):
+    """TRL's rows give the log-probs of each sequence alone, on a CPU with a loop for its kernel; and ours do."""
+    pytest.importorskip("trl")
+    script = [sys.executable, str(ROOT / "benchmarks" / "trees.py"), "--quick"]
+    subprocess.run([*script, "--json", str(tmp_path / "rows")], env=ON_CPU, check=True)
+    rows = [row for row in rows_of(tmp_path / "rows") if row["method"] != "flash4"]
+    assert [row["method"] for row in rows] == ["trl", "ours"] * 3
+    assert max(row["max_error"] for row in rows) < 1e-5  # fp32, of log-probs around 7
+    for trl, ours in zip(rows[::2], rows[1::2], strict=True):
+        assert ours["tokens"] < trl["tokens"]  # whose trie forks a token early
