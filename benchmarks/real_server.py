@@ -9,6 +9,10 @@ too, in fp32, with a smaller model and few steps. Parts:
                     under the new weights, nats, on four sampled completions. `in flight` is an update in the middle of completions: the versions of their
                     tokens, and the same difference for the tokens before it from the old weights, and for those after
                     it from the new ones
+  sleep             on a GPU: a server that sleeps while the trainer trains, of a model of 0.6B. `awake_gb` and
+                    `asleep_gb` are what it takes of the GPU's memory; `sleep_s` is its way to bed, `wake_s` an update
+                    that wakes it, and the probe is taken after that
+  adapter           on a GPU: the same model with LoRA, whose adapter alone travels: `sync`, by vLLM's own kernels
   0.6B, 1.5B, 8B    on a GPU, random models of these shapes: `sync`. `copies` is it as a multiple of one copy, on the
                     device, of the bytes that travel
   learns            recipes/tiny.py; on a GPU recipes/smollm.py for 100 steps: held-out accuracy before and after, and
@@ -45,11 +49,12 @@ from benchmarks.local_server import local_server
 from benchmarks.prefix_attention import SIZES
 from benchmarks.step_time import build_random, train_problems
 from benchmarks.steps import MODELS
-from config import TrainConfig
+from config import TrainConfig, lora_options
 from prefix_attention import attach, completion_logprobs, pack
 from recipes.rewards import exact_match
 from rollouts.group import version_spans
 from rollouts.rollouts import Rollouts
+from rollouts.sleep import fall_asleep
 from training.model import build_policy
 from utils import die_with, process_group
 from weights.publish import published_weights
@@ -141,14 +146,14 @@ def syncs(rollouts: Rollouts, policy: Any, device: torch.device, repeats: int) -
         rollouts.publish(policy, version)
         times.append(time.perf_counter() - started)
         pauses.append(rollouts.pool.servers[0].paused_s)
+    difference = probe(rollouts, policy, device)
     replies = rollouts.pool.servers[0].generate(PROMPT, SAMPLING)
-    probe = torch.cat([differences(policy, reply, device) for reply in replies]).mean().item()
     versions = torch.cat([reply.weight_versions for reply in replies]).unique().tolist()
     found = {"sent_mb": num_bytes / 1e6, "sync_s": median(times), "pause_s": median(pauses)}
     found["copies"] = found["sync_s"] / copy_s
     transfer = rollouts.pool.servers[0].transfer
     return found | {
-        "probe": probe,
+        "probe": difference,
         "versions": versions,
         "backend": transfer.backend if transfer else None,
     }
@@ -183,11 +188,12 @@ def in_flight(rollouts: Rollouts, policy: Any, device: torch.device, first: int)
     raise RuntimeError("no update came in the middle of a completion")
 
 
-def connected(model: Path, folder: Path, url: str, device: torch.device) -> Rollouts:
+def connected(model: Path, folder: Path, url: str, device: torch.device, **fields: Any) -> Rollouts:
     """What publishes to the server."""
     config = TrainConfig(
         model_id=str(model), vllm_urls=[url], dataset_id=train_problems, reward_funcs=[exact_match],
         no_apply_chat_template=True, max_completion_len=100, output_dir=str(folder / "run"), reward_workers=1,
+        **fields,
     )  # fmt: skip
     return Rollouts(config, device)
 
@@ -228,6 +234,76 @@ def on_large_model(size: str, folder: Path, *options: str) -> dict[str, Any]:
             found = syncs(rollouts, attach(policy), device, 5)
             rollouts.close()
     return found | {"start_s": start_s}
+
+
+def save_random(size: str, folder: Path, device: torch.device) -> Path:
+    """A checkpoint of random weights of the shape of `size`, in bf16."""
+    policy = empty(size, device).to(torch.bfloat16)
+    policy.save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def probe(rollouts: Rollouts, policy: Any, device: torch.device) -> float:
+    """The mean difference of the trainer's log-probs from the server's, nats."""
+    replies = rollouts.pool.servers[0].generate(PROMPT, SAMPLING)
+    return torch.cat([differences(policy, reply, device) for reply in replies]).mean().item()
+
+
+def sleeps(folder: Path, *options: str) -> dict[str, Any]:
+    """A server that falls asleep and is woken by updates, five times."""
+    times: dict[str, list[float]] = {"sleep_s": [], "wake_s": []}
+    with process_group(120) as device:
+        before_gb = torch.cuda.mem_get_info()[0] / 1e9
+        model = save_random("0.6B", folder / "sleeper", device)
+        torch.cuda.empty_cache()
+        words = ["--enable-sleep-mode", *options]
+        with served(model, folder / "sleeper.log", *words) as (url, _):
+            awake_gb = before_gb - torch.cuda.mem_get_info()[0] / 1e9
+            rollouts = connected(model, folder, url, device, max_staleness=0)
+            policy = attach(build_policy(rollouts.config, device))
+            rollouts.publish(policy, 0)
+            first = probe(rollouts, policy, device)
+            for version in range(1, 6):
+                free_gb = torch.cuda.mem_get_info()[0] / 1e9
+                started = time.perf_counter()
+                fall_asleep(rollouts.pool)
+                times["sleep_s"].append(time.perf_counter() - started)
+                freed_gb = torch.cuda.mem_get_info()[0] / 1e9 - free_gb
+                disturbed(policy, device, version)
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                rollouts.publish(policy, version)
+                times["wake_s"].append(time.perf_counter() - started)
+            last = probe(rollouts, policy, device)
+            rollouts.close()
+    found = {"awake_gb": awake_gb, "asleep_gb": awake_gb - freed_gb}
+    found |= {name: median(values) for name, values in times.items()}
+    return found | {"probe_before": first, "probe": last}
+
+
+def sends_adapter(folder: Path, *options: str) -> dict[str, Any]:
+    """Syncs of an adapter alone, which vLLM applies by its own kernels."""
+    with process_group(120) as device:
+        model = save_random("0.6B", folder / "adapter", device)
+        torch.cuda.empty_cache()
+        with served(model, folder / "adapter.log", *lora_options(16), *options) as (url, _):
+            fields: dict[str, Any] = {"use_peft": True, "lora_rank": 16, "dtype": "bfloat16"}
+            rollouts = connected(model, folder, url, device, **fields)
+            policy = attach(build_policy(rollouts.config, device))
+            times = []
+            for version in range(6):
+                for name, weight in policy.named_parameters():
+                    if "lora_B" in name:  # which begins as zeroes
+                        torch.manual_seed(version)
+                        weight.data.normal_(std=0.02)
+                torch.cuda.synchronize()
+                started = time.perf_counter()
+                rollouts.publish(policy, version)
+                times.append(time.perf_counter() - started)
+            found = {"sync_s": median(times[1:]), "probe": probe(rollouts, policy, device)}
+            rollouts.close()
+    return found
 
 
 def learns(folder: Path, is_quick: bool, *options: str) -> dict[str, Any]:
@@ -289,7 +365,8 @@ def main() -> None:
         "--quick", action="store_true", help="a small model and few steps, on a CPU, too"
     )
     parser.add_argument(
-        "--parts", help="which of small,0.6B,1.5B,8B,learns; with --quick small,learns"
+        "--parts",
+        help="which of small,sleep,adapter,0.6B,1.5B,8B,learns; with --quick small,learns",
     )
     parser.add_argument(
         "--keep", type=Path, help="a folder for models, logs and the run, which is kept"
@@ -303,13 +380,18 @@ def main() -> None:
     if reason:
         rows.add({"skipped": reason})
         return
-    usual = "small,learns" if args.quick else "small,0.6B,1.5B,8B,learns"
+    usual = "small,learns" if args.quick else "small,sleep,adapter,0.6B,1.5B,8B,learns"
+    on_gpu = {"sleep": sleeps, "adapter": sends_adapter}
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.keep or Path(temporary)
         for part in (args.parts or usual).split(","):
             if part == "small":
                 of_small = partial(on_small_model, rows, folder, args.quick, *args.options)
                 rows.measure({"part": "start", "model": part}, of_small)
+            elif part in on_gpu:
+                rows.measure(
+                    {"part": part, "model": "0.6B"}, partial(on_gpu[part], folder, *args.options)
+                )
             elif part == "learns":
                 rows.measure({"part": part}, partial(learns, folder, args.quick, *args.options))
             else:
