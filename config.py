@@ -15,7 +15,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, NoneType, UnionType
@@ -81,12 +81,12 @@ _STRICT = ConfigDict(
 
 # vLLM takes a temperature below 0.01 for 0.01, and refuses one above 2.
 Temperature = Annotated[float, Field(title="float >= 0.01 and <= 2", ge=0.01, le=2)]
-# Settings under which vLLM no longer draws tokens from the policy itself: it takes tokens away,
-# which a sampling mask says, or changes what is left.
+# Settings under which vLLM no longer draws tokens from the policy itself: it leaves some out, which
+# a sampling mask makes up for, or changes the probabilities of all.
 _TRUNCATING = {
     "top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "min_tokens",
 }  # fmt: skip
-_BENDING = _TRUNCATING | {
+_BENDING = {
     "logit_bias", "thinking_token_budget", "extra_args", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 }  # fmt: skip
@@ -604,13 +604,19 @@ def changed_fields(config: TrainConfig) -> set[str]:
     return {name for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
 
 
-def bending(config: TrainConfig, has_masks: bool = False) -> list[str]:
-    """The settings by which tokens are not drawn from the policy itself.
+def sampling_settings(config: TrainConfig) -> set[str]:
+    """The names of all that is set for sampling."""
+    return changed_fields(config).union(config.sampling_params or {})
 
-    With `has_masks` those of them that servers' sampling masks do not make up for.
-    """
-    settings = changed_fields(config).union(config.sampling_params or {})
-    return sorted((_BENDING - _TRUNCATING if has_masks else _BENDING) & settings)
+
+def truncating(settings: Collection[str]) -> list[str]:
+    """Of some settings, those by which a server never draws some tokens."""
+    return sorted(_TRUNCATING.intersection(settings))
+
+
+def bending(settings: Collection[str]) -> list[str]:
+    """Of some settings, those by which a server draws all tokens with other probabilities."""
+    return sorted(_BENDING.intersection(settings))
 
 
 def describe(config: TrainConfig, usual: TrainConfig) -> str:
@@ -623,7 +629,7 @@ def describe(config: TrainConfig, usual: TrainConfig) -> str:
     lines = [f"weights in {config.dtype}, computation in {computes}; other than the defaults:"]
     lines += [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
 
-    bends = ", ".join(bending(config, has_masks=True))  # the others once the servers are known
+    bends = ", ".join(bending(sampling_settings(config)))  # servers may make up for truncating ones
     if bends:
         lines.append(
             f"warning: {bends}: tokens are not drawn from the policy itself; "

@@ -33,6 +33,7 @@ from transformers.masking_utils import sdpa_mask
 
 NAME = "shared_prefix"  # of the attention function in transformers
 HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at a time
+NEVER = -1e15  # a logit as good as -inf, but finite: 0·inf would make the entropy NaN
 HALF = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels on a GPU
 MIN_SAVED = 0.05  # of the tokens below a fork: less would only make more and smaller kernel calls
 # On the CPU, calls of at most SMALL² scores, which cost more than their work, are joined.
@@ -100,7 +101,7 @@ class PackedBatch:
         """The same row on `device`; attention reads `segments` on the CPU."""
         moved: Any = {}
         for name, value in vars(self).items():
-            if isinstance(value, Tensor) and name != "segments":
+            if hasattr(value, "to") and name != "segments":
                 moved[name] = value.to(device)
         return replace(self, **moved)
 
@@ -974,7 +975,7 @@ class _Logits(NamedTuple):
     factor: float
     cap: float | None = None
     forbidden: Tensor | None = None  # tokens without probability
-    sampling_mask: Any = None  # says those of each target, by `excluded(places, logits)`
+    sampling_mask: Any = None  # of each target, by `restrict(places, logits, fill)`
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -1088,10 +1089,9 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
         elif rule.factor != 1:
             logits.mul_(rule.factor)
         if rule.forbidden is not None:
-            # as good as -inf, but finite: 0·inf would make the entropy NaN
-            logits.index_fill_(-1, rule.forbidden, -1e4)
-        if rule.sampling_mask:
-            logits.masked_fill_(rule.sampling_mask.excluded(part, logits), -1e4)
+            logits.index_fill_(-1, rule.forbidden, NEVER)
+        if rule.sampling_mask is not None:
+            rule.sampling_mask.restrict(part, logits, NEVER)
         yield part, logits
 
 
@@ -1168,7 +1168,7 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def _bare_logits(base: Any, temperature: float, *tokens: Any) -> Iterator[_Logits]:
+def _bare_logits(base: Any, temperature: float, forbidden: Any, mask: Any) -> Iterator[_Logits]:
     """Take the rule for logits out of the model and its config, and yield it."""
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
@@ -1189,7 +1189,7 @@ def _bare_logits(base: Any, temperature: float, *tokens: Any) -> Iterator[_Logit
                 attributes[name] = without
         # With z = scale·x / T and c = cap / T, cap·tanh(scale·x / cap) / T is c·tanh(z / c).
         cap = None if softcap is None else softcap / temperature
-        yield _Logits(scale / divisor / temperature, cap, *tokens)
+        yield _Logits(scale / divisor / temperature, cap, forbidden, mask)
 
 
 def completion_logprobs(

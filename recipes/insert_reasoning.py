@@ -25,7 +25,7 @@ def begin(turn: Completion, num: int) -> Completion:
     mask = turn.sampling_mask  # of a server that returns it
     return Completion(
         turn.token_ids[:num], turn.sampler_logprobs[:num], "length", turn.weight_versions[:num],
-        sampling_mask=mask and mask[:num],
+        sampling_mask=None if mask is None else mask[:num],
     )  # fmt: skip
 
 

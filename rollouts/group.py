@@ -61,9 +61,9 @@ class Completion:
     finish_reason: str  # `stop` (it ended by itself), or a reason of `CUT`
     weight_versions: Any  # [n] int64, the policy that sampled it, or ENVIRONMENT; an int is of all
     info: dict[str, Any] = field(default_factory=dict)  # an environment's columns for the rewards
-    sampling_mask: Any = None  # `SamplingMask` of n tokens, from a server that returns it
     prompt_ids: Any = None  # [m] int64, its own prompt; None where that is the prompt of its group
     earlier: list["Completion"] = field(default_factory=list)  # the rollout's other segments
+    sampling_mask: Any = None  # `SamplingMask` of n tokens, from a server that returns it
 
     def __post_init__(self) -> None:
         self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
@@ -125,7 +125,7 @@ class Completion:
 
 def joined_masks(masks: list[Any], lengths: list[int]) -> Any:
     """Sampling masks of neighbours, of so many tokens each, as one; None where all are None."""
-    if not any(masks):
+    if all(mask is None for mask in masks):
         return None
     from rollouts.sampling_mask import joined
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from config import TrainConfig, bending
+from config import TrainConfig, bending, sampling_settings, truncating
 from rollouts.group import Completion, Group, Prompt
 from rollouts.servers import ServerPool
 from training.batching import micro_batches
@@ -57,8 +57,9 @@ class Proofs:
         if self.config.rollout_fn or self.config.lora_dropout:
             return
         limit = self.config.max_logprob_mismatch
+        settings = sampling_settings(self.config)
         for server in self.pool.servers:
-            if bending(self.config, server.returns_sampling_mask):
+            if bending(settings) or (truncating(settings) and not server.returns_sampling_mask):
                 continue
             gap = gaps.get(server.number, math.nan)  # which is neither small nor large
             if gap <= limit:
@@ -133,6 +134,8 @@ class Proofs:
         for completion in completions:
             if not completion.weight_versions.eq(self.version).all():
                 return Probe(server.url, completions, "answers with other weights than it was sent")
+            if server.returns_sampling_mask and completion.sampling_mask is None:
+                return Probe(server.url, completions, "says that it returns sampling masks: no")
         return Probe(server.url, completions)
 
     def _difference(self, completions: list[Completion]) -> str:

@@ -29,7 +29,9 @@ def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
         )
 
     urls: Any = config.reference_urls
-    theirs = replace(config, vllm_urls=urls, model_id=config.reference_id or config.model_id)
+    model_id = config.reference_id or config.model_id
+    theirs = replace(config, vllm_urls=urls, model_id=model_id, reference_urls=None)
+    theirs = replace(theirs, top_k=None, sampling_params=None)  # as nothing is sampled there
     pool = ServerPool(theirs, kind=partial(ReferenceServer, temperature=config.temperature))
     pool.version = 0  # of the weights that they have, and keep
     return pool

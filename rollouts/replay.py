@@ -21,6 +21,7 @@ from rollouts.group import (
 )
 from rollouts.own_rollouts import check_segments
 from rollouts.processor import tokenizer_of
+from rollouts.sampling_mask import SamplingMask, warn_of_replay
 from rollouts.scoring import decoded, weighted
 from rollouts.stream import GroupStream
 from utils import naming
@@ -54,7 +55,7 @@ DECODER = msgspec.msgpack.Decoder(ext_hook=_bytes_to_tensor)
 
 
 def saved_group(group: Group) -> dict[str, Any]:
-    """A line of `rollouts.jsonl`: about 12 bytes a token, then in base64."""
+    """A line of `rollouts.jsonl`: about 12 bytes a token, 4 of its mask's, then in base64."""
     saved = {name: getattr(group, name) for name in GROUP_FIELDS}
     saved["prompt"] = {"index": group.prompt.index, "token_ids": group.prompt.token_ids}
     saved["completions"] = [_saved_completion(completion) for completion in group.completions]
@@ -74,7 +75,7 @@ def _saved_completion(completion: Completion) -> dict[str, Any]:
     saved = {name: getattr(completion, name) for name in COMPLETION_FIELDS}
     # Spans are few, where tokens are many.
     saved["weight_versions"] = version_spans(completion.weight_versions)
-    if completion.sampling_mask:
+    if completion.sampling_mask is not None:
         saved["sampling_mask"] = [completion.sampling_mask.ids, completion.sampling_mask.sizes]
     saved["earlier"] = [_saved_completion(segment) for segment in completion.earlier]
     return saved
@@ -84,8 +85,6 @@ def _restored_completion(saved: dict[str, Any]) -> Completion:
     kept = {name: saved[name] for name in COMPLETION_FIELDS}
     versions = spans_to_versions(saved["weight_versions"], len(saved["token_ids"]))
     if "sampling_mask" in saved:
-        from rollouts.sampling_mask import SamplingMask
-
         kept["sampling_mask"] = SamplingMask(*saved["sampling_mask"])
     earlier = [_restored_completion(segment) for segment in saved["earlier"]]
     return Completion(weight_versions=versions, earlier=earlier, **kept)
@@ -126,6 +125,7 @@ def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
         raise UserError(
             f"replay={folder}: step 1 is not whole: rollouts were not saved from the start"
         )
+    warn_of_replay(theirs, next(_groups(path)))
     return num_steps, _groups(path)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from config import TrainConfig, UserError, bending, describe
+from config import TrainConfig, UserError, describe
 from rollouts import data
 from rollouts.group import Batch, Group, Prompt, RolloutFailed
 from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
@@ -131,10 +131,6 @@ class Rollouts:
             from rollouts.sleep import check_synchronous
 
             check_synchronous(config)
-        if bending(config) or any(server.returns_sampling_mask for server in self.pool.servers):
-            from rollouts.sampling_mask import check_servers
-
-            check_servers(self.pool.servers, config)
         if self.references:
             self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)

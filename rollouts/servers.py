@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import torch
 
-from config import TrainConfig, UserError
+from config import TrainConfig, UserError, sampling_settings, truncating
 from rollouts.addresses import server_urls
 from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
 from weights.publish import buckets
@@ -116,15 +116,14 @@ class ServerPool:
         """The longest sequence that a server takes, in tokens.
 
         Raises:
-            ServerError: it has another version of vLLM than we speak to, another model, or sampling
-                masks that nothing bounds.
+            ServerError: it has another version of vLLM than we speak to, or another model.
+            UserError: as `check_server` of sampling_mask.py.
         """
         server.check_version()
-        if server.returns_sampling_mask and not self.config.top_k:
-            raise ServerError(
-                f"{server.url} was started with --return-sampling-mask, which needs top_k to bound "
-                "its masks: set it, or start the server without"
-            )
+        if server.returns_sampling_mask or truncating(sampling_settings(self.config)):
+            from rollouts.sampling_mask import check_server
+
+            check_server(server, self.config, self._say_once)
         model = server.request("GET", "/v1/models")["data"][0]
         ours = self.config.model_id
         served = [Path(model[name]).resolve() for name in ("id", "root")]

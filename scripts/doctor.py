@@ -12,6 +12,7 @@ says what fits on a card of 24 GB, with its server and without, and how to start
 
 import ctypes
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -34,7 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.common import memory_mb, reset_peak
-from config import TrainConfig, UserError, bending, parse_args
+from config import TrainConfig, UserError, bending, parse_args, sampling_settings, truncating
 from rollouts.data import epochs
 from rollouts.evaluation import Round
 from rollouts.group import Group, Prompt, can_teach
@@ -228,7 +229,7 @@ class Doctor:
             mean = metrics["sampling/sampling_logp_difference/mean"]
             most = metrics["sampling/sampling_logp_difference/max"]
             tell(f"server {url}", f"mismatch {mean:.2g} mean, {most:.2g} max nats")
-            is_off = mean > limit / 3 and not bending(self.config)
+            is_off = mean > limit / 3 and not is_bent(self.config)
             self.advise(
                 is_off,
                 f"{url} is {mean:.2g} nats off, and at {limit:g} it is left out: compare its --dtype",
@@ -420,6 +421,12 @@ class Doctor:
         self.advise(not is_sync and idle > MUCH, f"servers wait {idle:.0%} of the time: {cure}")
 
 
+def is_bent(config: TrainConfig) -> bool:
+    """True where a server does not sample from the policy itself."""
+    settings = sampling_settings(config)
+    return bool(truncating(settings) or bending(settings))
+
+
 def examine(config: TrainConfig) -> None:
     """Print the table, and then the advice. Collective."""
     if config.replay:
@@ -432,8 +439,8 @@ def examine(config: TrainConfig) -> None:
     ):
         if is_main():
             for failures in (rollouts.scorer.failures, rollouts.failures):
-                folder = tempfile.mkdtemp(prefix="doctor-")
-                failures.path = Path(folder) / failures.path.name
+                name = f"doctor-{os.getpid()}-{failures.path.name}"
+                failures.path = Path(tempfile.gettempdir()) / name
         doctor = Doctor(config, device, rollouts)
         rollouts.publish(doctor.policy, 0)
         groups = doctor.sample(config.batch_size)
@@ -450,6 +457,7 @@ def main(argv: list[str]) -> None:
     """Plan or examine."""
     if {"-h", "--help"} & {*argv}:
         print(__doc__)
+        parse_args(["--help"])
     if "--plan" not in argv:
         return examine(with_bf16(parse_args(argv)))
     from plan import print_plan

@@ -425,11 +425,11 @@ def _without(words: list[str], names: list[str]) -> list[str]:
     kept: list[str] = []
     skips_value = False
     for word in words:
-        name, _, value = word.removeprefix("--").partition("=")
+        name = word.removeprefix("--").partition("=")[0]
         if skips_value:
             skips_value = False
         elif word.startswith("--") and name.replace("-", "_") in names:
-            skips_value = not value
+            skips_value = "=" not in word
         else:
             kept.append(word)
     return kept

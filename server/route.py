@@ -88,7 +88,8 @@ def _line(error: Exception) -> str:
 
 def returns_sampling_mask(state: Any) -> bool:
     """True for a server that was started with `--return-sampling-mask`."""
-    return getattr(state.args, "return_sampling_mask", False)  # a vLLM not tried may have none
+    found: bool = state.args.return_sampling_mask
+    return found
 
 
 def _params(request: SampleRequest, has_mask: bool) -> SamplingParams:
@@ -186,7 +187,7 @@ def _message(number: int, output: RequestOutput, has_images: bool) -> Sampled:
     if has_images:
         message.prompt_token_ids = np.asarray(output.prompt_token_ids, "<i4").tobytes()
     message.prompt_logprobs = _floats(output.prompt_logprobs)
-    if completion.sampling_mask:
+    if completion.sampling_mask is not None:
         sets = completion.sampling_mask.token_ids
         message.mask_ids = np.fromiter(chain.from_iterable(sets), "<i4").tobytes()
         message.mask_sizes = np.array([len(ids) for ids in sets], "<i4").tobytes()

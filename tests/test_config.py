@@ -430,8 +430,14 @@ def test_a_config_is_a_frozen_dataclass():
             None,
         ),  # sampling masks may make up for it: it is told once the servers are known
         (
-            {"sampling_params": {"logit_bias": {"5": 1.0}, "top_p": 0.9}},
-            "warning: logit_bias: tokens are not drawn from the policy itself",
+            {
+                "sampling_params": {
+                    "repetition_penalty": 1.1,
+                    "logit_bias": {"5": 1.0},
+                    "top_p": 0.9,
+                }
+            },
+            "warning: logit_bias, repetition_penalty: tokens are not drawn from the policy itself",
         ),
         ({"epsilon": 0.1, "delta": 4.0}, "delta, epsilon without effect: all ratios are 1"),
         ({"epsilon": 0.1, "num_minibatches": 2}, None),

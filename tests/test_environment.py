@@ -219,7 +219,7 @@ import asyncio, vllm_server
 sent = []
 async def send(message): sent.append(message)
 from types import SimpleNamespace as Namespace
-app = Namespace(state=Namespace(args=Namespace()))
+app = Namespace(state=Namespace(args=Namespace(return_sampling_mask=False)))
 scope = {"type": "http", "path": "/version", "headers": [], "method": "GET", "app": app}
 asyncio.run(vllm_server.AccessGuard(None)(scope, None, send))
 print(sent[1]["body"].decode())

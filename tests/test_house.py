@@ -27,9 +27,9 @@ FLOORS = {  # of a file, or else of its room
 FILE_LINES, FUNCTION_LINES = 450, 60
 FILE_LIMITS = {  # a library that nobody must read, fields that are their own documentation
     "prefix_attention": 1300,
-    "config": 815,
+    "config": 820,
 }
-ALL_NODES, NODES_OF_TINY = 49_350, 33_400  # of the syntax tree, without annotations and docstrings
+ALL_NODES, NODES_OF_TINY = 49_550, 33_400  # of the syntax tree, without annotations and docstrings
 # What a run of recipes/tiny.py does not import; the server is a process of its own.
 OPTIONAL = {
     "vllm_server", "server.route", "server.update", "server.adapter", "rollouts.adapters", "rollouts.sleep", "server.receiver", "server.staging", "server.whole", "rollouts.images", "rollouts.references", "rollouts.replay", "rollouts.sampling_mask", "rollouts.own_rollouts", "rollouts.own_advantages", "rollouts.order", "rollouts.sources", "rollouts.vllm_params", "training.resume", "training.heartbeat", "training.hooks", "training.lora", "training.low_memory", "training.moving_reference",

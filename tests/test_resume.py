@@ -210,7 +210,7 @@ def test_forwards_do_not_reach_what_is_saved(tmp_path):
     model = make_family("Gemma2")
     expected = model.config.final_logit_softcapping
     copied = _detached(model)
-    with _bare_logits(model, 1.0):
+    with _bare_logits(model, 1.0, None, None):
         assert model.config.final_logit_softcapping is None
         copied.save_pretrained(tmp_path, state_dict=model.state_dict())
     loaded = type(model).from_pretrained(tmp_path)

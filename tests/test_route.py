@@ -143,6 +143,13 @@ def test_completions_come_as_they_end():
         assert (own.n, own.detokenize, own.output_kind) == (1, False, RequestOutputKind.FINAL_ONLY)
 
 
+@pytest.mark.parametrize(("has_mask", "expected"), [(True, (1.0, 1)), (False, (0.0, 0))])
+def test_greedy_where_masks_are_returned(has_mask, expected):
+    """There vLLM refuses temperature 0; elsewhere it is as it was."""
+    params = route._params(route.SampleRequest([5], {"temperature": 0, "top_k": 9}), has_mask)
+    assert (params.temperature, params.top_k) == expected
+
+
 def test_what_a_request_leaves_out():
     """Stop strings need the text; without max_tokens the context is the limit, and not vLLM's 16 tokens."""
     params = route._params(route.SampleRequest([5], {"stop": ["x"], "n": 2}), False)

@@ -4,6 +4,7 @@ import itertools
 import json
 from array import array
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +22,14 @@ from benchmarks.local_server import local_server
 from config import UserError, parse_args
 from prefix_attention import attach, completion_logprobs, pack
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
+from rollouts.proofs import Proofs
 from rollouts.replay import restored, saved_group
-from rollouts.sampling_mask import SamplingMask, joined
+from rollouts.sampling_mask import SamplingMask, check_server, joined
+from rollouts.servers import ServerPool
 from server.messages import Sampled
 from train import grpo_loss, main
 from training.batching import micro_batches
-from vllm_client import Server, completion_of
+from vllm_client import Server, ServerError, completion_of
 
 sets_of = st.lists(st.lists(st.integers(0, 9), max_size=4, unique=True), min_size=1, max_size=8)
 
@@ -49,9 +52,13 @@ def test_sets_at_places(sets, data):
     assert sets_in(mask[torch.tensor(places, dtype=torch.int64)]) == [sets[p] for p in places]
     start, end = sorted(data.draw(st.tuples(st.integers(0, len(sets)), st.integers(0, len(sets)))))
     assert sets_in(mask[start:end]) == sets[start:end]
-    excluded = mask.excluded(slice(start, end), torch.zeros(end - start, 10))
-    for row, ids in zip(excluded.tolist(), sets[start:end], strict=True):
-        assert row == [bool(ids) and token not in ids for token in range(10)]
+    if start == end:
+        return
+    logits = torch.arange(10.0).repeat(end - start, 1)
+    past = 5 if end == len(sets) else 0  # the last chunk ends before its slice does
+    mask.to("cpu").restrict(slice(start, end + past), logits, -7.0)
+    for row, ids in zip(logits.tolist(), sets[start:end], strict=True):
+        assert row == [token if token in ids or not ids else -7.0 for token in range(10)]
 
 
 @given(sets=sets_of, data=st.data())
@@ -68,6 +75,9 @@ def test_a_token_outside_its_set(sets, data):
 def test_sizes_that_do_not_add_up():
     with pytest.raises(ValueError, match="other sum"):
         SamplingMask([1, 2, 3], [1, 1])
+    for ids, sizes in (([1, -2, 3], [1, 2]), ([1], [-1, 2])):
+        with pytest.raises(ValueError, match="negative"):
+            SamplingMask(ids, sizes)
 
 
 def test_masks_of_neighbours():
@@ -141,6 +151,20 @@ def test_log_probs_over_the_sets(family, share_prefix, monkeypatch):
     for name, weight in model.named_parameters():
         # norms compute in fp32, also in an fp64 model
         torch.testing.assert_close(found[name], weight.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_sets_of_unlikely_tokens():
+    """Log-probs over a set do not depend on how unlikely it is: at a low temperature its logits are at -10,000 and less."""
+    torch.manual_seed(0)
+    model = FAMILIES["plain"]()
+    attach(model)
+    (row,) = pack([([5, 6], [[7, 8]])])
+    row = replace(row, sampling_mask=make_mask([[7, 9], [8, 3]]))
+    expected = completion_logprobs(model, row, temperature=0.01)
+    model.lm_head.bias = torch.nn.Parameter(torch.full((40,), -1e4))
+    found = completion_logprobs(model, row, temperature=0.01)
+    # logits of a million have six digits after their first in fp32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0.2)
 
 
 @pytest.mark.parametrize("has_mask", [True, False])
@@ -286,18 +310,88 @@ def test_a_run_with_masks(models, recipe, tmp_path, capsys, more):
         assert row["sampling/current_logp_difference"] < 1e-5
 
 
+def test_the_references_log_probs_are_over_the_sets(models, recipe, tmp_path):
+    """It is the policy itself as long as that does not move."""
+    still = ["--top_k", "4", "--max_steps", "1", "--learning_rate", "1e-12", "--beta", "0.1"]
+    with fake_server(models["untied"], answer_in(0.0), returns_sampling_mask=True) as server:
+        main(parse_args([recipe(server), *still]))
+    (step,) = rows_of(tmp_path, "metrics.jsonl")
+    assert abs(step["kl"]) < 1e-9
+
+
 def test_a_run_without_masks(models, recipe, tmp_path, capsys):
     with fake_server(models["untied"], answer_in(0.0)) as server:
         main(parse_args([recipe(server), *TOP_K]))
-    told = f"warning: top_k: {WARNING}, and ratios are inexact, as {server.url} return no sampling mask"
-    assert told in capsys.readouterr().out
+    told = f"warning: top_k: {WARNING}, and ratios are inexact, as not all servers return sampling masks"
+    assert capsys.readouterr().out.count(told) == 1
+
+
+def test_a_server_without_masks_among_others(models, recipe, capsys):
+    with (
+        fake_server(models["untied"], answer_in(0.0), returns_sampling_mask=True) as one,
+        fake_server(models["untied"], answer_in(0.0)) as other,
+    ):
+        main(parse_args([recipe(one, other), *TOP_K]))
+    assert capsys.readouterr().out.count(f"warning: top_k: {WARNING}") == 1
+
+
+def test_a_server_that_comes_later_is_checked_too():
+    """The pool asks each server, at the start and when it comes or comes back."""
+    said: list[str] = []
+    server = SimpleNamespace(url="http://a", returns_sampling_mask=False)
+    check_server(server, make_config(top_k=4), said.append)
+    assert len(said) == 1
+    server.returns_sampling_mask = True
+    check_server(server, make_config(top_k=4), said.append)
+    assert len(said) == 1
+    server.check_version = lambda: None
+    pool: Any = ServerPool(make_config())
+    with pytest.raises(UserError, match="needs top_k"):
+        pool._max_model_len(server)
+
+
+def test_masks_that_are_announced_and_missing(models, recipe):
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        about = server.control
+        server.control = lambda path, body: (  # type: ignore[method-assign]
+            {"version": server.vllm_version, "sampling_mask": True}
+            if path == "/version"
+            else about(path, body)
+        )
+        with pytest.raises(ServerError, match="says that it returns sampling masks: no"):
+            main(parse_args([recipe(server), *TOP_K]))
+
+
+@pytest.mark.parametrize(("has_mask", "is_lost"), [(True, True), (False, False)])
+def test_a_server_with_masks_is_compared(has_mask, is_lost):
+    """By the log-probs of tokens that trained; one without masks differs anyway."""
+    lost: list[Any] = []
+    server = SimpleNamespace(number=0, returns_sampling_mask=has_mask, proved_version=-1)
+    pool: Any = SimpleNamespace(servers=[server], lose=lambda one, error: lost.append(one))
+    nothing: Any = None
+    proofs = Proofs(nothing, 4, pool, nothing, make_config(top_k=4), torch.device("cpu"))
+    proofs.check({0: 5.0})
+    assert bool(lost) == is_lost
+    proofs.check({0: 1e-6})
+    assert server.proved_version == (4 if has_mask else -1)
+
+
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_a_replay_warns_of_what_was_truncated(models, recipe, tmp_path, capsys, has_mask):
+    with fake_server(models["untied"], answer_in(0.0), returns_sampling_mask=has_mask) as server:
+        path = recipe(server)
+        main(parse_args([path, *TOP_K, "--save_rollouts", "true"]))
+    capsys.readouterr()
+    again = ["--replay", str(tmp_path / "run"), "--output_dir", str(tmp_path / "again" / "run")]
+    main(parse_args([path, "--max_steps", "3", *again]))
+    assert ("warning: top_k: the saved tokens" in capsys.readouterr().out) == (not has_mask)
 
 
 def test_masks_that_nothing_bounds(models, recipe):
     """vLLM refuses such requests, one by one."""
     with (
         fake_server(models["untied"], answer_in(0.0), returns_sampling_mask=True) as server,
-        pytest.raises(Exception, match="--return-sampling-mask, which needs top_k"),
+        pytest.raises(UserError, match="--return-sampling-mask, which needs top_k"),
     ):
         main(parse_args([recipe(server), "--max_steps", "1"]))
 

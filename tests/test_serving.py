@@ -167,15 +167,22 @@ def test_what_is_no_token_goes_at_once(said):
     assert engine.received("a") == (expected([1, 2, 3, 4]), 3)
 
 
-def test_sampling_masks_wait_with_their_tokens():
+@pytest.mark.parametrize("is_updated", [True, False])
+def test_sampling_masks_wait_with_their_tokens(is_updated):
     """With `--return-sampling-mask`: of steps of one token, and of several."""
     engine = Engine()
     engine.add("a")
     told = [([1], [4, 1], None), ([2, 3], [2, 3, 9, 5], [0, 1, 4]), ([6], [6], None)]
     for tokens, ids, offsets in told:
+        if tokens == [6] and is_updated:
+            whole._send_and_set(engine, "1")
         mask = SamplingMaskLists(np.array(ids), None if offsets is None else np.array(offsets))
         end = FinishReason.STOP if tokens == [6] else None
         engine.step(("a", tokens, end), new_sampling_mask=mask)
-    assert engine.received("a") == (expected([1, 2, 3, 6]), 1)
-    (output,) = engine.sent[-1][1].outputs
-    assert output.new_sampling_mask.to_nested_list() == [[4, 1], [2], [3, 9, 5], [6]]
+    last = "1" if is_updated else "0"
+    assert engine.received("a")[0] == expected([1, 2, 3]) + expected([6], last)
+    sets = []
+    for _, message in engine.sent:
+        for output in message.outputs:
+            sets += output.new_sampling_mask.to_nested_list()
+    assert sets == [[4, 1], [2], [3, 9, 5], [6]]

@@ -91,7 +91,7 @@ def micro_batches(
     sequences = [group.sequences for group in groups]
     found = []
     for row in pack(sequences, max_tokens, config.share_prefix, apart=groups_apart(groups)):
-        if sampling_mask:
+        if sampling_mask is not None:
             row = replace(row, sampling_mask=sampling_mask[row.index])
         row_columns: Any = {name: column[row.index] for name, column in columns.items()}
         # None: a prompt of several groups, which is text alone.
