@@ -3,7 +3,7 @@
     python benchmarks/train_modes.py [--json PATH] [--quick]
 
 Every run has the same random model, data, seeds and answers, so that only the arithmetic differs from the reference,
-which runs in fp32 on the CPU (with LoRA for the modes with LoRA). `*_difference` are the largest of all steps: of the
+which runs in fp32 on the CPU (with LoRA for the modes with LoRA, with 8-bit moments for that with them). `*_difference` are the largest of all steps: of the
 loss and the entropy (nats), and of the gradient's norm relative to the reference's. `mismatch` is the mean difference
 of the trainer's log-probs from the stand-in's, which computes in fp32 what it received (nats).
 
@@ -13,6 +13,7 @@ the thread) was busy.
 """
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -67,7 +68,9 @@ MODES: dict[str, tuple[int, dict[str, Any]]] = {
     "FSDP2 fsdp_bf16": (1, FSDP_BF16),
     "LoRA bf16": (1, {**LORA, "bf16": True}),
     "LoRA fsdp_bf16": (1, {**LORA, **FSDP_BF16}),
+    "bf16, 8-bit moments": (1, {"bf16": True, "adam_8bit": True}),
 }
+KEPT_BY_REFERENCES = ("use_peft", "lora_rank", "adam_8bit")  # fields of a mode
 QUICK = ("bf16", "FSDP2 fp32")
 
 
@@ -189,15 +192,17 @@ def modes(rows: Rows, folder: Path, is_quick: bool) -> None:
     recipe = folder / "recipe_of_train_modes.py"
     try:
         recipe.write_text(RECIPE.format(model=model, url=here.recv(), steps=2 if is_quick else 4))
-        references: dict[bool, list[dict[str, Any]]] = {}
+        references: dict[Any, list[dict[str, Any]]] = {}
 
         def run(name: str) -> dict[str, Any]:
             num_ranks, fields = MODES[name]
-            is_lora = "use_peft" in fields
-            if is_lora not in references:
-                plain = {**(LORA if is_lora else {}), "bf16": False}
-                references[is_lora] = train(recipe, plain, 1, on_cpu=True)
-            return compared(train(recipe, fields, num_ranks, on_cpu=False), references[is_lora])
+            if "adam_8bit" in fields and not importlib.util.find_spec("torchao"):
+                raise Skipped("torchao is not installed")
+            kept = {field: fields[field] for field in KEPT_BY_REFERENCES if field in fields}
+            reference = tuple(kept.items())
+            if reference not in references:
+                references[reference] = train(recipe, {**kept, "bf16": False}, 1, on_cpu=True)
+            return compared(train(recipe, fields, num_ranks, on_cpu=False), references[reference])
 
         for name in QUICK if is_quick else MODES:
             rows.measure(

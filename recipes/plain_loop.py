@@ -66,11 +66,11 @@ def plain_loop(
         (update,) = updates  # an entry for each optimizer step on this batch, here one
         for micro_batch in update.micro_batches:
             row = micro_batch.to(device)
-            completion = row.packed.completion  # the number of each token's completion
+            completion = row.packed.completion  # the index of each token's completion
             mask = row.mask
             logprobs = token_logprobs(policy, row.packed, row.images, config)
             old = logprobs.detach()  # as this is the batch's only update
-            # The server rounds otherwise than the trainer does.
+            # Even on-policy the server's log-probs differ, by rounding.
             weights = off_policy_weights(old, row.sampler_logprobs, mask, completion, config)
             advantages = row.advantages * weights
             loss, _ = grpo_loss(logprobs, old, None, advantages, mask, completion, config)

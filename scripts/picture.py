@@ -153,7 +153,7 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (32, 1002, 152, BY_WORDS, 12, "grey", SETTINGS),
     (196, 1002, 152, BY_WORDS, 12, "grey", RANKS),
     (604, 78, 114, 336, 12, "purple", CLIENT),
-    (748, 78, 124, 420, 12, "purple", SERVER),
+    (748, 78, 124, 408, 12, "purple", SERVER),
     (748, 510, 124, BY_WORDS, 12, "purple", SERVING),
 ]
 LOOP = [44, 229, 414]  # x of train.py's parts
@@ -161,6 +161,7 @@ ROW = {"prompt": 64, "first": 40, "2nd": 30, "third": 40}  # widths of its parts
 NOTES = [  # x, y, words
     (552, 54, "the trainer: one process a rank"),
     (748, 68, "any number of servers"),
+    (757, 502, "server/"),
     (613, 174, "one server,\nover HTTP"),
     (613, 777, "over NCCL,\nCUDA IPC or gloo"),
     (373, 704, "log-probs as if each had\nits own prompt"),
