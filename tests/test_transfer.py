@@ -26,6 +26,7 @@ from rollouts.servers import ServerPool
 from vllm_client import Server, State
 from weights import cuda_ipc
 from weights import shared as shared_module
+from weights import transfer as transfer_module
 from weights.arrival import WorkerGroup
 from weights.publish import buckets
 from weights.shared import share
@@ -792,3 +793,25 @@ def test_a_server_that_refuses_keeps_no_other_waiting():
     assert time.monotonic() - started_s < 20  # 5 of them where a name server does not answer
     for member in trainers + workers:
         member.close()
+
+
+def test_a_busy_host_does_not_lose_its_trainer(monkeypatch):
+    """An answer may be long in coming, as threads wait for a core; a sync has a minute for each bucket."""
+    trainer, worker = join([-1, -1], timeout_s=60.0)
+    limits = []
+
+    def late(timeout_s, call):
+        limits.append(timeout_s)
+        if timeout_s < 20:
+            raise RuntimeError(f"nothing came through in {timeout_s:.0f} s")
+        return call()
+
+    monkeypatch.setattr(transfer_module, "within", late)
+    assert worker.trainer_lives()
+    assert limits == [30.0]
+    worker.timeout_s = 2.0  # of a run that is to notice sooner
+    assert not worker.trainer_lives()
+    assert limits[1:] == [5.0]
+    monkeypatch.undo()
+    trainer.close()
+    worker.close()

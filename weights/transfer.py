@@ -262,10 +262,14 @@ class TransferGroup:
             time.sleep(2e-4)
 
     def trainer_lives(self) -> bool:
-        """True while the trainer answers, within 5 s, and has not left the group."""
+        """True while the trainer answers, and has not left the group.
+
+        From a host that is lost nothing comes, ever. On a busy one a thread was seen to wait for
+        more than 5 s to run.
+        """
+        limit_s = min(max(self.timeout_s, 5.0), 30.0)
         with suppress(RuntimeError):
-            # From a host that is lost nothing comes, ever.
-            return not within(5.0, partial(self._store.check, ["left"]))
+            return not within(limit_s, partial(self._store.check, ["left"]))
         return False
 
     def close(self) -> None:
