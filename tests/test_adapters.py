@@ -115,8 +115,9 @@ def test_tensor_parallel_workers(models, tmp_path):
 
 
 @pytest.mark.server
-def test_a_server_that_comes_back(models, tmp_path):
+def test_a_server_that_comes_back(models, tmp_path, monkeypatch):
     """It has the base alone then, and gets the adapter before it serves."""
+    monkeypatch.setattr("rollouts.servers.RETRY_S", 1.0)
     with server(models["untied"], tmp_path / "first", *LORA) as first:
         config = lora_config(models["untied"], first.wait())
         with process_group(120) as device, published(config, device) as (rollouts, policy):
