@@ -64,12 +64,17 @@ class WorkerGroup(TransferGroup):
         limit_s = 2 * self.timeout_s + 10
         # The store's own limit ends the thread that `within` leaves behind.
         within(limit_s, partial(self._inbox.wait, [key], timedelta(seconds=limit_s + 60)))
-        message = self._store.get(key)
-        self._store.delete_key(key)
+        message = within(limit_s, partial(self._take_message, key))
         if not message:
             raise RuntimeError("the trainer has left")
         self._number += 1
         return json.loads(message)
+
+    def _take_message(self, key: str) -> bytes:
+        """A message that is there. Of a trainer that is stopped now, torch waits without a limit."""
+        message: bytes = self._store.get(key)
+        self._store.delete_key(key)
+        return message
 
     def _join(self, port: int, rank: int, world_size: int) -> None:
         """Join a shared group; one that does not meet is done without."""
