@@ -71,7 +71,7 @@ class WorkerGroup(TransferGroup):
         return json.loads(message)
 
     def _take_message(self, key: str) -> bytes:
-        """A message that is there. Of a trainer that is stopped now, torch waits without a limit."""
+        """A message that is there; a trainer that is stopped now holds torch forever."""
         message: bytes = self._store.get(key)
         self._store.delete_key(key)
         return message
