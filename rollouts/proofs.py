@@ -135,7 +135,7 @@ class Proofs:
             if not completion.weight_versions.eq(self.version).all():
                 return Probe(server.url, completions, "answers with other weights than it was sent")
             if server.returns_sampling_mask and completion.sampling_mask is None:
-                return Probe(server.url, completions, "says that it returns sampling masks: no")
+                return Probe(server.url, completions, "announces sampling masks, and returns none")
         return Probe(server.url, completions)
 
     def _difference(self, completions: list[Completion]) -> str:

@@ -88,8 +88,7 @@ def _line(error: Exception) -> str:
 
 def returns_sampling_mask(state: Any) -> bool:
     """True for a server that was started with `--return-sampling-mask`."""
-    found: bool = state.args.return_sampling_mask
-    return found
+    return bool(state.args.return_sampling_mask)
 
 
 def _params(request: SampleRequest, has_mask: bool) -> SamplingParams:

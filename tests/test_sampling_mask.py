@@ -358,7 +358,7 @@ def test_masks_that_are_announced_and_missing(models, recipe):
             if path == "/version"
             else about(path, body)
         )
-        with pytest.raises(ServerError, match="says that it returns sampling masks: no"):
+        with pytest.raises(ServerError, match="announces sampling masks, and returns none"):
             main(parse_args([recipe(server), *TOP_K]))
 
 

@@ -109,7 +109,7 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
     rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
     deviations = rewards - rewards.nanmean(dim=1, keepdim=True)
     spread = deviations.square().nanmean(dim=1).sqrt()  # NaN in groups without a reward
-    rewarded = [group for group, value in zip(groups, spread.tolist(), strict=True) if value >= 0]
+    rewarded = [groups[number] for number in spread.isfinite().nonzero()[:, 0].tolist()]
 
     num_groups = len(groups)
     num_without_spread = sum(not can_teach(group, config) for group in rewarded)

@@ -71,7 +71,7 @@ class WorkerGroup(TransferGroup):
         return json.loads(message)
 
     def _take_message(self, key: str) -> bytes:
-        """A message that is there; a trainer that is stopped now holds torch forever."""
+        """Read and delete a message; torch waits without a limit if the trainer is stopped now."""
         message: bytes = self._store.get(key)
         self._store.delete_key(key)
         return message

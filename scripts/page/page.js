@@ -585,7 +585,7 @@ function aboutStep(step) {
   const logged = (runs[state.run].byStep.get(step) ?? []).length;
   if (logged < total) parts.push(`${logged} of the step's ${total} completions were logged`);
   const share = metrics.frac_reward_zero_std?.[place];
-  if (isNumber(share) && config.batch_size) parts.push(`groups whose advantages are all zero: ${Math.round(share * config.batch_size)} of ${config.batch_size}`);
+  if (isNumber(share)) parts.push(`${Math.round(100 * share)} % of the groups with rewards have advantages that are all zero`);
   return parts.length ? make("p", { class: "faint" }, parts.join("; ")) : "";
 }
 
