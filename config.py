@@ -81,12 +81,9 @@ _STRICT = ConfigDict(
 
 # vLLM takes a temperature below 0.01 for 0.01, and refuses one above 2.
 Temperature = Annotated[float, Field(title="float >= 0.01 and <= 2", ge=0.01, le=2)]
-# Settings under which vLLM no longer draws tokens from the policy itself: it leaves some out, which
-# a sampling mask makes up for, or changes the probabilities of all.
-_TRUNCATING = {
-    "top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "min_tokens",
-}  # fmt: skip
+# Settings under which vLLM no longer draws tokens from the policy itself.
 _BENDING = {
+    "top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "min_tokens",
     "logit_bias", "thinking_token_budget", "extra_args", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 }  # fmt: skip
@@ -191,8 +188,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     top_k: OneOrMore | None = None
-    """Sample among the k likeliest tokens only.
-    Ratios are then exact if the servers run with `--return-sampling-mask`."""
+    """Sample among the k likeliest tokens only; ratios are then inexact."""
     stop: Values[Annotated[str, Field(min_length=1)]] | None = None
     """Strings that end a completion, and stay at its end."""
     sampling_params: dict[str, Any] | None = None
@@ -221,10 +217,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     max_concurrent_requests: OneOrMore = 64
     """Groups in flight on one server."""
     request_timeout: Positive = 600.0
-    """Seconds that a server may be silent in a request; each completion that ends is a sign."""
+    """Seconds that a server may take for a group's completions."""
     sync_timeout: Positive = 60.0
-    """Seconds that one broadcast of a weight sync (at most 32 MiB) may take,
-    and that a server may lag in one sync."""
+    """Seconds that a weight sync may take, until the last server has loaded it."""
     server_timeout: NotNegative = 600.0
     """Seconds to wait at the start until all servers answer,
     and later, when all are lost, until one is back."""
@@ -232,8 +227,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Mean |trainer - server| log-prob (nats) on current tokens,
     above which a server is left out, or a start ends."""
     probe_steps: OneOrMore = 20
-    """Steps after which a server that sampled too little with the current policy
-    to be compared is probed again."""
+    """Steps after which all servers' log-probs are compared on a probe again."""
 
     # -- loss --------------------------------------------------------------------------------------
     reward_funcs: Values[Function]
@@ -609,13 +603,8 @@ def sampling_settings(config: TrainConfig) -> set[str]:
     return changed_fields(config).union(config.sampling_params or {})
 
 
-def truncating(settings: Collection[str]) -> list[str]:
-    """Of some settings, those by which a server never draws some tokens."""
-    return sorted(_TRUNCATING.intersection(settings))
-
-
 def bending(settings: Collection[str]) -> list[str]:
-    """Of some settings, those by which a server draws all tokens with other probabilities."""
+    """Of some settings, those by which a server draws tokens with other probabilities."""
     return sorted(_BENDING.intersection(settings))
 
 
@@ -629,7 +618,7 @@ def describe(config: TrainConfig, usual: TrainConfig) -> str:
     lines = [f"weights in {config.dtype}, computation in {computes}; other than the defaults:"]
     lines += [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
 
-    bends = ", ".join(bending(sampling_settings(config)))  # servers may make up for truncating ones
+    bends = ", ".join(bending(sampling_settings(config)))
     if bends:
         lines.append(
             f"warning: {bends}: tokens are not drawn from the policy itself; "

@@ -90,7 +90,6 @@ class PackedBatch:
     completion: Tensor  # [N] int64, number of the completion among all given to `pack`
     index: Tensor  # [N] int64, place among all tokens given, in the order group, completion, token
     prompts: list[Any]  # for every root, whose prompt it begins with: a group, None for several
-    sampling_mask: Any = None  # tokens that each target was drawn from, as log-probs; None: all
 
     @property
     def num_tokens(self) -> int:
@@ -975,7 +974,6 @@ class _Logits(NamedTuple):
     factor: float
     cap: float | None = None
     forbidden: Tensor | None = None  # tokens without probability
-    sampling_mask: Any = None  # of each target, by `restrict(places, logits, fill)`
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -1090,8 +1088,6 @@ def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, T
             logits.mul_(rule.factor)
         if rule.forbidden is not None:
             logits.index_fill_(-1, rule.forbidden, NEVER)
-        if rule.sampling_mask is not None:
-            rule.sampling_mask.restrict(part, logits, NEVER)
         yield part, logits
 
 
@@ -1168,7 +1164,7 @@ def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
 
 
 @contextmanager
-def _bare_logits(base: Any, temperature: float, forbidden: Any, mask: Any) -> Iterator[_Logits]:
+def _bare_logits(base: Any, temperature: float, forbidden: Any) -> Iterator[_Logits]:
     """Take the rule for logits out of the model and its config, and yield it."""
     softcap = getattr(base.config, "final_logit_softcapping", None)
     scale = getattr(base, "logit_scale", 1.0)
@@ -1189,7 +1185,7 @@ def _bare_logits(base: Any, temperature: float, forbidden: Any, mask: Any) -> It
                 attributes[name] = without
         # With z = scale·x / T and c = cap / T, cap·tanh(scale·x / cap) / T is c·tanh(z / c).
         cap = None if softcap is None else softcap / temperature
-        yield _Logits(scale / divisor / temperature, cap, forbidden, mask)
+        yield _Logits(scale / divisor / temperature, cap, forbidden)
 
 
 def completion_logprobs(
@@ -1221,7 +1217,7 @@ def completion_logprobs(
     head = _LogprobHead.of(base)
     inputs = _inputs(base, row, images, inputs_embeds)
     not_sampled = torch.tensor(forbidden, device=row.targets.device) if forbidden else None
-    with _bare_logits(base, temperature, not_sampled, row.sampling_mask) as rule:
+    with _bare_logits(base, temperature, not_sampled) as rule:
         head.cells = _keep_predicting(base, row, inputs)
         head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
         try:

@@ -39,13 +39,12 @@ from benchmarks.local_server import local_server
 from benchmarks.step_time import build_random
 from config import TrainConfig, lora_options
 from prefix_attention import completion_logprobs, pack
-from rollouts.adapters import adapter_weights
 from rollouts.group import Completion, Group, Prompt
 from rollouts.references import ReferenceServer
 from rollouts.servers import ServerPool
 from training.lora import add_lora
 from training.model import load_model
-from weights.publish import published_weights
+from weights.publish import adapter_weights, published_weights
 
 PROMPT = list(range(20, 40))
 NUM_TOKENS = 96  # whose log-probs are compared, in each of 4 completions

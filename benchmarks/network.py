@@ -6,7 +6,7 @@ Network namespaces stand for hosts: one has the trainer, the others a stand-in s
 computes nothing. Each host has a link of 800 Mbit/s to one switch (tc's token bucket, both ways). Columns:
 
   servers   hosts beside the trainer's
-  fault     what happens to one of them a second after the sync began: nothing, `kill -9`, or `kill -STOP`
+  fault     what happens to one of them in the middle of the sync: nothing, `kill -9`, or `kill -STOP`
   sync_s    the whole sync of 336 MB (median of three without a fault)
   over_link sync_s as a multiple of what the bytes take over one link
   serving   servers that have the weights after it
@@ -101,11 +101,11 @@ def sync(num_servers: int, megabytes: int, has_fault: bool) -> None:
 
     def seconds(version: int) -> float:
         started_s = time.perf_counter()
-        pool.update_weights(iter(weights.items()), version)
+        for server in pool.update_weights(iter(weights.items()), version):
+            pool.admit(server)
         return time.perf_counter() - started_s
 
-    pool.update_weights(iter({"w": torch.zeros(4, 4)}.items()), 0)
-    for server in pool.servers:
+    for server in pool.update_weights(iter({"w": torch.zeros(4, 4)}.items()), 0):
         pool.admit(server)
     if has_fault:
         print("begun", flush=True)
@@ -120,8 +120,10 @@ def sync(num_servers: int, megabytes: int, has_fault: bool) -> None:
 # -- The command line ------------------------------------------------------------------------------
 
 
-def measured(checkout: Path, num: int, megabytes: int, fault: str, rate: str) -> dict[str, Any]:
-    """One row of a checkout."""
+def measured(
+    checkout: Path, num: int, megabytes: int, fault: str, delay_s: float, rate: str
+) -> dict[str, Any]:
+    """One row of a checkout; a fault comes `delay_s` after the beginning of a sync."""
     env = {
         **os.environ,
         "PYTHONPATH": f"{checkout}:{checkout / 'scripts'}",
@@ -145,7 +147,7 @@ def measured(checkout: Path, num: int, megabytes: int, fault: str, rate: str) ->
             for line in trainer.stdout:
                 lines.append(line)
                 if line == "begun\n":
-                    time.sleep(1.0)
+                    time.sleep(delay_s)
                     started[0].send_signal(signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
             row: dict[str, Any] = json.loads(lines[-1])
         finally:
@@ -187,8 +189,9 @@ def main() -> None:
     cases += [(args.servers[-1], fault) for fault in ("kill", "stop")]
     for num, fault in cases:
         for when, checkout in checkouts.items():
-            found = measured(checkout, num, args.mb, fault, f"{args.mbit}mbit")
             link_s = args.mb * 2**20 * 8 / (args.mbit * 1e6)
+            rate, delay_s = f"{args.mbit}mbit", 0.3 * link_s
+            found = measured(checkout, num, args.mb, fault, delay_s, rate)
             shown = {"when": when, "servers": num, "fault": fault or "none"}
             rows.append({**shown, **found, "over_link": found["sync_s"] / link_s})
 

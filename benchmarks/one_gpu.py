@@ -1,7 +1,6 @@
 """A whole run with the real vLLM on one GPU: where a step's time goes. And TRL's, if it is installed.
 
-    python benchmarks/one_gpu.py [--json PATH] [--quick] [--models 0.6B,1.5B,4B] [--together] [--top_p 0.9]
-        [-- OPTIONS OF THE SERVER]
+    python benchmarks/one_gpu.py [--json PATH] [--quick] [--models 0.6B,1.5B,4B] [--together] [-- OPTIONS OF THE SERVER]
 
 Random weights of Qwen3's shapes and random words as prompts: 16 prompts of 512 tokens, 8 completions of 512 each
 (`ignore_eos`), the trainer under bf16 autocast, beside vLLM on the same GPU; the 4B with LoRA. Each model runs with
@@ -14,9 +13,7 @@ weights, of which `pause_s` stops sampling, where it is idle and where it is bus
 model, vLLM colocated (one_gpu_trl.py): `train_s` is what neither samples nor sends weights.
 
 vLLM runs with CUDA graphs of decoding, and without inductor. `--together` starts all servers at once, which saves
-minutes and takes memory. With `--top_p` the server truncates (top_k 100, too) and returns its sampling masks, the
-trainer's log-probs are over them, and nothing but the runs is measured: their `mismatch` should be as without. `--quick`
-is a tiny model on a CPU, where vLLM returns no masks.
+minutes and takes memory. `--quick` is a tiny model on a CPU.
 """
 
 import argparse
@@ -52,8 +49,8 @@ from config import TrainConfig
 from rollouts.servers import ServerPool
 from training.model import build_policy
 from utils import die_with, process_group
+from weights.group import gpu_of
 from weights.publish import published_weights
-from weights.transfer import gpu_of
 
 NUM_GENERATIONS = 8
 SYNCS = 5
@@ -137,16 +134,11 @@ def cpu_seconds(root: int) -> dict[int, float]:
     return seconds
 
 
-def run(
-    folder: Path, size: str, url: str, server: int, staleness: int, steps: int, top_p: float | None
-) -> Any:
+def run(folder: Path, size: str, url: str, server: int, staleness: int, steps: int) -> Any:
     """The medians of a run of train.py."""
     output = folder / f"staleness-{staleness}"
     fields = {"model_id": folder, "vllm_urls": url, "output_dir": output}
     fields |= {"max_staleness": staleness, "max_steps": steps, **FIELDS[size]}
-    if top_p is not None:
-        params = json.dumps({"ignore_eos": True, "top_p": top_p})
-        fields |= {"top_k": 100, "sampling_params": params}
     command = [sys.executable, str(ROOT / "train.py"), str(folder / "one_gpu_recipe.py")]
     for name, value in fields.items():
         command += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
@@ -329,25 +321,22 @@ class Trl:
         self.log.close()
 
 
-def measure(rows: Rows, folder: Path, size: str, server: Any, top_p: float | None) -> None:
+def measure(rows: Rows, folder: Path, size: str, server: Any) -> None:
     """All rows of a model."""
     url = server.wait()
     for staleness in (0, 1):
         names: dict[str, Any] = {"model": size, "max_staleness": staleness}
-        if top_p is not None:
-            names["top_p"] = top_p
         steps = 4 if size == "quick" else 5 + 2 * staleness
-        one = partial(run, folder, size, url, server.process.pid, staleness, steps, top_p)
+        one = partial(run, folder, size, url, server.process.pid, staleness, steps)
         rows.measure(names, one)
-    if "use_peft" not in FIELDS[size] and top_p is None:
+    if "use_peft" not in FIELDS[size]:
         of_server = partial(alone, folder, size, url, server.process.pid)
         rows.measure({"model": size, "beside": "no training"}, of_server)
 
 
 def one_round(
-    rows: Rows, folder: Path, sizes: list[str], options: list[str], with_trl: bool,
-    top_p: float | None,
-) -> None:  # fmt: skip
+    rows: Rows, folder: Path, sizes: list[str], options: list[str], with_trl: bool
+) -> None:
     """Start the servers of some models, wait until all have loaded, and measure one after the other."""
     with ExitStack() as started:
         servers = {}
@@ -366,7 +355,7 @@ def one_round(
         rows.add({"models": " ".join(servers), "waited_for_servers_s": waited_s})
 
         for size, server in servers.items():
-            measure(rows, folder / size, size, server, top_p)
+            measure(rows, folder / size, size, server)
             if trl and size == first:
                 rows.measure({"model": size, "trainer": "TRL"}, trl.train)
 
@@ -382,16 +371,11 @@ def main() -> None:
     parser.add_argument("--together", action="store_true", help="start all servers at once")
     parser.add_argument("--keep", type=Path, help="a folder for models, logs and runs, which stays")
     parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="of the server")
-    parser.add_argument("--top_p", type=float, help="sample by top-p, with sampling masks")
     args = parser.parse_args()
-    if args.top_p is not None:
-        args.options.append("--return-sampling-mask")
     rows = Rows(args.json)
     reason = "" if importlib.util.find_spec("vllm") else "vLLM is not installed"
     if device_here().type == "cpu" and not args.quick:
         reason = "no CUDA device"
-    if device_here().type == "cpu" and args.top_p is not None:
-        reason = "vLLM returns sampling masks on GPUs only"
     if reason:
         rows.add({"skipped": reason})
         return
@@ -401,8 +385,7 @@ def main() -> None:
         folder = args.keep or Path(temporary)
         rounds = [sizes] if args.together else [[size] for size in sizes]
         for number, together in enumerate(rounds):
-            with_trl = number == 0 and args.top_p is None
-            one_round(rows, folder, together, args.options, with_trl, args.top_p)
+            one_round(rows, folder, together, args.options, with_trl=number == 0)
 
 
 if __name__ == "__main__":

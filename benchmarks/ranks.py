@@ -1,15 +1,13 @@
 """Several ranks on this machine: train.py's modes, the group of weights, and members that are lost.
 
-    NCCL_LIBRARY=.../libnccl.so.2 python benchmarks/ranks.py [--json PATH] [--quick] [--parts transfer,shared,modes,lost]
+    NCCL_LIBRARY=.../libnccl.so.2 python benchmarks/ranks.py [--json PATH] [--quick] [--parts transfer,modes,lost]
 
 Without enough GPUs for the ranks they share one over nccl, of which 2.30 or later is needed (`pip download
 nvidia-nccl-cu13==2.30.7`, unpacked); without any they run over gloo. Parts:
-  transfer  `TransferGroup` between a trainer and workers in processes of their own. `gb_per_s` are the trainer's bytes
-            to two workers, of 8 buckets, the second time; `wrong` counts tensors that came with other bits. Then one
-            member is killed or stopped in the middle, or while the group is made: `after_s` is when the other has its
-            error, and `works_after` that its own collectives or its device still work
-  shared    a trainer with three servers of one worker: `apart_s` sent to each by itself, `shared_s` in one group,
-            `lost_s` with one of them killed or stopped in the middle, `again_s` without it
+  transfer  `WeightGroup` of a trainer and workers in processes of their own. `gb_per_s` are the trainer's bytes to two
+            workers, of 8 buckets, the second time; `wrong` counts tensors that came with other bits. Then one member is
+            killed or stopped in the middle, or while the group is made: `after_s` is when the other has its error, and
+            `works_after` that its own collectives or its device still work
   modes     as train_modes.py, on 2 and 4 ranks: differences from fp32 on one CPU rank. They run side by side: their
             seconds say nothing
   lost      a rank of an FSDP2 run is killed or stopped: `ended_after_s` is when torchrun has ended all, to be compared
@@ -52,12 +50,10 @@ from benchmarks.train_modes import (
     train,
 )  # fmt: skip
 from utils import die_with, process_group
-from weights import transfer
-from weights.arrival import WorkerGroup
-from weights.shared import share
+from weights.group import Meeting, WeightGroup, packed
 
 SPAWN = multiprocessing.get_context("spawn")
-PARTS = ("transfer", "shared", "modes", "lost")
+PARTS = ("transfer", "modes", "lost")
 
 # -- The group of weights --------------------------------------------------------------------------
 
@@ -80,98 +76,56 @@ def num_wrong(bucket: dict[str, torch.Tensor], number: int, num_values: int) -> 
     return sum(not torch.equal(bucket[name], sent[name]) for name in sent)
 
 
-def pretend_gpus(rank: int, backend: str) -> None:
-    """For nccl, let members that share a GPU name one of their own."""
-    if backend == "nccl":
-        transfer.gpu_of = lambda device: f"gpu-{rank}"
-
-
 def first_line(error: Exception) -> str:
     """The beginning of what an error says."""
     return str(error).splitlines()[0][:150]
 
 
-def send_all(groups: list[Any], buckets: list[dict[str, torch.Tensor]]) -> str | None:
-    """Send buckets to servers side by side, and leave out those that fail; what one failed with."""
-    error = None
-    for bucket in buckets:
-        buffers: dict[Any, Any] = {}
-        works = {group: group.send(bucket, buffers) for group in groups}
-        for group, work in works.items():
-            try:
-                group.finish(work)
-            except RuntimeError as failed:
-                error = first_line(failed)
-                groups.remove(group)
-    return error
-
-
-def lead(
-    link: Any, num_servers: int, world_size: int, backend: str, num_values: int, parent: int
-) -> None:
+def lead(link: Any, world_size: int, backend: str, num_values: int, parent: int) -> None:
     """The trainer, which does what comes over the link and answers each command."""
     die_with(parent)
-    pretend_gpus(0, backend)
     with process_group(60) as device:
         buckets = [weights_of(number, device, num_values) for number in range(NUM_BUCKETS)]
         limit = timedelta(seconds=TIMEOUT_S)
-        stores = []
-        for _ in range(num_servers):
-            stores.append(
-                dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
-            )
-        link.send([store.port for store in stores])
-        groups: list[Any] = []  # of servers that can be sent to
-        made: list[Any] = []
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+        secret = os.urandom(16).hex()
+        meeting = Meeting("127.0.0.1", store.port, secret, backend, world_size, 1, TIMEOUT_S)
+        link.send(meeting)
+        group: Any = None
         while (command := link.recv()) != "end":
             started_s = time.monotonic()
             error = None
             try:
                 if command == "meet":
-                    for store in stores:
-                        made.append(transfer.TransferGroup(store, 0, world_size, device, TIMEOUT_S))
-                    groups = list(made)
-                elif command == "share":
-                    share(groups, lambda: False)
-                    assert all(group.shared for group in groups)
+                    group = WeightGroup(meeting, 0, device, store)
                 elif command == "close":
-                    for group in made:
-                        group.close()
+                    group.close()
                 elif command == "own group":
                     ones = torch.ones(4, device=device)
                     dist.all_reduce(ones)
                     assert ones.sum().item() == 4
                 else:  # a number of buckets to send
-                    error = send_all(groups, buckets[:command])
-                    if command == NUM_BUCKETS:
-                        for group in groups:
-                            group.send({}, {})
+                    for bucket in buckets[:command] + [{}] * (command == NUM_BUCKETS):
+                        group.send(*packed(bucket, device, torch.bfloat16))
             except RuntimeError as failed:
                 error = first_line(failed)
-            backend = made[0].backend if made else ""
-            link.send((time.monotonic() - started_s, error, backend))
+            link.send((time.monotonic() - started_s, error))
     os._exit(0)
 
 
-def follow(
-    link: Any, rank: int, world_size: int, port: int, backend: str, num_values: int, parent: int
-) -> None:
+def follow(link: Any, rank: int, meeting: Meeting, num_values: int, parent: int) -> None:
     """A worker, which tells what came until an error, and then whether its device works."""
     die_with(parent)
-    pretend_gpus(rank, backend)
     device = torch.device("cpu")
     if device_here().type == "cuda":
-        device = torch.device("cuda", rank if torch.cuda.device_count() >= world_size else 0)
+        has_own = torch.cuda.device_count() >= meeting.world_size
+        device = torch.device("cuda", rank if has_own else 0)
         torch.cuda.set_device(device)
         torch.ones(1, device=device)
-    limit = timedelta(seconds=TIMEOUT_S)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=limit)
     link.send("meets")
     group = None
     try:
-        group = WorkerGroup(
-            store, rank, world_size, device, TIMEOUT_S, about=transfer.About("bfloat16")
-        )
+        group = WeightGroup(meeting, rank, device)
         link.send("met")
         while True:
             received = []
@@ -183,28 +137,26 @@ def follow(
             for number, bucket in enumerate(received):
                 wrong += num_wrong(bucket, number, num_values)
             link.send((len(received), wrong))
-    except (RuntimeError, dist.DistError) as error:
+    except RuntimeError as error:
         link.send(("error", first_line(error)))
         if group:
             group.close()  # ends a kernel that waits for a lost member, and so all streams
+            group = None
     link.send(("works", torch.ones(4, device=device).sum().item() == 4))
     os._exit(0)
 
 
 class Members:
-    """A trainer, member 0, and the workers of its servers, in processes that end with this one."""
+    """A trainer, member 0, and workers, in processes that end with this one."""
 
-    def __init__(self, num_servers: int, num_workers: int, backend: str, num_values: int):
-        self.backend = backend
-        self.num_values = num_values
-        self.workers = range(1, 1 + num_servers * num_workers)
+    def __init__(self, num_workers: int, backend: str, num_values: int):
+        self.workers = range(1, 1 + num_workers)
         self.processes: list[Any] = []
         self.links: list[Any] = []
-        world_size = 1 + num_workers
-        self._start(lead, num_servers, world_size, backend, num_values)
-        for port in self.heard(0):
-            for rank in range(1, world_size):
-                self._start(follow, rank, world_size, port, backend, num_values)
+        self._start(lead, 1 + num_workers, backend, num_values)
+        meeting = self.heard(0)
+        for rank in self.workers:
+            self._start(follow, rank, meeting, num_values)
 
     def _start(self, target: Callable[..., None], *arguments: Any) -> None:
         here, there = SPAWN.Pipe()
@@ -229,7 +181,7 @@ class Members:
                 return said
 
     def tell(self, command: Any) -> Any:
-        """Let the trainer do something; its seconds, its error and its backend."""
+        """Let the trainer do something; its seconds and its error."""
         self.links[0].send(command)
         return self.heard(0)
 
@@ -247,18 +199,16 @@ class Members:
 
 
 @contextmanager
-def members(
-    num_workers: int, backend: str, num_values: int, is_met: bool = True, num_servers: int = 1
-) -> Iterator[Any]:
+def members(num_workers: int, backend: str, num_values: int, is_met: bool = True) -> Iterator[Any]:
     """Members, who have met unless they are to be asked to."""
-    group = Members(num_servers, num_workers, backend, num_values)
+    group = Members(num_workers, backend, num_values)
     try:
         for rank in group.workers:
             group.until(rank, "meets")
         if is_met:
-            _, error, found = group.tell("meet")
-            if error or found != backend:
-                raise RuntimeError(f"they met over {found}: {error}")
+            _, error = group.tell("meet")
+            if error:
+                raise RuntimeError(error)
         yield group
     finally:
         group.end()
@@ -269,7 +219,7 @@ def speed(backend: str, num_workers: int, num_values: int) -> dict[str, Any]:
     with members(num_workers, backend, num_values) as group:
         wrong = 0
         for _ in range(2):
-            seconds, error, _ = group.tell(NUM_BUCKETS)
+            seconds, error = group.tell(NUM_BUCKETS)
             if error:
                 raise RuntimeError(error)
             for rank in group.workers:
@@ -284,51 +234,16 @@ def speed(backend: str, num_workers: int, num_values: int) -> dict[str, Any]:
         }
 
 
-def shared(backend: str, num_servers: int, number: int, num_values: int) -> dict[str, Any]:
-    """Several servers, apart and in one group, of which the last is lost."""
-    with members(1, backend, num_values, num_servers=num_servers) as group:
-
-        def synced(*workers: int) -> tuple[float, int]:
-            """Seconds of a sync, and how many tensors came wrong to these workers."""
-            seconds, error, _ = group.tell(NUM_BUCKETS)
-            if error:
-                raise RuntimeError(error)
-            return seconds, sum(group.until(rank, NUM_BUCKETS)[1] for rank in workers)
-
-        *left, lost = group.workers
-        synced(*left, lost)  # the first is slower
-        found: dict[str, Any] = {"servers": num_servers}
-        found["apart_s"], wrong = synced(*left, lost)
-        found["sharing_s"], error, _ = group.tell("share")
-        if error:
-            raise RuntimeError(error)
-        synced(*left, lost)
-        found["shared_s"], more_wrong = synced(*left, lost)
-        found["wrong"] = wrong + more_wrong
-
-        group.links[0].send(NUM_BUCKETS)
-        group.until(lost, "first bucket")
-        group.signal(lost, number)
-        found["lost_s"], found["says"], _ = group.heard(0)
-        found["wrong_after"] = sum(group.until(rank, NUM_BUCKETS)[1] for rank in left)
-        _, error, _ = group.tell("share")
-        if error:
-            raise RuntimeError(error)
-        found["again_s"], wrong = synced(*left)
-        found["wrong_after"] += wrong
-        return found
-
-
 def lost_worker(backend: str, number: int, num_values: int) -> dict[str, Any]:
     """A worker of two is killed or stopped in the middle; and how the others go on."""
     with members(2, backend, num_values) as group:
         group.tell(2)
         group.until(2, "first bucket")
         moment_s = group.signal(2, number)
-        _, error, _ = group.tell(NUM_BUCKETS)
+        _, error = group.tell(NUM_BUCKETS)
         found = {"after_s": time.monotonic() - moment_s, "says": error}
-        found["close_s"], _, _ = group.tell("close")
-        _, own_error, _ = group.tell("own group")
+        found["close_s"], _ = group.tell("close")
+        _, own_error = group.tell("own group")
         found["other_worker"] = group.until(1, "error")[1]
         found["works_after"] = own_error is None and group.until(1, "works")[1]
         if number == signal.SIGSTOP:
@@ -359,28 +274,13 @@ def lost_in_meeting(backend: str, number: int, num_values: int) -> dict[str, Any
     with members(1, backend, num_values, is_met=False) as group:
         group.links[0].send("meet")
         moment_s = group.signal(1, number)
-        _, error, _ = group.heard(0)
+        _, error = group.heard(0)
         after_s = time.monotonic() - moment_s
-        _, own_error, _ = group.tell("own group")
+        _, own_error = group.tell("own group")
         return {"after_s": after_s, "says": error, "works_after": own_error is None}
 
 
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
-
-
-def shared_cases(rows: Rows, is_quick: bool) -> None:
-    """Measure the part `shared`."""
-    is_cuda = device_here().type == "cuda"
-    backend = "nccl" if is_cuda else "gloo"
-
-    def case(number: int) -> dict[str, Any]:
-        if is_cuda:
-            shares_one_gpu(4)
-        return shared(backend, 3, number, 1 << 20 if is_quick else 1 << 26)
-
-    for verb, number in SIGNALS.items():
-        names = {"part": "shared", "case": f"then one {verb}", "backend": backend}
-        rows.measure(names, partial(case, number))
 
 
 def transfers(is_quick: bool) -> list[tuple[dict[str, Any], Callable[[], dict[str, Any]], bool]]:
@@ -596,8 +496,6 @@ def main() -> None:
                     rows.measure(names, job)
                 else:
                     jobs.append((names, job))
-        if "shared" in parts:
-            shared_cases(rows, args.quick)
         if "lost" in parts and not args.quick:
             for verb, number in SIGNALS.items():
                 for rank in ("0", "1"):

@@ -54,7 +54,6 @@ from prefix_attention import attach, completion_logprobs, pack
 from recipes.rewards import exact_match
 from rollouts.group import version_spans
 from rollouts.rollouts import Rollouts
-from rollouts.sleep import fall_asleep
 from training.model import build_policy
 from utils import die_with, process_group
 from weights.publish import published_weights
@@ -151,12 +150,7 @@ def syncs(rollouts: Rollouts, policy: Any, device: torch.device, repeats: int) -
     versions = torch.cat([reply.weight_versions for reply in replies]).unique().tolist()
     found = {"sent_mb": num_bytes / 1e6, "sync_s": median(times), "pause_s": median(pauses)}
     found["copies"] = found["sync_s"] / copy_s
-    transfer = rollouts.pool.servers[0].transfer
-    return found | {
-        "probe": difference,
-        "versions": versions,
-        "backend": transfer.backend if transfer else None,
-    }
+    return found | {"probe": difference, "versions": versions}
 
 
 def in_flight(rollouts: Rollouts, policy: Any, device: torch.device, first: int) -> dict[str, Any]:
@@ -267,7 +261,7 @@ def sleeps(folder: Path, *options: str) -> dict[str, Any]:
             for version in range(1, 6):
                 free_gb = torch.cuda.mem_get_info()[0] / 1e9
                 started = time.perf_counter()
-                fall_asleep(rollouts.pool)
+                rollouts.pool.fall_asleep()
                 times["sleep_s"].append(time.perf_counter() - started)
                 freed_gb = torch.cuda.mem_get_info()[0] / 1e9 - free_gb
                 disturbed(policy, device, version)

@@ -60,37 +60,43 @@ def best_us(call: Any, num_tokens: float, repeats: int) -> tuple[float, Any]:
 
 def reply_bytes(num: int, length: int, seed: int = 0) -> bytes:
     """The body of a reply with `num` completions, as the checkout's server writes it."""
+    import msgspec
+
+    from server import messages
+
     rng = random.Random(seed)
-    with suppress(ImportError):  # of a checkout that asks vLLM's own route
-        from server.messages import Sampled, packed
+    replies: list[Any] = []
+    for index in range(num):
+        ids = array("i", [rng.randrange(150_000) for _ in range(length)])
+        logprobs = array("f", [-3 * rng.random() for _ in range(length)])
+        reply: Any = messages.Sampled(finish_reason="stop", weight_versions=[("999", 0, length)])
+        reply.token_ids, reply.logprobs = ids.tobytes(), logprobs.tobytes()
+        if streams():
+            reply.index = index
+        replies.append(reply)
+    if streams():
+        return b"".join(map(found("packed", "server.messages"), replies))
+    return msgspec.msgpack.encode(replies)
 
-        body = b""
-        for index in range(num):
-            ids = array("i", [rng.randrange(150_000) for _ in range(length)])
-            logprobs = array("f", [-3 * rng.random() for _ in range(length)])
-            versions = [("999", 0, length)]
-            body += packed(Sampled(index, "stop", ids.tobytes(), logprobs.tobytes(), versions))
-        return body
 
-    def choice(index: int) -> dict[str, Any]:
-        ids = [rng.randrange(150_000) for _ in range(length)]
-        content = [
-            {
-                "token_id": t,
-                "logprob": -3 * rng.random(),
-                "rank": rng.randrange(1, 9),
-                "top_logprobs": [],
-            }
-            for t in ids
-        ]
-        return {
-            "index": index, "logprobs": {"content": content}, "finish_reason": "stop", "stop_reason": None,
-            "token_ids": ids, "routed_experts": None, "sampling_mask": None,
-            "weight_versions": [{"version": "999", "start": 0, "end": length}],
-        }  # fmt: skip
+def streams() -> bool:
+    """True of an older checkout, whose replies come in parts."""
+    from server import messages
 
-    choices = [choice(index) for index in range(num)]
-    return json.dumps({"request_id": "x", "choices": choices}, separators=(",", ":")).encode()
+    return hasattr(messages, "packed")
+
+
+def read_reply(body: bytes, num: int) -> Any:
+    """Its completions, as the checkout's client reads them."""
+    import msgspec
+
+    import vllm_client
+    from server.messages import Sampled
+
+    if streams():
+        reply: Any = SimpleNamespace(iter_content=lambda _: [body])
+        return found("all_choices", "vllm_client")(num, reply)[0]
+    return [vllm_client.completion_of(m) for m in msgspec.msgpack.decode(body, type=list[Sampled])]
 
 
 def make_config(**fields: Any) -> Any:
@@ -104,19 +110,13 @@ def make_config(**fields: Any) -> Any:
 
 def make_groups(num: int, prompt: int, completion: int, generations: int) -> tuple[Any, list[Any]]:
     """`num` scored groups, made of the bytes of a few replies again and again; and what reads the next of these."""
-    from vllm_client import all_choices
-
     group_type = found("Group", "rollouts.group", "rollouts.data")
     prompt_type = found("Prompt", "rollouts.group", "rollouts.data")
     rng = random.Random(0)
     bodies = [reply_bytes(generations, completion, seed) for seed in range(min(num, 4))]
 
     def read(number: int) -> Any:
-        body = bodies[number % len(bodies)]
-        reply: Any = SimpleNamespace(
-            content=body, json=lambda: json.loads(body), iter_content=lambda size: [body]
-        )
-        return all_choices(generations, reply)[0]
+        return read_reply(bodies[number % len(bodies)], generations)
 
     few = [read(number) for number in range(len(bodies))]
     groups = []
@@ -223,51 +223,98 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         """One request."""
-        from utils import VLLM_VERSIONS
-
-        data = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        data = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"
         path, host, reply = self.path.partition("?")[0], self.headers["Host"], b"{}"
-        if path == "/version":
-            reply = json.dumps({"version": VLLM_VERSIONS[0]}).encode()
-        elif path == "/v1/models":
-            reply = json.dumps(
-                {"data": [{"id": "m", "root": "m", "max_model_len": 10**6}]}
-            ).encode()
-        elif path == "/get_world_size":
-            reply = b'{"world_size": 1}'
-        elif path == "/init_weight_transfer_engine":
-            self.join(host, json.loads(data)["init_info"])
-        elif path in ("/update", "/update_weights"):  # the second of older checkouts
-            while self.groups[host].receive():
-                pass
-            reply = b'{"paused_s": 0}'
-        elif path in ("/sample", "/inference/v1/generate"):  # the second of older checkouts
+        if path == "/connect":
+            self.hold(json.loads(data))
+            return
+        if path == "/update":
+            reply = self.update(host, data)
+        elif path == "/sample":
             time.sleep(self.delay_s)
             reply = self.body
+        else:  # of an older checkout
+            reply = self.old_route(path, host, data)
+        self.answer(reply)
+
+    def answer(self, reply: bytes) -> None:
+        """Send a whole reply."""
         self.send_response(200)
         self.send_header("Content-Length", str(len(reply)))
+        if self.close_connection:  # as asked: else the client may take it for open
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(reply)
 
+    def hold(self, request: dict[str, Any]) -> None:
+        """Tell about the server, and keep a trainer's connection until it hangs up."""
+        import msgspec
+
+        from server.messages import About
+
+        line = msgspec.json.encode(About(["m"], 10**6, "float32", 0, False, [None])) + b"\n"
+        if not request.get("trainer"):
+            return self.answer(line)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(line)
+        self.close_connection = True
+        with suppress(OSError):
+            self.connection.recv(1)
+        return None
+
+    def update(self, host: str, data: bytes) -> bytes:
+        """Take an update."""
+        if streams():
+            while self.groups[host].receive():
+                pass
+            return b'{"paused_s": 0}'
+        import msgspec
+        import torch
+
+        from server.messages import Updated, UpdateRequest
+        from weights.group import WeightGroup
+
+        meeting = msgspec.json.decode(data, type=UpdateRequest).meeting
+        if meeting:
+            group = self.groups.get(host)
+            if not group or not group.is_open or group.meeting.secret != meeting.secret:
+                group = WeightGroup(meeting, meeting.first_rank, torch.device("cpu"))
+                self.groups[host] = group
+            try:
+                while group.receive():
+                    pass
+            except RuntimeError:
+                group.close()
+                raise
+        return msgspec.msgpack.encode(Updated())
+
+    def old_route(self, path: str, host: str, data: bytes) -> bytes:
+        """The answer of a server that older checkouts speak with."""
+        from utils import VLLM_VERSIONS
+
+        if path == "/version":
+            return json.dumps({"version": VLLM_VERSIONS[0]}).encode()
+        if path == "/v1/models":
+            model = {"id": "m", "root": "m", "max_model_len": 10**6}
+            return json.dumps({"data": [model]}).encode()
+        if path == "/get_world_size":
+            return b'{"world_size": 1}'
+        if path == "/init_weight_transfer_engine":
+            self.join(host, json.loads(data)["init_info"])
+        return b"{}"
+
     def join(self, host: str, info: dict[str, Any]) -> None:
-        """Enter the trainer's transfer group."""
+        """Enter the group that an older trainer has with each server."""
         from datetime import timedelta
 
         import torch
         from torch.distributed import TCPStore
 
-        try:
-            from weights.arrival import WorkerGroup
-        except ModuleNotFoundError:  # an older checkout
-            from weights.transfer import TransferGroup as WorkerGroup  # type: ignore[assignment]
-
-        store = TCPStore(
-            info["host"],
-            info["port"],
-            is_master=False,
-            timeout=timedelta(seconds=info["timeout_s"]),
-        )
-        self.groups[host] = WorkerGroup(
+        limit = timedelta(seconds=info["timeout_s"])
+        store = TCPStore(info["host"], info["port"], is_master=False, timeout=limit)
+        group_type = found("WorkerGroup", "weights.arrival")
+        self.groups[host] = group_type(
             store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"]
         )
 
@@ -510,9 +557,7 @@ class Device:
 
 
 def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
-    """The rollouts of a run without data, rewards and policy; real clients and streams."""
-    import inspect
-
+    """The rollouts of a run without data, rewards and policy; real clients and a real stream."""
     from rollouts.group import Group, Prompt
     from rollouts.rollouts import Rollouts
     from rollouts.servers import ServerPool
@@ -520,12 +565,8 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
     from utils import is_main
 
     rollouts: Any = Rollouts.__new__(Rollouts)
-    rollouts.config, rollouts.stop, rollouts.failure, rollouts.waited_s = (
-        config,
-        threading.Event(),
-        None,
-        0.0,
-    )
+    rollouts.config, rollouts.stop, rollouts.failure = config, threading.Event(), None
+    rollouts.waited_s, rollouts.servers_sleep = 0.0, False
     if not is_main():
         return rollouts
     rollouts.pool = ServerPool(config)
@@ -543,9 +584,7 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
         group.reward = [random.random() for _ in group.completions]
 
     groups = (Group(Prompt(number, ids, "", {}), id=number) for number in range(10**9))
-    arguments: Any = [64] if "num_threads" in inspect.signature(GroupStream).parameters else []
-    stream: Any = GroupStream
-    rollouts.stream = stream(groups, fill, *arguments, num_steps, config)
+    rollouts.stream = GroupStream(groups, fill, num_steps, config)
     return rollouts
 
 

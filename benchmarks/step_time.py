@@ -35,8 +35,8 @@ from training.metrics import batch_metrics
 from training.model import build_policy, share_prefixes
 from training.optimizer import build_optimizer
 from utils import process_group, timed
+from weights.group import BUCKET_BYTES
 from weights.publish import published_weights
-from weights.transfer import BUCKET_BYTES
 
 
 def build_random(path: Path, hidden: int, layers: int) -> None:

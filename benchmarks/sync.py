@@ -50,29 +50,6 @@ def client_pool(url: str) -> Any:
     return pool
 
 
-def pauses_of(server: Any) -> list[float]:
-    """A list that grows by the seconds that each sync stops sampling: all of it, of an older checkout."""
-    pauses: list[float] = []
-    kind = type(server)  # the pool calls the class's methods
-    end_update = kind.end_update
-    if hasattr(kind, "pause"):
-        pause = kind.pause
-
-        def begin(self: Any) -> None:
-            self.started_s = time.perf_counter()
-            pause(self)
-
-        kind.pause = begin
-
-    def end(self: Any, *args: Any, **kwargs: Any) -> None:
-        end_update(self, *args, **kwargs)
-        now_s = time.perf_counter()
-        pauses.append(self.paused_s if hasattr(self, "paused_s") else now_s - self.started_s)
-
-    kind.end_update = end
-    return pauses
-
-
 def busy(server: Any, is_over: threading.Event) -> None:
     """Ask for completions until the end."""
     sampling = {"n": GROUP, "max_tokens": 64, "ignore_eos": True, "temperature": 1.0}
@@ -107,7 +84,6 @@ def of_checkout(model: str) -> list[dict[str, Any]]:
     with local_server(model, Path(model) / "server.log", *options) as started:
         pool = client_pool(started.wait())
         [server] = pool.servers
-        pauses = pauses_of(server)
         version = 0
         for state in ("idle", "busy"):
             is_over = threading.Event()
@@ -123,7 +99,7 @@ def of_checkout(model: str) -> list[dict[str, Any]]:
                 started_s = time.perf_counter()
                 pool.update_weights(published_weights(policy), version)
                 times["sync_s"].append(time.perf_counter() - started_s)
-                times["pause_s"].append(pauses[-1])
+                times["pause_s"].append(server.paused_s)
                 started_s = time.perf_counter()
                 group.broadcast([data], dist.BroadcastOptions()).wait()
                 times["plain_s"].append(time.perf_counter() - started_s)

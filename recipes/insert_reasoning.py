@@ -22,11 +22,9 @@ BREAK = ""  # a token that ends with it may be the last before a cut
 
 def begin(turn: Completion, num: int) -> Completion:
     """The first `num` tokens of a turn that was sampled."""
-    mask = turn.sampling_mask  # of a server that returns it
     return Completion(
-        turn.token_ids[:num], turn.sampler_logprobs[:num], "length", turn.weight_versions[:num],
-        sampling_mask=None if mask is None else mask[:num],
-    )  # fmt: skip
+        turn.token_ids[:num], turn.sampler_logprobs[:num], "length", turn.weight_versions[:num]
+    )
 
 
 def sample_on(server, prompt, sampling, turn):

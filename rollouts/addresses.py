@@ -18,10 +18,8 @@ def server_urls(config: TrainConfig) -> list[str]:
     with naming(f"vllm_urls={','.join(config.vllm_urls)}"):
         urls: list[str] = []
         for word in config.vllm_urls:
-            if word.startswith("@"):
-                urls += Path(word[1:]).expanduser().read_text().split()
-            else:
-                urls.append(word)
+            is_file = word.startswith("@")
+            urls += Path(word[1:]).expanduser().read_text().split() if is_file else [word]
         urls = [url.rstrip("/") for url in urls]
 
         wrong = [url for url in urls if not re.match(ADDRESS, url)]

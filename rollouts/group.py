@@ -63,7 +63,6 @@ class Completion:
     info: dict[str, Any] = field(default_factory=dict)  # an environment's columns for the rewards
     prompt_ids: Any = None  # [m] int64, its own prompt; None where that is the prompt of its group
     earlier: list["Completion"] = field(default_factory=list)  # the rollout's other segments
-    sampling_mask: Any = None  # `SamplingMask` of n tokens, from a server that returns it
 
     def __post_init__(self) -> None:
         self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
@@ -77,9 +76,8 @@ class Completion:
         num_tokens = len(self.token_ids)
         if num_tokens == 0:
             raise ValueError("a completion needs tokens")
-        for name in ("sampler_logprobs", "weight_versions", "sampling_mask"):
-            values = getattr(self, name)
-            num_values = num_tokens if values is None else len(values)
+        for name in ("sampler_logprobs", "weight_versions"):
+            num_values = len(getattr(self, name))
             if num_values != num_tokens:
                 raise ValueError(
                     f"a completion needs {name} for its {num_tokens} tokens, and has {num_values}"
@@ -107,11 +105,8 @@ class Completion:
 
         no_logprobs = torch.zeros(len(between))
         no_versions = torch.full((len(between),), ENVIRONMENT)
-        masks = [self.sampling_mask, None, reply.sampling_mask]
-        lengths = [len(self.token_ids), len(between), len(reply.token_ids)]
         return replace(
             self,
-            sampling_mask=joined_masks(masks, lengths),
             token_ids=torch.cat([before_reply, reply.token_ids]),
             sampler_logprobs=torch.cat(
                 [self.sampler_logprobs, no_logprobs, reply.sampler_logprobs]
@@ -123,15 +118,6 @@ class Completion:
         )
 
 
-def joined_masks(masks: list[Any], lengths: list[int]) -> Any:
-    """Sampling masks of neighbours, of so many tokens each, as one; None where all are None."""
-    if all(mask is None for mask in masks):
-        return None
-    from rollouts.sampling_mask import joined
-
-    return joined(masks, lengths)
-
-
 @dataclass(frozen=True)
 class TokenColumns:
     """One value a completion token, by completion, segment, token: [n]."""
@@ -139,7 +125,6 @@ class TokenColumns:
     completion: Tensor  # int64, the number of its completion within the group
     sampler_logprobs: Tensor  # float32, nats
     weight_versions: Tensor  # int64, the policy version that sampled it, or ENVIRONMENT
-    sampling_mask: Any = None  # `SamplingMask`, where a server returned any
 
 
 # A prompt, and of each completion its segments as (prompt, tokens): what `pack` takes as a group.
@@ -213,10 +198,6 @@ class Group:
             completion=numbers.repeat_interleave(torch.tensor(self.lengths)),
             sampler_logprobs=torch.cat([segment.sampler_logprobs for segment in all_segments]),
             weight_versions=torch.cat([segment.weight_versions for segment in all_segments]),
-            sampling_mask=joined_masks(
-                [segment.sampling_mask for segment in all_segments],
-                [len(segment.token_ids) for segment in all_segments],
-            ),
         )
 
         self.num_sampled = []

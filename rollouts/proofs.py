@@ -1,19 +1,18 @@
 """Proofs that servers compute what the trainer computes."""
 
-import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from config import TrainConfig, bending, sampling_settings, truncating
+from config import TrainConfig, bending, sampling_settings
 from rollouts.group import Completion, Group, Prompt
 from rollouts.servers import ServerPool
 from training.batching import micro_batches
 from training.model import token_logprobs
-from utils import broadcast_object, is_main
-from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
+from utils import broadcast_object
+from vllm_client import ANSWER_TIMEOUT_S, CONTROL_TIMEOUT_S, Server, ServerError, State
 
 MISMATCH = (
     "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model"
@@ -29,7 +28,7 @@ class Probe:
 
     url: str
     completions: list[Completion]  # empty where it did not answer
-    failure: str = ""  # why it cannot be used, "" where its answer is still to be compared
+    failure: str = ""  # why it cannot be used
 
 
 @dataclass
@@ -54,88 +53,63 @@ class Proofs:
                 few tokens of this version have none.
         """
         # With these, log-probs differ although the weights are the same.
-        if self.config.rollout_fn or self.config.lora_dropout:
-            return
-        limit = self.config.max_logprob_mismatch
         settings = sampling_settings(self.config)
-        for server in self.pool.servers:
-            if bending(settings) or (truncating(settings) and not server.returns_sampling_mask):
-                continue
-            gap = gaps.get(server.number, math.nan)  # which is neither small nor large
-            if gap <= limit:
-                server.proved_version = self.version
-            elif gap > limit:
-                self.pool.lose(server, ServerLost(MISMATCH.format(gap)))
-
-    def overdue(self) -> list[Server]:
-        """Some servers that nothing has proved for `probe_steps` versions."""
-        due_version = self.version - self.config.probe_steps
-        serving = [server for server in self.pool.servers if server.has_weights]
-        overdue = [server for server in serving if server.proved_version <= due_version]
-        overdue.sort(key=lambda server: server.proved_version)
-        return overdue[: 1 + len(serving) // self.config.probe_steps]
+        if self.config.rollout_fn or self.config.lora_dropout or bending(settings):
+            return
+        for server in self.pool.serving:
+            gap = gaps.get(server.number, 0.0)
+            if gap > self.config.max_logprob_mismatch:
+                self.pool.lose(server, MISMATCH.format(gap))
 
     def prove(self, servers: list[Server], is_first: bool = False) -> None:
-        """Compare each server's log-probs of a probe, and act accordingly. Collective.
+        """Compare each server's log-probs of a probe with the policy's. Collective.
+
+        One that waits serves if they agree, and one that serves is left out if they do not.
 
         Args:
             servers: on rank 0; none on the others.
             is_first: at the first sync all must agree, or it is a ServerError.
         """
-        waiting = {server for server in servers if not server.has_weights}
         with ThreadPoolExecutor(64) as threads:
             probes = broadcast_object(list(threads.map(self._probe, servers)))
 
         # LoRA's dropout would differ from the server, and move the random state of the step.
         self.policy.eval()
         for probe in probes:  # every rank takes part in every forward
-            if not probe.failure:
+            if probe.completions and not probe.failure:
                 probe.failure = self._difference(probe.completions)
         self.policy.train()
 
         faults = [f"{probe.url} {probe.failure}" for probe in probes if probe.failure]
         if is_first and faults:
             raise ServerError("; ".join(faults))
-        if is_main():
-            for server, probe in zip(servers, probes, strict=True):
-                self._act_on(server, probe, server in waiting)
-
-    def _act_on(self, server: Server, probe: Probe, is_waiting: bool) -> None:
-        """Let a server serve that agrees; leave out a server that differs.
-
-        A server that serves already, and does not answer, may be busy.
-        """
-        if not probe.failure:
-            server.proved_version = self.version
-            if is_waiting:
-                self.pool.admit(server)
-        elif is_waiting:
-            self.pool.keep_out(server, probe.failure)
-        elif probe.completions:
-            self.pool.lose(server, ServerLost(probe.failure))
+        for server, probe in zip(servers, probes[: len(servers)], strict=True):
+            if probe.failure:
+                self.pool.lose(server, probe.failure)
+            elif server.state is State.WAITING and server.version == self.version:
+                self.pool.admit(server)  # one that was lost meanwhile may be back without weights
 
     def _probe(self, server: Server) -> Probe:
         """Ask for two short completions under the weights that were sent."""
-        if server.state is State.LOST:  # in the first sync
+        if server.version != self.version:  # in the first sync
             return Probe(server.url, [], f"took no weights: {server.why_out}")
         sampling: dict[str, Any] = {
             "n": 2,
             "max_tokens": min(16, self.config.max_completion_len),
             "temperature": self.config.temperature,
         }
-        if server.returns_sampling_mask:  # vLLM then wants one in each request
-            sampling["top_k"] = self.config.top_k
+        is_serving = server.state is State.SERVING
         try:
             completions = server.generate(
-                self.prompt.token_ids, sampling, self.prompt.images, CONTROL_TIMEOUT_S
-            )
+                self.prompt.token_ids, sampling, self.prompt.images,
+                timeout_s=ANSWER_TIMEOUT_S if is_serving else CONTROL_TIMEOUT_S, priority=-1,
+            )  # fmt: skip
         except ServerError as error:
-            return Probe(server.url, [], str(error))
+            # Those who ask it for groups notice, too, that it is lost; else it is busy.
+            return Probe(server.url, [], "" if is_serving else str(error))
         for completion in completions:
             if not completion.weight_versions.eq(self.version).all():
                 return Probe(server.url, completions, "answers with other weights than it was sent")
-            if server.returns_sampling_mask and completion.sampling_mask is None:
-                return Probe(server.url, completions, "announces sampling masks, and returns none")
         return Probe(server.url, completions)
 
     def _difference(self, completions: list[Completion]) -> str:

@@ -6,15 +6,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import requests
 import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Group
 from rollouts.servers import ServerPool
-from server.messages import SAMPLE, messages
-from vllm_client import Server, State
+from server.messages import Sampled, SampleRequest
+from vllm_client import Server, ServerLost, State
 
 
 def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
@@ -43,14 +42,17 @@ class ReferenceServer(Server):
     It gets no weights.
     """
 
+    takes_weights = False
+
     def __init__(self, url: str, temperature: float, **others: Any):
         super().__init__(url, **others)
         self.temperature = temperature  # of the run
 
-    def connect(self, *_: Any, **others: Any) -> None:
-        """Tell the server the temperature; from then on it serves."""
-        self.post("/init_weight_transfer_engine", {"init_info": {"temperature": self.temperature}})
-        self.state = State.SERVING
+    def connect(self, trainer: str = "", *_: Any) -> None:
+        """Ask the server about itself; for a trainer tell it the temperature, and let it serve."""
+        super().connect(temperature=self.temperature if trainer else 0.0)
+        if trainer:
+            self.state = State.SERVING
 
     def logprobs(self, group: Group) -> Tensor:
         """The log-probs of a group's completion tokens: [n] float32, nats.
@@ -58,7 +60,7 @@ class ReferenceServer(Server):
         They are a column of the group's `tokens`.
         """
         if self.temperature != 1:  # it may have been restarted meanwhile
-            self.connect()
+            super().connect(temperature=self.temperature)
 
         _, completions = group.sequences
         columns = []
@@ -68,25 +70,19 @@ class ReferenceServer(Server):
         return torch.cat(columns)
 
     def _segment_logprobs(self, prompt_ids: list[int], token_ids: list[int]) -> Tensor:
-        """The log-probs of a segment, which the server reads as a prompt."""
-        body = {
-            "token_ids": prompt_ids + token_ids,
-            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0},
-        }
-        num_tokens = len(prompt_ids) + len(token_ids)
-        read = partial(_prompt_logprobs, num_tokens - 1)  # the first token has none
-        return self.request("POST", SAMPLE, json=body, read=read)[len(prompt_ids) - 1 :]
+        """The log-probs of a segment, which the server reads as a prompt.
 
-
-def _prompt_logprobs(num: int, reply: requests.Response) -> Tensor:
-    """The `num` log-probs of a prompt's tokens but the first: float32, nats.
-
-    Raises:
-        ValueError: some are missing, or no finite numbers, as of a request that was aborted.
-    """
-    (message,) = messages(reply.iter_content(None))
-    logprobs = np.frombuffer(message.prompt_logprobs, "<f4").copy()
-    if len(logprobs) != num or not np.isfinite(logprobs).all():
-        reason = message.error or message.finish_reason
-        raise ValueError(f"{len(logprobs)} of {num} log-probs of a prompt, or some NaN: {reason}")
-    return torch.from_numpy(logprobs)
+        Raises:
+            ServerLost: some are missing, or no finite numbers, as of a request that was aborted.
+        """
+        ids = prompt_ids + token_ids
+        request = SampleRequest(ids, {"max_tokens": 1, "prompt_logprobs": 0})
+        (message,) = self.post("/sample", request, list[Sampled])
+        logprobs = np.frombuffer(message.prompt_logprobs, "<f4").copy()
+        num = len(ids) - 1  # the first token has none
+        if len(logprobs) != num or not np.isfinite(logprobs).all():
+            raise ServerLost(
+                f"{self.url}: {len(logprobs)} of {num} log-probs of a prompt, or some NaN: "
+                f"{message.finish_reason}"
+            )
+        return torch.from_numpy(logprobs)[len(prompt_ids) - 1 :]

@@ -21,7 +21,6 @@ from rollouts.group import (
 )
 from rollouts.own_rollouts import check_segments
 from rollouts.processor import tokenizer_of
-from rollouts.sampling_mask import SamplingMask, warn_of_replay
 from rollouts.scoring import decoded, weighted
 from rollouts.stream import GroupStream
 from utils import naming
@@ -75,8 +74,6 @@ def _saved_completion(completion: Completion) -> dict[str, Any]:
     saved = {name: getattr(completion, name) for name in COMPLETION_FIELDS}
     # Spans are few, where tokens are many.
     saved["weight_versions"] = version_spans(completion.weight_versions)
-    if completion.sampling_mask is not None:
-        saved["sampling_mask"] = [completion.sampling_mask.ids, completion.sampling_mask.sizes]
     saved["earlier"] = [_saved_completion(segment) for segment in completion.earlier]
     return saved
 
@@ -84,8 +81,6 @@ def _saved_completion(completion: Completion) -> dict[str, Any]:
 def _restored_completion(saved: dict[str, Any]) -> Completion:
     kept = {name: saved[name] for name in COMPLETION_FIELDS}
     versions = spans_to_versions(saved["weight_versions"], len(saved["token_ids"]))
-    if "sampling_mask" in saved:
-        kept["sampling_mask"] = SamplingMask(*saved["sampling_mask"])
     earlier = [_restored_completion(segment) for segment in saved["earlier"]]
     return Completion(weight_versions=versions, earlier=earlier, **kept)
 
@@ -125,7 +120,6 @@ def saved_groups(config: TrainConfig) -> tuple[int, Iterator[Group]]:
         raise UserError(
             f"replay={folder}: step 1 is not whole: rollouts were not saved from the start"
         )
-    warn_of_replay(theirs, next(_groups(path)))
     return num_steps, _groups(path)
 
 

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from config import TrainConfig, UserError, describe
 from rollouts import data
@@ -23,9 +24,9 @@ from rollouts.stream import GroupStream
 from training.batching import tokens_alone
 from training.model import load_model_config, with_bf16
 from utils import Stopped, broadcast_object, gather_objects, is_main, timed
-from vllm_client import Server
-from weights.publish import published_weights
-from weights.transfer import gpu_of
+from vllm_client import Server, ServerError
+from weights.group import gpu_of
+from weights.publish import adapter_weights, published_weights
 
 
 class Word(Enum):
@@ -122,15 +123,7 @@ class Rollouts:
             example = image_example(self.prompts, self.processor, config)
 
         self.pool.connect(self.device, gpus)
-        if config.use_peft or any(server.takes_adapter for server in self.pool.servers):
-            from rollouts.adapters import sends_adapter
-
-            self.pool.sends_adapter = sends_adapter(self.pool.servers, config)
-        servers_sleep = any(server.can_sleep for server in self.pool.servers)
-        if servers_sleep:
-            from rollouts.sleep import check_synchronous
-
-            check_synchronous(config)
+        servers_sleep = any(server.about.can_sleep for server in self.pool.servers)
         if self.references:
             self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)
@@ -188,9 +181,12 @@ class Rollouts:
         """Sample and score a group; ask for its log-probs under the reference."""
         self._sample_and_score(group)
         if self.references:
-            group.ref_logprobs = on_one_server(
-                group, self.references, lambda server: server.logprobs(group)
-            )
+            try:
+                group.ref_logprobs = on_one_server(
+                    group, self.references, lambda server: server.logprobs(group)
+                )
+            except RolloutFailed as error:  # the rollout is not to blame
+                raise ServerError(str(error)) from error
 
     def _sample_and_score(self, group: Group, **instead: Any) -> None:
         """As `sample_group`, and its rewards."""
@@ -234,9 +230,7 @@ class Rollouts:
                 is_enough = num_tokens <= 0 and not self.servers_sleep
                 return Word.ENOUGH if is_enough else None
             if self.servers_sleep:  # before any rank trains
-                from rollouts.sleep import fall_asleep
-
-                fall_asleep(self.pool)
+                self.pool.fall_asleep()
             return Word.COMPLETE
 
         started_s = time.monotonic()
@@ -360,15 +354,13 @@ class Rollouts:
 
         A new or returned server, whose weights were zeroed (but for the base of an adapter that is
         sent alone), serves once its log-probs of a probe agree. At the first sync all must, or it
-        is a ServerError. Servers that no sampled tokens have proved for `probe_steps` versions are
-        probed again.
+        is a ServerError. Each `probe_steps` versions all servers are probed.
         """
         is_first = self.proofs is None
         self.version = version
-        if self.servers_sleep:
-            from rollouts.sleep import release_unused_memory
-
-            release_unused_memory()
+        if self.servers_sleep:  # they wake up, and need the memory that all ranks cache
+            torch.cuda.empty_cache()
+            dist.barrier()
         self.proofs = Proofs(
             policy, version, self.pool, self.probe_prompt, self.config, self.device
         )
@@ -383,8 +375,8 @@ class Rollouts:
                 self.stream.advance_to(version)
 
         if not is_first:
-            overdue = self.proofs.overdue() if is_main() else []
-            self.proofs.prove(returned + overdue)
+            is_due = is_main() and version % self.config.probe_steps == 0
+            self.proofs.prove(returned + (self.pool.serving if is_due else []))
 
     def _send(self, only_returned: bool = False) -> list[Server]:
         """Stream the policy to the servers. Collective.
@@ -394,12 +386,8 @@ class Rollouts:
         """
         if self.config.replay:  # there are no servers
             return []
-        if self.sends_adapter:
-            from rollouts.adapters import adapter_weights
-
-            weights = adapter_weights(self.proofs.policy)
-        else:
-            weights = published_weights(self.proofs.policy)
+        publish = adapter_weights if self.sends_adapter else published_weights
+        weights = publish(self.proofs.policy)
         if is_main():
             return self.pool.update_weights(weights, self.version, only_returned)
         for _ in weights:  # every rank gathers all

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from config import TrainConfig
-from rollouts.group import FOREIGN, Group
+from rollouts.group import FOREIGN, Group, RolloutFailed
 from rollouts.servers import ServerPool
-from vllm_client import Server, ServerError, ServerLost
+from vllm_client import Server, ServerError, ServerLost, State
 
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
@@ -33,8 +33,7 @@ def sample_group(
 
     Raises:
         UserError: an image cannot be read.
-        RolloutFailed: `rollout_fn` fails.
-        ServerError: as `on_one_server`.
+        RolloutFailed, ServerError: as `on_one_server`; or `rollout_fn` fails.
     """
     if group.prompt.sources:
         from rollouts.images import with_images
@@ -87,7 +86,8 @@ def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> 
     """The result of `ask(server)`; another server is asked where one is lost.
 
     Raises:
-        ServerError: no server is left, one refused, or healthy ones failed three times.
+        RolloutFailed: healthy servers failed three times.
+        ServerError: no server is left, or one refused.
     """
     where = group.prompt.where
     num_failures = 0
@@ -96,11 +96,14 @@ def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> 
             try:
                 return ask(server)
             except ServerLost as error:
-                if not (server.has_weights and server.answers()):
+                if server.state is State.LOST or not server.answers():
                     pool.lose(server, error)
                     continue
                 num_failures += 1
                 if num_failures == 3:  # the servers are not to blame
-                    raise ServerError(f"{where}: {error}, though the server is healthy") from error
+                    raise RolloutFailed(
+                        f"{where}: {error}, three times on healthy servers; a completion that "
+                        "takes longer than request_timeout needs more of it"
+                    ) from error
             except ServerError as error:
                 raise ServerError(f"{where}: {error}") from None

@@ -4,9 +4,9 @@ import math
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from itertools import chain
 from pathlib import Path
@@ -15,15 +15,23 @@ from urllib.parse import urlsplit
 
 import torch
 
-from config import TrainConfig, UserError, sampling_settings, truncating
+from config import TrainConfig, UserError, lora_options
 from rollouts.addresses import server_urls
-from vllm_client import CONTROL_TIMEOUT_S, Server, ServerError, ServerLost, State
+from rollouts.sending import Sender
+from server.messages import SleepRequest
+from vllm_client import (
+    TRAINER,
+    Server,
+    ServerError,
+    ServerLost,
+    State,
+    UpdateBroken,
+)  # fmt: skip
+from weights.cuda_ipc import trial_of
 from weights.publish import buckets
 
-POLL_S = 2e-4  # between looks at what servers do
-POLL_S_PER_SERVER = 2e-5
-PROBE_S = 1.0  # between questions to a lost server
-RETRY_S = 30.0  # before a server that answered, and could not be used, is tried again
+PROBE_S = 1.0  # between questions to a lost server, doubled at each of its losses
+MOST_DOUBLED = 8  # times
 
 
 class ServerPool:
@@ -50,15 +58,18 @@ class ServerPool:
         self.version = -1  # of the policy that was published last
         self.sends_adapter = False  # in place of whole weights
         self.sleeps = False  # until the next update: no server is taken back, which would wake it
+        self._longest = config.max_tokens_per_gpu  # sequence that all take, in tokens
 
         # Every request has a connection, which is a file.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         self._control = ThreadPoolExecutor(1024, thread_name_prefix="control")  # never for rollouts
-        self._updating = threading.Lock()
         self._slots = threading.Condition()  # guards what the servers do, and tells of a free one
         self._limit = config.max_concurrent_requests  # groups on a server; 0 while `drained`
         self._is_closed = threading.Event()
+
+        self._updating = threading.Lock()
+        self._sender: Any = None  # of updates, once it is connected
 
         self._why_lost: object = None  # why no server is left
         self._all_lost_s = math.inf  # when the last server was lost
@@ -68,7 +79,7 @@ class ServerPool:
     @property
     def serving(self) -> list[Server]:
         """Servers with the current weights."""
-        return [server for server in self.servers if server.has_weights]
+        return [server for server in self.servers if server.state is State.SERVING]
 
     @property
     def returned(self) -> list[Server]:
@@ -85,76 +96,97 @@ class ServerPool:
         """
         deadline_s = time.monotonic() + self.config.server_timeout
         for server in self.servers:
-            self._wait_for(server, deadline_s)
-
-        lengths = [self._max_model_len(server) for server in self.servers]
-        self._longest = min(lengths, default=self.config.max_tokens_per_gpu)
+            hint = self._how_to_start(server)
+            while not server.about:
+                try:
+                    server.connect()
+                except ServerLost as error:
+                    if time.monotonic() > deadline_s:
+                        raise ServerError(
+                            f"no rollout server at {server.url}: start one with {hint}, or set "
+                            f"vllm_urls ({error})"
+                        ) from error
+                    self._say_once(f"waiting for {server.url} ({hint})")
+                    time.sleep(1)
+        lengths = [server.about.max_model_len for server in self.servers]
+        self._longest = min(lengths, default=self._longest)
+        self.sends_adapter = any(server.about.lora_rank for server in self.servers)
+        for server in self.servers:
+            self._check(server)
         return self._longest
-
-    def _wait_for(self, server: Server, deadline_s: float) -> None:
-        """Wait until a server answers.
-
-        Raises:
-            ServerError: there is no answer in time; the message says how to start a server.
-        """
-        hint = self._how_to_start(server)
-        while not server.answers():
-            self._say_once(
-                f"waiting up to {self.config.server_timeout:.0f} s for {server.url} ({hint})"
-            )
-            if time.monotonic() > deadline_s:
-                raise ServerError(
-                    f"no rollout server at {server.url}: start one with {hint}, or set vllm_urls"
-                )
-            time.sleep(1)
 
     def _how_to_start(self, server: Server) -> str:
         port = urlsplit(server.url).port or 80
         return f"`python vllm_server.py --model {self.config.model_id} --port {port}`"
-
-    def _max_model_len(self, server: Server) -> int:
-        """The longest sequence that a server takes, in tokens.
-
-        Raises:
-            ServerError: it has another version of vLLM than we speak to, or another model.
-            UserError: as `check_server` of sampling_mask.py.
-        """
-        server.check_version()
-        if server.returns_sampling_mask or truncating(sampling_settings(self.config)):
-            from rollouts.sampling_mask import check_server
-
-            check_server(server, self.config, self._say_once)
-        model = server.request("GET", "/v1/models")["data"][0]
-        ours = self.config.model_id
-        served = [Path(model[name]).resolve() for name in ("id", "root")]
-        if Path(ours).resolve() not in served:  # ours may be a relative path
-            raise ServerError(
-                f"{server.url} serves {model['root']}, not {ours}: restart it with --model {ours}"
-            )
-        if self.config.base_4bit and served[1] == Path(ours).resolve():
-            raise ServerError(
-                f"{server.url} serves {ours} itself, and not its base in 4 bits: start it on what "
-                "scripts/dequantize.py writes, as launch.py does"
-            )
-        return model["max_model_len"]
 
     def connect(self, device: torch.device, gpus: Sequence[str | None] = ()) -> None:
         """Connect all servers, and watch for lost servers to take back.
 
         Args:
             device: that the weights are sent from.
-            gpus: of all ranks, see `TransferGroup`.
+            gpus: of all ranks: a server may share one of them.
 
         Raises:
             ServerError: one refuses.
         """
-        self._device = device
-        self._gpus = gpus
+        self._trial = trial_of(device)  # which lives as long as somebody may open it
+        self._sender = Sender(device, gpus, self.config.sync_timeout, self._control)
         list(self._control.map(self._connect, self.servers))  # raises the first error
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _connect(self, server: Server) -> None:
-        server.connect(self._device, self.config.sync_timeout, self._gpus)
+        """Take a server for this trainer; it waits for the weights then."""
+        _, handle = self._trial
+        server.connect(TRAINER, handle)
+        self._sender.forget(server)
+
+    def _check(self, server: Server) -> None:
+        """Refuse a server of another kind than the run needs, and its other servers are.
+
+        Raises:
+            ServerError: what it is, and how to start it.
+        """
+        about = server.about
+        config = self.config
+        ours = Path(config.model_id).resolve()  # which may be a relative path
+        served = [Path(name).resolve() for name in about.names]
+        takes_adapter = about.lora_rank > 0
+        is_4bit = config.base_4bit and server.takes_weights
+        options = " ".join(lora_options(config.lora_rank))
+        faults = {
+            f"serves {about.names[0]}: restart it with --model {config.model_id}": (
+                ours not in served
+            ),
+            f"takes fewer tokens than others: give it --max-model-len {self._longest}": (
+                about.max_model_len < self._longest
+            ),
+            "serves the model itself, and not what scripts/dequantize.py makes of it": (
+                is_4bit and ours == served[0]
+            ),
+            f"takes whole weights, and base_4bit has none: give it {options}": (
+                is_4bit and not takes_adapter
+            ),
+            "takes adapters alone, and others do not: give --enable-lora to all, or to none": (
+                takes_adapter != self.sends_adapter and server.takes_weights
+            ),
+            "takes adapters alone: start it without --enable-lora, or set use_peft": (
+                takes_adapter and not config.use_peft
+            ),
+            f"takes adapters of rank {about.lora_rank} at most: give it {options}": (
+                0 < about.lora_rank < config.lora_rank
+            ),
+            "sleeps while this trains: set max_staleness=0, or no --enable-sleep-mode": (
+                about.can_sleep and config.max_staleness > 0
+            ),
+        }
+        for fault, is_found in faults.items():
+            if is_found:
+                raise ServerError(f"{server.url} {fault}")
+        if config.use_peft and options and not takes_adapter:
+            self._say_once(
+                f"LoRA is merged for the servers; started with {options} they would get adapters "
+                "alone (docs/operations.md says when)"
+            )
 
     # -- leases ------------------------------------------------------------------------------------
 
@@ -193,7 +225,7 @@ class ServerPool:
             if self._is_closed.is_set():
                 raise ServerError("the run has ended")
             gives_up_s = self._all_lost_s + self.config.server_timeout
-            if not self.serving and time.monotonic() > gives_up_s:
+            if not self.serving and not self.returned and time.monotonic() > gives_up_s:
                 raise ServerError(
                     f"no rollout server is left: {self._why_lost}; "
                     "start one, and go on with --resume_from_checkpoint auto"
@@ -235,16 +267,16 @@ class ServerPool:
 
     # -- lost and returned servers -----------------------------------------------------------------
 
-    def lose(self, server: Server, error: BaseException) -> None:
-        """Leave out a server that served, until it answers again and has the current weights."""
+    def lose(self, server: Server, error: object) -> None:
+        """Leave out a server, until it answers again and has the current weights."""
         with self._slots:
-            if not server.has_weights:
+            if server.state is State.LOST:
                 return
+            server.state = State.LOST
             # One that the list does not name any more is not asked again.
             until = "until it answers again" if server in self.servers else "from now on"
             print(f"{server.url} is left out {until}: {error}", flush=True)
-            server.state = State.LOST
-            self._why_lost = error
+            self._retry_later(server, error)
             if not self.serving:
                 self._all_lost_s = time.monotonic()
                 print(
@@ -253,14 +285,13 @@ class ServerPool:
                     flush=True,
                 )
 
-    def keep_out(self, server: Server, reason: object) -> None:
-        """Leave out a server that answers and cannot be used, for `RETRY_S`."""
-        server.state = State.LOST
+    def _retry_later(self, server: Server, reason: object) -> None:
+        """Ask a lost server later at each loss: one that comes and goes should cost little."""
         server.why_out = str(reason)
-        server.retry_s = time.monotonic() + RETRY_S
+        server.retry_s = time.monotonic() + PROBE_S * 2 ** min(server.num_losses, MOST_DOUBLED)
+        server.num_losses += 1
         if not self.serving:
             self._why_lost = reason
-        self._say_once(f"{server.url} answers again, but stays left out: {reason}")
 
     def admit(self, server: Server) -> None:
         """Let a server serve.
@@ -270,42 +301,38 @@ class ServerPool:
         with self._slots:
             server.state = State.SERVING
             self._slots.notify_all()
-        if self._why_lost:
+        if server.num_losses:
             print(f"{server.url} is back", flush=True)
 
     def _watch(self) -> None:
-        """Connect new servers and lost servers that answer, until the run ends."""
+        """Take back lost servers that answer, each in a thread of its own, until the run ends."""
         while not self._is_closed.wait(PROBE_S):
             if self.version < 0:  # the servers of the start come first
                 continue
             self._read_list()
             for server in self.servers:
-                if self._is_closed.is_set():  # which makes all of them lost
-                    return
                 with self._updating:  # a server lost in an update comes back after it
-                    is_lost = server.state is State.LOST
-                if is_lost and not self.sleeps and time.monotonic() > server.retry_s:
-                    try:
-                        self._take_back(server)
-                    except Exception as error:  # any, as the watcher goes on for the other servers
-                        self.keep_out(server, error)
+                    is_due = server.state is State.LOST and time.monotonic() > server.retry_s
+                if is_due and not server.is_asked and not self.sleeps:
+                    server.is_asked = True
+                    with suppress(RuntimeError):  # of a pool that closes
+                        self._control.submit(self._take_back, server)
 
     def _take_back(self, server: Server) -> None:
-        """Connect a server, if it answers."""
-        if server.was_ours:  # else it may be another trainer's
-            server.break_off()  # what it had in flight has gone to other servers
-        if not server.answers():
-            return
-        longest = self._max_model_len(server)
-        if longest < self._longest:
-            raise ServerError(f"its --max-model-len is {longest}: restart it with {self._longest}")
-        self._connect(server)
-        if server.takes_adapter or self.sends_adapter or server.can_sleep:
-            from rollouts.adapters import check_returned
-
-            check_returned(server, self.sends_adapter, self.config)
-        if self._is_closed.is_set():  # the run has ended meanwhile
-            server.disconnect()
+        """Connect a server, if it answers; what it had in flight has gone to other servers."""
+        try:
+            server.connect()
+            self._check(server)
+            self._connect(server)
+            if self._is_closed.is_set() or server not in self.servers:  # meanwhile
+                server.disconnect()
+        except ServerLost:
+            pass  # it is not there yet
+        except Exception as error:  # any, or nobody would be told
+            self._say_once(f"{server.url} answers again, but stays left out: {error}")
+            self._retry_later(server, error)
+        finally:
+            server.is_asked = False
 
     def _read_list(self) -> None:
         """Read the files of addresses: take in new servers, drop unlisted servers."""
@@ -324,7 +351,7 @@ class ServerPool:
                 known[url] = self._make_server(url)
         self.servers = [known.pop(url) for url in urls]
         for server in known.values():  # they finish what they have in flight
-            self.lose(server, ServerLost("the list does not name it any more"))
+            self.lose(server, "the list does not name it any more")
             with self._updating:
                 server.disconnect()
 
@@ -333,7 +360,9 @@ class ServerPool:
     def update_weights(
         self, weights: Iterable[Any], version: int, only_returned: bool = False
     ) -> list[Server]:
-        """Publish a policy as `version` on all servers, side by side, bucket by bucket.
+        """Publish a policy as `version` on all servers, bucket by bucket.
+
+        Where it breaks off, servers that are well wait for the next update.
 
         Args:
             weights: (checkpoint name, tensor in its checkpoint's shape), consumed to the end.
@@ -347,99 +376,50 @@ class ServerPool:
             self.sleeps = False
             returned = self.returned
             servers = returned if only_returned else self.serving + returned
+            self._sender.begin(servers, version)
             try:
-                for server in servers:
-                    server.start_update(version)
-                sharing: list[Server] | None = None
-                # One bucket loads while the trainer gathers the next; an empty one is the last.
+                # One bucket travels while the trainer gathers the next; an empty one is the last.
                 for bucket in chain(buckets(weights), [{}]):
-                    if servers != sharing and not only_returned:
-                        self._share(servers)
-                        sharing = servers
-                    send = partial(Server.try_to_send, bucket=bucket, buffers={})
-                    servers = self._until(servers, send)
+                    self._sender.send(bucket)
+            finally:
+                failures = self._sender.end()
+                for server, failure in failures.items():
+                    if not failure:
+                        server.version = version
+                    elif not isinstance(failure, UpdateBroken):
+                        self.lose(server, failure)
+                    elif server.state is not State.LOST:  # meanwhile
+                        server.why_out = str(failure)
+                        server.state = State.WAITING
+            self.version = version
+            return [server for server in returned if server.version == version]
 
-                servers = self._on(servers, Server.end_update)
-                self.version = version
-                return [server for server in servers if server in returned]
-            except BaseException:
-                # A server with half of the weights must not sample: wait until it is stopped.
-                self._on(servers, partial(Server.break_off, timeout_s=CONTROL_TIMEOUT_S))
-                raise
+    def fall_asleep(self) -> None:
+        """Let servers give up their GPUs' memory, until the next update; who fails is left out.
 
-    def fall_asleep(self, step: Callable[[Server], Any]) -> None:
-        """Put servers to sleep by `step`, until the next update; one that fails is left out."""
+        A lost one may have the GPU's memory, too, if it listens.
+        """
+
+        def sleep(server: Server) -> None:
+            # Level 1 keeps the base of adapters, which an update does not bring.
+            request = SleepRequest(1 if server.about.lora_rank else 2)
+            try:
+                server.post("/sleep", request, timeout_s=self.config.sync_timeout)
+            except ServerError as error:
+                self.lose(server, error)
+
         with self._updating:
             self.sleeps = True
-            self._on([server for server in self.servers if server.can_sleep], step)
-
-    def _share(self, servers: list[Server]) -> None:
-        """Let those that are left share what they are sent."""
-        if len(self.servers) > 1:
-            from weights.shared import share
-
-            transfers = filter(None, [server.transfer for server in servers])
-            share(transfers, lambda: any(server.loading.done() for server in servers))
-
-    def _on(self, servers: list[Server], step: Callable[[Server], Any]) -> list[Server]:
-        """Do a step on all servers at once; returns the successful servers."""
-        replies = {server: self._control.submit(step, server) for server in servers}
-
-        def has_replied(server: Server) -> bool:
-            if not replies[server].done():
-                return False
-            replies[server].result()  # raises what the step failed with
-            return True
-
-        return self._until(servers, has_replied)
-
-    def _until(self, servers: list[Server], is_done: Callable[[Server], bool]) -> list[Server]:
-        """Poll servers until all are done; returns the done servers, in order.
-
-        A server that fails is left out. So is one that keeps the others waiting: its time counts
-        once half of them are done.
-        """
-        done: set[Server] = set()
-        waiting = servers
-        last_poll_s = time.monotonic()
-        while waiting:
-            now_s = time.monotonic()
-            half_are_done = len(waiting) <= len(servers) / 2
-            still_waiting = []
-            for server in waiting:
-                if half_are_done:
-                    server.lag_s += now_s - last_poll_s
-                try:
-                    if is_done(server):
-                        done.add(server)
-                    elif server.lag_s > self.config.sync_timeout:
-                        raise ServerLost("it kept the other servers waiting for sync_timeout")
-                    else:
-                        still_waiting.append(server)
-                except RuntimeError as error:  # ServerError is one, and so is a lost group's error
-                    self._leave_out(server, error)
-            waiting = still_waiting
-            last_poll_s = now_s
-            if waiting:
-                time.sleep(POLL_S + POLL_S_PER_SERVER * len(waiting))
-        return [server for server in servers if server in done]
-
-    def _leave_out(self, server: Server, error: BaseException) -> None:
-        """Go on without a server.
-
-        Its workers get an error instead of waiting for the rest of the weights.
-        """
-        if server.has_weights:
-            self.lose(server, error)
-        else:
-            self.keep_out(server, error)
-        server.disconnect()
+            able = [server for server in self.servers if server.about and server.about.can_sleep]
+            list(self._control.map(sleep, able))
 
     def close(self) -> None:
-        """Leave the transfer groups, and drop all that still waits."""
+        """Leave the servers, and drop all that still waits."""
         self._is_closed.set()
         self._control.shutdown(wait=False, cancel_futures=True)
         with self._slots:
             self._slots.notify_all()
+        if self._sender:
+            self._sender.leave()
         for server in self.servers:
             server.disconnect()

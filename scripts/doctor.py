@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.common import memory_mb, reset_peak
-from config import TrainConfig, UserError, bending, parse_args, sampling_settings, truncating
+from config import TrainConfig, UserError, bending, parse_args, sampling_settings
 from rollouts.data import epochs
 from rollouts.evaluation import Round
 from rollouts.group import Group, Prompt, can_teach
@@ -423,8 +423,7 @@ class Doctor:
 
 def is_bent(config: TrainConfig) -> bool:
     """True where a server does not sample from the policy itself."""
-    settings = sampling_settings(config)
-    return bool(truncating(settings) or bending(settings))
+    return bool(bending(sampling_settings(config)))
 
 
 def examine(config: TrainConfig) -> None:

@@ -4,31 +4,38 @@ It speaks the routes of `vllm_server.py` that the trainer uses, receives real we
 the true log-probs of its answers under the weights of each token's version. Only what is said, and when, is fixed.
 """
 
-import json
-import queue
+import os
 import threading
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import chain
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
+import msgspec
 import torch
 from torch import Tensor
-from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM
 
-from server.messages import SAMPLE, UPDATE, Sampled, packed
-from utils import VLLM_VERSIONS
-from weights.arrival import WorkerGroup
-from weights.transfer import About
+from server.messages import (
+    About,
+    ConnectRequest,
+    Sampled,
+    SampleRequest,
+    SleepRequest,
+    Updated,
+    UpdateRequest,
+)  # fmt: skip
+from weights.group import Meeting, WeightGroup
 
 Answer = Callable[[list[int], int], tuple[list[int], float | Callable[[int], None]]]
+
+
+class NotArrived(RuntimeError):
+    """An update has not come through the group."""
 
 
 @dataclass
@@ -41,8 +48,6 @@ class FakeServer:
             place of the seconds is called before each token with its place, and returns when that may be sampled.
         slots: completions that are sampled at a time; others wait their turn.
         with_logprobs: compute true log-probs; else they are 0, and an answer costs next to nothing beyond its seconds.
-        any_vllm: say that it was started with `--any-vllm`.
-        returns_sampling_mask: say with each token the `top_k` likeliest ones and itself, and give log-probs over them.
         stages: take updates while sampling goes on, and pause to put them in place alone.
         can_sleep: say that it can sleep; it then samples nothing, and at level 2 loses its weights, until an update.
         fault: called with each path before it is served, and in an update with `/update/arrived` and `/update/placed`;
@@ -50,6 +55,7 @@ class FakeServer:
         refused: called with each path; where it says so, the answer is 403.
         versions: the weights received, by version.
         naps: levels of the requests to sleep.
+        trainer: the name of the trainer that has it; empty where its connection is closed.
         log: `(path, seconds on the monotonic clock)` of every request.
     """
 
@@ -60,25 +66,27 @@ class FakeServer:
     with_logprobs: bool = True
     stages: bool = False
     can_sleep: bool = False
-    vllm_version: str = VLLM_VERSIONS[0]
-    any_vllm: bool = False
-    returns_sampling_mask: bool = False
     fault: Callable[[str], None] = lambda path: None
     refused: Callable[[str], bool] = lambda path: False
     temperature: float = 1.0
     url: str = ""
     versions: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    naps: list[str] = field(default_factory=list)
+    naps: list[int] = field(default_factory=list)
+    trainer: str = ""
     log: list[tuple[str, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(self.model_id, dtype=torch.float32).eval()
         self.version = "default"
         self.versions["default"] = self._weights()
-        self.group: WorkerGroup | None = None
+        self.group: WeightGroup | None = None
+        self.hold: object = None
+        self._threads = ThreadPoolExecutor(2048)
+        self._update_name = ""  # of the one that comes
+        self._given_up = ""  # the secret of a meeting
         self._resumed = threading.Event()
         self._resumed.set()
-        self._aborted = False
+        self._epoch = 0  # grows where all in flight are aborted
         self._free = threading.Semaphore(self.slots)
         self._computing = threading.Lock()
 
@@ -87,83 +95,80 @@ class FakeServer:
             name: weight.detach().clone() for name, weight in self.model.named_parameters()
         }  # tied ones once
 
-    def control(self, path: str, body: dict[str, Any]) -> Any:
-        """The routes that do not sample."""
-        if path == "/version":
-            return {
-                "version": self.vllm_version,
-                "any_vllm": self.any_vllm,
-                "sampling_mask": self.returns_sampling_mask,
-            }
-        if path == "/v1/models":
-            return {
-                "data": [
-                    {
-                        "id": self.model_id,
-                        "root": self.model_id,
-                        "max_model_len": self.max_model_len,
-                    }
-                ]
-            }
-        if path == "/get_world_size":
-            return {"world_size": 1}
-        if path == "/init_weight_transfer_engine" and "temperature" in body["init_info"]:
-            self.temperature = body["init_info"]["temperature"]
-        elif path == "/init_weight_transfer_engine":
-            info = body["init_info"]
-            store = TCPStore(
-                info["host"],
-                info["port"],
-                is_master=False,
-                timeout=timedelta(seconds=info["timeout_s"]),
-            )
-            if self.group is not None:
-                self.group.close()
-            about = About(room=100.0 if self.stages else 0.0, can_sleep=self.can_sleep)
-            self.group = WorkerGroup(
-                store, 1, info["world_size"], torch.device("cpu"), info["timeout_s"], about=about
-            )
-        elif path == "/weight_checker":
+    def about(self) -> About:
+        """What `/connect` tells."""
+        return About(
+            [self.model_id], self.max_model_len, "float32", 0,
+            self.can_sleep, [None],
+        )  # fmt: skip
+
+    def connect(self, request: ConnectRequest) -> None:
+        """Zero the weights for a trainer; what another had in flight is aborted."""
+        self.temperature = request.temperature or self.temperature
+        if request.trainer:
+            if self.trainer not in ("", request.trainer):
+                raise ValueError("another trainer uses this server: one at a time")
+            self.trainer = request.trainer
+            self._update_name = ""
+            self._epoch += 1
             for tensor in self.model.state_dict().values():
                 tensor.zero_()
-        elif path == UPDATE:
-            return {"paused_s": self._update(body["weight_version"])}
-        elif path in ("/pause", "/sleep"):
-            self._resumed.clear()
-            self._aborted = path == "/sleep" or body.get("mode") == "abort"
-            if path == "/sleep":
-                self.naps.append(body["level"])
-            if body.get("level") == "2":
-                for tensor in self.model.state_dict().values():
-                    tensor.fill_(torch.nan)
-        elif path == "/wake_up":
             self._resumed.set()
-        return {}
 
-    def _update(self, version: str) -> float:
-        """Take an update; after an error sampling stays paused, as the real server's may."""
-        assert self.group is not None
+    def sleep(self, level: int) -> None:
+        """Sample nothing, and at level 2 lose the weights."""
+        self.naps.append(level)
+        self._epoch += 1
+        self._resumed.clear()
+        if level == 2:
+            for tensor in self.model.state_dict().values():
+                tensor.fill_(torch.nan)
+
+    def update(self, request: UpdateRequest) -> Updated:
+        """Take an update; after an error sampling may stay paused, as the real server's."""
+        if self._given_up == request.meeting.secret:
+            raise NotArrived("given up")
+        self._update_name = name = os.urandom(8).hex()
+        if not request.weight_version:
+            self._given_up = request.meeting.secret
+            return Updated()
         if not self.stages:
-            self._pause()
-        weights: dict[str, Tensor] = {}
-        while bucket := self.group.receive():
-            weights |= bucket
-        self.fault(f"{UPDATE}/arrived")
+            self._resumed.clear()
+        arriving = self._threads.submit(self._receive, request.meeting)
+        while not arriving.done() and self._update_name == name:
+            time.sleep(2e-3)
+        if self._update_name != name:
+            raise NotArrived("given up")
+        error = arriving.exception()
+        if isinstance(error, RuntimeError):  # of the group
+            raise NotArrived(repr(error))
+        self.fault("/update/arrived")
         if self.stages:
-            self._pause()
+            self._resumed.clear()
         started_s = time.monotonic()
         with self._computing:  # a forward lends the model another version's tensors for its time
-            missing = self.model.load_state_dict(weights, strict=False)
+            missing = self.model.load_state_dict(arriving.result(), strict=False)
             assert not missing.unexpected_keys
-            self.versions[version] = self._weights()
-        self.version = version
-        self.fault(f"{UPDATE}/placed")
+            self.versions[request.weight_version] = self._weights()
+        self.version = request.weight_version
+        self.fault("/update/placed")
         self._resumed.set()
-        return time.monotonic() - started_s
+        return Updated(time.monotonic() - started_s)
 
-    def _pause(self) -> None:
-        self._aborted = False
-        self._resumed.clear()
+    def _receive(self, meeting: Meeting) -> dict[str, Tensor]:
+        """All weights of an update."""
+        if not self.group or not self.group.is_open or self.group.meeting.secret != meeting.secret:
+            self.group = WeightGroup(meeting, meeting.first_rank, torch.device("cpu"))
+        group = self.group
+        weights: dict[str, Tensor] = {}
+        try:
+            while bucket := group.receive():
+                self.fault("/update/bucket")
+                weights |= bucket
+        except Exception:
+            group.close()
+            raise
+        return weights
 
     def prompt_logprobs(self, ids: list[int]) -> Sampled:
         """As a reference gives them: of each token but the first, at its temperature."""
@@ -174,50 +179,48 @@ class FakeServer:
         values = scaled[range(len(ids) - 1), ids[1:]].tolist()
         return Sampled(prompt_logprobs=array("f", values).tobytes())
 
-    def generate(self, body: dict[str, Any]) -> Iterator[Sampled]:
-        """Each completion, when it has ended."""
-        sampling, prompt = body["sampling_params"], body["token_ids"]
-        num = sampling.get("n", 1)
-        ended: queue.SimpleQueue[Sampled] = queue.SimpleQueue()
-        for number in range(num):
-            threading.Thread(
-                target=self._say, args=(prompt, number, sampling, ended), daemon=True
-            ).start()
-        for _ in range(num):
-            yield ended.get()
+    def sample(self, request: SampleRequest) -> list[Sampled]:
+        """All completions, when they have ended."""
+        sampling: dict[str, Any] = request.sampling_params
+        if "prompt_logprobs" in sampling:
+            return [self.prompt_logprobs(request.token_ids)]
+        says = [
+            self._threads.submit(self._say, request.token_ids, number, sampling)
+            for number in range(sampling.get("n", 1))
+        ]
+        return [said.result() for said in says]
 
-    def _say(self, prompt: list[int], number: int, sampling: dict[str, Any], ended: Any) -> None:
+    def _say(self, prompt: list[int], number: int, sampling: dict[str, Any]) -> Sampled:
         """One completion: tokens come evenly over its seconds, except while paused."""
         ids, pace = self.answer(prompt, number)
         said = ids[: sampling["max_tokens"]]
         versions = []
+        epoch = self._epoch
         with self._free:
             for place in range(len(said)):
                 if callable(pace):
                     pace(place)
                 else:
                     time.sleep(pace / len(ids))
-                while not self._resumed.wait(0.01) and not self._aborted:
+                while not self._resumed.wait(0.01) and epoch == self._epoch:
                     pass
-                if not self._resumed.is_set():
+                if epoch != self._epoch:
                     break
                 versions.append(self.version)
-        message = self._message(prompt, number, said[: len(versions)], versions, sampling)
+        message = self._message(prompt, said[: len(versions)], versions, sampling)
         message.finish_reason = (
             "abort" if len(versions) < len(said) else "length" if len(said) < len(ids) else "stop"
         )
-        ended.put(message)
+        return message
 
     def _message(
         self,
         prompt: list[int],
-        number: int,
         ids: list[int],
         versions: list[str],
         sampling: dict[str, Any],
     ) -> Sampled:
         logprobs = [0.0] * len(ids)
-        sets: list[list[int]] = []
         spans: list[tuple[str, int, int]] = []
         for place, version in enumerate(versions):
             if not spans or spans[-1][0] != version:
@@ -232,20 +235,12 @@ class FakeServer:
                 scaled = (
                     logits[len(prompt) - 1 : -1] / (sampling.get("temperature") or 1.0)
                 ).log_softmax(-1)
-                if self.returns_sampling_mask:
-                    for place in range(start, end):
-                        drawn = set(scaled[place].topk(sampling["top_k"]).indices.tolist())
-                        sets.append(sorted(drawn | {ids[place]}))
-                        scaled[place] -= scaled[place, sets[-1]].logsumexp(0)
                 part = slice(start, end)
                 logprobs[part] = scaled[range(len(ids)), ids][part].tolist()
         return Sampled(
-            number,
             token_ids=array("i", ids).tobytes(),
             logprobs=array("f", logprobs).tobytes(),
             weight_versions=spans,
-            mask_ids=array("i", chain.from_iterable(sets)).tobytes(),
-            mask_sizes=array("i", map(len, sets)).tobytes(),
         )
 
 
@@ -257,48 +252,65 @@ class _Handler(BaseHTTPRequestHandler):
         """Silence."""
 
     def do_GET(self) -> None:
-        """As POST."""
+        """Of `/health`."""
         self.do_POST()
 
     def do_POST(self) -> None:
         """One request."""
         fake = self.server.fake
-        path, query = urlsplit(self.path).path, dict(parse_qsl(urlsplit(self.path).query))
-        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
-        fake.log.append((path, time.monotonic()))
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"
+        fake.log.append((self.path, time.monotonic()))
         try:
-            fake.fault(path)
-            if fake.refused(path):
-                self.reply(403, {"error": "refused"})
-            elif path == SAMPLE and "prompt_logprobs" in body["sampling_params"]:
-                self.stream([fake.prompt_logprobs(body["token_ids"])])
-            elif path == SAMPLE:
-                self.stream(fake.generate(body))
+            fake.fault(self.path)
+            if fake.refused(self.path):
+                self.reply(403, b'{"error": "refused"}')
+            elif self.path == "/connect":
+                self.connect(msgspec.json.decode(body, type=ConnectRequest))
+            elif self.path == "/sample":
+                found = fake.sample(msgspec.json.decode(body, type=SampleRequest))
+                self.reply(200, msgspec.msgpack.encode(found))
+            elif self.path == "/update":
+                updated = fake.update(msgspec.json.decode(body, type=UpdateRequest))
+                self.reply(200, msgspec.msgpack.encode(updated))
+            elif self.path == "/sleep" and fake.can_sleep:
+                fake.sleep(msgspec.json.decode(body, type=SleepRequest).level)
+                self.reply(200, b"{}")
             else:
-                self.reply(200, fake.control(path, body | query))
+                self.reply(200 if self.path == "/health" else 404, b"{}")
         except (BrokenPipeError, ConnectionResetError):
             self.close_connection = True
+        except NotArrived as error:
+            self.reply(409, msgspec.json.encode({"error": str(error)}))
+        except ValueError as error:
+            self.reply(400, msgspec.json.encode({"error": repr(error)}))
         except Exception as error:
-            self.reply(500, {"error": repr(error)})
+            self.reply(500, msgspec.json.encode({"error": repr(error)}))
 
-    def reply(self, status: int, value: Any) -> None:
-        """A whole JSON answer."""
-        data = json.dumps(value).encode()
+    def connect(self, request: ConnectRequest) -> None:
+        """Tell about the server, which is a trainer's until that hangs up."""
+        fake = self.server.fake
+        fake.connect(request)
+        hold = fake.hold = object()
+        line = msgspec.json.encode(fake.about()) + b"\n"
+        if not request.trainer:
+            return self.reply(200, line)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(line)
+        self.close_connection = True
+        with suppress(OSError):
+            self.connection.recv(1)
+        if fake.hold is hold:
+            fake.trainer = ""
+        return None
+
+    def reply(self, status: int, data: bytes) -> None:
+        """A whole answer."""
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(data)))
+        self.send_header("Connection", "close")  # as asked; or the client takes it again
         self.end_headers()
         self.wfile.write(data)
-
-    def stream(self, found: Iterable[Sampled]) -> None:
-        """A chunk for each message."""
-        self.send_response(200)
-        self.send_header("Transfer-Encoding", "chunked")
-        self.end_headers()
-        for message in found:
-            data = packed(message)
-            self.wfile.write(b"%x\r\n%s\r\n" % (len(data), data))
-        self.wfile.write(b"0\r\n\r\n")
 
 
 class _Listener(ThreadingHTTPServer):

@@ -62,14 +62,12 @@ GROUPS = {
     "workers.py": "reward functions, in\nother processes",
     "group.py": "Group: a prompt,\nits completions",
     "own_advantages.py": "with an advantage_fn",
-    "sampling_mask.py": "of top-k, top-p",
 }
 SERVERS = {
     "servers.py": "which ones serve",
+    "sending.py": "updates, to all",
     "addresses.py": "their current list",
     "proofs.py": "checks log-probs",
-    "adapters.py": "LoRA, unmerged",
-    "sleep.py": "GPU used in turns",
     "references.py": "servers of a teacher",
     "evaluation.py": "held-out problems",
 }
@@ -102,27 +100,25 @@ PREFIXES = {
 }
 SENDING = {
     "publish.py": "whole tensors",
-    "transfer.py": "trainer's end",
-    "shared.py": "to many at once",
+    "group.py": "of all servers",
 }
-ARRIVING = {"cuda_ipc.py": "on one GPU", "arrival.py": "vLLM's side"}
+ON_ONE_GPU = {"cuda_ipc.py": "on one GPU"}
 SETTINGS = {"config.py": "every setting"}
 RANKS = {"utils.py": "ranks, signals"}
 SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other machines"}
 SERVING = {
-    "route.py": "ids in, arrays out",
-    "messages.py": "arrays as bytes",
+    "app.py": "the routes",
+    "sample.py": "ids in, arrays out",
+    "messages.py": "what both sides say",
     "whole.py": "whole completions",
-    "update.py": "new weights come",
-    "staging.py": "second set of layers",
+    "receiver.py": "weights, in a worker",
     "adapter.py": "a LoRA adapter",
-    "receiver.py": "in vLLM's worker",
 }
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py", "thumbnails.py",
-    "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "cuda_ipc.py", "shared.py", "arrival.py", "own_rollouts.py", "vllm_params.py",
-    "adapters.py", "sleep.py", "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py", "order.py", "sampling_mask.py",
+    "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py", "vllm_params.py",
+    "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py", "order.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file
@@ -149,7 +145,7 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (199, 599, 150, BY_WORDS, 3, "green", POLICY),
     (364, 576, 198, 154, 12, "pink", PREFIXES),
     (482, 752, 104, BY_WORDS, 10, "purple", SENDING),
-    (374, 798, 102, BY_WORDS, 10, "purple", ARRIVING),
+    (374, 798, 102, BY_WORDS, 10, "purple", ON_ONE_GPU),
     (32, 1002, 152, BY_WORDS, 12, "grey", SETTINGS),
     (196, 1002, 152, BY_WORDS, 12, "grey", RANKS),
     (604, 78, 114, 336, 12, "purple", CLIENT),

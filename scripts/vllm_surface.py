@@ -24,13 +24,16 @@ ROOT = Path(__file__).resolve().parent.parent
 OURS = [ROOT / "vllm_server.py", *sorted((ROOT / "server").glob("*.py"))]
 
 METHODS = {
+    "vllm.engine.arg_utils.AsyncEngineArgs": ["add_cli_args", "from_cli_args"],
     "vllm.v1.engine.async_llm.AsyncLLM": [
-        "add_request", "abort", "collective_rpc", "resume_generation", "update_weight_version",
-        "wake_up",
+        "from_engine_args", "add_request", "abort", "check_health", "errored", "shutdown",
+        "pause_generation", "resume_generation", "sleep", "wake_up", "update_weight_version",
     ],
-    "vllm.v1.engine.core_client.AsyncMPClient": ["pause_scheduler_async"],
+    "vllm.v1.engine.core_client.AsyncMPClient": [
+        "call_utility_all_async", "pause_scheduler_async",
+    ],
     "vllm.v1.engine.core.EngineCore": [
-        "_attach_weight_version", "set_weight_version", "pause_scheduler",
+        "_attach_weight_version", "set_weight_version", "pause_scheduler", "collective_rpc",
     ],
     "vllm.v1.engine.output_processor.RequestOutputCollector": ["get"],
     "vllm.renderers.base.BaseRenderer": ["clear_mm_cache_async", "render_cmpl_async"],
@@ -39,26 +42,21 @@ METHODS = {
     "vllm.lora.model_manager.LoRAModelManager": [
         "add_adapter", "activate_adapter", "remove_adapter",
     ],
-    "vllm.distributed.weight_transfer.base.WeightTransferEngine": [
-        "init_transfer_engine", "start_weight_update", "receive_weights", "finish_weight_update",
-        "shutdown",
+    "vllm.v1.worker.gpu_worker.Worker": ["get_model", "reset_weights", "sleep", "wake_up"],
+    "vllm.model_executor.layers.vocab_parallel_embedding.UnquantizedEmbeddingMethod": [
+        "process_weights_after_loading",
     ],
-    "vllm.distributed.weight_transfer.factory.WeightTransferEngineFactory": ["register_engine"],
-    "vllm.v1.worker.gpu_worker.Worker": [
-        "start_weight_update", "update_weights", "finish_weight_update", "sleep", "wake_up",
+    "vllm.model_executor.layers.fused_moe.modular_kernel.FusedMoEExperts": [
+        "process_weights_after_loading",
     ],
 }  # fmt: skip
-# Text that must stand somewhere in vLLM: routes, and options of ours.
-ROUTES = [
-    "/pause", "/init_weight_transfer_engine", "/get_world_size", "/weight_checker", "/sleep",
-    "/wake_up", "/health", "/version", "/v1/models", "/metrics",
-]  # fmt: skip
+# Text that must stand somewhere in vLLM: options of ours.
 OPTIONS = [
-    "logprobs_mode", "generation_config", "mm_processor_cache_gb", "block_size", "enforce_eager",
-    "enable_chunked_prefill", "kv_cache_memory_bytes", "gpu_memory_utilization", "max_num_seqs",
-    "enable_sleep_mode", "max_lora_rank", "worker_extension_cls", "weight_transfer_config",
-    "allowed_media_domains", "return_sampling_mask", "middleware", "uvicorn_log_level", "disable_log_stats",
-    "api_server_count",
+    "logprobs_mode", "generation_config", "mm_processor_cache_gb", "dtype", "max_model_len",
+    "block_size", "enforce_eager", "enable_chunked_prefill", "kv_cache_memory_bytes",
+    "gpu_memory_utilization", "max_num_seqs", "enable_sleep_mode", "max_lora_rank",
+    "worker_extension_cls", "allowed_media_domains", "disable_log_stats", "scheduling_policy",
+    "served_model_name", "compilation_config", "optimization_level",
 ]  # fmt: skip
 
 
@@ -141,8 +139,8 @@ class Sources:
 
     @cache  # noqa: B019  # as long as the script runs
     def text(self) -> str:
-        """All of vLLM's options and routes, as text."""
-        folders = ("entrypoints", "engine", "config")
+        """All of vLLM's options, as text."""
+        folders = ("engine", "config")
         paths = [path for name in folders for path in (self.folder / "vllm" / name).rglob("*.py")]
         return "\n".join(path.read_text() for path in paths)
 
@@ -265,9 +263,8 @@ def compare(here: Sources, there: Sources) -> list[tuple[str, str, str]]:
         elif ours and ours.arguments != theirs.arguments:
             fault = f"changed: ({theirs.arguments}), was ({ours.arguments})"
         rows.append((" or ".join(names), place, fault))
-    for word in (*ROUTES, *OPTIONS):
-        quoted = f'"{word}"' if word.startswith("/") else word
-        rows.append((word, "route or option", "" if quoted in there.text() else "missing"))
+    for word in OPTIONS:
+        rows.append((word, "option", "" if word in there.text() else "missing"))
     return rows
 
 

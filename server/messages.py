@@ -1,21 +1,72 @@
-"""The server's own routes, and completions on the wire to the trainer."""
-
-from collections.abc import Iterable, Iterator
+"""Messages of trainer and server over HTTP: requests are JSON, completions msgpack."""
 
 import msgspec
 
-SAMPLE = "/sample"  # completions of a prompt
-UPDATE = "/update"  # new weights
-HEAD = 4  # bytes before each message: its length
+from weights.group import Meeting
+
+
+class Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """The body of a POST."""
+
+
+class ConnectRequest(Request):
+    """Of `/connect`: takes the server for a trainer, zeroes its weights, and tells about it.
+
+    Without a name of a trainer it only tells.
+    """
+
+    trainer: str = ""
+    trial: str = ""  # a handle of GPU memory, for a worker on that GPU to open
+    temperature: float = 0.0  # of a server that gives log-probs of a reference
+
+
+class About(msgspec.Struct):
+    """The answer of `/connect`, a line of JSON; the trainer has the server until it hangs up."""
+
+    names: list[str]  # of the model, the path or id first
+    max_model_len: int
+    dtype: str  # of the model
+    lora_rank: int  # of the largest adapter that it takes, in place of weights; 0: it takes weights
+    can_sleep: bool  # it was started with `--enable-sleep-mode`
+    gpus: list[str | None] = []  # of the workers, once it is a trainer's
+    opens_memory: bool = False  # its only worker could open the trial
+
+
+class UpdateRequest(Request):
+    """Of `/update`: takes new weights, and samples on as their version.
+
+    Without a version it gives up what comes by this meeting, also if that is asked later.
+    """
+
+    trainer: str
+    meeting: Meeting  # of the group over which they come
+    weight_version: str = ""
+
+
+class Updated(msgspec.Struct):
+    """The answer of `/update`; its status is 409 where the update does not come through."""
+
+    paused_s: float = 0.0  # for how long the server did not sample
+
+
+class SleepRequest(Request):
+    """Of `/sleep`: gives up the GPU's memory until the next update."""
+
+    level: int  # of vLLM: 2 discards the weights, 1 keeps them in the host's memory
+
+
+class SampleRequest(Request):
+    """Of `/sample`: completions of a prompt. Who hangs up aborts them."""
+
+    token_ids: list[int]  # of the prompt
+    sampling_params: dict[str, object]  # vLLM's
+    images: list[str] = []  # data URIs
+    priority: int = 0  # those of a lower number go before all that wait
 
 
 class Sampled(msgspec.Struct, omit_defaults=True):
-    """A part of the reply: a completion as soon as it has ended, or an error that ends the reply.
+    """One of the completions in the answer of `/sample`, a list. Arrays are little-endian."""
 
-    Arrays are little-endian.
-    """
-
-    index: int = 0  # of the completion in its group
     finish_reason: str | None = None
     token_ids: bytes = b""  # int32
     logprobs: bytes = b""  # float32, nats
@@ -23,32 +74,3 @@ class Sampled(msgspec.Struct, omit_defaults=True):
     weight_versions: list[tuple[str, int, int]] = []
     prompt_token_ids: bytes = b""  # int32; as the server has expanded it, where there are images
     prompt_logprobs: bytes = b""  # float32, nats; of all tokens but the first, where asked for
-    error: str = ""
-    # With `--return-sampling-mask`: of all tokens, one after the other, those that could be drawn.
-    mask_ids: bytes = b""  # int32
-    mask_sizes: bytes = b""  # int32, one a token
-
-
-def packed(message: Sampled) -> bytes:
-    """A message after its length."""
-    data = msgspec.msgpack.encode(message)
-    return len(data).to_bytes(HEAD, "little") + data
-
-
-def messages(chunks: Iterable[bytes]) -> Iterator[Sampled]:
-    """The whole messages in a reply that comes in chunks of any size.
-
-    One that is cut off at the end is left out: the caller knows how many there should be.
-
-    Raises:
-        msgspec.MsgspecError: one makes no sense.
-    """
-    received = bytearray()
-    for chunk in chunks:
-        received += chunk
-        while len(received) >= HEAD:
-            end = HEAD + int.from_bytes(received[:HEAD], "little")
-            if len(received) < end:
-                break
-            yield msgspec.msgpack.decode(received[HEAD:end], type=Sampled)
-            del received[:end]

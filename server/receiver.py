@@ -1,203 +1,194 @@
 """The worker's side of updates: weights from a trainer, into vLLM's model."""
 
-from dataclasses import dataclass
-from datetime import timedelta
-from math import inf
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from queue import SimpleQueue
 from typing import Any
 
-from torch.distributed import TCPStore
-from vllm.distributed.weight_transfer import base
+import msgspec
+import psutil
+import torch
+from torch import Tensor
+from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.utils import nccl
 
-from server.adapter import Adapter
-from server.staging import StagedUpdates, Twins, room_beside
-from weights.arrival import WorkerGroup
-from weights.transfer import About
+from server.adapter import load_adapter
+from weights.cuda_ipc import can_open
+from weights.group import Meeting, WeightGroup, gpu_of
+
+FREE_BYTES = 2 << 30  # that an update leaves, while it waits beside the model
+# States of an update. Of all workers the least counts: one that is full keeps the others waiting.
+GIVEN_UP, FULL, COMING, WHOLE = range(4)
 
 
-@dataclass
-class TransferInit(base.WeightTransferInitInfo):
-    """The address at which the trainer waits for this server's workers.
+class Update:
+    """An update on its way into a worker's model.
 
-    For the server of a reference only a `temperature`.
+    A thread takes its buckets, which wait beside the model while it samples, as far as they have
+    room. They are loaded while sampling pauses.
     """
 
-    host: str = ""
-    port: int = 0
-    world_size: int = 0
-    timeout_s: float = 0.0
-    trainer: str = ""
-    connection: str = ""  # the name of this connection
-    temperature: float = 0.0
+    def __init__(self, name: str, meeting: Meeting, worker: Any):
+        self.name = name
+        self.error = ""  # why it is given up
+        self._meeting = meeting
+        self._worker = worker
+        self._buckets: SimpleQueue[dict[str, Tensor]] = SimpleQueue()
+        self._is_whole = False  # all have come
+        # No more has room until these are loaded, as beside a trainer on the same card.
+        self._is_full = meeting.backend == "ipc" or worker.model_config.enable_sleep_mode
+        threading.Thread(target=self._run, daemon=True).start()
 
+    def _run(self) -> None:
+        """Take buckets, up to the empty one."""
+        group = None
+        try:
+            group = self._joined()
+            bucket = group.receive()
+            while bucket and not self.error:
+                self._buckets.put(bucket)
+                self._is_full = self._is_full or self._free_bytes() < FREE_BYTES
+                while self._is_full and not self._buckets.empty() and not self.error:
+                    time.sleep(1e-3)
+                bucket = group.receive()
+            self._is_whole = not bucket
+        except Exception as error:  # of the group, or of CUDA: the trainer is told
+            self.error = self.error or " ".join(f"{type(error).__name__}: {error}".split())
+            if group:
+                group.close()
 
-class WeightReceiver(base.WeightTransferEngine[TransferInit, base.WeightTransferUpdateInfo]):
-    """Loads the trainer's weights into a worker.
+    def _joined(self) -> WeightGroup:
+        """The group of the meeting: the worker's, or a new one in its place."""
+        worker = self._worker
+        group: WeightGroup | None = worker.group
+        if group and group.is_open and group.meeting.secret == self._meeting.secret:
+            return group
+        if group:
+            group.close()
+        config = worker.parallel_config
+        number = config.data_parallel_index * config.world_size + config.rank
+        with nccl.unpinned_nccl_env():  # vLLM sets variables that the trainer has not
+            group = WeightGroup(self._meeting, self._meeting.first_rank + number, worker.device)
+        if worker.update is self:
+            worker.group = group
+        return group
 
-    The worker gets full tensors and keeps its shard of them, as of a checkpoint.
-    """
+    def _free_bytes(self) -> int:
+        if self._worker.device.type == "cuda":
+            return torch.cuda.mem_get_info(self._worker.device)[0]
+        return psutil.virtual_memory().available
 
-    init_info_cls = TransferInit
-    # Buckets come until an empty one: there is nothing to say beforehand.
-    update_info_cls = base.WeightTransferUpdateInfo
-    group: WorkerGroup | None = None
-    staged: StagedUpdates | None = None  # updates, where they are received beside the model
-    trainer = ""
-    connection = ""  # the name of the trainer's connection
-    temperature = 0.0  # of a reference, 0 for any other server
+    def state(self) -> int:
+        """How far it is."""
+        if self.error:
+            return GIVEN_UP
+        if self._is_whole:
+            return WHOLE
+        return FULL if self._is_full else COMING
 
-    def init_transfer_engine(self, init_info: TransferInit) -> None:
-        """Join the trainer's transfer group, or become a reference.
-
-        The group takes the place of one that an earlier trainer left.
-        """
-        if init_info.temperature:
-            self._become_reference(init_info.temperature)
-            return
-        is_other = self.trainer != init_info.trainer
-        if self.group and is_other and self.group.trainer_lives():
-            raise RuntimeError("another trainer uses this server: one at a time")
-        self.shutdown()
-        self.trainer = init_info.trainer
-        self.connection = init_info.connection
-
-        config = self.parallel_config
-        rank = 1 + config.data_parallel_index * config.world_size + config.rank
-        # The trainer made the store before it invited us: where none is, the trainer is gone.
-        timeout = timedelta(seconds=10)
-        store = TCPStore(init_info.host, init_info.port, is_master=False, timeout=timeout)
-        store.set_timeout(timedelta(seconds=init_info.timeout_s))
-        self.group = WorkerGroup(
-            store, rank, init_info.world_size, self.device, init_info.timeout_s,
-            about=self._about(),
-            environment=nccl.unpinned_nccl_env,  # vLLM sets variables that the trainer has not
-        )  # fmt: skip
-        if self.group.stages:
-            lora = self.vllm_config.lora_config
-            dtype: Any = self.model_config.dtype
-            beside = Adapter(self.model, lora) if lora else Twins(self.model, dtype)
-            self.staged = StagedUpdates(self.group, beside, self.vllm_config, self.device)
-
-    def _about(self) -> About:
-        dtype = str(self.model_config.dtype).removeprefix("torch.")
-        can_sleep = self.model_config.enable_sleep_mode
-        lora = self.vllm_config.lora_config
-        if lora:  # there is always room: an adapter is small
-            return About(dtype, room=inf, lora_rank=lora.max_lora_rank, can_sleep=can_sleep)
-        if can_sleep:
-            # It samples nothing during an update: staging would only take the trainer's memory.
-            return About(dtype, room=0.0, can_sleep=True)
-        return About(dtype, room_beside(self.model, self.model_config, self.device))
-
-    def _become_reference(self, temperature: float) -> None:
-        """Scale the logits, as vLLM's log-probs of prompts know no temperature."""
-        if self.temperature == temperature:
-            return
-        if self.temperature:
-            raise RuntimeError(
-                f"it is the reference of a run at temperature {self.temperature}: start another one"
-            )
-        for module in self.model.modules():
-            if isinstance(module, LogitsProcessor):
-                module.scale /= temperature
-        self.temperature = temperature
-
-    def can_place(self, connection: str) -> bool:
-        """True once an update can be put in place: it is here, or comes in the pause.
+    def arriving(self) -> Iterator[tuple[str, Tensor]]:
+        """The weights that are here, and those that still come.
 
         Raises:
-            RuntimeError: no update comes by this connection any more.
+            RuntimeError: no more come.
         """
-        if connection != self.connection or not self.group:
-            raise RuntimeError("the trainer has connected anew, or left")
-        return self.staged.has_arrived() if self.staged else True
-
-    def start_weight_update(self) -> None:
-        """Open vLLM's layerwise reload.
-
-        Layers are rebuilt as soon as all of their weights have arrived.
-        """
-        layerwise.initialize_layerwise_reload(self.model)
-        # Of modules without weights vLLM would warn that they failed to load.
-        tied = getattr(self.model_config.hf_text_config, "tie_word_embeddings", False)
-        for module in self.model.modules():
-            info = layerwise.get_layerwise_info(module)
-            if not info.restore_metadata[0] or (tied and isinstance(module, ParallelLMHead)):
-                info.load_numel_total = 0
-
-    def receive_weights(self, update_info: base.WeightTransferUpdateInfo) -> None:
-        """Load buckets until an empty one.
-
-        Each has memory of its own, as layerwise reload keeps views until a layer is whole.
-        """
-        load_weights: Any = self.model.load_weights
-        try:
-            assert self.group
-            bucket = self.group.receive()
-            while bucket:
-                load_weights(bucket.items())
-                bucket = self.group.receive()
-        except BaseException:
-            # What the trainer sends then fails at once, instead of waiting for this worker.
-            self.shutdown()
-            # Without this the next update could not begin.
-            layerwise.finalize_layerwise_reload(self.model, self.model_config)
-            raise
-
-    def finish_weight_update(self) -> None:
-        """Close the reload, and refresh everything that the reload left alone."""
-        layerwise.finalize_layerwise_reload(self.model, self.model_config)
-        if self.device.type != "cpu":
-            return
-        # The reload does not touch what vLLM prepacks for the CPU, a tied embedding and experts:
-        # they would stay.
-        for module in self.model.modules():
-            quant_method: Any = getattr(module, "quant_method", None)
-            if isinstance(module, ParallelLMHead):
-                quant_method.process_weights_after_loading(module)
-            kernel = getattr(quant_method, "moe_kernel", None)
-            if kernel:
-                kernel.fused_experts.process_weights_after_loading(module)
-
-    def shutdown(self) -> None:
-        """Leave the transfer group."""
-        if self.group:
-            self.group.close()
-            self.group = None
-        if self.staged:
-            self.staged.close()
-            self.staged = None
+        while not (self._is_whole and self._buckets.empty()):
+            if self.error:
+                raise RuntimeError(self.error)
+            if self._buckets.empty():
+                time.sleep(1e-3)
+            else:
+                yield from self._buckets.get().items()
 
 
 class WorkerExtension:
     """A base that vLLM gives its `Worker`, as `--worker-extension-cls` names it.
 
-    So `self` is the worker, and has vLLM's own methods.
+    So `self` is the worker. The API process calls the methods, on all workers at once.
     """
 
-    weight_transfer_engine: WeightReceiver
+    group: WeightGroup | None = None
+    update: Update | None = None  # the last one
+    temperature = 0.0  # of a reference, 0 for any other server
 
-    def can_place_update(self, connection: str) -> bool:
-        """As `WeightReceiver.can_place`."""
-        return self.weight_transfer_engine.can_place(connection)
+    def connect(self: Any, trial: str) -> tuple[str | None, bool]:
+        """Make ready for a trainer; returns this GPU, and whether it opens the trainer's trial.
 
-    def place_update(self: Any, connection: str) -> None:
-        """Give the model an update's weights, while sampling pauses.
-
-        Without staging this takes the whole update, through vLLM's methods of the worker, which
-        call the `WeightReceiver`'s of the same names.
-
-        Raises:
-            RuntimeError: no update comes by this connection any more.
+        Weights become zero: log-probs can then only agree if every weight arrives.
         """
-        receiver = self.weight_transfer_engine
-        receiver.can_place(connection)  # raises
-        if receiver.staged:
-            receiver.staged.put_in_place()
+        self.give_up_update()
+        if self.group:
+            self.group.close()
+        if not self.vllm_config.lora_config:  # of adapters the base stays
+            self.reset_weights()
+        return gpu_of(self.device), can_open(trial, self.device)
+
+    def begin_update(self, name: str, meeting: dict[str, Any]) -> None:
+        """Take an update, beside the model as far as it has room; the one before is given up."""
+        self.give_up_update()
+        self.update = Update(name, msgspec.convert(meeting, Meeting), self)
+
+    def state_of_update(self, name: str) -> int:
+        """How far an update is: `GIVEN_UP` where the trainer has begun another, or left."""
+        if self.update and self.update.name == name:
+            return self.update.state()
+        return GIVEN_UP
+
+    @torch.no_grad()
+    def load_update(self: Any) -> None:
+        """Give the model an update, while sampling pauses: what is here, and what still comes."""
+        weights = self.update.arriving()
+        model = self.get_model()
+        if self.vllm_config.lora_config:
+            load_adapter(weights, model, self.vllm_config.lora_config)
         else:
-            self.start_weight_update()
-            self.update_weights({})  # there is nothing to say: buckets come by the group
-            self.finish_weight_update()
+            # It warns of modules without weights; vLLM names those that did not come.
+            layerwise.logger.setLevel(logging.ERROR)
+            try:
+                self.reload_weights(weights_iterator=weights)
+            except BaseException:  # else the next could not begin
+                with set_current_vllm_config(self.vllm_config):
+                    layerwise.finalize_layerwise_reload(model, self.model_config)
+                raise
+            if self.device.type == "cpu":
+                refresh_packed(model)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()  # `_free_bytes` does not see what torch keeps
+
+    def give_up_update(self, name: str = "") -> str:
+        """Take no more of an update, or of whatever comes; returns why."""
+        update = self.update
+        if not update or name not in ("", update.name):
+            return "the trainer has begun another, or left"
+        update.error = update.error or "the trainer has given it up"
+        self.update = None
+        return update.error
+
+    def become_reference(self: Any, temperature: float) -> None:
+        """Scale the logits, as vLLM's log-probs of prompts know no temperature."""
+        if self.temperature not in (0.0, temperature):
+            raise RuntimeError(
+                f"it is the reference of a run at temperature {self.temperature}: start another one"
+            )
+        if self.temperature == 0:
+            for module in self.get_model().modules():
+                if isinstance(module, LogitsProcessor):
+                    module.scale /= temperature
+        self.temperature = temperature
+
+
+def refresh_packed(model: Any) -> None:
+    """Pack for a CPU what vLLM's reload leaves as it was: a tied embedding, and experts."""
+    for module in model.modules():
+        quant_method: Any = getattr(module, "quant_method", None)
+        if isinstance(module, ParallelLMHead):
+            quant_method.process_weights_after_loading(module)
+        kernel = getattr(quant_method, "moe_kernel", None)
+        if kernel:
+            kernel.fused_experts.process_weights_after_loading(module)

@@ -12,8 +12,6 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PRELOAD = [
     "vllm_server",
-    "vllm.entrypoints.launchers.api_server.entry",
-    "vllm.entrypoints.launchers.cli_args",
     "vllm.v1.worker.cpu_worker",
     "vllm.model_executor.models.qwen3",
 ]

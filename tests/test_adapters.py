@@ -15,14 +15,22 @@ import torch
 import torch.distributed as dist
 from helpers import on_ranks, server
 from launch import end_all
-from test_server import bits, check_an_update_in_flight, disturb, make_config, make_policy, mismatch
+from test_server import (
+    bits,
+    check_an_update_in_flight,
+    disturb,
+    make_config,
+    make_policy,
+    mismatch,
+    processes_of,
+    survivors,
+)
 
-from rollouts.adapters import adapter_weights
 from rollouts.rollouts import Rollouts
 from training.model import build_policy, share_prefixes
 from utils import process_group
 from vllm_client import ServerError, ServerLost
-from weights.publish import unwrap
+from weights.publish import adapter_weights, unwrap
 
 LORA = ("--enable-lora", "--max-lora-rank", "8")
 KINDS = [
@@ -117,12 +125,14 @@ def test_tensor_parallel_workers(models, tmp_path):
 @pytest.mark.server
 def test_a_server_that_comes_back(models, tmp_path, monkeypatch):
     """It has the base alone then, and gets the adapter before it serves."""
-    monkeypatch.setattr("rollouts.servers.RETRY_S", 1.0)
+    monkeypatch.setattr("rollouts.servers.PROBE_S", 0.5)
     with server(models["untied"], tmp_path / "first", *LORA) as first:
         config = lora_config(models["untied"], first.wait())
         with process_group(120) as device, published(config, device) as (rollouts, policy):
             (lost,) = rollouts.pool.servers
+            processes = processes_of(first.process.pid)
             end_all([first.process])
+            assert not survivors(processes)  # its engine, forked here, has the port, too
             rollouts.pool.lose(lost, ServerLost("it was ended"))
             port = str(urlsplit(first.url).port)
             with server(models["untied"], tmp_path / "second", *LORA, "--port", port):
@@ -130,27 +140,33 @@ def test_a_server_that_comes_back(models, tmp_path, monkeypatch):
                 while not rollouts.pool.returned and time.monotonic() < deadline_s:
                     time.sleep(0.1)
                 rollouts.proofs.prove(rollouts._send(only_returned=True))
-                assert lost.has_weights
+                assert rollouts.pool.serving == [lost]
                 assert mismatch(policy, rollouts, config, device)[0] <= 2e-5
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"use_peft": False, "lora_rank": 16}, "without --enable-lora, or set use_peft"),
-        ({"lora_rank": 9}, "with --enable-lora --max-lora-rank 16"),
+        (
+            {"use_peft": False, "lora_rank": 16},
+            "takes adapters alone: start it without --enable-lora, or set use_peft",
+        ),
+        (
+            {"lora_rank": 9},
+            "takes adapters of rank 8 at most: give it --enable-lora --max-lora-rank 16",
+        ),
     ],
-)  # fmt: skip
+)
 def test_servers_that_do_not_fit_are_refused(models, url, fields, message):
-    said = f"^{re.escape(url)} takes adapters alone, of rank 8 at most: restart it {message}$"
+    said = f"^{re.escape(url)} {message}$"
     with process_group(60) as device, pytest.raises(ServerError, match=said):
         Rollouts(lora_config(models["untied"], url, **fields), device)
 
 
 def test_servers_of_two_kinds_are_refused(models, url, servers):
     """One stream of weights goes to all."""
-    config = lora_config(models["untied"], url, vllm_urls=[url, servers["untied"]])
-    said = f"{servers['untied']} takes whole weights, and {url} adapters alone"
+    config = lora_config(models["untied"], url, vllm_urls=[servers["untied"], url])
+    said = f"{url} takes adapters alone, and others do not: give --enable-lora to all, or to none"
     with process_group(60) as device, pytest.raises(ServerError, match=said):
         Rollouts(config, device)
 

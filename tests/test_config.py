@@ -427,8 +427,8 @@ def test_a_config_is_a_frozen_dataclass():
         ({}, None),
         (
             {"top_k": 3},
-            None,
-        ),  # sampling masks may make up for it: it is told once the servers are known
+            "warning: top_k: tokens are not drawn from the policy itself; ratios are then inexact",
+        ),
         (
             {
                 "sampling_params": {
@@ -437,7 +437,7 @@ def test_a_config_is_a_frozen_dataclass():
                     "top_p": 0.9,
                 }
             },
-            "warning: logit_bias, repetition_penalty: tokens are not drawn from the policy itself",
+            "warning: logit_bias, repetition_penalty, top_p: tokens are not drawn from the policy",
         ),
         ({"epsilon": 0.1, "delta": 4.0}, "delta, epsilon without effect: all ratios are 1"),
         ({"epsilon": 0.1, "num_minibatches": 2}, None),

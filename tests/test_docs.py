@@ -23,7 +23,7 @@ ROOMS = ("rollouts", "training", "weights", "server")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")
 OPTIONS = {  # of the server, and of scripts: no fields
     "gpu-memory-utilization", "dtype", "mm-processor-kwargs", "limit-mm-per-prompt", "host", "api-key", "remote",
-    "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "return-sampling-mask", "any-vllm", "versions", "sleep", "max-lora-rank", "served-model-name", "plan", "server_options", "keep", "html", "serve", "kv-cache-memory-bytes", "no-enforce-eager",
+    "servers", "print", "doctor", "metrics", "enable-lora", "enable-sleep-mode", "any-vllm", "ssl-keyfile", "ssl-certfile", "versions", "sleep", "max-lora-rank", "served-model-name", "plan", "server_options", "keep", "html", "serve", "kv-cache-memory-bytes", "no-enforce-eager",
 }  # fmt: skip
 # What documents name and no source of ours defines: other programs, their variables, routes, and names of examples.
 OUTSIDE = frozenset({

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import types
 from array import array
 from contextlib import suppress
 from typing import Any
@@ -15,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from config import TrainConfig, UserError, parse_args
-from recipes.first_to_finish import first_to_finish
 from rollouts.data import leave_out_long, load_prompts
 from rollouts.group import Completion
-from vllm_client import ServerError, all_choices
+from server.messages import Sampled
+from vllm_client import ServerError, completion_of
 
 settings.register_profile("short", max_examples=150, deadline=None, derandomize=True)
 settings.load_profile("short")
@@ -80,9 +79,9 @@ def test_rows(processor, rows):
 
 
 MESSAGE: dict[str, Any] = {
-    "index": 0, "finish_reason": "stop", "token_ids": array("i", [5, 6]).tobytes(),
+    "finish_reason": "stop", "token_ids": array("i", [5, 6]).tobytes(),
     "logprobs": array("f", [-1.0, 0.0]).tobytes(), "weight_versions": [["3", 0, 2]],
-    "prompt_token_ids": b"", "error": "",
+    "prompt_token_ids": b"", "prompt_logprobs": b"",
 }  # fmt: skip
 PATHS = [
     *([name] for name in MESSAGE), ["weight_versions", 0],
@@ -90,25 +89,16 @@ PATHS = [
 ]  # fmt: skip
 
 
-def reply_of(message, cut=0, chunk=7):
-    """A reply as it comes, cut off at its end."""
-    data = msgspec.msgpack.encode(message)
-    whole = len(data).to_bytes(4, "little") + data
-    whole = whole[: len(whole) - cut]
-    chunks = [whole[start : start + chunk] for start in range(0, len(whole), chunk)]
-    answer: Any = types.SimpleNamespace(iter_content=lambda size: chunks)
-    return answer
+def parse(message, cut=0):
+    """The completion of a reply, cut off at its end."""
+    data = msgspec.msgpack.encode([message])
+    (sampled,) = msgspec.msgpack.decode(data[: len(data) - cut], type=list[Sampled])
+    return completion_of(sampled)
 
 
-@pytest.mark.parametrize("parse", [all_choices, first_to_finish])
-@given(
-    path=st.sampled_from(PATHS),
-    value=JSON | st.binary(max_size=12),
-    cut=st.integers(0, 60),
-    chunk=st.integers(1, 90),
-)
-def test_replies(parse, path, value, cut, chunk):
-    """A reply with one value replaced, or cut off, is an error that `request` retries, or two valid tokens."""
+@given(path=st.sampled_from(PATHS), value=JSON | st.binary(max_size=12), cut=st.integers(0, 60))
+def test_replies(path, value, cut):
+    """A reply with one value replaced, or cut off, is an error that `generate` expects, or two valid tokens."""
     message = copy.deepcopy(MESSAGE)
     *way, last = path
     place: Any = message
@@ -116,10 +106,11 @@ def test_replies(parse, path, value, cut, chunk):
         place = place[step]
     place[last] = value
     try:
-        completions, _ = parse(1, reply_of(message, max(cut - 30, 0), chunk))
-    except (msgspec.MsgspecError, ValueError, ServerError):  # what `request` expects
+        completion = parse(message, max(cut - 30, 0))
+    except (msgspec.MsgspecError, ValueError, ServerError):  # what `post` and `generate` expect
         return
-    (completion,) = completions
+    except OverflowError:  # of msgpack, which has no such numbers
+        return
     assert isinstance(completion, Completion)
     assert len(completion.token_ids) == len(completion.sampler_logprobs)
     assert len(completion.weight_versions) == len(completion.token_ids)
@@ -129,17 +120,16 @@ def test_replies(parse, path, value, cut, chunk):
 def test_a_token_without_a_version_is_refused(spans):
     """Else it would count as the environment's, and not train."""
     with pytest.raises(ValueError, match="of 2 tokens some have no weight version"):
-        all_choices(1, reply_of(MESSAGE | {"weight_versions": spans}))
+        parse(MESSAGE | {"weight_versions": spans})
 
 
 @pytest.mark.parametrize("logprobs", [[float("nan")], [float("-inf")], [], [-1.0, -1.0]])
 def test_a_token_without_a_logprob_is_refused(logprobs):
-    def parse(values):
+    def of(values):
         message = MESSAGE | {"token_ids": array("i", [5]).tobytes()}
         message |= {"logprobs": array("f", values).tobytes(), "weight_versions": [["3", 0, 1]]}
-        (completion,), _ = all_choices(1, reply_of(message))
-        return completion
+        return parse(message)
 
-    assert parse([-1.0]).sampler_logprobs.tolist() == [-1.0]
+    assert of([-1.0]).sampler_logprobs.tolist() == [-1.0]
     with pytest.raises(ValueError, match="some log-probs are missing, or no finite numbers"):
-        parse(logprobs)
+        of(logprobs)

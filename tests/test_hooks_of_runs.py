@@ -285,18 +285,17 @@ def test_held_out_sets_on_the_command_line():
 
 def dropping(server, sync):
     """At its sync of that number the server leaves one tensor, the last matrix of a layer, as it was made: zeroed."""
-    receive, seen = server.control, itertools.count(1)
+    update, seen = server.update, itertools.count(1)
     name = "model.layers.1.mlp.down_proj.weight"
 
-    def control(path, body):
-        before = server.model.get_parameter(name).detach().clone()
-        answer = receive(path, body)
-        if path == "/update" and next(seen) == sync:
-            server.model.get_parameter(name).data.copy_(0 * before)
+    def most(request):
+        answer = update(request)
+        if request.meeting and next(seen) == sync:
+            server.model.get_parameter(name).data.zero_()
             server.versions[server.version] = server._weights()
         return answer
 
-    server.control = control
+    server.update = most
 
 
 def test_a_server_that_drops_a_tensor_is_left_out_and_heals(
@@ -326,19 +325,17 @@ def test_a_server_that_drops_a_tensor_is_left_out_and_heals(
 
 def serve_dropping(argv, log, environment):
     """`serve`, but the fifth update passes the last norm by, without a word: it stays as the fourth left it."""
-    from server.staging import Twins
+    from server.receiver import Update
 
-    begin, load, seen = Twins.begin, Twins.load, itertools.count(1)
+    arriving, seen = Update.arriving, itertools.count(1)
 
-    def counted(self):
-        self.number = next(seen)
-        begin(self)
+    def most(self):
+        is_fifth = next(seen) == 5
+        for name, tensor in arriving(self):
+            if not (is_fifth and name == "model.norm.weight"):
+                yield name, tensor
 
-    def load_most(self, weights):
-        is_fifth = self.number == 5
-        load(self, [item for item in weights if not (is_fifth and item[0] == "model.norm.weight")])
-
-    Twins.begin, Twins.load = counted, load_most  # type: ignore[method-assign]
+    setattr(Update, "arriving", most)  # noqa: B010
     serve(argv, log, environment)
 
 
@@ -390,7 +387,7 @@ def test_what_updates_of_the_batch_change_accuses_no_server(
 
 def test_a_busy_server_is_no_lost_one(models, recipe, capsys, monkeypatch):
     """It answers no probe in time after the first one: that is no proof, and no reason to leave it out."""
-    monkeypatch.setattr("rollouts.proofs.CONTROL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rollouts.proofs.ANSWER_TIMEOUT_S", 0.5)
     asked = itertools.count()
     with fake_server(
         models["untied"], lambda ids, number: (said(ids, number), 1.0 if next(asked) > 1 else 0.0)
@@ -402,20 +399,20 @@ def test_a_busy_server_is_no_lost_one(models, recipe, capsys, monkeypatch):
 
 def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, capsys, monkeypatch):
     monkeypatch.setattr("training.metrics.MIN_COMPARED", 8)
-    monkeypatch.setattr("rollouts.servers.RETRY_S", 0.2)
+    monkeypatch.setattr("rollouts.servers.PROBE_S", 0.2)
     with fake_server(models["untied"], answer_in(0.02)) as server:
         dropping(server, 2)
-        again = server.control
+        again = server.update
         name = "model.layers.1.mlp.down_proj.weight"
 
-        def control(path, body):
-            answer = again(path, body)
-            if path == "/update" and int(server.version) >= 1:
+        def most(request):
+            answer = again(request)
+            if int(server.version) >= 1:
                 server.model.get_parameter(name).data.zero_()
                 server.versions[server.version] = server._weights()
             return answer
 
-        server.control = control  # type: ignore[method-assign]
+        server.update = most  # type: ignore[method-assign]
         options = ["--max_steps", "8", "--max_logprob_mismatch", "0.01", "--server_timeout", "3"]
         with pytest.raises(
             ServerError, match="no rollout server is left: .* nats a token after the weight"
@@ -423,8 +420,8 @@ def test_the_run_ends_where_the_only_server_goes_on_to_drop(models, recipe, caps
             main(parse_args([recipe(server), *options]))
 
 
-def test_servers_of_which_no_tokens_can_tell_are_probed(models, recipe, monkeypatch):
-    """With a bent distribution, whose log-probs are others; two servers, one a step."""
+def test_all_servers_are_probed_every_few_versions(models, recipe, monkeypatch):
+    """So also where no tokens can tell, as those of a bent distribution, whose log-probs are others."""
     probed = []
     probe = Proofs._probe
 
@@ -439,7 +436,7 @@ def test_servers_of_which_no_tokens_can_tell_are_probed(models, recipe, monkeypa
     ):
         options = ["--sampling_params", '{"top_p": 1.0}', "--max_steps", "8", "--probe_steps", "3"]
         main(parse_args([recipe(one, two), *options]))
-    assert [version for version, _ in probed] == [0, 0, 3, 4, 6, 7]
+    assert [version for version, _ in probed] == [0, 0, 3, 3, 6, 6]
     assert [{url for _, url in probed[start : start + 2]} for start in (0, 2, 4)] == [
         {one.url, two.url}
     ] * 3
@@ -447,8 +444,6 @@ def test_servers_of_which_no_tokens_can_tell_are_probed(models, recipe, monkeypa
 
 class StandIn(SimpleNamespace):
     """A server for sets and keys, as the real ones are."""
-
-    returns_sampling_mask = False
 
     def __hash__(self) -> int:  # type: ignore[override]
         return id(self)
@@ -465,14 +460,17 @@ def make_proofs(pool) -> Any:
 def test_who_is_lost_while_it_is_probed_is_not_let_in(served):
     """One that served and came back meanwhile has zeroed weights; one that waited for the probe is let in by it."""
     admitted: list[Any] = []
-    one: Any = StandIn(url="http://a", has_weights=served, proved_version=-1)
+    state = State.SERVING if served else State.WAITING
+    one: Any = StandIn(url="http://a", state=state, version=4)
 
     def lose_it(completions):
-        one.has_weights = False
+        if served:
+            one.state, one.version = State.WAITING, -1
         return ""
 
     proofs = make_proofs(SimpleNamespace(admit=admitted.append))
-    proofs._probe, proofs._difference = lambda server: Probe(server.url, []), lose_it
+    probe = Probe(one.url, [Completion([5], [-1.0], "stop", 4)])
+    proofs._probe, proofs._difference = lambda server: probe, lose_it
     with process_group(60):
         proofs.prove([one])
     assert admitted == ([] if served else [one])
@@ -482,16 +480,15 @@ def test_who_is_lost_while_it_is_probed_is_not_let_in(served):
 def test_a_server_that_answers_a_probe_with_other_weights_is_left_out(answers):
     """One that serves and does not answer in time goes on."""
     lost: list[Any] = []
-    one: Any = StandIn(url="http://a", has_weights=True, state=State.SERVING, proved_version=-1)
+    one: Any = StandIn(url="http://a", state=State.SERVING, version=4)
     pool = SimpleNamespace(lose=lambda server, error: lost.append(str(error)))
     stale = Completion([5], [-1.0], "stop", 3)
-    one.generate = lambda *_: [stale]
+    one.generate = lambda *_, **__: [stale]
     if not answers:
-        one.generate = lambda *_: (_ for _ in ()).throw(ServerLost("it took too long"))
+        one.generate = lambda *_, **__: (_ for _ in ()).throw(ServerLost("it took too long"))
     with process_group(60):
         make_proofs(pool).prove([one])
     assert lost == (["answers with other weights than it was sent"] if answers else [])
-    assert one.proved_version == -1
 
 
 def test_tokens_of_older_policies_say_nothing_of_a_sync(models, recipe, tmp_path):
@@ -562,13 +559,13 @@ def test_a_reference_server_is_the_reference(models, tmp_path):
     with server(models["tied"], tmp_path / "log") as started:
         reference = ReferenceServer(started.wait(), temperature=0.7, timeout_s=60.0)
         for _ in range(2):  # a trainer that goes on tells it again
-            reference.connect()
+            reference.connect("trainer")
             got = reference.logprobs(group)
             torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
         with pytest.raises(
             ServerError, match="it is the reference of a run at temperature 0.7: start another one"
         ):
-            ReferenceServer(started.url, temperature=1.0, timeout_s=60.0).connect()
+            ReferenceServer(started.url, temperature=1.0, timeout_s=60.0).connect("trainer")
 
 
 def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path, capsys):

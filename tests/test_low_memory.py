@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from config import UserError
 from prefix_attention import attach, completion_logprobs, pack
-from rollouts.adapters import sends_adapter
 from rollouts.rollouts import Rollouts
 from rollouts.servers import ServerPool
+from server.messages import About
 from train import main, optimizer_step
 from training.hooks import check_packages
 from training.low_memory import adamw_8bit, in_4bit
 from training.model import build_policy, build_reference
 from training.optimizer import build_optimizer
 from utils import process_group
-from vllm_client import Server, ServerError
+from vllm_client import ServerError
 from weights.publish import full_tensor, published_weights
 
 pytest.importorskip("torchao")
@@ -468,11 +468,16 @@ def test_servers_of_another_base_are_refused(models):
     """Of the model itself, before anything is loaded; and those that take whole weights."""
     with fake_server(models["untied"], answer_in(0.0)) as fake:
         config = base_config(models["untied"], fake.url)
-        with pytest.raises(ServerError, match="serves .* itself, and not its base in 4 bits"):
+        with pytest.raises(
+            ServerError,
+            match=r"serves the model itself, and not what scripts/dequantize.py makes of it",
+        ):
             ServerPool(config).wait_until_ready()
-    said = "takes whole weights, and base_4bit has none: restart it with --enable-lora"
-    with pytest.raises(ServerError, match=said):
-        sends_adapter([Server("http://x", 1.0)], config)
+    with fake_server(models["tied"], answer_in(0.0)) as fake:
+        fake.about = lambda: About(["x", models["untied"]], 128, "float32", 0, False)  # type: ignore[method-assign]
+        said = "takes whole weights, and base_4bit has none: give it --enable-lora"
+        with pytest.raises(ServerError, match=said):
+            ServerPool(replace(config, vllm_urls=[fake.url])).wait_until_ready()
 
 
 def test_replays_on_two_ranks_and_after_a_stop(start, tmp_path):  # noqa: F811

@@ -32,7 +32,7 @@ GSM8K = [
 MATH = [{"problem": f"What is ${i}+{i}$?", "answer": str(2 * i)} for i in range(16)]
 SUMS = [{"prompt": f"{500 + i}+{500 + i}=", "answer": str(1000 + 2 * i)} for i in range(16)]
 DATA: dict[str, Any] = {
-    "tiny": SORT, "first_to_finish": SORT, "majority": SORT, "insert_reasoning": SORT, "distillation": SORT,
+    "tiny": SORT, "majority": SORT, "insert_reasoning": SORT, "distillation": SORT,
     "own_reward": SORT, "own_loss": SORT, "trackers": SORT, "curriculum": SORT, "entropy": SORT,
     "mixture": {"few_digits": partial(list, SORT[:8]), "many_digits": partial(list, SORT[8:])}, "own_data": "recipes/own_data.jsonl", "tool_calculator": SUMS,
     "tool_agent": [{**row, "prompt": row["prompt"].replace("=", "~=")} for row in SUMS],

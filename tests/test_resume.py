@@ -210,7 +210,7 @@ def test_forwards_do_not_reach_what_is_saved(tmp_path):
     model = make_family("Gemma2")
     expected = model.config.final_logit_softcapping
     copied = _detached(model)
-    with _bare_logits(model, 1.0, None, None):
+    with _bare_logits(model, 1.0, None):
         assert model.config.final_logit_softcapping is None
         copied.save_pretrained(tmp_path, state_dict=model.state_dict())
     loaded = type(model).from_pretrained(tmp_path)
@@ -351,18 +351,14 @@ def test_dropout_does_not_keep_a_server_out(start):
 def test_seeds_are_distinct_and_return(start, tmp_path, monkeypatch):
     """Synchronous runs seed each group's sampling, within 64 bits, and a resumed run does it alike."""
     asked: list[int] = []
-    request = vllm_client.Server.request
+    post = vllm_client.Server.post
 
-    def noted(self, method, path, *arguments, **more):
-        body = more.get("json") or {}
-        asked.extend(
-            body["sampling_params"][name]
-            for name in ("seed",)
-            if name in body.get("sampling_params", {})
-        )
-        return request(self, method, path, *arguments, **more)
+    def noted(self, path, body, *arguments, **more):
+        params = getattr(body, "sampling_params", {})
+        asked.extend(params[name] for name in ("seed",) if name in params)
+        return post(self, path, body, *arguments, **more)
 
-    monkeypatch.setattr(vllm_client.Server, "request", noted)
+    monkeypatch.setattr(vllm_client.Server, "post", noted)
     options = ["--seed", 123456789, "--reward_workers", 1]
     main(parse_args(start(*options, "--save_steps", 2)))
     assert len(set(asked)) == 24

@@ -1,4 +1,4 @@
-"""The server's own route, on a stand-in for the engine: what is refused, aborted, and said of errors."""
+"""The server's own routes, on a stand-in for the engine: refusals, aborts, errors, and updates."""
 
 import asyncio
 import json
@@ -11,36 +11,57 @@ import pytest
 pytest.importorskip("vllm", reason="tests of the server's side")
 
 import uvicorn
-from starlette.applications import Starlette
+from vllm.exceptions import VLLMClientError
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.output_processor import RequestOutputCollector
 
-from server import route
-from server.messages import messages
+from server import sample
+from server.app import MAX_BODY_BYTES, RolloutServer
+from server.messages import About, Sampled, SampleRequest, Updated
+from server.receiver import COMING, FULL, GIVEN_UP, WHOLE
+from vllm_client import Server, ServerError
 
 BODY: dict[str, Any] = {
     "token_ids": [5],
     "sampling_params": {"n": 3, "max_tokens": 4, "logprobs": 0},
 }
+MEETING = {
+    "host": "127.0.0.1", "port": 1, "secret": "s", "backend": "gloo", "world_size": 3,
+    "first_rank": 1, "timeout_s": 5.0,
+}  # fmt: skip
+UPDATE = {"trainer": "t", "weight_version": "7", "meeting": MEETING}
+REASON = "it took longer"
+POSTS = ("/connect", "/sample", "/update", "/sleep")
 
 
 class Engine:
-    """Takes completions, and ends them when it is told to."""
+    """Takes completions, and ends them when it is told to; and two workers, which do as told."""
 
-    def __init__(self):
+    def __init__(self, lora_config=None, can_sleep=False, trainer=""):
+        self.trainer = trainer  # that has the server
+        self.load_error: Exception | None = None
         self.params = {}
         self.queues = []
         self.aborted = []
+        self.adapters = []
         self.fails_at = None
+        self.error: Exception = RuntimeError("it is\nbroken")
         self.slowness_s = 0.0
+        self.calls: list[Any] = []  # in their order, but for steps of updates
+        self.steps: list[list[Any]] = []  # what the workers answer to each, the last one for ever
+        model_config = SimpleNamespace(
+            max_model_len=64, dtype="torch.bfloat16", enable_sleep_mode=can_sleep
+        )
+        self.vllm_config = SimpleNamespace(model_config=model_config, lora_config=lora_config)
+        self.engine_core = self.renderer = self
 
-    async def add_request(self, name, prompt, params, lora_request):
-        assert lora_request is None  # there was no update
+    async def add_request(self, name, prompt, params, lora_request, priority):
+        self.adapters.append(lora_request)
         await asyncio.sleep(self.slowness_s)
         if len(self.queues) == self.fails_at:
-            raise RuntimeError("it is\nbroken")
+            raise self.error
         self.params[name] = params
         self.queues.append(RequestOutputCollector(RequestOutputKind.FINAL_ONLY, name))
         return self.queues[-1]
@@ -60,38 +81,80 @@ class Engine:
         )  # fmt: skip
         self.queues[number].put(RequestOutput("", None, [5], None, [completion], finished=True))
 
+    async def check_health(self):
+        pass
 
-def on_route(asks):
-    """The result of `asks(engine, connect)` while the route is served; `connect` sends a request."""
+    async def call_utility_all_async(self, name, method, timeout, args, kwargs):
+        """Of two engines with a worker each, as a list of lists."""
+        assert name == "collective_rpc"
+        found: list[Any] = [REASON] * 2
+        if method == "state_of_update":
+            found = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+        else:
+            self.calls.append(method)
+        if method == "connect":
+            found = [("gpu 0", False), ("gpu 1", False)]
+        if method == "load_update":
+            found = [self.load_error, None]
+        for each in found:
+            if isinstance(each, Exception):
+                raise each
+        return [[each] for each in found]
+
+    def __getattr__(self, name):
+        async def noted(*args, **options):
+            self.calls.append(name)
+
+        return noted
+
+
+def served(asks, engine=None, **options):
+    """The result of `asks(engine, connect)` while the routes are served.
+
+    `connect` sends a request, and returns both ends of its connection.
+    """
 
     async def run():
-        engine = Engine()
-        app = Starlette()
-        app.state.engine_client = engine
-        app.state.args = SimpleNamespace(return_sampling_mask=False)
-        app.mount("/", lambda scope, *ends: route.sample(scope | {"app": app}, *ends))
+        theirs = engine or Engine()
+        args: Any = {"model": "m", "served_model_name": None, "metrics": False, **options}
+        rollout_server: Any = RolloutServer(theirs, SimpleNamespace(**args))
+        rollout_server.trainer = theirs.trainer
+        app = rollout_server.app
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
         task = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
 
-        async def connect(body, method="POST", kind="application/json"):
+        async def connect(body, path="/sample", method="POST", kind="application/json", length=""):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             data = body if isinstance(body, bytes) else json.dumps(body).encode()
-            head = f"{method} /sample HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
-            head += f"Content-Type: {kind}\r\nContent-Length: {len(data)}\r\n\r\n"
+            head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            head += f"Content-Type: {kind}\r\nContent-Length: {length or len(data)}\r\n\r\n"
             writer.write(head.encode() + data)
             await writer.drain()
             return reader, writer
 
         try:
-            return await asyncio.wait_for(asks(engine, connect), 30)
+            return await asyncio.wait_for(asks(theirs, connect), 30)
         finally:
             server.should_exit = server.force_exit = True
             await task
 
     return asyncio.run(run())
+
+
+def replied(engine, *requests):
+    """The status and body of the replies to requests, one after the other."""
+
+    async def asks(_, connect):
+        found = []
+        for request in requests:
+            reader, _ = await connect(**request)
+            found.append(whole(await reader.read()))
+        return found
+
+    return served(asks, engine)
 
 
 async def until(condition):
@@ -103,98 +166,116 @@ async def until(condition):
 
 
 def whole(reply):
-    """The status of a reply, and its body."""
+    """The status of a reply, and its body; None for a body that broke off."""
     head, _, body = reply.partition(b"\r\n\r\n")
     if b"chunked" in head:
         parts = []
+        size = None
         while body:
             size, _, body = body.partition(b"\r\n")
             parts.append(body[: int(size, 16)])
             body = body[int(size, 16) + 2 :]
-        body = b"".join(parts)
+        body = b"".join(parts) if size == b"0" else None
     return int(head.split()[1]), body
 
 
-def test_completions_come_as_they_end():
+# -- completions -----------------------------------------------------------------------------------
+
+
+def test_completions_come_when_all_have_ended():
     async def asks(engine, connect):
-        reader, _ = await connect(
-            BODY | {"sampling_params": BODY["sampling_params"] | {"seed": 40}}
-        )
+        sampling = BODY["sampling_params"] | {"seed": 40}
+        reader, _ = await connect(BODY | {"sampling_params": sampling})
         await until(lambda: len(engine.queues) == 3)
         engine.end(1, [5, 6])
-        await asyncio.sleep(0.1)
         engine.end(2, [7], "length")
+        await asyncio.sleep(0.1)
         engine.end(0, [8, 9])
         return whole(await reader.read()), engine
 
-    (status, body), engine = on_route(asks)
-    found = list(messages([body]))
+    (status, body), engine = served(asks)
     assert status == 200
-    assert found[0].index == 1
-    assert sorted(message.index for message in found) == [0, 1, 2]
-    assert found[0].token_ids == (5).to_bytes(4, "little") + (6).to_bytes(4, "little")
-    assert memoryview(found[0].logprobs).cast("f").tolist() == [-2.5, -3.0]
-    assert found[0].weight_versions == [("7", 0, 2)]
-    assert {message.index: message.finish_reason for message in found}[2] == "length"
+    found = msgspec.msgpack.decode(body, type=list[Sampled])
+    assert [list(memoryview(each.token_ids).cast("i")) for each in found] == [[8, 9], [5, 6], [7]]
+    assert memoryview(found[1].logprobs).cast("f").tolist() == [-2.5, -3.0]
+    assert found[1].weight_versions == [("7", 0, 2)]
+    assert [each.finish_reason for each in found] == ["stop", "stop", "length"]
     assert not engine.aborted
+    assert engine.adapters == [None] * 3  # there was no update
     params = list(engine.params.values())
     assert [own.seed for own in params] == [40, 41, 42]
     for own in params:
         assert (own.n, own.detokenize, own.output_kind) == (1, False, RequestOutputKind.FINAL_ONLY)
 
 
-@pytest.mark.parametrize(("has_mask", "expected"), [(True, (1.0, 1)), (False, (0.0, 0))])
-def test_greedy_where_masks_are_returned(has_mask, expected):
-    """There vLLM refuses temperature 0; elsewhere it is as it was."""
-    params = route._params(route.SampleRequest([5], {"temperature": 0, "top_k": 9}), has_mask)
-    assert (params.temperature, params.top_k) == expected
-
-
 def test_what_a_request_leaves_out():
-    """Stop strings need the text; without max_tokens the context is the limit, and not vLLM's 16 tokens."""
-    params = route._params(route.SampleRequest([5], {"stop": ["x"], "n": 2}), False)
+    """Stop strings need the text; without max_tokens the context is the limit, and not 16."""
+    params = sample._params(SampleRequest([5], {"stop": ["x"], "n": 2}))
     assert params.detokenize
     assert params.max_tokens is None
 
 
 @pytest.mark.parametrize(
-    "request_of",
+    ("request_of", "status"),
     [
-        {"body": b"{not json"},
-        {"body": BODY | {"content_parts": []}},
-        {"body": {"token_ids": ["x"], "sampling_params": {}}},
-        {"body": {"token_ids": [5], "sampling_params": {"temperature": -1.0}}},
-        {"body": {"token_ids": [5], "sampling_params": {"seed": 2**64}}},
-        {"body": BODY, "kind": "text/plain"},
-        {"body": BODY, "method": "PUT"},
+        ({"body": b"{not json"}, 400),
+        ({"body": b""}, 400),
+        ({"body": BODY | {"content_parts": []}}, 400),
+        ({"body": {"token_ids": ["x"], "sampling_params": {}}}, 400),
+        ({"body": {"token_ids": [5], "sampling_params": {"temperature": -1.0}}}, 400),
+        ({"body": {"token_ids": [5], "sampling_params": {"seed": 2**64}}}, 400),
+        ({"body": BODY, "kind": "text/plain"}, 400),
+        ({"body": BODY, "kind": "application/x-www-form-urlencoded"}, 400),
+        ({"body": BODY, "length": MAX_BODY_BYTES + 1}, 413),
+        ({"body": {}, "path": "/sleep"}, 400),
+        ({"body": {"level": 2}, "path": "/sleep"}, 400),  # it cannot
+        ({"body": {"weight_version": 7}, "path": "/update"}, 400),
+        ({"body": {"weight_version": "7", "meeting": {}}, "path": "/update"}, 400),
+        ({"body": {"trainer": None}, "path": "/connect"}, 400),
     ],
 )
-def test_what_is_refused(request_of):
-    async def asks(engine, connect):
-        reader, _ = await connect(**request_of)
-        return whole(await reader.read()), engine
-
-    (status, body), engine = on_route(asks)
-    assert status == 400
+def test_what_is_refused(request_of, status):
+    engine = Engine()
+    ((found, body),) = replied(engine, request_of)
+    assert found == status
     assert "\n" not in json.loads(body)["error"]
     assert not engine.queues
+    assert not engine.calls
 
 
-def test_an_engine_that_fails_at_the_second_of_three():
-    async def asks(engine, connect):
-        engine.fails_at = 1
-        reader, _ = await connect(BODY)
-        reply = whole(await reader.read())
-        await until(lambda: engine.aborted)
-        return reply, engine
+def test_posts_alone():
+    """A web page, or a mistyped address, changes nothing."""
+    engine = Engine()
+    asked: list[Any] = [
+        {"body": {}, "path": path, "method": method}
+        for path in POSTS
+        for method in ("GET", "PUT", "DELETE", "OPTIONS", "PATCH")
+    ]
+    assert {status for status, _ in replied(engine, *asked)} == {405}
+    assert not engine.calls
 
-    (status, body), engine = on_route(asks)
-    assert status == 500
-    assert json.loads(body) == {"error": "RuntimeError: it is broken"}
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (RuntimeError("it is\nbroken"), 500, "RuntimeError: it is broken"),
+        (VLLMClientError("no such\ntoken"), 400, "VLLMClientError: no such token"),
+    ],
+)
+def test_an_engine_that_fails_at_the_second_of_three(error, status, said):
+    """A refusal of vLLM's is told as one."""
+    engine = Engine()
+    engine.fails_at = 1
+    engine.error = error
+    ((found, body),) = replied(engine, {"body": BODY})
+    assert found == status
+    assert json.loads(body) == {"error": said}
     assert engine.aborted == list(engine.params)
 
 
 def test_an_engine_that_fails_later():
+    """The reply breaks off, and what is left of it is aborted."""
+
     async def asks(engine, connect):
         reader, _ = await connect(BODY)
         await until(lambda: len(engine.queues) == 3)
@@ -205,12 +286,9 @@ def test_an_engine_that_fails_later():
         await until(lambda: engine.aborted)
         return reply, engine
 
-    (status, body), engine = on_route(asks)
-    completion, error = messages([body])
-    assert status == 200
-    assert completion.index == 0
-    assert error.error == "RuntimeError: it is broken"
-    assert engine.aborted == [list(engine.params)[2]]
+    (_, body), engine = served(asks)
+    assert body is None
+    assert list(engine.params)[2] in engine.aborted
 
 
 @pytest.mark.parametrize("when", ["it waits", "it adds"])
@@ -224,30 +302,251 @@ def test_a_trainer_that_leaves(when):
             engine.end(1, [5])
             await asyncio.sleep(0.1)
         writer.close()
-        await until(lambda: len(engine.aborted) == (2 if when == "it waits" else 3))
+        await until(lambda: {0, 2} <= {[*engine.params].index(name) for name in engine.aborted})
         return engine
 
-    engine = on_route(asks)
+    engine = served(asks)
     names = list(engine.params)
-    assert engine.aborted == ([names[0], names[2]] if when == "it waits" else names)
+    assert {names[0], names[2]} <= set(engine.aborted)
+    assert len(names) == 3
 
 
 def test_aborts_that_fail_are_no_noise(caplog):
     async def asks(engine, connect):
+        tried = []
+
         async def abort(names, internal):
+            tried.append(names)
             raise RuntimeError("dead")
 
         engine.abort = abort
         _, writer = await connect(BODY)
         await until(lambda: len(engine.queues) == 3)
         writer.close()
-        await until(lambda: not route.aborts)
+        await until(lambda: tried)
         await asyncio.sleep(0.1)
 
-    on_route(asks)
+    served(asks)
     assert "never retrieved" not in caplog.text
 
 
-def test_messages_say_what_they_are():
-    with pytest.raises(msgspec.ValidationError):
-        list(messages([b"\x02\0\0\0\x91\x01"]))
+# -- a trainer -------------------------------------------------------------------------------------
+
+
+def test_who_only_asks_changes_nothing():
+    engine = Engine(lora_config=SimpleNamespace(max_lora_rank=8), can_sleep=True)
+    ((status, body),) = replied(engine, {"body": {}, "path": "/connect"})
+    assert status == 200
+    assert msgspec.json.decode(body, type=About) == About(["m"], 64, "bfloat16", 8, True)
+    assert not engine.calls
+
+
+def test_a_trainer_has_it_until_it_hangs_up():
+    """Others are refused, and change nothing; the same may come again, before it has hung up."""
+
+    async def asks(engine, connect):
+        async def taken(name):
+            reader, writer = await connect({"trainer": name}, "/connect")
+            status = int((await reader.readline()).split()[1])
+            while await reader.readline() not in (b"\r\n", b""):
+                pass
+            size = int(await reader.readline(), 16) if status == 200 else 0
+            return status, await reader.readexactly(size), writer
+
+        status, line, first = await taken("a")
+        about = msgspec.json.decode(line, type=About)
+        assert (status, about.gpus, about.opens_memory) == (200, ["gpu 0", "gpu 1"], False)
+        assert engine.calls == ["pause_generation", "connect", "resume_generation"]
+        assert (await taken("b"))[0] == 400
+        status, _, second = await taken("a")
+        assert status == 200
+        first.close()
+        await asyncio.sleep(0.2)
+        assert (await taken("b"))[0] == 400  # the second connection is open
+        assert len(engine.calls) == 6
+        second.close()
+        for _ in range(100):
+            status, _, _ = await taken("b")
+            if status == 200:
+                return
+            await asyncio.sleep(0.02)
+        raise AssertionError("the trainer has left, and the server is not free")
+
+    served(asks)
+
+
+def test_the_trainers_client_keeps_it_until_it_disconnects():
+    """Or is connected anew, by which the server is never free in between."""
+
+    async def asks(engine, connect):
+        _, port = (await connect({}, "/connect"))[1].get_extra_info("peername")
+        one, other = (Server(f"http://127.0.0.1:{port}", 10.0) for _ in range(2))
+        for _ in range(2):
+            await asyncio.to_thread(one.connect, "one")
+            assert one.about.gpus == ["gpu 0", "gpu 1"]
+            await asyncio.sleep(0.2)
+            with pytest.raises(ServerError, match="another trainer uses this server"):
+                await asyncio.to_thread(other.connect, "other")
+        await asyncio.to_thread(other.connect)  # who only asks takes nothing
+        assert len(engine.calls) == 6
+        one.disconnect()
+        await asyncio.sleep(0.2)
+        await asyncio.to_thread(other.connect, "other")
+        other.disconnect()
+
+    served(asks)
+
+
+# -- updates ---------------------------------------------------------------------------------------
+
+
+def updated(steps, load_error=None, **options):
+    engine = Engine(trainer="t", **options)
+    engine.steps = steps
+    engine.load_error = load_error
+    ((status, body),) = replied(engine, {"body": UPDATE, "path": "/update"})
+    return status, body, engine
+
+
+def test_sampling_pauses_once_every_worker_has_the_weights():
+    """The version is set within the pause: no token is of new weights and the old version."""
+    status, body, engine = updated([[COMING, COMING], [COMING, WHOLE], [WHOLE, WHOLE]])
+    assert status == 200
+    assert msgspec.msgpack.decode(body, type=Updated).paused_s > 0
+    assert not engine.steps[1:]
+    assert engine.calls == [
+        "begin_update", "clear_mm_cache_async", "pause_scheduler_async", "load_update",
+        "update_weight_version", "resume_generation",
+    ]  # fmt: skip
+
+
+def test_a_worker_that_is_full_keeps_no_other_waiting():
+    """It takes no more until it may load what it has."""
+    status, _, engine = updated([[COMING, COMING], [FULL, COMING]])
+    assert status == 200
+    assert "resume_generation" in engine.calls
+
+
+@pytest.mark.parametrize("trainer", ["", "another"])
+def test_an_update_of_a_trainer_that_has_not_the_server(trainer):
+    """As one that is gone, whose request was long on its way."""
+    engine = Engine(trainer=trainer)
+    asked = [
+        {"body": UPDATE, "path": "/update"},
+        {"body": UPDATE | {"weight_version": ""}, "path": "/update"},
+    ]
+    assert [status for status, _ in replied(engine, *asked)] == [400, 400]
+    assert not engine.calls
+
+
+def test_an_update_that_was_given_up_before_it_was_asked_for():
+    """Its request was overtaken by the one that gives it up."""
+    engine = Engine(trainer="t")
+    asked = [
+        {"body": UPDATE | {"weight_version": ""}, "path": "/update"},
+        {"body": UPDATE, "path": "/update"},
+    ]
+    assert [status for status, _ in replied(engine, *asked)] == [200, 409]
+    assert engine.calls == ["give_up_update"]
+
+
+def test_one_that_sleeps_gets_its_cache_last():
+    """vLLM samples again once it has that."""
+    status, _, engine = updated([[FULL, FULL]], can_sleep=True)
+    assert status == 200
+    assert [name for name in engine.calls if "mm" not in name] == [
+        "begin_update", "wake_up", "pause_scheduler_async", "load_update", "update_weight_version",
+        "wake_up", "resume_generation",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("arrived", [[], [[FULL, WHOLE]]])
+def test_an_update_that_one_worker_gives_up(arrived):
+    """The trainer gets the reason; a server that has a part of it samples nothing."""
+    error = RuntimeError("connection closed by peer")
+    status, body, engine = updated([*arrived, [COMING, GIVEN_UP]], load_error=error)
+    assert status == 409
+    assert json.loads(body) == {"error": REASON}
+    assert engine.calls[-1] == "give_up_update"
+    assert ("load_update" in engine.calls) == bool(arrived)
+    assert "update_weight_version" not in engine.calls
+    assert "resume_generation" not in engine.calls
+
+
+def test_an_update_that_cannot_be_loaded():
+    """It has come: this server is to blame."""
+    error = RuntimeError("no place\nfor it")
+    status, body, engine = updated([[WHOLE, WHOLE]], load_error=error)
+    assert status == 500
+    assert json.loads(body) == {"error": "RuntimeError: no place for it"}
+    assert "resume_generation" not in engine.calls
+
+
+def test_a_trainer_that_leaves_an_update():
+    """Or a server would wait for it, and take no other."""
+
+    async def asks(engine, connect):
+        engine.steps = [[COMING, COMING]]
+        _, writer = await connect(UPDATE, "/update")
+        await until(lambda: engine.calls == ["begin_update"])
+        writer.close()
+        await until(lambda: engine.calls == ["begin_update", "give_up_update"])
+
+    served(asks, Engine(trainer="t"))
+
+
+def test_adapters_are_sampled_from_after_an_update():
+    async def asks(engine, connect):
+        engine.steps = [[WHOLE, WHOLE]]
+        for _ in range(2):
+            _, writer = await connect(BODY)
+            await until(lambda: len(engine.queues) % 3 == 0)
+            writer.close()
+            reader, _ = await connect(UPDATE, "/update")
+            assert whole(await reader.read())[0] == 200
+        return engine.adapters
+
+    before, after = served(asks, Engine(SimpleNamespace(max_lora_rank=8), trainer="t"))[2:4]
+    assert before is None
+    assert after.lora_name == "policy"
+
+
+# -- strangers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("word", [None, "wrong", "", "tok\u00e9"])
+def test_no_route_without_the_token(monkeypatch, word):
+    """But for /health, and with any body: none is read before."""
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    engine = Engine()
+    engine.steps = [[WHOLE, WHOLE]]
+    given = "" if word is None else f"\r\nAuthorization: Bearer {word}"
+    bodies = [BODY, UPDATE, {}, {"trainer": "a"}, {"level": 2}, b"{not json"]
+    asked: list[Any] = [
+        {"body": body, "path": path, "kind": f"application/json{given}"}
+        for path in POSTS
+        for body in bodies
+    ]
+    assert {status for status, _ in replied(engine, *asked)} == {401}
+    assert not engine.calls
+    assert not engine.queues
+    assert replied(engine, {"body": b"", "path": "/health", "method": "GET"})[0][0] == 200
+    right = {"body": {}, "path": "/connect", "kind": "x\r\nAuthorization: Bearer secret"}
+    assert replied(engine, right)[0][0] == 400
+    right["kind"] = "application/json\r\nAuthorization: Bearer secret"
+    assert replied(engine, right)[0][0] == 200
+
+
+def test_statistics_need_the_token(monkeypatch):
+    async def asks(_, connect):
+        found = []
+        for path in ("/metrics", "/metrics/", "/metrics/x"):
+            for word in ("", "\r\nAuthorization: Bearer secret"):
+                reader, _ = await connect(b"", path, "GET", f"x{word}")
+                found.append(whole(await reader.read()))
+        return found
+
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    found = served(asks, metrics=True)
+    assert not any(b"python_info" in body for status, body in found[::2])
+    assert any(b"python_info" in body for status, body in found[1::2])

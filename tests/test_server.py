@@ -1,5 +1,6 @@
 """The real vLLM server: completions, weight sync from every kind of policy, access, refusals."""
 
+import asyncio
 import concurrent.futures
 import contextlib
 import copy
@@ -26,12 +27,11 @@ from helpers import ENV, ROOT, VOCAB, make_tokenizer, on_ranks, server
 from launch import LocalServer, free_port
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.local_server import local_server
 from config import TrainConfig, UserError
 from prefix_attention import attach, completion_logprobs, pack
-from recipes.first_to_finish import first_to_finish
 from rollouts.group import version_spans
 from rollouts.rollouts import Rollouts
 from rollouts.sampling import sampling_params
@@ -39,10 +39,9 @@ from rollouts.servers import ServerPool
 from training.lora import add_lora
 from training.model import load_model, parallelize
 from utils import broadcast_object, process_group
-from vllm_client import Server, ServerError
-from weights.arrival import WorkerGroup
+from vllm_client import TRAINER, Server, ServerError, UpdateBroken
+from weights.group import BUCKET_BYTES, Meeting, WeightGroup, packed
 from weights.publish import buckets, full_weights, host_weights, published_weights, unwrap
-from weights.transfer import BUCKET_BYTES, TransferGroup
 
 PROMPT = [5, 20, 33, 41, 7, 8]
 
@@ -223,15 +222,30 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
             rollouts.publish(make_policy(config, device), 0)
         monkeypatch.setattr("rollouts.rollouts.published_weights", complete)
         rollouts.publish(make_policy(config, device), 0)
-        assert rollouts.pool.servers[0].has_weights  # and the server is whole again
+        assert rollouts.pool.serving == rollouts.pool.servers  # and the server is whole again
         rollouts.close()
 
 
+def meeting_at(port, **fields):
+    place = {"host": "127.0.0.1", "port": port, "secret": "a secret", "backend": "gloo"}
+    return Meeting(**(place | {"world_size": 2, "first_rank": 1, "timeout_s": 30.0} | fields))
+
+
 def test_a_trainer_that_dies_before_its_first_bucket_leaves_a_usable_server(models, servers):
+    """What it began is given up at once; the next trainer's weights come as ever."""
     server = Server(servers["untied"], 60.0)
-    server.connect(torch.device("cpu"), 60.0)
-    server.start_update(1)
-    time.sleep(0.5)
+    server.connect(TRAINER)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        meeting = meeting_at(store.port)
+        reply = pool.submit(server.update, 1, meeting)
+        group = WeightGroup(meeting, 0, torch.device("cpu"), store)
+        time.sleep(0.5)
+        assert not reply.done()
+        group.close()
+        del group
+        with pytest.raises(UpdateBroken):
+            reply.result(20)
     server.disconnect()
     assert_agreement(make_config(models["untied"], servers["untied"]))
 
@@ -274,13 +288,13 @@ def test_weights_travel_while_the_server_samples(models, servers, capsys):
     config = make_config(models["tied"], servers["tied"])
     client = ServerPool(config)
     client.connect(torch.device("cpu"))
-    assert "gets its weights over gloo, while it samples" in capsys.readouterr().out
     (url,) = client.servers
     with process_group(120) as device:
         old, new = make_policy(config, device), make_policy(config, device)
     disturb(new, 1)
     for waiting in client.update_weights(published_weights(old), 0):
         client.admit(waiting)
+    assert f"weights go to {servers['tied']} over gloo\n" in capsys.readouterr().out
     answers = []
 
     def halting():
@@ -305,14 +319,24 @@ def test_weights_travel_while_the_server_samples(models, servers, capsys):
         assert (logprobs - completion.sampler_logprobs).abs().max() <= 1e-4
 
 
-def test_an_update_of_a_connection_that_is_over_is_refused(models, servers):
-    """The request of a trainer that is gone may still be on its way when the next one has connected."""
+def test_an_update_of_a_trainer_that_is_gone(models, servers):
+    """Its request may still be on its way when the next one has connected: no weights come of it.
+
+    Neither do they of a stranger whom the server was sent to, and who knows no secret.
+    """
     client = ServerPool(make_config(models["tied"], servers["tied"]))
     client.connect(torch.device("cpu"))
     (url,) = client.servers
-    gone = {"weight_version": "7", "connection": "another"}
-    with pytest.raises(ServerError, match="the trainer has connected anew, or left"):
-        url.post("/update", gone)
+    with pytest.raises(UpdateBroken, match="they do not meet over gloo"):
+        url.update(7, meeting_at(free_port(), timeout_s=5.0))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(url.update, 7, meeting_at(store.port, timeout_s=5.0))
+        stranger = meeting_at(store.port, timeout_s=5.0, secret="another")
+        with pytest.raises(RuntimeError, match="they do not meet over gloo"):
+            WeightGroup(stranger, 0, torch.device("cpu"), store)
+        with pytest.raises(UpdateBroken, match="they do not meet over gloo"):
+            reply.result(20)
     client.close()
     assert_agreement(make_config(models["tied"], servers["tied"]))  # connecting had zeroed it
 
@@ -347,8 +371,9 @@ def check_an_update_in_flight(config):
         assert (under_old - sampled)[change:].abs().max() > 1e-2  # the two do differ
 
 
-def test_updates_in_flight_keep_both_versions(models, servers):
-    config = make_config(models["untied"], servers["untied"], max_completion_len=100)
+@pytest.mark.parametrize("embeddings", ["tied", "untied"])
+def test_updates_in_flight_keep_both_versions(models, servers, embeddings):
+    config = make_config(models[embeddings], servers[embeddings], max_completion_len=100)
     check_an_update_in_flight(config)
 
 
@@ -368,16 +393,30 @@ def test_merged_weights_are_temporaries(models):
     ("host", "address"),
     [("127.0.0.1", "http://127.0.0.1:8000"), ("::1", "http://[::1]:8000")],
 )
-def test_an_address_can_be_copied(host, address, capsys):
+def test_an_address_can_be_copied(host, address, capsys, monkeypatch):
     """One of IPv6 stands in brackets."""
     import vllm_server
 
-    state = SimpleNamespace(
-        args=SimpleNamespace(host=host, port=8000),
-        vllm_config=SimpleNamespace(model_config=SimpleNamespace(max_model_len=64)),
+    async def nothing(**_):
+        pass
+
+    model_config = SimpleNamespace(max_model_len=64)
+    engine = SimpleNamespace(
+        vllm_config=SimpleNamespace(model_config=model_config),
+        errored=False,
+        shutdown=lambda: print("shut down"),
     )
-    vllm_server._announce(state)
-    assert capsys.readouterr().out == f"serving at {address}, up to 64 tokens\n"
+    fake = SimpleNamespace(from_engine_args=lambda _: engine, from_cli_args=lambda _: None)
+    monkeypatch.setattr(vllm_server, "AsyncLLM", fake)
+    monkeypatch.setattr(vllm_server, "AsyncEngineArgs", fake)
+    monkeypatch.setattr(vllm_server, "RolloutServer", lambda *_: SimpleNamespace(app=None))
+    monkeypatch.setattr(
+        "uvicorn.Server", lambda _: SimpleNamespace(serve=nothing, should_exit=False)
+    )
+    args = SimpleNamespace(host=host, port=8000, ssl_keyfile=None, ssl_certfile=None)
+    asyncio.run(vllm_server.serve(args, None))  # type: ignore[arg-type]
+    said = f"serving at {address}, up to 64 tokens\nshut down\n"
+    assert capsys.readouterr().out == said
 
 
 # -- a start without options -----------------------------------------------------------------------------------------
@@ -443,26 +482,19 @@ CHOICES: list[
 
 def choose(argv, log, environment):
     """In a fork: what the server would start with in each case, and at last on a GPU, as JSON in the log."""
-    from vllm.entrypoints.launchers.api_server import entry
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     import vllm_server
 
-    try:
-        from vllm.entrypoints.common import cli_args  # type: ignore[attr-defined]
-    except ImportError:
-        from vllm.entrypoints.launchers import cli_args
-
-    parser = cli_args.make_arg_parser(FlexibleArgumentParser())
+    parser = vllm_server.AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
     seen = []
 
-    async def run_server_worker(address, socket, args):
+    def start(*words):
+        args = vllm_server.options(["--model", "nowhere", *words])
         seen.append({name: getattr(args, name, os.environ.get(name)) for name in ON_CPU})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli_args, "make_arg_parser", lambda _: copy.deepcopy(parser))
-        patch.setattr(entry, "setup_server", lambda args, reuse_port: ("", None))
-        patch.setattr(entry, "run_server_worker", run_server_worker)
+        patch.setattr(vllm_server.AsyncEngineArgs, "add_cli_args", lambda _: copy.deepcopy(parser))
         for cores, free, options, variables, _ in CHOICES:
             memory = vllm_server.cpu_resource_utils.MemoryNodeInfo(100 * GIB, free * GIB)
             patch.setattr(vllm_server.torch_utils, "available_cpu_count", lambda n=cores: n)
@@ -471,13 +503,12 @@ def choose(argv, log, environment):
             )
             os.environ.clear()
             os.environ.update({"PATH": environment["PATH"], **variables})
-            vllm_server.main(["--model", "nowhere", *options.replace("FILE", argv[0]).split()])
-        parser.set_defaults(
-            **{name: value for name, value in ON_GPU.items() if name not in ENVIRONMENT}
-        )
+            start(*options.replace("FILE", argv[0]).split())
+        theirs = ON_GPU.keys() - {*ENVIRONMENT, "mm_processor_cache_gb"}
+        parser.set_defaults(**{name: ON_GPU[name] for name in theirs})
         patch.setattr(vllm_server.current_platform, "is_cpu", lambda: False)
         os.environ.clear()
-        vllm_server.main(["--model", "nowhere"])
+        start()
     Path(log).write_text(json.dumps(seen))
 
 
@@ -510,7 +541,7 @@ def test_a_start_without_options(models, tmp_path, monkeypatch):
     try:
         config = make_config(models["tied"], started.wait())
         assert_agreement(config)
-        assert "Failed to load weights" not in log.read_text()
+        assert "not loaded" not in log.read_text()
         complete = published_weights
         with process_group(120) as device:
             rollouts = Rollouts(config, device)
@@ -526,11 +557,9 @@ def test_a_start_without_options(models, tmp_path, monkeypatch):
         os.killpg(started.process.pid, signal.SIGTERM)
         started.process.wait(20)
     printed = log.read_text()
-    assert re.findall(r"(\w+): Failed to load weights", printed) == ["RMSNorm"]
-    assert (
-        f"loading {models['tied']} on the CPU: --dtype float32 --enforce-eager --kv-cache-memory-bytes"
-        in printed
-    )
+    assert re.findall("not loaded from checkpoint: (.*)", printed) == ["{'model.norm.weight'}"]
+    assert "Failed to load weights" not in printed
+    assert f"loading {models['tied']} on the CPU: --dtype float32 --kv-cache-memory-" in printed
     assert f"serving at http://127.0.0.1:{port}, up to 256 tokens" in printed
 
 
@@ -576,28 +605,6 @@ def test_stop_strings(client):
     assert stopped.token_ids[-1] == token
 
 
-def test_the_first_to_finish_of_a_stream(client, models):
-    """Ids, log-probs and versions of a streamed group are those of a whole reply; the rest is aborted."""
-    sampling = {"n": 3, "max_tokens": 60, "temperature": 1.0}
-    completions = client.generate(PROMPT, sampling, read=first_to_finish, extra=5)
-    assert len(completions) == 3
-    model = AutoModelForCausalLM.from_pretrained(models["tied"], dtype=torch.float32)
-    version = client.generate(PROMPT, {"n": 1, "max_tokens": 1})[0].weight_versions[0].item()
-    for c in completions:
-        assert len(c.token_ids) == len(c.sampler_logprobs)
-        assert c.weight_versions.tolist() == [version] * len(c.token_ids)
-        if version == -1:  # the weights that the server started with
-            logits = model(input_ids=torch.tensor([[*PROMPT, *c.token_ids]])).logits[
-                0, len(PROMPT) - 1 : -1
-            ]
-            logprobs = logits.log_softmax(-1)[range(len(c.token_ids)), c.token_ids]
-            assert (logprobs - c.sampler_logprobs).abs().max() < 1e-4
-    with pytest.raises(ServerError, match="answered 400"):
-        client.generate(
-            PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0}, read=first_to_finish, extra=1
-        )
-
-
 def test_a_refused_request_is_not_repeated(client):
     with pytest.raises(ServerError, match="answered 400"):
         client.generate(PROMPT, {"n": 1, "max_tokens": 4, "temperature": -1.0})
@@ -607,20 +614,18 @@ def test_a_refused_request_is_not_repeated(client):
 
 
 def test_only_the_trainers_routes_are_open(servers):
+    """None of vLLM's own, and none for what the server was not started for."""
     for path in (
-        "/collective_rpc",
-        "/v1/chat/completions",
-        "/server_info",
-        "/sleep",
-        "/docs",
-        "/v1/completions",
-        "/nothing",
-    ):
+        "/collective_rpc", "/v1/chat/completions", "/server_info", "/wake_up", "/docs", "/pause",
+        "/v1/completions", "/init_weight_transfer_engine", "/metrics", "/nothing",
+    ):  # fmt: skip
         for method in ("GET", "POST"):
-            assert (
-                requests.request(method, servers["tied"] + path, json={}, timeout=10).status_code
-                == 404
-            ), path
+            reply = requests.request(method, servers["tied"] + path, json={}, timeout=10)
+            assert reply.status_code == 404, path
+    for path in TRAINERS:
+        assert requests.get(servers["tied"] + path, timeout=10).status_code == 405, path
+    reply = requests.post(servers["tied"] + "/sleep", json={"level": 2}, timeout=10)
+    assert (reply.status_code, "--enable-sleep-mode" in reply.text) == (400, True)
 
 
 def test_one_trainer_at_a_time(models, servers):
@@ -639,26 +644,32 @@ def test_one_trainer_at_a_time(models, servers):
         env=ENV,
     ) as other:
         assert other.stdout
-        assert (
-            other.stdout.readline()
-            == f"{servers['tied']} gets its weights over gloo, while it samples\n"
-        )
         assert other.stdout.readline() == "connected\n"
         client = ServerPool(make_config(models["tied"], servers["tied"]))
         with pytest.raises(ServerError, match="another trainer uses this server: one at a time"):
             client.connect(torch.device("cpu"))
+        (one,) = client.servers
+        one.connect()  # who only asks takes nothing
         other.kill()
-    client.connect(torch.device("cpu"))
+    deadline_s = time.monotonic() + 10
+    while True:
+        try:
+            client.connect(torch.device("cpu"))
+            break
+        except ServerError:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.1)
     client.connect(torch.device("cpu"))  # it may come again
     client.close()
 
 
-TRAINERS = ("/v1/models", "/get_world_size", "/pause", "/update",
-            "/sample", "/metrics", "/weight_checker", "/init_weight_transfer_engine")  # fmt: skip
+TRAINERS = ("/connect", "/sample", "/update", "/sleep")
 TRICKS = (
-    "/health/../pause", "/health/%2e%2e/pause", "//pause", "/pause/", "/PAUSE", "/pause;x", "/health/pause", "/./pause",
-    "/health%2f..%2fpause", "/v1/models/../../pause", "/%70ause%00", "/collective_rpc", "/start_profile", "/wake_up",
-    "/v1/load_lora_adapter", "/openapi.json", "/tokenize", "/invocations",
+    "/health/../update", "/health/%2e%2e/update", "//update", "/UPDATE", "/update;x", "/update%20",
+    "/health/update", "/./update", "/health%2f..%2fupdate", "/x/../../update", "/%75pdate%00",
+    "/metrics/../update", "/metrics/%2e%2e/update",
+    "/collective_rpc", "/start_profile", "/wake_up", "/pause", "/v1/load_lora_adapter",
+    "/openapi.json", "/tokenize", "/invocations",
 )  # fmt: skip
 
 
@@ -718,19 +729,28 @@ def test_strangers_are_refused(models, tmp_path, monkeypatch):
             for path in TRAINERS
             for headers in wrong
         ]
+        typed = "Content-Type: application/json\r\n"
         for trick in TRICKS:
             for word in ("", "Authorization: Bearer secret\r\n"):
-                head = f"POST {trick} HTTP/1.1\r\nHost: HOST\r\n{word}Content-Length: 2\r\n\r\n"
-                tried.append(raw_status(url, head, b"{}") in (400, 404))
+                head = f"POST {trick} HTTP/1.1\r\nHost: HOST\r\n{word}{typed}"
+                tried.append(
+                    raw_status(url, f"{head}Content-Length: 2\r\n\r\n", b"{}") in (400, 401, 404)
+                )
         generate = "POST /sample HTTP/1.1\r\nHost: HOST\r\nAuthorization: Bearer secret\r\n"
         for rest in (
-            f"Content-Length: {1 << 40}\r\n\r\n",
-            "Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n",
-            "Content-Length: -1\r\n\r\n",
-            "Content-Length: two\r\n\r\n",
-            "Content-Length: 9\r\nContent-Type: application/json\r\n\r\n{not json",
+            f"Content-Length: {1 << 40}\r\n{typed}\r\n",
+            f"Transfer-Encoding: chunked\r\n{typed}\r\n2\r\n{{}}\r\n0\r\n\r\n",
+            f"Content-Length: -1\r\n{typed}\r\n",
+            f"Content-Length: two\r\n{typed}\r\n",
+            f"{typed}\r\n",
+            f"Content-Length: 9\r\n{typed}\r\n{{not json",
         ):
             tried.append(400 <= raw_status(url, generate + rest) < 500)
+        valid = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 1}})
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            headers = {**token, "Content-Type": kind}
+            reply = requests.post(url + "/sample", headers=headers, data=valid, timeout=20)
+            tried.append(reply.status_code == 400)
         bodies: list = [
             {},
             [],
@@ -764,12 +784,54 @@ def test_a_reachable_host_needs_a_token(models, token, tmp_path):
     assert "set VLLM_API_KEY" in (tmp_path / "log").read_text()
 
 
-def test_one_front_end(models, tmp_path):
-    command = ["python", "vllm_server.py", "--model", models["tied"], "--api-server-count", "2"]
-    refused = Forked(command, tmp_path / "log", ENV)
-    refused.wait(120)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--api-server-count 2",
+        "--middleware x.y",
+        "--enable-auto-tool-choice",
+        "--uvicorn-log-level info",
+        "--no-such-option",
+    ],
+)
+def test_options_that_are_none_of_the_engines(models, words):
+    """Refused by name, in one line, before a model is loaded."""
+    import vllm_server
+
+    with pytest.raises(SystemExit) as refused:
+        vllm_server.options(["--model", models["tied"], *words.split()])
+    said = f"error: unrecognized arguments: {words.split()[0]}; this server takes options of vLLM's"
+    assert str(refused.value).startswith(said)
+
+
+def test_options_that_a_user_cannot_turn(models, monkeypatch):
+    """Images are data URIs, probes go first, and the log shows no token."""
+    import vllm_server
+
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    monkeypatch.setattr(vllm_server, "share_cpu", lambda *_: None)
+    words = "--scheduling-policy fcfs --allowed-media-domains a.b --api-key secret --host 0.0.0.0"
+    args = vllm_server.options([models["tied"], *words.split()])
+    assert args.model == models["tied"]
+    assert args.scheduling_policy == "priority"
+    assert args.allowed_media_domains == ["none.invalid"]
+    assert args.disable_log_stats
+    assert "secret" not in str(args)
+    assert os.environ.pop("VLLM_API_KEY") == "secret"
+
+
+def test_a_port_that_is_taken(models, tmp_path):
+    """One line, before a model is loaded."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = ["python", "vllm_server.py", "--model", models["tied"], "--port", str(port)]
+        refused = Forked(command, tmp_path / "log", ENV)
+        refused.wait(120)
     assert refused.poll() == 1
-    assert "--api-server-count: this server has one" in (tmp_path / "log").read_text()
+    said = (tmp_path / "log").read_text().splitlines()[-1]
+    assert said.startswith(f"error: --host 127.0.0.1 --port {port}: Address already in use")
 
 
 def test_server_not_reachable(models):
@@ -785,7 +847,8 @@ def test_server_not_reachable(models):
 def test_another_model(models, servers, tmp_path):
     client = ServerPool(make_config(models["untied"], servers["tied"]))
     with pytest.raises(
-        ServerError, match=f"serves {re.escape(models['tied'])}, not {re.escape(models['untied'])}"
+        ServerError,
+        match=f"serves {re.escape(models['tied'])}: restart .* --model {re.escape(models['untied'])}",
     ):
         client.wait_until_ready()
     client.close()
@@ -837,17 +900,19 @@ def test_buckets_and_pieces(monkeypatch):
     joined = list(buckets(weights))
     assert [list(bucket) for bucket in joined] == [["w0", "w1", "w2", "w3"], ["w4"], ["w5"]]
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [store, TCPStore("127.0.0.1", store.port, is_master=False)]
-    join = lambda kind, rank: kind(stores[rank], rank, 2, torch.device("cpu"), 30.0)
+    meeting = meeting_at(store.port)
+    cpu = torch.device("cpu")
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        met: Any = pool.map(join, (TransferGroup, WorkerGroup), (0, 1))
-        trainer, worker = met
+        joining = pool.submit(WeightGroup, meeting, 1, cpu)
+        trainer = WeightGroup(meeting, 0, cpu, store)
+        worker = joining.result()
         for bucket in joined:
             reply = pool.submit(worker.receive)
-            trainer.finish(trainer.send(bucket, {}))
+            trainer.send(*packed(bucket, cpu, torch.float32))
             got = reply.result()
             assert list(got) == list(bucket)
             assert all(torch.equal(got[name], sent) for name, sent in bucket.items())
+            assert all(got[name].dtype == sent.dtype for name, sent in bucket.items())
     trainer.close()
     worker.close()
 
@@ -871,7 +936,9 @@ def test_experts_reach_the_server(tmp_path):
     """vLLM prepacks them for the CPU, which its reload leaves as they were."""
     make_moe(tmp_path)
     with server(str(tmp_path), tmp_path / "log") as started:
-        assert_agreement(make_config(str(tmp_path), started.wait()))
+        config = make_config(str(tmp_path), started.wait(), max_completion_len=100)
+        assert_agreement(config)
+        check_an_update_in_flight(config)
 
 
 def test_moe_experts_are_published_under_checkpoint_names(tmp_path):

@@ -8,26 +8,13 @@ import pytest
 
 pytest.importorskip("vllm", reason="tests of the server's side")
 
-from hypothesis import given
-from hypothesis import strategies as st
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from vllm.v1.outputs import LogprobsLists, SamplingMaskLists
+from vllm.v1.outputs import LogprobsLists
 
 from server import whole
-from server.messages import Sampled, messages, packed
 
 FINAL, DELTA = RequestOutputKind.FINAL_ONLY, RequestOutputKind.DELTA
-
-
-@given(sizes=st.lists(st.integers(0, 300), max_size=5), chunk=st.integers(1, 400))
-def test_messages_come_in_chunks_of_any_size(sizes, chunk):
-    sent = [Sampled(number, "stop", b"x" * size) for number, size in enumerate(sizes)]
-    data = b"".join(packed(message) for message in sent)
-    chunks = [data[start : start + chunk] for start in range(0, len(data), chunk)]
-    assert list(messages(chunks)) == sent
-    if sent:
-        assert list(messages([data[:-1]])) == sent[:-1]
 
 
 class Engine(SimpleNamespace):
@@ -165,24 +152,3 @@ def test_what_is_no_token_goes_at_once(said):
     engine.step(("a", [3], None), **said)
     engine.step(("a", [4], FinishReason.STOP))
     assert engine.received("a") == (expected([1, 2, 3, 4]), 3)
-
-
-@pytest.mark.parametrize("is_updated", [True, False])
-def test_sampling_masks_wait_with_their_tokens(is_updated):
-    """With `--return-sampling-mask`: of steps of one token, and of several."""
-    engine = Engine()
-    engine.add("a")
-    told = [([1], [4, 1], None), ([2, 3], [2, 3, 9, 5], [0, 1, 4]), ([6], [6], None)]
-    for tokens, ids, offsets in told:
-        if tokens == [6] and is_updated:
-            whole._send_and_set(engine, "1")
-        mask = SamplingMaskLists(np.array(ids), None if offsets is None else np.array(offsets))
-        end = FinishReason.STOP if tokens == [6] else None
-        engine.step(("a", tokens, end), new_sampling_mask=mask)
-    last = "1" if is_updated else "0"
-    assert engine.received("a")[0] == expected([1, 2, 3]) + expected([6], last)
-    sets = []
-    for _, message in engine.sent:
-        for output in message.outputs:
-            sets += output.new_sampling_mask.to_nested_list()
-    assert sets == [[4, 1], [2], [3, 9, 5], [6]]

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from fake_server import fake_server
+from fake_server import FakeServer, fake_server
 from forked import Forked, serve
 from helpers import answer_in, read
+from msgspec.structs import replace
 from safetensors.torch import load_file
 from test_adapters import LORA, lora_config
 from test_server import (
@@ -27,14 +28,13 @@ from test_server import (
 
 import train
 from benchmarks.local_server import local_server
-from config import UserError, parse_args
+from config import parse_args
 from rollouts import servers
-from rollouts.adapters import check_returned
 from rollouts.rollouts import Rollouts
-from rollouts.sleep import fall_asleep
+from rollouts.servers import ServerPool
 from train import main
 from utils import process_group
-from vllm_client import Server, ServerError
+from vllm_client import ServerError
 
 SAMPLING = {"n": 2, "max_tokens": 20, "temperature": 1.0}
 
@@ -79,7 +79,7 @@ def check_a_nap(rollouts, policy, config, device):
     """A server samples nothing while it sleeps, and after the next update as before."""
     (one,) = rollouts.pool.servers
     for version in (1, 2):
-        fall_asleep(rollouts.pool)
+        rollouts.pool.fall_asleep()
         disturb(policy, version)
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
             reply = pool.submit(one.generate, PROMPT, SAMPLING)
@@ -99,7 +99,7 @@ def test_an_update_wakes_a_server(models, tmp_path):
         with process_group(120) as device:
             with connected(config, device) as (rollouts, policy):
                 check_a_nap(rollouts, policy, config, device)
-                fall_asleep(rollouts.pool)
+                rollouts.pool.fall_asleep()
             with connected(config, device) as (rollouts, policy):
                 check_a_nap(rollouts, policy, config, device)
 
@@ -153,10 +153,10 @@ def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, monkeypatch, num
             taken.clear()
             main(parse_args([path, *words]))
             calls = [name for name, _ in one.log if name in ("/sample", "/sleep", "/update")]
-            assert one.naps == ["2"] * 3 * can_sleep
+            assert one.naps == [2] * 3 * can_sleep
             assert (taken == [True] * 3) == can_sleep  # else training begins earlier
             # At the start, and before each update.
-            assert released == ["/weight_checker", *["/sleep"] * 3] * can_sleep
+            assert released == ["/connect", *["/sleep"] * 3] * can_sleep
         weights.append(load_file(folder / "checkpoint-3" / "model.safetensors"))
         if can_sleep:
             others = [name for name in calls if name != "/sample"]
@@ -175,7 +175,6 @@ def test_a_server_that_does_not_fall_asleep_is_left_out(
 ):
     """It is not taken back, which would wake it, while the trainer trains; and is asked again to sleep."""
     monkeypatch.setattr(servers, "PROBE_S", 0.05)
-    monkeypatch.setattr(servers, "RETRY_S", 0.0)
     training: list[float] = []
     step = train.optimizer_step
 
@@ -197,7 +196,7 @@ def test_a_server_that_does_not_fall_asleep_is_left_out(
 
         two.fault = ill
         main(parse_args([recipe(one, two), "--max_steps", "5", "--max_staleness", "0"]))
-        woken = [at for name, at in two.log if name == "/wake_up"]
+        woken = [at for name, at in two.log if name == "/connect"]
     assert "5" in one.versions
     assert len(woken) > 1  # it came back
     for begun, ended in zip(training[::2], training[1::2], strict=True):
@@ -210,22 +209,44 @@ def test_rollouts_ahead_are_refused(models, recipe):
     """They would be sampled while it sleeps."""
     with (
         fake_server(models["untied"], answer_in(0.01), can_sleep=True) as one,
-        pytest.raises(UserError, match="set max_staleness=0, or restart it without"),
+        pytest.raises(
+            ServerError,
+            match="sleeps while this trains: set max_staleness=0, or no --enable-sleep-mode",
+        ),
     ):
         main(parse_args([recipe(one), "--max_staleness", "1"]))
 
 
 @pytest.mark.parametrize(
-    ("kind", "fields", "message"),
+    ("kind", "message"),
     [
-        ({"can_sleep": True}, {"max_staleness": 1}, "without --enable-sleep-mode"),
-        ({"takes_adapter": True}, {}, "without --enable-lora"),
+        ({"can_sleep": True}, "sleeps while this trains: set max_staleness=0, or no"),
+        ({"lora_rank": 8}, "takes adapters alone, and others do not: give --enable-lora to all"),
+        ({"max_model_len": 64}, "takes fewer tokens than others: give it --max-model-len 128"),
+        ({"names": ["/another"]}, "serves /another: restart it with --model "),
     ],
 )
-def test_servers_that_join_a_run(kind, fields, message):
-    """As those of the start."""
-    server = Server("http://x", 1.0)
-    vars(server).update(kind)
-    with pytest.raises(ServerError, match=message):
-        check_returned(server, False, make_config("m", "http://x", **fields))
-    check_returned(Server("http://x", 1.0), False, make_config("m", "http://x"))
+def test_servers_that_join_a_run(models, capsys, monkeypatch, kind, message):
+    """One that was started anew must be as those of the start; else it stays out of the run."""
+    monkeypatch.setattr(servers, "PROBE_S", 0.05)
+    theirs = FakeServer.about
+    with fake_server(models["untied"], answer_in(0.01)) as fake:
+        config = make_config(models["untied"], fake.url, max_staleness=1)
+        with closing(ServerPool(config)) as pool:
+            pool.wait_until_ready()
+            pool.connect(torch.device("cpu"))
+            for server in pool.update_weights([], 0):
+                pool.admit(server)
+            monkeypatch.setattr(FakeServer, "about", lambda self: replace(theirs(self), **kind))
+            pool.lose(pool.servers[0], "it was ended")
+            said = ""
+            deadline_s = time.monotonic() + 20
+            while "stays left out" not in said and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+                said += capsys.readouterr().out
+            assert f"{fake.url} answers again, but stays left out: {fake.url} {message}" in said
+            assert not pool.returned
+            monkeypatch.setattr(FakeServer, "about", theirs)  # as it was told to
+            while not pool.returned:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)

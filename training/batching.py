@@ -10,7 +10,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from prefix_attention import PackedBatch, num_packed_tokens, pack
-from rollouts.group import CUT, ENVIRONMENT, Group, Prompt, joined_masks, rollout_number
+from rollouts.group import CUT, ENVIRONMENT, Group, Prompt, rollout_number
 
 
 @dataclass
@@ -84,15 +84,9 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Pack groups and their columns into rows of at most `max_tokens`, or one (None)."""
     columns = token_columns(groups, config)
-    sampling_mask = joined_masks(
-        [group.tokens.sampling_mask for group in groups],
-        [len(group.tokens.completion) for group in groups],
-    )
     sequences = [group.sequences for group in groups]
     found = []
     for row in pack(sequences, max_tokens, config.share_prefix, apart=groups_apart(groups)):
-        if sampling_mask is not None:
-            row = replace(row, sampling_mask=sampling_mask[row.index])
         row_columns: Any = {name: column[row.index] for name, column in columns.items()}
         # None: a prompt of several groups, which is text alone.
         prompts = [groups[number].prompt for number in row.prompts if number is not None]

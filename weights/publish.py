@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from prefix_attention import base_model
 from utils import is_main
-from weights.transfer import BUCKET_BYTES
+from weights.group import BUCKET_BYTES
 
 
 def unwrap(model: nn.Module) -> Any:
@@ -71,6 +71,21 @@ def published_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         full_weights(model), key=lambda item: re.findall(r"^.*?\.\d+\.", item[0])
     ):
         yield from revert_weight_conversion(base_model(model), dict(layer)).items()
+
+
+def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield LoRA's A and s·B, whole, by their names in a checkpoint of peft's. Collective."""
+    wrapped = unwrap(model)
+    (adapter,) = wrapped.active_adapters
+    for name, tensor in wrapped.state_dict(keep_vars=True).items():
+        if ".lora_" not in name:
+            continue
+        module, _, kind = name.partition(".lora_")
+        whole = full_tensor(tensor)
+        if kind.startswith(("B", "embedding_B")):
+            # With the scale in it a server needs no rank, alpha, or formula of its own.
+            whole = whole * wrapped.get_submodule(module).scaling[adapter]
+        yield name.replace(f".{adapter}", ""), whole
 
 
 def buckets(weights: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

@@ -1,0 +1,175 @@
+"""Updates on their way to the servers, and the process groups that they travel over."""
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, wait
+from datetime import timedelta
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from msgspec.structs import replace
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from vllm_client import ANSWER_TIMEOUT_S, Server, ServerError, ServerLost, UpdateBroken
+from weights.group import Meeting, WeightGroup, address_towards, gpu_of, packed
+
+POLL_S = 5e-4  # between looks at what servers do
+
+
+class Sender:
+    """Sends a policy to servers, bucket by bucket, in `timeout_s` a policy.
+
+    All servers are in one group, which is made anew whenever they change. Those that could not meet
+    although all were well have a group each: they may have no way to each other.
+
+    Args:
+        device: that the weights come from.
+        gpus: of all ranks of the trainer.
+        timeout_s: for an update, from its first bucket to the last server that has loaded it.
+        threads: for requests to servers, and for what waits for them.
+    """
+
+    def __init__(
+        self, device: torch.device, gpus: Sequence[str | None], timeout_s: float, threads: Executor
+    ):
+        self._device = device
+        self._gpus = gpus
+        self._timeout_s = timeout_s
+        self._threads = threads
+        self._meetings: dict[Server, Meeting] = {}  # of the servers that are in a group
+        self._groups: list[WeightGroup] = []
+        self._apart: list[Server] = []  # those that could not meet
+
+    def begin(self, servers: list[Server], version: int) -> None:
+        """Let servers take an update, up to an empty bucket."""
+        self._error: BaseException | None = None
+        self._is_whole = False  # its last bucket is on its way
+        self._ends_s = time.monotonic() + self._timeout_s
+        self._is_alone = len(servers) == 1 or servers == self._apart  # each, in its group
+        places = []
+        if list(self._meetings) != servers:
+            self.leave()
+            sets = [[server] for server in servers] if self._is_alone else [servers]
+            places = [self._invite(members) for members in sets if members]
+        self._replies: dict[Server, Future[None]] = {}
+        for server, meeting in self._meetings.items():
+            self._replies[server] = self._threads.submit(server.update, version, meeting)
+        self._coming = self._threads.submit(self._meet, places, self._groups)  # or a bucket
+
+    def _invite(self, members: list[Server]) -> tuple[Meeting, TCPStore]:
+        """Make a place for a group, and note it for each of its servers."""
+        addresses = [address_towards(urlsplit(server.url).hostname) for server in members]
+        # The one that all can reach, if some servers are here and some are not.
+        host = min(addresses, key=lambda address: ip_address(address).is_loopback)
+        limit = timedelta(seconds=self._timeout_s)
+        store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+
+        gpus: list[str | None] = []
+        first_ranks = {}
+        for server in members:
+            first_ranks[server] = 1 + len(gpus)
+            gpus += server.about.gpus
+        backend = self._backend(gpus, opens_memory=members[0].about.opens_memory)
+        secret = os.urandom(16).hex()
+        meeting = Meeting(host, store.port, secret, backend, 1 + len(gpus), 1, self._timeout_s)
+        for server, rank in first_ranks.items():
+            self._meetings[server] = replace(meeting, first_rank=rank)
+        names = ", ".join(server.url for server in members)
+        print(f"weights go to {names} over {backend}", flush=True)
+        return meeting, store
+
+    def _backend(self, gpus: list[str | None], opens_memory: bool) -> str:
+        """The backend for workers on these GPUs, see `Meeting`."""
+        own = gpu_of(self._device)
+        if own and gpus == [own] and opens_memory:
+            return "ipc"
+        have_their_own = {None, own, *self._gpus}.isdisjoint(gpus) and len(set(gpus)) == len(gpus)
+        return "nccl" if own and have_their_own else "gloo"
+
+    def _meet(self, places: list[tuple[Meeting, TCPStore]], groups: list[WeightGroup]) -> None:
+        """Meet the workers of invited servers."""
+        for meeting, store in places:
+            groups.append(WeightGroup(meeting, 0, self._device, store))
+
+    def send(self, tensors: dict[str, Tensor]) -> None:
+        """Send named tensors, while the caller gathers the next; none end the update.
+
+        Each call waits until those of the last one have gone off. After an error it does nothing.
+        """
+        self._error = self._error or self._failure()
+        self._is_whole = not tensors
+        if self._error or not self._replies:
+            return
+        dtypes = [getattr(torch, server.about.dtype) for server in self._replies]
+        widest = max(dtypes, key=lambda dtype: dtype.itemsize)
+        bucket = packed(tensors, self._device, widest)
+        self._coming = self._threads.submit(_send, self._groups, *bucket)
+
+    def _failure(self) -> BaseException | None:
+        """Wait for what is on its way; returns why the update breaks off, if it does."""
+        while True:
+            for work in (*self._replies.values(), self._coming):
+                if work.done() and work.exception():
+                    return work.exception()
+            if self._coming.done():
+                return None
+            if time.monotonic() > self._ends_s:
+                return TimeoutError(f"it took longer than sync_timeout, {self._timeout_s:.0f} s")
+            time.sleep(POLL_S)
+
+    def end(self) -> dict[Server, Exception | None]:
+        """Wait until servers sample from the update; one that is not whole is given up.
+
+        Returns:
+            None for each server that has it, else the reason: UpdateBroken for a server that is
+            well, and takes the next one.
+        """
+        self._error = self._error or self._failure()
+        if not self._is_whole:
+            self._error = self._error or RuntimeError("the trainer has no more of it")
+        if not self._error:
+            wait(self._replies.values(), self._ends_s + ANSWER_TIMEOUT_S - time.monotonic())
+        found = list(self._threads.map(self._failure_of, self._replies))
+        failures = dict(zip(self._replies, found, strict=True))
+        if any(failures.values()):
+            print(f"an update broke off: {self._error}", flush=True)
+            self.leave()
+            if all(isinstance(failure, UpdateBroken) for failure in failures.values()):
+                self._apart = list(failures)
+        return failures
+
+    def _failure_of(self, server: Server) -> Exception | None:
+        """Why a server has not the update; one that has not answered is asked to give it up."""
+        reply = self._replies[server]
+        own: Any = reply.exception() if reply.done() else None
+        if reply.done() and not isinstance(own, UpdateBroken):
+            return own
+        if not own and not self._error:
+            return ServerLost("it took longer than sync_timeout to load the last weights")
+        if self._is_alone and (own or isinstance(self._error, TimeoutError)):
+            return ServerLost(str(own or self._error))  # nobody else is to blame
+        try:
+            server.give_up_update(self._meetings[server])
+        except ServerError as lost:
+            return lost
+        return own or UpdateBroken(f"an update broke off: {self._error}")
+
+    def forget(self, server: Server) -> None:
+        """Let the next update meet a server anew, which has been connected anew."""
+        self._meetings.pop(server, None)
+
+    def leave(self) -> None:
+        """Leave the groups: members that wait for this one get an error."""
+        for group in self._groups:
+            group.close()
+        self._groups = []
+        self._meetings = {}
+
+
+def _send(groups: list[WeightGroup], *bucket: Any) -> None:
+    for group in groups:
+        group.send(*bucket)

@@ -1,0 +1,271 @@
+"""Updates of four servers, in processes of their own, of which some fail at any place.
+
+After each fault all that serve have the same bits, and nobody waited longer than `sync_timeout` and what a living
+server needs to answer.
+"""
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from apart import Apart
+from helpers import ENV, ROOT
+from transformers import AutoModelForCausalLM
+
+import vllm_client
+from config import TrainConfig
+from rollouts import sending
+from rollouts import servers as servers_module
+from rollouts.servers import ServerPool
+from vllm_client import State
+from weights.group import BUCKET_BYTES
+from weights.publish import published_weights
+
+SYNC_TIMEOUT_S = 4.0
+ANSWER_TIMEOUT_S = 3.0  # in place of the 10 s for a living server
+SLOW_S = 12.0  # what a busy machine may add
+
+
+@pytest.fixture(scope="module")
+def stand_ins():
+    servers: list[Apart] = []
+    yield servers
+    for server in servers:
+        server.end()
+
+
+@pytest.fixture
+def four(models, stand_ins, monkeypatch):
+    """Four that live; those that died in the last test are replaced."""
+    monkeypatch.setitem(BUCKET_BYTES, "cpu", 40_000)  # some ten of them
+    monkeypatch.setattr(servers_module, "PROBE_S", 0.2)
+    for module in (vllm_client, sending):
+        monkeypatch.setattr(module, "ANSWER_TIMEOUT_S", ANSWER_TIMEOUT_S)
+    stand_ins[:] = [server for server in stand_ins if server.lives]
+    while len(stand_ins) < 4:
+        stand_ins.append(Apart(models["untied"], stages=True))
+    yield list(stand_ins)
+    for server in stand_ins:
+        if server.lives:
+            server.wake()
+
+
+class Trainer:
+    """A policy, and the pool of its servers."""
+
+    def __init__(self, model, servers):
+        config = TrainConfig(
+            model_id=model, dataset_id="d", reward_funcs=[print], vllm_urls=[s.url for s in servers],
+            sync_timeout=SYNC_TIMEOUT_S, server_timeout=60.0,
+        )  # fmt: skip
+        self.policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self.pool = ServerPool(config)
+        self.pool.wait_until_ready()
+        self.pool.connect(torch.device("cpu"))
+        self.version = -1
+        self.publish()
+
+    def publish(self):
+        """Another policy for all; returns the seconds."""
+        self.version += 1
+        with torch.no_grad():
+            for weight in self.policy.parameters():
+                weight.add_(0.01)
+        started_s = time.monotonic()
+        self.send()
+        return time.monotonic() - started_s
+
+    def send(self, only_returned=False):
+        weights = published_weights(self.policy)
+        for server in self.pool.update_weights(weights, self.version, only_returned):
+            self.pool.admit(server)
+
+    def settle(self, num, seconds=30.0):
+        """As the loop does: send those that came back the policy, until so many serve."""
+        ends_s = time.monotonic() + seconds
+        while len(self.pool.serving) < num:
+            assert time.monotonic() < ends_s, [
+                (s.url, s.state, s.why_out) for s in self.pool.servers
+            ]
+            if self.pool.returned:
+                self.send(only_returned=True)
+            time.sleep(0.01)
+
+    def digest(self):
+        parts = []
+        for name, tensor in self.policy.state_dict().items():
+            parts.append(name.encode() + tensor.numpy().tobytes())
+        return f"{self.version}", hashlib.sha256(b"".join(sorted(parts))).hexdigest()
+
+    def check(self, servers):
+        """All that serve have the policy."""
+        serving = {server.url for server in self.pool.serving}
+        assert serving
+        for server in servers:
+            if server.url in serving:
+                assert server.digest() == self.digest()
+
+    def close(self):
+        self.pool.close()
+
+
+@pytest.fixture
+def trainer(models, four):
+    trainer = Trainer(models["untied"], four)
+    trainer.check(four)
+    yield trainer
+    trainer.close()
+
+
+PLACES = ["/update", "/update/bucket", "/update/arrived", "/update/placed"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("what", ["dies", "refuses", "hangs"])
+@pytest.mark.parametrize("number", [0, 2])
+def test_one_of_four_fails(trainer, four, place, what, number):
+    """The first in the chain, or one in its middle, at its fourth bucket; the others have the policy at once."""
+    ill = four[number]
+    ill.fault(place, 3 if place == "/update/bucket" else 0, what)
+    seconds = trainer.publish()
+    # None waits for a time-out where a connection is closed, or an answer tells.
+    limit_s = SYNC_TIMEOUT_S + ANSWER_TIMEOUT_S if what == "hangs" else 0.0
+    assert seconds < limit_s + SLOW_S
+    lost = [server for server in trainer.pool.servers if server.state is State.LOST]
+    assert [server.url for server in lost] == [ill.url]
+    trainer.settle(3)
+    trainer.check(four)
+    assert trainer.publish() < SLOW_S
+    assert len(trainer.pool.serving) >= 3
+    if what == "hangs":
+        ill.wake()
+    if what != "dies":
+        trainer.settle(4)
+        trainer.publish()
+        assert len(trainer.pool.serving) == 4
+    trainer.check(four)
+
+
+def test_two_are_lost_at_once(trainer, four):
+    """One dies, and one hangs; a third comes back in the middle of it."""
+    four[3].fault("/update", 0, "refuses")
+    trainer.publish()
+    four[0].fault("/update/bucket", 2, "dies")
+    four[2].fault("/update/bucket", 4, "hangs")
+    assert trainer.publish() < SYNC_TIMEOUT_S + ANSWER_TIMEOUT_S + SLOW_S
+    trainer.settle(2)
+    trainer.check(four)
+    four[2].wake()
+    trainer.settle(3)
+    trainer.publish()
+    assert len(trainer.pool.serving) == 3
+    trainer.check(four)
+
+
+def test_a_server_that_hangs_as_it_comes_back_keeps_no_other_out(trainer, four):
+    """Two were lost; the first answers, and then no more. The second, which is well, serves at once."""
+    for number in (0, 1):
+        four[number].fault("/update", 0, "refuses")
+    trainer.publish()
+    four[0].fault("/connect", 0, "hangs")
+    four[0].fault("/connect", 1, "hangs")
+    started_s = time.monotonic()
+    trainer.settle(3)
+    assert time.monotonic() - started_s < SLOW_S
+    trainer.check(four[1:])
+
+
+def test_servers_without_a_way_to_each_other_get_their_weights_one_by_one(
+    trainer, four, monkeypatch, capfd
+):
+    """All are well, and do not meet: it is tried once, and again when the servers are others."""
+    trainer.publish()
+    for server in trainer.pool.servers:
+        trainer.pool._sender.forget(server)
+    make = sending.WeightGroup
+
+    def no_way(meeting, *more):
+        if meeting.world_size > 2:
+            raise RuntimeError("they do not meet over gloo: no route to host")
+        return make(meeting, *more)
+
+    monkeypatch.setattr(sending, "WeightGroup", no_way)
+    assert trainer.publish() < SLOW_S
+    assert [server.state for server in trainer.pool.servers] == [State.WAITING] * 4
+    trainer.settle(4)
+    trainer.check(four)
+    trainer.publish()
+    assert len(trainer.pool.serving) == 4
+    trainer.check(four)
+    assert capfd.readouterr().out.count("no route to host") == 1
+
+
+TRAINER = """
+import sys; sys.path[:0] = {paths!r}
+import time
+import torch
+from test_losses import BUCKET_BYTES, Trainer
+class Server: pass
+servers = []
+for url in {urls!r}:
+    servers.append(Server()); servers[-1].url = url
+BUCKET_BYTES["cpu"] = 40_000
+trainer = Trainer({model!r}, servers)
+print("published", flush=True)
+def slow(weights):
+    for number, weight in enumerate(weights):
+        if number == 8:
+            print("half", flush=True)
+            time.sleep(600)
+        yield weight
+from weights.publish import published_weights
+trainer.pool.update_weights(slow(published_weights(trainer.policy)), 1)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_trainer_that_dies_or_hangs_in_an_update_leaves_servers_usable(models, four, how):
+    """Those of a dead one are free at once; of one that is stopped, once it is killed."""
+    code = TRAINER.format(
+        paths=[str(ROOT / name) for name in ("", "tests", "scripts")],
+        urls=[server.url for server in four],
+        model=models["untied"],
+    )
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENV, cwd=ROOT) as first:
+        assert first.stdout
+        for line in first.stdout:
+            if line == "half\n":
+                break
+        os.kill(first.pid, how)
+        if how == signal.SIGSTOP:
+            time.sleep(SYNC_TIMEOUT_S + 2)
+            first.kill()
+        first.wait(20)
+        started_s = time.monotonic()
+        trainer = Trainer(models["untied"], four)
+        assert time.monotonic() - started_s < SLOW_S
+    trainer.publish()
+    assert len(trainer.pool.serving) == 4
+    trainer.check(four)
+    trainer.close()
+
+
+def test_a_busy_host_loses_no_server(trainer, four):
+    """Every core has other work to do."""
+    burn = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(burn) for _ in range(2 * len(os.sched_getaffinity(0)))]
+    try:
+        for _ in range(3):
+            trainer.publish()
+            assert len(trainer.pool.serving) == 4
+            trainer.check(four)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
