@@ -118,6 +118,7 @@ class Server:
         self.forbidden = forbidden  # tokens that are never sampled
         self.number = next(_numbers) % MAX_SERVERS
         self.about: Any = None  # an About, of the last connection
+        self.address = ""  # of this machine, on the way to it
 
         # What the pool knows of it:
         self.state = State.LOST
@@ -133,14 +134,15 @@ class Server:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def post(self, path: str, body: Any, kind: Any = None, timeout_s: float | None = None) -> Any:
+    def post(self, path: str, body: Any, kind: Any = None, timeout_s: Any = None) -> Any:
         """The answer to a struct of messages.py.
 
         Args:
             path: of the route.
             body: the struct.
             kind: of the answer, in msgpack; None: it is not read.
-            timeout_s: seconds that the server may be silent; `request_timeout` if there are none.
+            timeout_s: seconds that the server may be silent, or a pair, to connect and then;
+                `request_timeout` if there are none.
 
         Raises:
             ServerError: the server refused, by a 4xx reply.
@@ -153,7 +155,7 @@ class Server:
             except (requests.RequestException, msgspec.MsgspecError) as error:
                 raise ServerLost(f"{self.url}{path} failed: {error!r}") from error
 
-    def _open(self, path: str, body: Any, timeout_s: float | None) -> requests.Response:
+    def _open(self, path: str, body: Any, timeout_s: Any) -> requests.Response:
         """An answer that may still be coming."""
         try:
             reply = _session().post(

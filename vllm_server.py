@@ -99,6 +99,7 @@ def share_cpu(args: Any, parser: Any) -> None:
     chosen = {
         "OMP_NUM_THREADS": str(max(1, torch_utils.available_cpu_count() // 2)),
         "VLLM_LOGGING_LEVEL": "ERROR",
+        "THP_MEM_ALLOC_ENABLE": "1",  # updates wait in large pieces of memory
         # Or the sampler compiles itself for many batch sizes.
         "TORCHDYNAMO_DISABLE": f"{args.enforce_eager:d}",
         # Else one process: waiting for two takes a core.
@@ -146,6 +147,7 @@ def options(argv: list[str]) -> Any:
     args.allowed_media_domains = ["none.invalid"]  # images come as data URIs: it fetches nothing
     if args.api_key:
         os.environ["VLLM_API_KEY"] = args.api_key
+        args.api_key = None  # a log would show it
     if args.host not in ("localhost", "127.0.0.1", "::1") and not api_token():
         _refuse(
             f"--host {args.host} is reachable from outside: set VLLM_API_KEY, "
@@ -165,7 +167,7 @@ async def serve(args: Any, listener: socket.socket) -> None:
     try:
         config = uvicorn.Config(
             RolloutServer(engine, args).app, log_level="warning", timeout_graceful_shutdown=1,
-            ssl_keyfile=args.ssl_keyfile, ssl_certfile=args.ssl_certfile,
+            ws="none", ssl_keyfile=args.ssl_keyfile, ssl_certfile=args.ssl_certfile,
         )  # fmt: skip
         scheme = "https" if args.ssl_certfile else "http"
         host = f"[{args.host}]" if ":" in args.host else args.host
@@ -176,6 +178,9 @@ async def serve(args: Any, listener: socket.socket) -> None:
         while not serving.done():  # the process ends with its engine
             await asyncio.wait([serving], timeout=2)
             server.should_exit |= engine.errored
+        serving.result()
+        if engine.errored:
+            sys.exit("error: the engine has ended")
     finally:
         engine.shutdown()
 

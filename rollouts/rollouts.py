@@ -368,7 +368,11 @@ class Rollouts:
             if is_main() and not self.config.inflight_updates:
                 while_sending.enter_context(self.pool.drained(self.stop))
             returned = self._send()
-            if is_first:  # a server that does not agree ends the run before anything is sampled
+            if is_first:
+                # Servers that could not meet get theirs one by one.
+                if broadcast_object(is_main() and self.pool.lacks_weights):
+                    self._send(only_returned=True)
+                # A server that does not agree ends the run before anything is sampled.
                 self.proofs.prove(self.pool.servers if is_main() else [], is_first=True)
                 self._restart_clocks()
             if is_main():

@@ -96,7 +96,9 @@ def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> 
             try:
                 return ask(server)
             except ServerLost as error:
-                if server.state is State.LOST or not server.answers():
+                if server.state is not State.SERVING:  # it was lost, and may be back already
+                    continue
+                if not server.answers():
                     pool.lose(server, error)
                     continue
                 num_failures += 1

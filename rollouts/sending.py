@@ -7,7 +7,6 @@ from concurrent.futures import Executor, Future, wait
 from datetime import timedelta
 from ipaddress import ip_address
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from msgspec.structs import replace
@@ -15,9 +14,9 @@ from torch import Tensor
 from torch.distributed import TCPStore
 
 from vllm_client import ANSWER_TIMEOUT_S, Server, ServerError, ServerLost, UpdateBroken
-from weights.group import Meeting, WeightGroup, address_towards, gpu_of, packed
+from weights.group import Meeting, WeightGroup, gpu_of, packed
 
-POLL_S = 5e-4  # between looks at what servers do
+POLL_S = 2e-4  # between looks at what servers do
 
 
 class Sender:
@@ -62,8 +61,8 @@ class Sender:
 
     def _invite(self, members: list[Server]) -> tuple[Meeting, TCPStore]:
         """Make a place for a group, and note it for each of its servers."""
-        addresses = [address_towards(urlsplit(server.url).hostname) for server in members]
         # The one that all can reach, if some servers are here and some are not.
+        addresses = [server.address for server in members]
         host = min(addresses, key=lambda address: ip_address(address).is_loopback)
         limit = timedelta(seconds=self._timeout_s)
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
@@ -136,10 +135,13 @@ class Sender:
         found = list(self._threads.map(self._failure_of, self._replies))
         failures = dict(zip(self._replies, found, strict=True))
         if any(failures.values()):
-            print(f"an update broke off: {self._error}", flush=True)
             self.leave()
-            if all(isinstance(failure, UpdateBroken) for failure in failures.values()):
-                self._apart = list(failures)
+        if self._error:
+            print(f"an update broke off: {self._error}", flush=True)
+        if failures and all(isinstance(failure, UpdateBroken) for failure in failures.values()):
+            if self._is_alone:
+                return {server: ServerLost(str(failure)) for server, failure in failures.items()}
+            self._apart = list(failures)
         return failures
 
     def _failure_of(self, server: Server) -> Exception | None:
@@ -150,8 +152,8 @@ class Sender:
             return own
         if not own and not self._error:
             return ServerLost("it took longer than sync_timeout to load the last weights")
-        if self._is_alone and (own or isinstance(self._error, TimeoutError)):
-            return ServerLost(str(own or self._error))  # nobody else is to blame
+        if self._is_alone and own:  # nobody else is to blame
+            return ServerLost(str(own))
         try:
             server.give_up_update(self._meetings[server])
         except ServerError as lost:

@@ -28,6 +28,7 @@ from vllm_client import (
     UpdateBroken,
 )  # fmt: skip
 from weights.cuda_ipc import trial_of
+from weights.group import address_towards
 from weights.publish import buckets
 
 PROBE_S = 1.0  # between questions to a lost server, doubled at each of its losses
@@ -86,6 +87,11 @@ class ServerPool:
         """Connected servers that wait for the current weights."""
         return [server for server in self.servers if server.state is State.WAITING]
 
+    @property
+    def lacks_weights(self) -> bool:
+        """True where connected servers have not what was published last."""
+        return any(server.version != self.version for server in self.returned)
+
     # -- the start ---------------------------------------------------------------------------------
 
     def wait_until_ready(self) -> int:
@@ -110,7 +116,7 @@ class ServerPool:
                     time.sleep(1)
         lengths = [server.about.max_model_len for server in self.servers]
         self._longest = min(lengths, default=self._longest)
-        self.sends_adapter = any(server.about.lora_rank for server in self.servers)
+        self.sends_adapter = any(server.about.lora_rank for server in self.servers[:1])
         for server in self.servers:
             self._check(server)
         return self._longest
@@ -137,8 +143,9 @@ class ServerPool:
     def _connect(self, server: Server) -> None:
         """Take a server for this trainer; it waits for the weights then."""
         _, handle = self._trial
+        server.address = address_towards(urlsplit(server.url).hostname)
+        self._sender.forget(server)  # before an update can begin that counts it in
         server.connect(TRAINER, handle)
-        self._sender.forget(server)
 
     def _check(self, server: Server) -> None:
         """Refuse a server of another kind than the run needs, and its other servers are.
@@ -166,7 +173,7 @@ class ServerPool:
             f"takes whole weights, and base_4bit has none: give it {options}": (
                 is_4bit and not takes_adapter
             ),
-            "takes adapters alone, and others do not: give --enable-lora to all, or to none": (
+            "differs from others in --enable-lora: give it to all, or to none": (
                 takes_adapter != self.sends_adapter and server.takes_weights
             ),
             "takes adapters alone: start it without --enable-lora, or set use_peft": (
@@ -278,7 +285,7 @@ class ServerPool:
             print(f"{server.url} is left out {until}: {error}", flush=True)
             self._retry_later(server, error)
             if not self.serving:
-                self._all_lost_s = time.monotonic()
+                self._all_lost_s = min(self._all_lost_s, time.monotonic())
                 print(
                     "no rollout server is left: waiting "
                     f"{self.config.server_timeout:.0f} s for one ({self._how_to_start(server)})",
@@ -300,6 +307,7 @@ class ServerPool:
         """
         with self._slots:
             server.state = State.SERVING
+            self._all_lost_s = math.inf
             self._slots.notify_all()
         if server.num_losses:
             print(f"{server.url} is back", flush=True)
@@ -404,7 +412,7 @@ class ServerPool:
             # Level 1 keeps the base of adapters, which an update does not bring.
             request = SleepRequest(1 if server.about.lora_rank else 2)
             try:
-                server.post("/sleep", request, timeout_s=self.config.sync_timeout)
+                server.post("/sleep", request, timeout_s=(5.0, self.config.sync_timeout))
             except ServerError as error:
                 self.lose(server, error)
 

@@ -113,7 +113,7 @@ class FakeServer:
             self._epoch += 1
             for tensor in self.model.state_dict().values():
                 tensor.zero_()
-            self._resumed.set()
+            self._resumed.clear()  # until the first update
 
     def sleep(self, level: int) -> None:
         """Sample nothing, and at level 2 lose the weights."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from itertools import chain
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 from prometheus_client import generate_latest
@@ -46,6 +45,7 @@ class RolloutServer:
         self.trainer = ""  # that has the server
         self._connection: Request | None = None  # for as long as this lasts
         self._given_up = ""  # the secret of a meeting
+        self._loading = asyncio.Lock()  # one update at a time
         self._adapter: Any = None  # of all completions, after an update
         routes: list[Any] = [
             Route("/health", self.health),
@@ -115,8 +115,8 @@ class RolloutServer:
         if config.model_config.enable_sleep_mode:
             await self.engine.wake_up()
         await self.engine.pause_generation(mode="abort", clear_cache=True)
+        # It stays paused until the first update: late requests must not get its zeroed weights.
         found = await self._on_workers("connect", request.trial)
-        await self.engine.resume_generation()
         about.gpus = [gpu for gpu, _ in found]
         about.opens_memory = len(found) == 1 and found[0][1]
         return StreamingResponse(self._held(about))
@@ -146,14 +146,14 @@ class RolloutServer:
         """
         if request.trainer != self.trainer:
             raise ValueError("another trainer uses this server")
+        name = request.meeting.secret
         if not request.weight_version:
-            self._given_up = request.meeting.secret
-            await self._on_workers("give_up_update")
+            self._given_up = name
+            await self._on_workers("give_up_update", name)
             return JSONResponse({})
-        if self._given_up == request.meeting.secret:  # this request was on its way so long
+        if self._given_up == name:  # this request was on its way so long
             return refusal(409, "it was given up")
-        name = uuid4().hex
-        await self._on_workers("begin_update", name, request.meeting)
+        await self._on_workers("begin_update", request.meeting)
         state = COMING
         while state == COMING and not await http.is_disconnected():
             await asyncio.sleep(POLL_S)
@@ -161,24 +161,25 @@ class RolloutServer:
         if state in (FULL, WHOLE):
             started_s = time.monotonic()
             try:
-                await self._put_in_place(request.weight_version)
+                async with self._loading:
+                    await self._put_in_place(name, request.weight_version)
                 return Response(msgspec.msgpack.encode(Updated(time.monotonic() - started_s)))
             except Exception:
                 if min(await self._on_workers("state_of_update", name)) != GIVEN_UP:
                     raise  # it has come, and cannot be loaded
         errors = await self._on_workers("give_up_update", name)
-        return refusal(409, errors[0])
+        return refusal(409, next(filter(None, errors), "the trainer has begun another, or left"))
 
-    async def _put_in_place(self, weight_version: str) -> None:
+    async def _put_in_place(self, name: str, weight_version: str) -> None:
         """Load an update while sampling pauses, and sample on."""
         engine = self.engine
         can_sleep = self.config.model_config.enable_sleep_mode
-        if can_sleep:  # if it is awake, vLLM would take this for the end of a pause
+        if can_sleep:  # before the pause, which this would end if it is awake
             await engine.wake_up(["weights"])
         await engine.renderer.clear_mm_cache_async()
         # vLLM's `pause_generation` takes 20 ms more.
         await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-        await self._on_workers("load_update")
+        await self._on_workers("load_update", name)
         if self.config.lora_config:
             self._adapter = ADAPTER
         await engine.update_weight_version(weight_version)

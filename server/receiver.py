@@ -22,7 +22,7 @@ from weights.cuda_ipc import can_open
 from weights.group import Meeting, WeightGroup, gpu_of
 
 FREE_BYTES = 2 << 30  # that an update leaves, while it waits beside the model
-# States of an update. Of all workers the least counts: one that is full keeps the others waiting.
+# States of an update. Of all workers the least counts: one that is full is to load at once.
 GIVEN_UP, FULL, COMING, WHOLE = range(4)
 
 
@@ -33,8 +33,8 @@ class Update:
     room. They are loaded while sampling pauses.
     """
 
-    def __init__(self, name: str, meeting: Meeting, worker: Any):
-        self.name = name
+    def __init__(self, meeting: Meeting, worker: Any):
+        self.name = meeting.secret
         self.error = ""  # why it is given up
         self._meeting = meeting
         self._worker = worker
@@ -48,19 +48,20 @@ class Update:
         """Take buckets, up to the empty one."""
         group = None
         try:
+            if self._worker.device.type == "cuda":
+                torch.cuda.set_device(self._worker.device)  # of this thread
             group = self._joined()
-            bucket = group.receive()
-            while bucket and not self.error:
+            while not self.error and not self._is_whole:
+                bucket = group.receive()
                 self._buckets.put(bucket)
+                self._is_whole = not bucket
                 self._is_full = self._is_full or self._free_bytes() < FREE_BYTES
                 while self._is_full and not self._buckets.empty() and not self.error:
                     time.sleep(1e-3)
-                bucket = group.receive()
-            self._is_whole = not bucket
         except Exception as error:  # of the group, or of CUDA: the trainer is told
             self.error = self.error or " ".join(f"{type(error).__name__}: {error}".split())
-            if group:
-                group.close()
+        if group and not self._is_whole:
+            group.close()
 
     def _joined(self) -> WeightGroup:
         """The group of the meeting: the worker's, or a new one in its place."""
@@ -102,8 +103,12 @@ class Update:
                 raise RuntimeError(self.error)
             if self._buckets.empty():
                 time.sleep(1e-3)
-            else:
-                yield from self._buckets.get().items()
+                continue
+            bucket = self._buckets.get()
+            for tensor in bucket.values():
+                if tensor.is_cuda:  # its memory is another stream's, which may use it again
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+            yield from bucket.items()
 
 
 class WorkerExtension:
@@ -128,10 +133,13 @@ class WorkerExtension:
             self.reset_weights()
         return gpu_of(self.device), can_open(trial, self.device)
 
-    def begin_update(self, name: str, meeting: dict[str, Any]) -> None:
-        """Take an update, beside the model as far as it has room; the one before is given up."""
+    def begin_update(self, meeting: dict[str, Any]) -> None:
+        """Take an update, beside the model as far as it has room; the one before is given up.
+
+        Its name is the meeting's secret.
+        """
         self.give_up_update()
-        self.update = Update(name, msgspec.convert(meeting, Meeting), self)
+        self.update = Update(msgspec.convert(meeting, Meeting), self)
 
     def state_of_update(self, name: str) -> int:
         """How far an update is: `GIVEN_UP` where the trainer has begun another, or left."""
@@ -140,8 +148,10 @@ class WorkerExtension:
         return GIVEN_UP
 
     @torch.no_grad()
-    def load_update(self: Any) -> None:
+    def load_update(self: Any, name: str) -> None:
         """Give the model an update, while sampling pauses: what is here, and what still comes."""
+        if self.state_of_update(name) == GIVEN_UP:
+            raise RuntimeError("it was given up")
         weights = self.update.arriving()
         model = self.get_model()
         if self.vllm_config.lora_config:
@@ -165,7 +175,7 @@ class WorkerExtension:
         """Take no more of an update, or of whatever comes; returns why."""
         update = self.update
         if not update or name not in ("", update.name):
-            return "the trainer has begun another, or left"
+            return ""
         update.error = update.error or "the trainer has given it up"
         self.update = None
         return update.error

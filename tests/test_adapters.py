@@ -166,7 +166,7 @@ def test_servers_that_do_not_fit_are_refused(models, url, fields, message):
 def test_servers_of_two_kinds_are_refused(models, url, servers):
     """One stream of weights goes to all."""
     config = lora_config(models["untied"], url, vllm_urls=[servers["untied"], url])
-    said = f"{url} takes adapters alone, and others do not: give --enable-lora to all, or to none"
+    said = f"{url} differs from others in --enable-lora: give it to all, or to none"
     with process_group(60) as device, pytest.raises(ServerError, match=said):
         Rollouts(config, device)
 

@@ -937,6 +937,9 @@ def test_other_tokens_for_an_image_are_noticed(vlm, url):
     config = make_config(vlm, url)
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
+        policy = build_policy(config, device, rollouts.example)
+        share_prefixes(policy, config)
+        rollouts.publish(policy, 0)
         (client,) = rollouts.pool.servers
         prompt = with_images(rollouts.prompts[0], build_processor(), config)
         odd = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]

@@ -221,7 +221,7 @@ def test_rollouts_ahead_are_refused(models, recipe):
     ("kind", "message"),
     [
         ({"can_sleep": True}, "sleeps while this trains: set max_staleness=0, or no"),
-        ({"lora_rank": 8}, "takes adapters alone, and others do not: give --enable-lora to all"),
+        ({"lora_rank": 8}, "differs from others in --enable-lora: give it to all"),
         ({"max_model_len": 64}, "takes fewer tokens than others: give it --max-model-len 128"),
         ({"names": ["/another"]}, "serves /another: restart it with --model "),
     ],

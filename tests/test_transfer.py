@@ -184,6 +184,7 @@ def invited(monkeypatch, own, ranks_gpus, *servers, opens_memory=False):
     for gpus in servers:
         server: Any = Server("http://127.0.0.1:9", 1.0)
         server.about = SimpleNamespace(gpus=gpus, opens_memory=opens_memory)
+        server.address = "127.0.0.1"
         members.append(server)
     meeting, _ = sender._invite(members)
     ranks = [sender._meetings[server].first_rank for server in members]

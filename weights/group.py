@@ -63,15 +63,21 @@ class WeightGroup:
         self._works: deque[Any] = deque()  # that are under way
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
+        self._group: Any = None
         try:
             if not store:
                 limit = timedelta(seconds=meeting.timeout_s)
                 store = dist.TCPStore(meeting.host, meeting.port, is_master=False, timeout=limit)
             # Once they have met, nothing in the store counts any more.
             prefix = hashlib.sha256(meeting.secret.encode()).hexdigest()
-            self._group = make_group(meeting, rank, dist.PrefixStore(prefix, store))
+            place = dist.PrefixStore(prefix, store)
+            place.set(f"here/{rank}", "")  # nccl would wait for others without a limit
+            everybody = [f"here/{member}" for member in range(meeting.world_size)]
+            place.wait(everybody, timedelta(seconds=meeting.timeout_s))
+            self._group = make_group(meeting, rank, place)
             self._greet()
         except RuntimeError as error:
+            self.close()
             cause = str(error).partition("\n")[0]
             raise RuntimeError(
                 f"they do not meet over {meeting.backend}: {cause}; open the ports between trainer "
@@ -147,17 +153,18 @@ class WeightGroup:
         for chunk, work in zip(chunks, coming, strict=True):
             work.wait()
             self._give(chunk)
-            self._settle(MOST_UNSENT)
+            while len(self._works) > MOST_UNSENT:
+                self._works.popleft().wait()
         return data
 
-    def _settle(self, most_left: int = 0) -> None:
-        """Wait until the works under way are over, but for `most_left`.
+    def _settle(self) -> None:
+        """Wait until the works under way are over.
 
         Raises:
             RuntimeError: one fails, or takes longer than `timeout_s`.
         """
         ends_s = time.monotonic() + self.meeting.timeout_s
-        while len(self._works) > most_left:
+        while self._works:
             work = self._works.popleft()
             while self._uses_nccl and not work.is_completed():
                 if time.monotonic() > ends_s:
