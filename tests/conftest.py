@@ -11,6 +11,8 @@ import torch
 
 TESTS = Path(__file__).resolve().parent
 sys.path.insert(0, str(TESTS))
+# A TCPStore looks up its peer's name, which would take 5 s and more where a name server is silent.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 # What a test starts has this mark in its environment, and ends with this process, however that ends: see watch.py.
 os.environ["STARTED_BY"] = uuid.uuid4().hex
 WATCH = [sys.executable, str(TESTS / "watch.py"), os.environ["STARTED_BY"]]

@@ -26,7 +26,7 @@ from vllm_client import State
 from weights.group import BUCKET_BYTES
 from weights.publish import published_weights
 
-SYNC_TIMEOUT_S = 4.0
+SYNC_TIMEOUT_S = 7.0
 ANSWER_TIMEOUT_S = 3.0  # in place of the 10 s for a living server
 SLOW_S = 12.0  # what a busy machine may add
 
