@@ -126,7 +126,6 @@ class Server:
         self.why_out = ""  # for what reason it has not the current ones
         self.num_losses = 0
         self.retry_s = 0.0  # when a lost server may be tried again, on the monotonic clock
-        self.is_asked = False  # to come back, at the moment
         self.in_flight = 0  # groups
         self.idle_since_s = time.monotonic()  # if none are in flight
         self.paused_s = 0.0  # for how long the last update stopped sampling
@@ -168,7 +167,7 @@ class Server:
             if reply.status_code < 400:
                 return reply
             with reply:
-                text = " ".join(reply.text.split())[:500]
+                text = reply.text[:500]
         except requests.RequestException as error:
             raise ServerLost(f"{self.url}{path} failed: {error}") from error
         kind = ServerError if reply.status_code < 500 else ServerLost
@@ -243,7 +242,7 @@ class Server:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def connect(self, trainer: str = "", trial: str = "", temperature: float = 0.0) -> None:
+    def connect(self, trainer: str = "", temperature: float = 0.0) -> None:
         """Ask the server about itself; for a trainer take it, until `disconnect`.
 
         The arguments are those of `ConnectRequest`.
@@ -251,7 +250,7 @@ class Server:
         Raises:
             ServerError: it refuses, as where it is another trainer's.
         """
-        request = ConnectRequest(trainer, trial, temperature)
+        request = ConnectRequest(trainer, temperature)
         reply = self._open("/connect", request, CONTROL_TIMEOUT_S)
         lines = reply.iter_lines(1)  # to a trainer the second never comes
         try:
@@ -284,15 +283,13 @@ class Server:
             ServerError: the server could not load it, or gives no answer.
         """
         limit_s = meeting.timeout_s + ANSWER_TIMEOUT_S
-        updated = self.post(
-            "/update", UpdateRequest(TRAINER, meeting, str(version)), Updated, limit_s
-        )
-        self.paused_s = updated.paused_s
+        request = UpdateRequest(TRAINER, str(version), meeting)
+        self.paused_s = self.post("/update", request, Updated, limit_s).paused_s
 
-    def give_up_update(self, meeting: Meeting) -> None:
-        """Let the server give up the update that it takes from a group.
+    def give_up_update(self) -> None:
+        """Let the server give up the update that it takes.
 
         Raises:
             ServerError: it does not answer, as where a worker hangs.
         """
-        self.post("/update", UpdateRequest(TRAINER, meeting), timeout_s=ANSWER_TIMEOUT_S)
+        self.post("/update", UpdateRequest(TRAINER), timeout_s=ANSWER_TIMEOUT_S)

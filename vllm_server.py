@@ -167,7 +167,7 @@ async def serve(args: Any, listener: socket.socket) -> None:
     try:
         config = uvicorn.Config(
             RolloutServer(engine, args).app, log_level="warning", timeout_graceful_shutdown=1,
-            ws="none", ssl_keyfile=args.ssl_keyfile, ssl_certfile=args.ssl_certfile,
+            ws="none", lifespan="off", ssl_keyfile=args.ssl_keyfile, ssl_certfile=args.ssl_certfile,
         )  # fmt: skip
         scheme = "https" if args.ssl_certfile else "http"
         host = f"[{args.host}]" if ":" in args.host else args.host

@@ -278,7 +278,7 @@ class Handler(BaseHTTPRequestHandler):
         meeting = msgspec.json.decode(data, type=UpdateRequest).meeting
         if meeting:
             group = self.groups.get(host)
-            if not group or not group.is_open or group.meeting.secret != meeting.secret:
+            if not group or group.meeting != meeting:
                 group = WeightGroup(meeting, meeting.first_rank, torch.device("cpu"))
                 self.groups[host] = group
             try:

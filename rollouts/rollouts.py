@@ -370,7 +370,7 @@ class Rollouts:
             returned = self._send()
             if is_first:
                 # Servers that could not meet get theirs one by one.
-                if broadcast_object(is_main() and self.pool.lacks_weights):
+                if broadcast_object(is_main() and len(returned) < len(self.pool.returned)):
                     self._send(only_returned=True)
                 # A server that does not agree ends the run before anything is sampled.
                 self.proofs.prove(self.pool.servers if is_main() else [], is_first=True)

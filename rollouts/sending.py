@@ -22,8 +22,8 @@ POLL_S = 2e-4  # between looks at what servers do
 class Sender:
     """Sends a policy to servers, bucket by bucket, in `timeout_s` a policy.
 
-    All servers are in one group, which is made anew whenever they change. Those that could not meet
-    although all were well have a group each: they may have no way to each other.
+    All servers are in one group, which is made anew whenever they change. Where they do not meet
+    although all are well, each has its own: they may have no way to each other.
 
     Args:
         device: that the weights come from.
@@ -41,19 +41,18 @@ class Sender:
         self._threads = threads
         self._meetings: dict[Server, Meeting] = {}  # of the servers that are in a group
         self._groups: list[WeightGroup] = []
-        self._apart: list[Server] = []  # those that could not meet
+        self._are_apart = False  # each server in a group of its own
 
     def begin(self, servers: list[Server], version: int) -> None:
         """Let servers take an update, up to an empty bucket."""
         self._error: BaseException | None = None
         self._is_whole = False  # its last bucket is on its way
         self._ends_s = time.monotonic() + self._timeout_s
-        self._is_alone = len(servers) == 1 or servers == self._apart  # each, in its group
         places = []
-        if list(self._meetings) != servers:
+        if servers and list(self._meetings) != servers:
             self.leave()
-            sets = [[server] for server in servers] if self._is_alone else [servers]
-            places = [self._invite(members) for members in sets if members]
+            sets = [[server] for server in servers] if self._are_apart else [servers]
+            places = [self._invite(members) for members in sets]
         self._replies: dict[Server, Future[None]] = {}
         for server, meeting in self._meetings.items():
             self._replies[server] = self._threads.submit(server.update, version, meeting)
@@ -67,24 +66,22 @@ class Sender:
         limit = timedelta(seconds=self._timeout_s)
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
 
-        gpus: list[str | None] = []
-        first_ranks = {}
-        for server in members:
-            first_ranks[server] = 1 + len(gpus)
-            gpus += server.about.gpus
-        backend = self._backend(gpus, opens_memory=members[0].about.opens_memory)
+        gpus = [gpu for server in members for gpu in server.about.gpus]
+        backend = self._backend(gpus)
         secret = os.urandom(16).hex()
         meeting = Meeting(host, store.port, secret, backend, 1 + len(gpus), 1, self._timeout_s)
-        for server, rank in first_ranks.items():
+        rank = 1
+        for server in members:
             self._meetings[server] = replace(meeting, first_rank=rank)
+            rank += len(server.about.gpus)
         names = ", ".join(server.url for server in members)
         print(f"weights go to {names} over {backend}", flush=True)
         return meeting, store
 
-    def _backend(self, gpus: list[str | None], opens_memory: bool) -> str:
+    def _backend(self, gpus: list[str | None]) -> str:
         """The backend for workers on these GPUs, see `Meeting`."""
         own = gpu_of(self._device)
-        if own and gpus == [own] and opens_memory:
+        if own and gpus == [own]:
             return "ipc"
         have_their_own = {None, own, *self._gpus}.isdisjoint(gpus) and len(set(gpus)) == len(gpus)
         return "nccl" if own and have_their_own else "gloo"
@@ -120,7 +117,7 @@ class Sender:
                 return TimeoutError(f"it took longer than sync_timeout, {self._timeout_s:.0f} s")
             time.sleep(POLL_S)
 
-    def end(self) -> dict[Server, Exception | None]:
+    def end(self) -> dict[Server, BaseException | None]:
         """Wait until servers sample from the update; one that is not whole is given up.
 
         Returns:
@@ -130,39 +127,37 @@ class Sender:
         self._error = self._error or self._failure()
         if not self._is_whole:
             self._error = self._error or RuntimeError("the trainer has no more of it")
-        if not self._error:
+        if self._error:
+            print(f"an update broke off: {self._error}", flush=True)
+        else:
             wait(self._replies.values(), self._ends_s + ANSWER_TIMEOUT_S - time.monotonic())
         found = list(self._threads.map(self._failure_of, self._replies))
         failures = dict(zip(self._replies, found, strict=True))
-        if any(failures.values()):
+        if any(found):
             self.leave()
-        if self._error:
-            print(f"an update broke off: {self._error}", flush=True)
-        if failures and all(isinstance(failure, UpdateBroken) for failure in failures.values()):
-            if self._is_alone:
+        if found and all(isinstance(failure, UpdateBroken) for failure in found):
+            if self._are_apart or len(found) == 1:  # nobody else is to blame
                 return {server: ServerLost(str(failure)) for server, failure in failures.items()}
-            self._apart = list(failures)
+            self._are_apart = True
         return failures
 
-    def _failure_of(self, server: Server) -> Exception | None:
+    def _failure_of(self, server: Server) -> BaseException | None:
         """Why a server has not the update; one that has not answered is asked to give it up."""
         reply = self._replies[server]
-        own: Any = reply.exception() if reply.done() else None
-        if reply.done() and not isinstance(own, UpdateBroken):
-            return own
-        if not own and not self._error:
+        if reply.done():
+            return reply.exception()
+        if not self._error:
             return ServerLost("it took longer than sync_timeout to load the last weights")
-        if self._is_alone and own:  # nobody else is to blame
-            return ServerLost(str(own))
         try:
-            server.give_up_update(self._meetings[server])
+            server.give_up_update()
         except ServerError as lost:
             return lost
-        return own or UpdateBroken(f"an update broke off: {self._error}")
+        return UpdateBroken(f"an update broke off: {self._error}")
 
     def forget(self, server: Server) -> None:
         """Let the next update meet a server anew, which has been connected anew."""
         self._meetings.pop(server, None)
+        self._are_apart = False
 
     def leave(self) -> None:
         """Leave the groups: members that wait for this one get an error."""

@@ -27,7 +27,6 @@ from vllm_client import (
     State,
     UpdateBroken,
 )  # fmt: skip
-from weights.cuda_ipc import trial_of
 from weights.group import address_towards
 from weights.publish import buckets
 
@@ -72,7 +71,6 @@ class ServerPool:
         self._updating = threading.Lock()
         self._sender: Any = None  # of updates, once it is connected
 
-        self._why_lost: object = None  # why no server is left
         self._all_lost_s = math.inf  # when the last server was lost
         self._idle_s = 0.0  # without groups in flight, since it was asked for, all servers together
         self._say_once = cache(partial(print, flush=True))  # what is tried again and again
@@ -86,11 +84,6 @@ class ServerPool:
     def returned(self) -> list[Server]:
         """Connected servers that wait for the current weights."""
         return [server for server in self.servers if server.state is State.WAITING]
-
-    @property
-    def lacks_weights(self) -> bool:
-        """True where connected servers have not what was published last."""
-        return any(server.version != self.version for server in self.returned)
 
     # -- the start ---------------------------------------------------------------------------------
 
@@ -135,17 +128,15 @@ class ServerPool:
         Raises:
             ServerError: one refuses.
         """
-        self._trial = trial_of(device)  # which lives as long as somebody may open it
         self._sender = Sender(device, gpus, self.config.sync_timeout, self._control)
         list(self._control.map(self._connect, self.servers))  # raises the first error
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _connect(self, server: Server) -> None:
         """Take a server for this trainer; it waits for the weights then."""
-        _, handle = self._trial
         server.address = address_towards(urlsplit(server.url).hostname)
         self._sender.forget(server)  # before an update can begin that counts it in
-        server.connect(TRAINER, handle)
+        server.connect(TRAINER)
 
     def _check(self, server: Server) -> None:
         """Refuse a server of another kind than the run needs, and its other servers are.
@@ -189,11 +180,6 @@ class ServerPool:
         for fault, is_found in faults.items():
             if is_found:
                 raise ServerError(f"{server.url} {fault}")
-        if config.use_peft and options and not takes_adapter:
-            self._say_once(
-                f"LoRA is merged for the servers; started with {options} they would get adapters "
-                "alone (docs/operations.md says when)"
-            )
 
     # -- leases ------------------------------------------------------------------------------------
 
@@ -208,8 +194,7 @@ class ServerPool:
         """
         with self._slots:
             server = self._wait_for_slot()
-            if server.in_flight == 0:
-                self._count_idle(server)
+            self._count_idle(server)
             server.in_flight += 1
         try:
             yield server
@@ -233,8 +218,9 @@ class ServerPool:
                 raise ServerError("the run has ended")
             gives_up_s = self._all_lost_s + self.config.server_timeout
             if not self.serving and not self.returned and time.monotonic() > gives_up_s:
+                why = "; ".join(server.why_out for server in self.servers)
                 raise ServerError(
-                    f"no rollout server is left: {self._why_lost}; "
+                    f"no rollout server is left: {why}; "
                     "start one, and go on with --resume_from_checkpoint auto"
                 )
             self._slots.wait(10)
@@ -260,17 +246,17 @@ class ServerPool:
         """A server's mean seconds without groups in flight, since the last call."""
         with self._slots:
             for server in self.servers:
-                if server.in_flight == 0:
-                    self._count_idle(server)
+                self._count_idle(server)
             mean_s = self._idle_s / max(len(self.servers), 1)
             self._idle_s = 0.0
             return mean_s
 
     def _count_idle(self, server: Server) -> None:
-        """Add a server's time without groups. The caller holds the lock."""
+        """Add a server's time without groups, up to now. The caller holds the lock."""
         now_s = time.monotonic()
-        self._idle_s += now_s - server.idle_since_s
-        server.idle_since_s = now_s
+        if server.in_flight == 0:
+            self._idle_s += now_s - server.idle_since_s
+            server.idle_since_s = now_s
 
     # -- lost and returned servers -----------------------------------------------------------------
 
@@ -280,9 +266,7 @@ class ServerPool:
             if server.state is State.LOST:
                 return
             server.state = State.LOST
-            # One that the list does not name any more is not asked again.
-            until = "until it answers again" if server in self.servers else "from now on"
-            print(f"{server.url} is left out {until}: {error}", flush=True)
+            print(f"{server.url} is left out for now: {error}", flush=True)
             self._retry_later(server, error)
             if not self.serving:
                 self._all_lost_s = min(self._all_lost_s, time.monotonic())
@@ -297,8 +281,6 @@ class ServerPool:
         server.why_out = str(reason)
         server.retry_s = time.monotonic() + PROBE_S * 2 ** min(server.num_losses, MOST_DOUBLED)
         server.num_losses += 1
-        if not self.serving:
-            self._why_lost = reason
 
     def admit(self, server: Server) -> None:
         """Let a server serve.
@@ -321,8 +303,8 @@ class ServerPool:
             for server in self.servers:
                 with self._updating:  # a server lost in an update comes back after it
                     is_due = server.state is State.LOST and time.monotonic() > server.retry_s
-                if is_due and not server.is_asked and not self.sleeps:
-                    server.is_asked = True
+                if is_due and not self.sleeps:
+                    server.retry_s = math.inf  # while it is asked
                     with suppress(RuntimeError):  # of a pool that closes
                         self._control.submit(self._take_back, server)
 
@@ -335,12 +317,10 @@ class ServerPool:
             if self._is_closed.is_set() or server not in self.servers:  # meanwhile
                 server.disconnect()
         except ServerLost:
-            pass  # it is not there yet
+            server.retry_s = 0.0  # it is not there yet
         except Exception as error:  # any, or nobody would be told
             self._say_once(f"{server.url} answers again, but stays left out: {error}")
             self._retry_later(server, error)
-        finally:
-            server.is_asked = False
 
     def _read_list(self) -> None:
         """Read the files of addresses: take in new servers, drop unlisted servers."""

@@ -44,7 +44,7 @@ class RolloutServer:
         self.config = engine.vllm_config
         self.trainer = ""  # that has the server
         self._connection: Request | None = None  # for as long as this lasts
-        self._given_up = ""  # the secret of a meeting
+        self._coming: UpdateRequest | None = None  # the last update
         self._loading = asyncio.Lock()  # one update at a time
         self._adapter: Any = None  # of all completions, after an update
         routes: list[Any] = [
@@ -116,9 +116,8 @@ class RolloutServer:
             await self.engine.wake_up()
         await self.engine.pause_generation(mode="abort", clear_cache=True)
         # It stays paused until the first update: late requests must not get its zeroed weights.
-        found = await self._on_workers("connect", request.trial)
-        about.gpus = [gpu for gpu, _ in found]
-        about.opens_memory = len(found) == 1 and found[0][1]
+        self._coming = None
+        about.gpus = await self._on_workers("connect")
         return StreamingResponse(self._held(about))
 
     async def _is_free(self) -> bool:
@@ -142,35 +141,39 @@ class RolloutServer:
     async def update(self, request: UpdateRequest, http: Request) -> Response:
         """Take an update, and sample on as its version; sampling pauses to put it in place.
 
-        After an error it may stay paused, with a part of the weights, until the next update.
+        It is given up where the trainer begins another, or hangs up. After an error sampling may
+        stay paused, with a part of the weights, until the next update.
         """
         if request.trainer != self.trainer:
             raise ValueError("another trainer uses this server")
-        name = request.meeting.secret
+        self._coming = request
         if not request.weight_version:
-            self._given_up = name
-            await self._on_workers("give_up_update", name)
+            await self._on_workers("give_up_update")
             return JSONResponse({})
-        if self._given_up == name:  # this request was on its way so long
-            return refusal(409, "it was given up")
         await self._on_workers("begin_update", request.meeting)
         state = COMING
-        while state == COMING and not await http.is_disconnected():
+        while state == COMING and not await self._is_over(request, http):
             await asyncio.sleep(POLL_S)
-            state = min(await self._on_workers("state_of_update", name))
-        if state in (FULL, WHOLE):
-            started_s = time.monotonic()
-            try:
-                async with self._loading:
-                    await self._put_in_place(name, request.weight_version)
-                return Response(msgspec.msgpack.encode(Updated(time.monotonic() - started_s)))
-            except Exception:
-                if min(await self._on_workers("state_of_update", name)) != GIVEN_UP:
-                    raise  # it has come, and cannot be loaded
-        errors = await self._on_workers("give_up_update", name)
-        return refusal(409, next(filter(None, errors), "the trainer has begun another, or left"))
+            state = min(await self._on_workers("state_of_update"))
+        async with self._loading:
+            if state in (FULL, WHOLE) and not await self._is_over(request, http):
+                started_s = time.monotonic()
+                try:
+                    await self._put_in_place(request.weight_version)
+                    return Response(msgspec.msgpack.encode(Updated(time.monotonic() - started_s)))
+                except Exception:
+                    if min(await self._on_workers("state_of_update")) != GIVEN_UP:
+                        raise  # it has come, and cannot be loaded
+        if self._coming is not request:
+            return refusal(409, "the trainer has given it up")
+        errors = await self._on_workers("give_up_update")
+        return refusal(409, next(filter(None, errors), "the trainer has left"))
 
-    async def _put_in_place(self, name: str, weight_version: str) -> None:
+    async def _is_over(self, request: UpdateRequest, http: Request) -> bool:
+        """True once the trainer has begun another update, given up this one, or hung up."""
+        return self._coming is not request or await http.is_disconnected()
+
+    async def _put_in_place(self, weight_version: str) -> None:
         """Load an update while sampling pauses, and sample on."""
         engine = self.engine
         can_sleep = self.config.model_config.enable_sleep_mode
@@ -179,7 +182,7 @@ class RolloutServer:
         await engine.renderer.clear_mm_cache_async()
         # vLLM's `pause_generation` takes 20 ms more.
         await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-        await self._on_workers("load_update", name)
+        await self._on_workers("load_update")
         if self.config.lora_config:
             self._adapter = ADAPTER
         await engine.update_weight_version(weight_version)
@@ -208,7 +211,7 @@ class Guard:
         answer = self._app
         headers = dict(scope.get("headers", []))
         length = int(headers.get(b"content-length", 0))  # which uvicorn has checked
-        is_open = scope["type"] == "lifespan" or scope["path"] == "/health"
+        is_open = scope["path"] == "/health"
         given = headers.get(b"authorization", b"")
         if not is_open and self._token and not hmac.compare_digest(given, self._token):
             answer = refusal(401, "no or a wrong token: set VLLM_API_KEY to the server's")

@@ -16,7 +16,6 @@ class ConnectRequest(Request):
     """
 
     trainer: str = ""
-    trial: str = ""  # a handle of GPU memory, for a worker on that GPU to open
     temperature: float = 0.0  # of a server that gives log-probs of a reference
 
 
@@ -29,18 +28,17 @@ class About(msgspec.Struct):
     lora_rank: int  # of the largest adapter that it takes, in place of weights; 0: it takes weights
     can_sleep: bool  # it was started with `--enable-sleep-mode`
     gpus: list[str | None] = []  # of the workers, once it is a trainer's
-    opens_memory: bool = False  # its only worker could open the trial
 
 
 class UpdateRequest(Request):
     """Of `/update`: takes new weights, and samples on as their version.
 
-    Without a version it gives up what comes by this meeting, also if that is asked later.
+    Without a version it gives up what was coming.
     """
 
     trainer: str
-    meeting: Meeting  # of the group over which they come
     weight_version: str = ""
+    meeting: Meeting | None = None  # of the group over which they come
 
 
 class Updated(msgspec.Struct):

@@ -18,7 +18,6 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.utils import nccl
 
 from server.adapter import load_adapter
-from weights.cuda_ipc import can_open
 from weights.group import Meeting, WeightGroup, gpu_of
 
 FREE_BYTES = 2 << 30  # that an update leaves, while it waits beside the model
@@ -34,7 +33,6 @@ class Update:
     """
 
     def __init__(self, meeting: Meeting, worker: Any):
-        self.name = meeting.secret
         self.error = ""  # why it is given up
         self._meeting = meeting
         self._worker = worker
@@ -61,13 +59,13 @@ class Update:
         except Exception as error:  # of the group, or of CUDA: the trainer is told
             self.error = self.error or " ".join(f"{type(error).__name__}: {error}".split())
         if group and not self._is_whole:
-            group.close()
+            group.close()  # the trainer makes another
 
     def _joined(self) -> WeightGroup:
         """The group of the meeting: the worker's, or a new one in its place."""
         worker = self._worker
         group: WeightGroup | None = worker.group
-        if group and group.is_open and group.meeting.secret == self._meeting.secret:
+        if group and group.meeting == self._meeting:
             return group
         if group:
             group.close()
@@ -121,8 +119,8 @@ class WorkerExtension:
     update: Update | None = None  # the last one
     temperature = 0.0  # of a reference, 0 for any other server
 
-    def connect(self: Any, trial: str) -> tuple[str | None, bool]:
-        """Make ready for a trainer; returns this GPU, and whether it opens the trainer's trial.
+    def connect(self: Any) -> str | None:
+        """Make ready for a trainer; returns the name of this GPU.
 
         Weights become zero: log-probs can then only agree if every weight arrives.
         """
@@ -131,26 +129,21 @@ class WorkerExtension:
             self.group.close()
         if not self.vllm_config.lora_config:  # of adapters the base stays
             self.reset_weights()
-        return gpu_of(self.device), can_open(trial, self.device)
+        return gpu_of(self.device)
 
     def begin_update(self, meeting: dict[str, Any]) -> None:
-        """Take an update, beside the model as far as it has room; the one before is given up.
-
-        Its name is the meeting's secret.
-        """
+        """Take an update, beside the model as far as it has room; the one before is given up."""
         self.give_up_update()
         self.update = Update(msgspec.convert(meeting, Meeting), self)
 
-    def state_of_update(self, name: str) -> int:
-        """How far an update is: `GIVEN_UP` where the trainer has begun another, or left."""
-        if self.update and self.update.name == name:
-            return self.update.state()
-        return GIVEN_UP
+    def state_of_update(self) -> int:
+        """How far the update is."""
+        return self.update.state() if self.update else GIVEN_UP
 
     @torch.no_grad()
-    def load_update(self: Any, name: str) -> None:
-        """Give the model an update, while sampling pauses: what is here, and what still comes."""
-        if self.state_of_update(name) == GIVEN_UP:
+    def load_update(self: Any) -> None:
+        """Give the model the update, while sampling pauses: what is here, and what still comes."""
+        if self.state_of_update() == GIVEN_UP:
             raise RuntimeError("it was given up")
         weights = self.update.arriving()
         model = self.get_model()
@@ -171,13 +164,13 @@ class WorkerExtension:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()  # `_free_bytes` does not see what torch keeps
 
-    def give_up_update(self, name: str = "") -> str:
-        """Take no more of an update, or of whatever comes; returns why."""
+    def give_up_update(self) -> str:
+        """Take no more of the update; returns why."""
         update = self.update
-        if not update or name not in ("", update.name):
-            return ""
-        update.error = update.error or "the trainer has given it up"
         self.update = None
+        if not update:
+            return ""
+        update.error = update.error or "the trainer has left"
         return update.error
 
     def become_reference(self: Any, temperature: float) -> None:

@@ -147,7 +147,7 @@ def test_servers_join_and_leave(models, recipe, tmp_path, capsys):
         assert max(asked(one)) < left_s[0] + 2.5  # the list is read each second
         assert one.trainer == ""
     output = capsys.readouterr().out
-    assert f"{one.url} is left out from now on: the list does not name it any more" in output
+    assert f"{one.url} is left out for now: the list does not name it any more" in output
     assert output.count("the servers stay as they are: vllm_urls=@") == 1
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(120))
 
@@ -221,7 +221,7 @@ def test_a_server_that_is_not_the_policy_stays_out(
         two.fault = ill
         main(parse_args([recipe(one, two), "--max_steps", "8"]))
     output = capsys.readouterr().out
-    assert f"{two.url} is left out until it answers again: {reason}" in output
+    assert f"{two.url} is left out for now: {reason}" in output
     assert f"{two.url} is back" not in output
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(48))
 
@@ -234,7 +234,7 @@ def test_a_server_that_refuses_in_a_sync_is_left_out(models, recipe, tmp_path, c
     ):
         two.refused = lambda path: path == "/update" and "1" in two.versions
         main(parse_args([recipe(one, two), "--max_steps", "4"]))
-    assert f"{two.url} is left out until it answers again: {two.url}/update answered 403" in (
+    assert f"{two.url} is left out for now: {two.url}/update answered 403" in (
         capsys.readouterr().out
     )
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
@@ -653,7 +653,7 @@ def test_an_update_that_is_answered_with_a_page_ends_no_run(models, recipe, tmp_
         update = two.update
         setattr(two, "update", lambda r: "<html>" if r.weight_version == "2" else update(r))  # noqa: B010
         main(parse_args([recipe(one, two), "--max_steps", "4"]))
-    assert f"{two.url} is left out until it answers again" in capsys.readouterr().out
+    assert f"{two.url} is left out for now" in capsys.readouterr().out
     assert sorted({row["group"] for row in read(tmp_path, "completions")}) == list(range(24))
 
 

@@ -93,7 +93,7 @@ class Engine:
         else:
             self.calls.append(method)
         if method == "connect":
-            found = [("gpu 0", False), ("gpu 1", False)]
+            found = ["gpu 0", "gpu 1"]
         if method == "load_update":
             found = [self.load_error, None]
         for each in found:
@@ -355,7 +355,7 @@ def test_a_trainer_has_it_until_it_hangs_up():
 
         status, line, first = await taken("a")
         about = msgspec.json.decode(line, type=About)
-        assert (status, about.gpus, about.opens_memory) == (200, ["gpu 0", "gpu 1"], False)
+        assert (status, about.gpus) == (200, ["gpu 0", "gpu 1"])
         assert engine.calls == ["pause_generation", "connect"]
         assert (await taken("b"))[0] == 400
         status, _, second = await taken("a")
@@ -439,15 +439,24 @@ def test_an_update_of_a_trainer_that_has_not_the_server(trainer):
     assert not engine.calls
 
 
-def test_an_update_that_was_given_up_before_it_was_asked_for():
-    """Its request was overtaken by the one that gives it up."""
-    engine = Engine(trainer="t")
-    asked = [
-        {"body": UPDATE | {"weight_version": ""}, "path": "/update"},
-        {"body": UPDATE, "path": "/update"},
-    ]
-    assert [status for status, _ in replied(engine, *asked)] == [200, 409]
-    assert engine.calls == ["give_up_update"]
+@pytest.mark.parametrize("version", ["", "8"])
+def test_another_request_ends_an_update(version):
+    """Of the trainer that gives it up, or begins the next one: only that is loaded then."""
+
+    async def asks(engine, connect):
+        engine.steps = [[COMING, COMING]]
+        first, one = await connect(UPDATE, "/update")
+        await until(lambda: engine.calls == ["begin_update"])
+        second, two = await connect(UPDATE | {"weight_version": version}, "/update")
+        status, body = whole(await first.read())
+        assert (status, json.loads(body)) == (409, {"error": "the trainer has given it up"})
+        engine.steps = [[WHOLE, WHOLE]]
+        assert whole(await second.read())[0] == 200
+        assert engine.calls.count("load_update") == bool(version)
+        one.close()
+        two.close()
+
+    served(asks, Engine(trainer="t"))
 
 
 def test_one_that_sleeps_gets_its_cache_last():

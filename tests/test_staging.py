@@ -117,7 +117,7 @@ class Trainer:
             self.group.send(*packed(tensors, CPU, torch.float32))
 
     def progress(self):
-        return self.worker.state_of_update(self.meeting.secret)
+        return self.worker.state_of_update()
 
 
 def test_what_samples_changes_in_place_and_at_once(worker):
@@ -135,7 +135,7 @@ def test_what_samples_changes_in_place_and_at_once(worker):
         trainer.send({})
         until(lambda: trainer.progress() == WHOLE)
         assert same(state(model), before), number
-        worker.load_update(trainer.meeting.secret)
+        worker.load_update()
         assert all(torch.equal(tensor, fresh[n]) for n, tensor in model.named_parameters()), number
         assert {n: t.data_ptr() for n, t in model.named_parameters()} == places  # graphs know them
     trainer.group.close()
@@ -148,7 +148,7 @@ def test_a_layer_that_gets_nothing_stays(worker):
     trainer.begin()
     trainer.send({"first.weight": torch.zeros(4, 3), "first.bias": torch.zeros(4)}, {})
     until(lambda: trainer.progress() == WHOLE)
-    worker.load_update(trainer.meeting.secret)
+    worker.load_update()
     assert model.first.weight.eq(0).all()
     assert torch.equal(model.second.weight, before["second.weight"])
     trainer.group.close()
@@ -168,7 +168,7 @@ def test_an_update_that_is_given_up(worker, monkeypatch, is_full):
         loading = None
         if is_full:
             until(lambda: trainer.progress() == FULL)
-            loading = pool.submit(worker.load_update, trainer.meeting.secret)
+            loading = pool.submit(worker.load_update)
             time.sleep(0.2)
         trainer.group.close()  # the trainer has died
         trainer.group = None
@@ -177,14 +177,13 @@ def test_an_update_that_is_given_up(worker, monkeypatch, is_full):
             assert "peer" in str(loading.exception(20))
         else:
             assert same(state(model), before)
-        assert worker.give_up_update("another") == ""
-        assert "peer" in worker.give_up_update(trainer.meeting.secret)
+        assert "peer" in worker.give_up_update()
         fresh = fresh_weights(model)
         trainer = Trainer(worker)
         trainer.begin()
         sending = pool.submit(trainer.send, fresh, {})
         until(lambda: trainer.progress() in (FULL, WHOLE))
-        worker.load_update(trainer.meeting.secret)
+        worker.load_update()
         sending.result()
     assert all(torch.equal(tensor, fresh[n]) for n, tensor in model.named_parameters())
     trainer.group.close()
@@ -203,7 +202,7 @@ def test_without_room_the_trainer_waits(worker, monkeypatch):
         time.sleep(0.2)
         assert not sending.done()
         assert same(state(worker.model), before)
-        worker.load_update(trainer.meeting.secret)
+        worker.load_update()
         sending.result()
     assert worker.model.first.weight.eq(1).all()
     assert worker.model.second.weight.eq(1).all()
@@ -218,7 +217,7 @@ def test_an_update_in_which_nothing_comes(worker):
     until(lambda: trainer.progress() != COMING)
     assert time.monotonic() - started_s < 5
     assert trainer.progress() == GIVEN_UP
-    assert "imed out" in worker.give_up_update(trainer.meeting.secret)
+    assert "imed out" in worker.give_up_update()
     trainer.group.close()
 
 
@@ -232,9 +231,7 @@ def test_another_update_takes_the_place_of_one(worker):
     fresh = fresh_weights(worker.model)
     other.send(fresh, {})
     until(lambda: other.progress() == WHOLE)
-    with pytest.raises(RuntimeError, match="given up"):
-        worker.load_update(trainer.meeting.secret)
-    worker.load_update(other.meeting.secret)
+    worker.load_update()
     parameters = worker.model.named_parameters()
     assert all(torch.equal(tensor, fresh[name]) for name, tensor in parameters)
     for each in (trainer, other):

@@ -176,14 +176,14 @@ def close(members):
 # -- which backend ---------------------------------------------------------------------------------------------------
 
 
-def invited(monkeypatch, own, ranks_gpus, *servers, opens_memory=False):
+def invited(monkeypatch, own, ranks_gpus, *servers):
     """The terms for servers with workers on these GPUs."""
     monkeypatch.setattr(sending, "gpu_of", lambda device: own)
     sender = Sender(CPU, ranks_gpus, TIMEOUT_S, ThreadPoolExecutor(1))
     members = []
     for gpus in servers:
         server: Any = Server("http://127.0.0.1:9", 1.0)
-        server.about = SimpleNamespace(gpus=gpus, opens_memory=opens_memory)
+        server.about = SimpleNamespace(gpus=gpus)
         server.address = "127.0.0.1"
         members.append(server)
     meeting, _ = sender._invite(members)
@@ -203,7 +203,8 @@ def invited(monkeypatch, own, ranks_gpus, *servers, opens_memory=False):
         ("0", ["0", "1"], [["1"]], "gloo"),  # a GPU of another rank
         ("0", ["0"], [["1"], ["1"]], "gloo"),  # two workers on one
         ("0", ["0"], [["0", "1"]], "gloo"),
-        ("0", ["0"], [["0"]], "gloo"),  # whose memory cannot be opened
+        ("0", ["0"], [["0"]], "ipc"),
+        ("0", ["0"], [["0"], ["1"]], "gloo"),
     ],
 )
 def test_a_shared_gpu_never_gets_nccl(monkeypatch, own, ranks_gpus, servers, backend):
@@ -211,15 +212,6 @@ def test_a_shared_gpu_never_gets_nccl(monkeypatch, own, ranks_gpus, servers, bac
     assert found == backend
     assert world_size == 1 + sum(map(len, servers))
     assert ranks == [1 + sum(map(len, servers[:place])) for place in range(len(servers))]
-
-
-@pytest.mark.parametrize(
-    ("servers", "backend"),
-    [([["0"]], "ipc"), ([["0"], ["1"]], "gloo"), ([["1"]], "nccl"), ([["0", "1"]], "gloo")],
-)
-def test_a_worker_on_the_trainers_gpu_opens_its_memory(monkeypatch, servers, backend):
-    """The only one, and where it has opened a trial."""
-    assert invited(monkeypatch, "0", ["0"], *servers, opens_memory=True)[0] == backend
 
 
 # -- a shared GPU ----------------------------------------------------------------------------------------------------
@@ -272,20 +264,27 @@ def test_a_handle_travels_as_json(monkeypatch):
     assert torch.equal(cuda_ipc.copied(handle, 32, torch.device("cpu", 1)), buffer)
 
 
-@pytest.mark.parametrize("fault", ["", "raises", "other memory"])
-def test_a_trial_is_opened_or_not(monkeypatch, fault):
-    """Drivers and containers may forbid it; and no CPU opens one."""
+@pytest.mark.parametrize("name", ["_share_cuda_", "_new_shared_cuda"])
+def test_memory_that_cannot_be_opened_goes_through_the_host(monkeypatch, name):
+    """Drivers and containers may forbid to share it, or to open it."""
+    asked = []
 
-    def copied(handle, size, device):
-        if fault == "raises":
-            raise RuntimeError("CUDA error: invalid device context")
-        return cuda_ipc.TRIAL + (fault == "other memory")
+    def forbidden(*_):
+        asked.append(name)
+        raise RuntimeError("CUDA error: invalid device context")
 
-    monkeypatch.setattr(cuda_ipc, "copied", copied)
-    assert cuda_ipc.can_open("handle", torch.device("cuda", 0)) == (fault == "")
-    assert not cuda_ipc.can_open("", torch.device("cuda", 0))
-    assert not cuda_ipc.can_open("handle", CPU)
-    assert cuda_ipc.trial_of(CPU)[1] == ""
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda device: SimpleNamespace(synchronize=lambda: None)
+    )
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda storage: (0, b"handle"))
+    monkeypatch.setattr(torch.UntypedStorage, name, forbidden)
+    members = join(2, "ipc", TIMEOUT_S)
+    ((first, second, end),) = transfer(members, {"a": FULL}, {"b": FULL.T}, {})
+    assert torch.equal(first["a"], FULL)
+    assert torch.equal(second["b"], FULL.T)
+    assert end == {}
+    assert len(asked) == 2
+    close(members)
 
 
 # -- faults of nccl --------------------------------------------------------------------------------------------------
@@ -323,7 +322,7 @@ def test_nccl_fails(nccl, fault, side):
     assert seconds < TIMEOUT_S + SLOW_S
     close(members)
     assert all(made.is_aborted for made in StandIn.made)
-    assert not trainer.is_open
+    assert trainer._group is None
 
 
 @pytest.mark.parametrize("fault", ["never", "blocks", "raises"])

@@ -5,50 +5,34 @@ goes through the memory of the host.
 """
 
 import json
-from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-TRIAL = torch.arange(64, dtype=torch.uint8)
-
-
-def trial_of(device: torch.device) -> tuple[Tensor, str]:
-    """A tensor for a worker to open, and its handle: empty on CPUs, and where CUDA forbids it."""
-    trial = TRIAL.to(device)
-    handle = ""
-    if device.type == "cuda":
-        with suppress(RuntimeError):  # of CUDA
-            handle = handle_of(trial)
-    return trial, handle
-
-
-def can_open(handle: str, device: torch.device) -> bool:
-    """Try to open a trainer's trial: drivers and containers may forbid it."""
-    if not handle or device.type != "cuda":
-        return False
-    with suppress(RuntimeError):
-        return torch.equal(copied(handle, len(TRIAL), device).cpu(), TRIAL)
-    return False
-
 
 def handle_of(buffer: Tensor) -> str:
-    """A JSON handle of a GPU tensor of bytes, for other processes."""
+    """A JSON handle of a GPU tensor of bytes, for other processes; "" where CUDA forbids it."""
     torch.cuda.current_stream(buffer.device).synchronize()  # its bytes are there
-    fields = buffer.untyped_storage()._share_cuda_()[1:-1]
+    try:
+        fields = buffer.untyped_storage()._share_cuda_()[1:-1]
+    except RuntimeError:
+        return ""
     # False: there is nothing to wait for, and no event to leak.
-    numbers_and_bytes = [buffer.storage_offset(), len(buffer), *fields, False]
+    numbers_and_bytes = [buffer.storage_offset(), *fields, False]
     return json.dumps(numbers_and_bytes, default=bytes.hex)
 
 
-def copied(handle: str, size: int, device: torch.device) -> Tensor:
+def copied(handle: str, size: int, device: torch.device) -> Tensor | None:
     """A copy of the tensor of `size` bytes of another process on this GPU.
 
-    `handle` is made there, by `handle_of`.
+    `handle` is made there, by `handle_of`. None where a driver or container forbids to open it.
     """
-    start, _, *given = json.loads(handle)
+    start, *given = json.loads(handle)
     fields = [bytes.fromhex(field) if isinstance(field, str) else field for field in given]
-    storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(device.index, *fields)
+    except RuntimeError:
+        return None
     shared = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
     buffer = shared[start : start + size].clone()
     torch.cuda.current_stream(device).synchronize()

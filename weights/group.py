@@ -32,7 +32,7 @@ class Meeting(msgspec.Struct, frozen=True):
     port: int
     secret: str  # by which they know each other: anybody may reach the store
     # nccl, where every worker has a GPU of its own, apart from those of all ranks of the trainer;
-    # ipc, where the only worker is on the trainer's, and may open its memory; else gloo.
+    # ipc, where the only worker is on the trainer's; else gloo.
     backend: str
     world_size: int
     first_rank: int  # of the server's workers
@@ -43,7 +43,8 @@ class WeightGroup:
     """A member of the group: the trainer is rank 0, workers are the others.
 
     nccl runs a broadcast as a ring. Over gloo each member passes what it gets on to the next, chunk
-    by chunk, so each byte leaves the trainer once. Over ipc gloo carries handles of memory.
+    by chunk, so each byte leaves the trainer once. Over ipc gloo carries handles of memory,
+    and what they stand for where the worker may not open it.
 
     A member that waits for a lost one gets a RuntimeError after `timeout_s`, or before. For nccl
     this needs (torch 2.11 to 2.13) TORCH_NCCL_BLOCKING_WAIT: else a watchdog ends the process.
@@ -107,9 +108,11 @@ class WeightGroup:
         text = _bytes(json.dumps([entries, len(buffer), handle]).encode())
         self._give(torch.tensor([len(text)]).view(torch.uint8))
         self._give(text)
-        if handle:  # the memory is lent until the worker tells that it has copied it
-            self._works.append(self._group.recv([torch.empty(1, dtype=torch.uint8)], 1, 0))
-        else:
+        is_wanted = torch.tensor([not handle], dtype=torch.uint8)
+        if handle:  # the memory is lent until the worker tells whether it could copy it
+            self._works.append(self._group.recv([is_wanted], 1, 0))
+            self._settle()
+        if is_wanted:
             self._give(buffer)
         self._settle()
 
@@ -131,10 +134,11 @@ class WeightGroup:
         """
         length = int(self._take(8).view(torch.int64))
         entries, size, handle = json.loads(bytes(self._take(length).tolist()))
+        buffer = copied(handle, size, self.device) if handle else None
         if handle:
-            buffer = copied(handle, size, self.device)
-            self._works.append(self._group.send([torch.zeros(1, dtype=torch.uint8)], 0, 0))
-        else:
+            is_wanted = torch.tensor([buffer is None], dtype=torch.uint8)
+            self._works.append(self._group.send([is_wanted], 0, 0))
+        if buffer is None:
             buffer = self._take(size)
         bucket = {}
         for name, dtype, shape, start, end in entries:
@@ -173,11 +177,6 @@ class WeightGroup:
                     )
                 time.sleep(2e-4)
             work.wait()  # within the group's time-out; of nccl it only tells the failure
-
-    @property
-    def is_open(self) -> bool:
-        """True until it is closed."""
-        return self._group is not None
 
     def close(self) -> None:
         """Leave the group: a member that waits for this one gets an error.
