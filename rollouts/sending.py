@@ -144,15 +144,15 @@ class Sender:
     def _failure_of(self, server: Server) -> BaseException | None:
         """Why a server has not the update; one that has not answered is asked to give it up."""
         reply = self._replies[server]
-        if reply.done():
-            return reply.exception()
-        if not self._error:
+        if not self._error and not reply.done():
             return ServerLost("it took longer than sync_timeout to load the last weights")
         try:
-            server.give_up_update()
+            while not reply.done():
+                server.give_up_update()
+                wait([reply], 1)  # or what it should give up is still on its way
         except ServerError as lost:
             return lost
-        return UpdateBroken(f"an update broke off: {self._error}")
+        return reply.exception()
 
     def forget(self, server: Server) -> None:
         """Let the next update meet a server anew, which has been connected anew."""

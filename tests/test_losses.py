@@ -200,9 +200,10 @@ def test_servers_without_a_way_to_each_other_get_their_weights_one_by_one(
     trainer.settle(4)
     trainer.check(four)
     trainer.publish()
-    assert len(trainer.pool.serving) == 4
+    output = capfd.readouterr().out
+    assert len(trainer.pool.serving) == 4, output
     trainer.check(four)
-    assert capfd.readouterr().out.count("no route to host") == 1
+    assert output.count("no route to host") == 1
 
 
 TRAINER = """
