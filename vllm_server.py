@@ -13,6 +13,8 @@ from typing import Any, NoReturn
 
 # Or C++ prints a stack for every trainer that ends.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+# Updates wait in large pages of memory, which take less time to get.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import vllm
 
@@ -99,7 +101,6 @@ def share_cpu(args: Any, parser: Any) -> None:
     chosen = {
         "OMP_NUM_THREADS": str(max(1, torch_utils.available_cpu_count() // 2)),
         "VLLM_LOGGING_LEVEL": "ERROR",
-        "THP_MEM_ALLOC_ENABLE": "1",  # updates wait in large pieces of memory
         # Or the sampler compiles itself for many batch sizes.
         "TORCHDYNAMO_DISABLE": f"{args.enforce_eager:d}",
         # Else one process: waiting for two takes a core.
@@ -191,9 +192,6 @@ def main(argv: list[str]) -> None:
     Raises:
         SystemExit: the server refuses an option, or its port is taken.
     """
-    # By this path the workers find the extension.
-    paths = [str(Path(__file__).resolve().parent), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as `vllm serve` does
     args = options(argv)
     family = socket.AF_INET6 if ":" in args.host else socket.AF_INET

@@ -66,7 +66,9 @@ class Sender:
         limit = timedelta(seconds=self._timeout_s)
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
 
-        gpus = [gpu for server in members for gpu in server.about.gpus]
+        gpus: list[str | None] = []
+        for server in members:
+            gpus += server.about.gpus
         backend = self._backend(gpus)
         secret = os.urandom(16).hex()
         meeting = Meeting(host, store.port, secret, backend, 1 + len(gpus), 1, self._timeout_s)

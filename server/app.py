@@ -150,20 +150,22 @@ class RolloutServer:
         if not request.weight_version:
             await self._on_workers("give_up_update")
             return JSONResponse({})
-        await self._on_workers("begin_update", request.meeting)
+        is_busy = self.engine.output_processor.has_unfinished_requests()
+        at_once = not is_busy or self.config.model_config.enable_sleep_mode
+        await self._on_workers("begin_update", request.meeting, at_once)
         state = COMING
         while state == COMING and not await self._is_over(request, http):
             await asyncio.sleep(POLL_S)
             state = min(await self._on_workers("state_of_update"))
-        async with self._loading:
-            if state in (FULL, WHOLE) and not await self._is_over(request, http):
-                started_s = time.monotonic()
-                try:
+        started_s = time.monotonic()
+        try:
+            async with self._loading:
+                if state in (FULL, WHOLE) and not await self._is_over(request, http):
                     await self._put_in_place(request.weight_version)
                     return Response(msgspec.msgpack.encode(Updated(time.monotonic() - started_s)))
-                except Exception:
-                    if min(await self._on_workers("state_of_update")) != GIVEN_UP:
-                        raise  # it has come, and cannot be loaded
+        except Exception:
+            if min(await self._on_workers("state_of_update")) != GIVEN_UP:
+                raise  # it has come, and cannot be loaded
         if self._coming is not request:
             return refusal(409, "the trainer has given it up")
         errors = await self._on_workers("give_up_update")

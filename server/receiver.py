@@ -29,17 +29,17 @@ class Update:
     """An update on its way into a worker's model.
 
     A thread takes its buckets, which wait beside the model while it samples, as far as they have
-    room. They are loaded while sampling pauses.
+    room. They are loaded while sampling pauses; by a server that is idle, as they come.
     """
 
-    def __init__(self, meeting: Meeting, worker: Any):
+    def __init__(self, meeting: Meeting, worker: Any, at_once: bool):
         self.error = ""  # why it is given up
         self._meeting = meeting
         self._worker = worker
         self._buckets: SimpleQueue[dict[str, Tensor]] = SimpleQueue()
         self._is_whole = False  # all have come
         # No more has room until these are loaded, as beside a trainer on the same card.
-        self._is_full = meeting.backend == "ipc" or worker.model_config.enable_sleep_mode
+        self._is_full = meeting.backend == "ipc" or at_once
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -131,10 +131,10 @@ class WorkerExtension:
             self.reset_weights()
         return gpu_of(self.device)
 
-    def begin_update(self, meeting: dict[str, Any]) -> None:
-        """Take an update, beside the model as far as it has room; the one before is given up."""
+    def begin_update(self, meeting: dict[str, Any], at_once: bool) -> None:
+        """Take an update, to be loaded at once or later; the one before is given up."""
         self.give_up_update()
-        self.update = Update(msgspec.convert(meeting, Meeting), self)
+        self.update = Update(msgspec.convert(meeting, Meeting), self, at_once)
 
     def state_of_update(self) -> int:
         """How far the update is."""

@@ -304,11 +304,16 @@ def test_weights_travel_while_the_server_samples(models, servers, capsys):
             yield weight
 
     bucket_bytes = BUCKET_BYTES["cpu"]
-    try:
-        BUCKET_BYTES["cpu"] = 10_000
-        client.update_weights(halting(), 1)
-    finally:
-        BUCKET_BYTES["cpu"] = bucket_bytes
+    long = {"n": 8, "max_tokens": 100, "temperature": 1.0, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        under_way = pool.submit(url.generate, PROMPT, long)  # an idle server would load at once
+        time.sleep(0.1)
+        try:
+            BUCKET_BYTES["cpu"] = 10_000
+            client.update_weights(halting(), 1)
+        finally:
+            BUCKET_BYTES["cpu"] = bucket_bytes
+        assert under_way.result()[0].weight_versions[0] == 0
     answers.append(url.generate(PROMPT, {"n": 1, "max_tokens": 16, "temperature": 1.0}))
     client.close()
     for (completion,), policy, version in zip(answers, (old, old, new), (0, 0, 1), strict=True):

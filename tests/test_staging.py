@@ -100,7 +100,8 @@ def until(condition):
 class Trainer:
     """Sends a worker updates, and keeps the group, as a run does."""
 
-    def __init__(self, worker, timeout_s=20.0):
+    def __init__(self, worker, timeout_s=20.0, at_once=False):
+        self.at_once = at_once
         self.worker = worker
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.meeting = Meeting("127.0.0.1", self.store.port, "s", "gloo", 2, 1, timeout_s)
@@ -108,7 +109,7 @@ class Trainer:
 
     def begin(self):
         """Both meet for an update."""
-        self.worker.begin_update(msgspec.to_builtins(self.meeting))
+        self.worker.begin_update(msgspec.to_builtins(self.meeting), self.at_once)
         if not self.group:
             self.group = WeightGroup(self.meeting, 0, CPU, self.store)
 
