@@ -167,7 +167,7 @@ class Server:
             if reply.status_code < 400:
                 return reply
             with reply:
-                text = reply.text[:500]
+                text = " ".join(reply.text.split())[:500]
         except requests.RequestException as error:
             raise ServerLost(f"{self.url}{path} failed: {error}") from error
         kind = ServerError if reply.status_code < 500 else ServerLost

@@ -120,7 +120,7 @@ def _refuse(message: str) -> NoReturn:
 
 
 def options(argv: list[str]) -> Any:
-    """The options of a command line, in one line refused.
+    """Read the options of a command line; a wrong one is refused in one line.
 
     Raises:
         SystemExit: one is unknown, or does not go with others.

@@ -15,7 +15,7 @@ from utils import broadcast_object
 from vllm_client import ANSWER_TIMEOUT_S, CONTROL_TIMEOUT_S, Server, ServerError, State
 
 MISMATCH = (
-    "and the trainer differ by {:.3g} nats a token after the weight sync: vLLM computes this model"
+    "its log-probs differ from the trainer's by {:.3g} nats a token: vLLM computes this model"
     " otherwise, takes no new weights for a part of it (as gpt-oss's experts), or has another base"
     " under the adapter (--enable-lora); compare its --model, --dtype and, for images,"
     " --mm-processor-kwargs, or raise max_logprob_mismatch"
@@ -80,7 +80,7 @@ class Proofs:
                 probe.failure = self._difference(probe.completions)
         self.policy.train()
 
-        faults = [f"{probe.url} {probe.failure}" for probe in probes if probe.failure]
+        faults = [f"{probe.url}: {probe.failure}" for probe in probes if probe.failure]
         if is_first and faults:
             raise ServerError("; ".join(faults))
         for server, probe in zip(servers, probes[: len(servers)], strict=True):

@@ -22,13 +22,13 @@ POLL_S = 2e-4  # between looks at what servers do
 class Sender:
     """Sends a policy to servers, bucket by bucket, in `timeout_s` a policy.
 
-    All servers are in one group, which is made anew whenever they change. Where they do not meet
-    although all are well, each has its own: they may have no way to each other.
+    All servers of an update are in one group, which is kept while they stay the same. Where they do
+    not meet although all are well, each has its own: they may have no way to each other.
 
     Args:
         device: that the weights come from.
         gpus: of all ranks of the trainer.
-        timeout_s: for an update, from its first bucket to the last server that has loaded it.
+        timeout_s: for an update, until all servers have it, but for the time of an answer.
         threads: for requests to servers, and for what waits for them.
     """
 
@@ -46,17 +46,18 @@ class Sender:
     def begin(self, servers: list[Server], version: int) -> None:
         """Let servers take an update, up to an empty bucket."""
         self._error: BaseException | None = None
-        self._is_whole = False  # its last bucket is on its way
+        self._is_whole = False  # the trainer has no more of it
         self._ends_s = time.monotonic() + self._timeout_s
         places = []
-        if servers and list(self._meetings) != servers:
+        if list(self._meetings) != servers:
             self.leave()
             sets = [[server] for server in servers] if self._are_apart else [servers]
-            places = [self._invite(members) for members in sets]
+            places = [self._invite(members) for members in sets if members]
         self._replies: dict[Server, Future[None]] = {}
         for server, meeting in self._meetings.items():
             self._replies[server] = self._threads.submit(server.update, version, meeting)
-        self._coming = self._threads.submit(self._meet, places, self._groups)  # or a bucket
+        # What is on its way: members that meet, and then each bucket.
+        self._sending = self._threads.submit(self._meet, places, self._groups)
 
     def _invite(self, members: list[Server]) -> tuple[Meeting, TCPStore]:
         """Make a place for a group, and note it for each of its servers."""
@@ -89,7 +90,7 @@ class Sender:
         return "nccl" if own and have_their_own else "gloo"
 
     def _meet(self, places: list[tuple[Meeting, TCPStore]], groups: list[WeightGroup]) -> None:
-        """Meet the workers of invited servers."""
+        """Meet the workers of invited servers; `leave` may have dropped `groups` meanwhile."""
         for meeting, store in places:
             groups.append(WeightGroup(meeting, 0, self._device, store))
 
@@ -105,15 +106,15 @@ class Sender:
         dtypes = [getattr(torch, server.about.dtype) for server in self._replies]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         bucket = packed(tensors, self._device, widest)
-        self._coming = self._threads.submit(_send, self._groups, *bucket)
+        self._sending = self._threads.submit(_send, self._groups, *bucket)
 
     def _failure(self) -> BaseException | None:
         """Wait for what is on its way; returns why the update breaks off, if it does."""
         while True:
-            for work in (*self._replies.values(), self._coming):
+            for work in (*self._replies.values(), self._sending):
                 if work.done() and work.exception():
                     return work.exception()
-            if self._coming.done():
+            if self._sending.done():
                 return None
             if time.monotonic() > self._ends_s:
                 return TimeoutError(f"it took longer than sync_timeout, {self._timeout_s:.0f} s")
@@ -144,7 +145,7 @@ class Sender:
         return failures
 
     def _failure_of(self, server: Server) -> BaseException | None:
-        """Why a server has not the update; one that has not answered is asked to give it up."""
+        """Why a server has not the update; one that may still come is asked to give it up."""
         reply = self._replies[server]
         if not self._error and not reply.done():
             return ServerLost("it took longer than sync_timeout to load the last weights")
@@ -157,7 +158,7 @@ class Sender:
         return reply.exception()
 
     def forget(self, server: Server) -> None:
-        """Let the next update meet a server anew, which has been connected anew."""
+        """Let the next update meet a server anew, and all of them in one group."""
         self._meetings.pop(server, None)
         self._are_apart = False
 

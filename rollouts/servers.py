@@ -58,7 +58,7 @@ class ServerPool:
         self.version = -1  # of the policy that was published last
         self.sends_adapter = False  # in place of whole weights
         self.sleeps = False  # until the next update: no server is taken back, which would wake it
-        self._longest = config.max_tokens_per_gpu  # sequence that all take, in tokens
+        self._longest = config.max_tokens_per_gpu  # tokens of a sequence that all take
 
         # Every request has a connection, which is a file.
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -227,7 +227,7 @@ class ServerPool:
 
     @contextmanager
     def drained(self, stop: threading.Event) -> Iterator[None]:
-        """Stop all sampling for the block; groups wait for its end.
+        """Wait until all groups in flight have ended; others begin after the block.
 
         The block begins at once where `stop` is set.
         """
@@ -304,7 +304,7 @@ class ServerPool:
                 with self._updating:  # a server lost in an update comes back after it
                     is_due = server.state is State.LOST and time.monotonic() > server.retry_s
                 if is_due and not self.sleeps:
-                    server.retry_s = math.inf  # while it is asked
+                    server.retry_s = math.inf  # not twice at a time
                     with suppress(RuntimeError):  # of a pool that closes
                         self._control.submit(self._take_back, server)
 

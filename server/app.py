@@ -25,12 +25,12 @@ from server.messages import (
     Updated,
     UpdateRequest,
 )  # fmt: skip
-from server.receiver import COMING, FULL, GIVEN_UP, WHOLE
+from server.receiver import COMING, GIVEN_UP, LOADS_NOW, WHOLE
 from server.sample import begin, replies
 from utils import api_token
 
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
-POLL_S = 5e-3  # between looks whether an update has arrived
+POLL_S = 5e-3  # between looks whether an update is to be loaded
 # What a request is to blame for; msgpack raises the second and third.
 REFUSALS = (ValueError, OverflowError, TypeError, msgspec.MsgspecError, VLLMClientError)
 
@@ -42,8 +42,8 @@ class RolloutServer:
         self.engine = engine
         self.args = args
         self.config = engine.vllm_config
-        self.trainer = ""  # that has the server
-        self._connection: Request | None = None  # for as long as this lasts
+        self.trainer = ""  # that took the server last
+        self._connection: Request | None = None  # by which it has it, while that is open
         self._coming: UpdateRequest | None = None  # the last update
         self._loading = asyncio.Lock()  # one update at a time
         self._adapter: Any = None  # of all completions, after an update
@@ -107,8 +107,11 @@ class RolloutServer:
         if not request.trainer:
             return Response(msgspec.json.encode(about))
 
-        if request.trainer != self.trainer and not await self._is_free():
+        is_free = not self._connection or await self._connection.is_disconnected()
+        if request.trainer != self.trainer and not is_free:
             raise ValueError("another trainer uses this server: one at a time")
+        if await http.is_disconnected():  # its request was long on its way
+            raise ValueError("the trainer has hung up")
         self.trainer = request.trainer
         self._connection = http
         # It may be asleep, or paused in the middle of an update, since an earlier trainer.
@@ -119,10 +122,6 @@ class RolloutServer:
         self._coming = None
         about.gpus = await self._on_workers("connect")
         return StreamingResponse(self._held(about))
-
-    async def _is_free(self) -> bool:
-        """True once the last trainer has hung up."""
-        return not self._connection or await self._connection.is_disconnected()
 
     async def _held(self, about: About) -> AsyncIterator[bytes]:
         """Tell about this server, and leave the connection open."""
@@ -141,8 +140,8 @@ class RolloutServer:
     async def update(self, request: UpdateRequest, http: Request) -> Response:
         """Take an update, and sample on as its version; sampling pauses to put it in place.
 
-        It is given up where the trainer begins another, or hangs up. After an error sampling may
-        stay paused, with a part of the weights, until the next update.
+        It is given up where the trainer asks for that, begins another, or hangs up. After an error
+        sampling may stay paused, with a part of the weights, until the next update.
         """
         if request.trainer != self.trainer:
             raise ValueError("another trainer uses this server")
@@ -160,12 +159,12 @@ class RolloutServer:
         started_s = time.monotonic()
         try:
             async with self._loading:
-                if state in (FULL, WHOLE) and not await self._is_over(request, http):
+                if state in (LOADS_NOW, WHOLE) and not await self._is_over(request, http):
                     await self._put_in_place(request.weight_version)
                     return Response(msgspec.msgpack.encode(Updated(time.monotonic() - started_s)))
         except Exception:
             if min(await self._on_workers("state_of_update")) != GIVEN_UP:
-                raise  # it has come, and cannot be loaded
+                raise  # it came, and cannot be loaded
         if self._coming is not request:
             return refusal(409, "the trainer has given it up")
         errors = await self._on_workers("give_up_update")

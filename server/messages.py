@@ -42,7 +42,7 @@ class UpdateRequest(Request):
 
 
 class Updated(msgspec.Struct):
-    """The answer of `/update`; its status is 409 where the update does not come through."""
+    """The answer of `/update`. Where the update does not come through, it is an error 409."""
 
     paused_s: float = 0.0  # for how long the server did not sample
 

@@ -21,8 +21,8 @@ from server.adapter import load_adapter
 from weights.group import Meeting, WeightGroup, gpu_of
 
 FREE_BYTES = 2 << 30  # that an update leaves, while it waits beside the model
-# States of an update. Of all workers the least counts: one that is full is to load at once.
-GIVEN_UP, FULL, COMING, WHOLE = range(4)
+# States of an update. Of all workers the least counts: where one has to load now, all do.
+GIVEN_UP, LOADS_NOW, COMING, WHOLE = range(4)
 
 
 class Update:
@@ -38,8 +38,9 @@ class Update:
         self._worker = worker
         self._buckets: SimpleQueue[dict[str, Tensor]] = SimpleQueue()
         self._is_whole = False  # all have come
-        # No more has room until these are loaded, as beside a trainer on the same card.
-        self._is_full = meeting.backend == "ipc" or at_once
+        # What comes is to be loaded at once: nobody samples, or it has no room beside the model, as
+        # on the trainer's own card.
+        self._loads_now = at_once or meeting.backend == "ipc"
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
@@ -53,8 +54,8 @@ class Update:
                 bucket = group.receive()
                 self._buckets.put(bucket)
                 self._is_whole = not bucket
-                self._is_full = self._is_full or self._free_bytes() < FREE_BYTES
-                while self._is_full and not self._buckets.empty() and not self.error:
+                self._loads_now = self._loads_now or self._free_bytes() < FREE_BYTES
+                while self._loads_now and not self._buckets.empty() and not self.error:
                     time.sleep(1e-3)
         except Exception as error:  # of the group, or of CUDA: the trainer is told
             self.error = self.error or " ".join(f"{type(error).__name__}: {error}".split())
@@ -73,7 +74,7 @@ class Update:
         number = config.data_parallel_index * config.world_size + config.rank
         with nccl.unpinned_nccl_env():  # vLLM sets variables that the trainer has not
             group = WeightGroup(self._meeting, self._meeting.first_rank + number, worker.device)
-        if worker.update is self:
+        if worker.update is self:  # and no other has begun
             worker.group = group
         return group
 
@@ -88,7 +89,7 @@ class Update:
             return GIVEN_UP
         if self._is_whole:
             return WHOLE
-        return FULL if self._is_full else COMING
+        return LOADS_NOW if self._loads_now else COMING
 
     def arriving(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that are here, and those that still come.
@@ -165,13 +166,14 @@ class WorkerExtension:
             torch.cuda.empty_cache()  # `_free_bytes` does not see what torch keeps
 
     def give_up_update(self) -> str:
-        """Take no more of the update; returns why."""
+        """Take no more of the update; returns what went wrong, if anything did."""
         update = self.update
         self.update = None
         if not update:
             return ""
-        update.error = update.error or "the trainer has left"
-        return update.error
+        error = update.error
+        update.error = error or "it was given up"
+        return error
 
     def become_reference(self: Any, temperature: float) -> None:
         """Scale the logits, as vLLM's log-probs of prompts know no temperature."""

@@ -81,7 +81,7 @@ async def _with_images(request: SampleRequest, engine: Any) -> Any:
 async def replies(
     begun: list[RequestOutputCollector], has_images: bool, engine: Any
 ) -> AsyncIterator[bytes]:
-    """The answer in one piece, once all have ended; who stops to wait aborts them."""
+    """The answer in one piece, once all have ended; a client that hangs up aborts them."""
     try:
         outputs = [await queue.get() for queue in begun]
         begun = []

@@ -46,6 +46,7 @@ def _serve(model, pipe, fields):
                         raise ConnectionError("out of order")
                     os.kill(os.getpid(), signal.SIGKILL if fault[2] == "dies" else signal.SIGSTOP)
                     time.sleep(0.5)  # another thread may take the signal
+                    raise ConnectionError("it was stopped")  # its request is not served so late
 
     answer = lambda prompt, number: ([7, 8, 9], 0.0)
     with fake_server(model, answer, fault=ill, **fields) as fake:

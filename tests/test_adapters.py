@@ -180,7 +180,8 @@ def test_another_base_is_noticed(models, url):
         with torch.no_grad():
             policy.get_submodule("base_model.model.model.norm").weight.mul_(2)
         with pytest.raises(
-            ServerError, match="and the trainer differ by .* or has another base under"
+            ServerError,
+            match="its log-probs differ from the trainer's by .* or has another base under",
         ):
             rollouts.publish(policy, 0)
         rollouts.close()

@@ -196,7 +196,7 @@ def mislabelled(server):
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (broken, "and the trainer differ by"),
+        (broken, "its log-probs differ from the trainer's by"),
         (mislabelled, "answers with other weights than it was sent"),
     ],
 )

@@ -519,7 +519,7 @@ def test_a_real_server_of_the_same_base(models, tmp_path):
                 assert versions == [1]
 
             whole = replace(config, base_4bit=False)
-            said = "and the trainer differ by .* or has another base under"
+            said = "its log-probs differ from the trainer's by .* or has another base under"
             with closing(Rollouts(whole, device)) as rollouts:
                 policy = attach(build_policy(whole, device))
                 with pytest.raises(ServerError, match=said):

@@ -20,7 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from server import sample
 from server.app import MAX_BODY_BYTES, RolloutServer
 from server.messages import About, Sampled, SampleRequest, Updated
-from server.receiver import COMING, FULL, GIVEN_UP, WHOLE
+from server.receiver import COMING, GIVEN_UP, LOADS_NOW, WHOLE
 from vllm_client import Server, ServerError
 
 BODY: dict[str, Any] = {
@@ -428,7 +428,7 @@ def test_sampling_pauses_once_every_worker_has_the_weights():
 
 def test_a_worker_that_is_full_keeps_no_other_waiting():
     """It takes no more until it may load what it has."""
-    status, _, engine = updated([[COMING, COMING], [FULL, COMING]])
+    status, _, engine = updated([[COMING, COMING], [LOADS_NOW, COMING]])
     assert status == 200
     assert "resume_generation" in engine.calls
 
@@ -467,7 +467,7 @@ def test_another_request_ends_an_update(version):
 
 def test_one_that_sleeps_gets_its_cache_last():
     """vLLM samples again once it has that."""
-    status, _, engine = updated([[FULL, FULL]], can_sleep=True)
+    status, _, engine = updated([[LOADS_NOW, LOADS_NOW]], can_sleep=True)
     assert status == 200
     assert [name for name in engine.calls if "mm" not in name] == [
         "begin_update", "wake_up", "pause_scheduler_async", "load_update", "update_weight_version",
@@ -475,7 +475,7 @@ def test_one_that_sleeps_gets_its_cache_last():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("arrived", [[], [[FULL, WHOLE]]])
+@pytest.mark.parametrize("arrived", [[], [[LOADS_NOW, WHOLE]]])
 def test_an_update_that_one_worker_gives_up(arrived):
     """The trainer gets the reason; a server that has a part of it samples nothing."""
     error = RuntimeError("connection closed by peer")
@@ -515,7 +515,7 @@ def test_an_idle_server_loads_an_update_as_it_comes(can_sleep):
     """A busy one samples on, unless it sleeps: then it has no room beside the model."""
 
     async def asks(engine, connect):
-        engine.steps = [[FULL, FULL]]
+        engine.steps = [[LOADS_NOW, LOADS_NOW]]
         found = []
         for _ in range(2):
             reader, _ = await connect(UPDATE, "/update")

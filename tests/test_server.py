@@ -218,7 +218,7 @@ def test_the_probe_notices_weights_that_did_not_arrive(models, servers, monkeypa
     config = make_config(models["untied"], servers["untied"])
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
-        with pytest.raises(ServerError, match="and the trainer differ by .* after the weight sync"):
+        with pytest.raises(ServerError, match="differ from the trainer.s by"):
             rollouts.publish(make_policy(config, device), 0)
         monkeypatch.setattr("rollouts.rollouts.published_weights", complete)
         rollouts.publish(make_policy(config, device), 0)

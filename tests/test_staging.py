@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from server import receiver
-from server.receiver import COMING, FULL, GIVEN_UP, WHOLE, WorkerExtension
+from server.receiver import COMING, GIVEN_UP, LOADS_NOW, WHOLE, WorkerExtension
 from weights.group import Meeting, WeightGroup, packed
 
 torch.set_num_threads(1)
@@ -168,7 +168,7 @@ def test_an_update_that_is_given_up(worker, monkeypatch, is_full):
     with ThreadPoolExecutor(2) as pool:
         loading = None
         if is_full:
-            until(lambda: trainer.progress() == FULL)
+            until(lambda: trainer.progress() == LOADS_NOW)
             loading = pool.submit(worker.load_update)
             time.sleep(0.2)
         trainer.group.close()  # the trainer has died
@@ -183,7 +183,7 @@ def test_an_update_that_is_given_up(worker, monkeypatch, is_full):
         trainer = Trainer(worker)
         trainer.begin()
         sending = pool.submit(trainer.send, fresh, {})
-        until(lambda: trainer.progress() in (FULL, WHOLE))
+        until(lambda: trainer.progress() in (LOADS_NOW, WHOLE))
         worker.load_update()
         sending.result()
     assert all(torch.equal(tensor, fresh[n]) for n, tensor in model.named_parameters())
@@ -199,7 +199,7 @@ def test_without_room_the_trainer_waits(worker, monkeypatch):
     with ThreadPoolExecutor(1) as pool:
         buckets: Any = {"first.weight": torch.ones(4, 3)}, {"second.weight": torch.ones(2, 4)}, {}
         sending = pool.submit(trainer.send, *buckets)
-        until(lambda: trainer.progress() == FULL)
+        until(lambda: trainer.progress() == LOADS_NOW)
         time.sleep(0.2)
         assert not sending.done()
         assert same(state(worker.model), before)

@@ -108,16 +108,16 @@ class WeightGroup:
         text = _bytes(json.dumps([entries, len(buffer), handle]).encode())
         self._give(torch.tensor([len(text)]).view(torch.uint8))
         self._give(text)
-        is_wanted = torch.tensor([not handle], dtype=torch.uint8)
+        needs_bytes = torch.tensor([not handle], dtype=torch.uint8)
         if handle:  # the memory is lent until the worker tells whether it could copy it
-            self._works.append(self._group.recv([is_wanted], 1, 0))
+            self._works.append(self._group.recv([needs_bytes], 1, 0))
             self._settle()
-        if is_wanted:
+        if needs_bytes:
             self._give(buffer)
         self._settle()
 
     def _give(self, data: Tensor) -> None:
-        """Start to send bytes to the next member, or by nccl to all."""
+        """Start to send bytes to the next member; by nccl to all, who call this, too."""
         data = data.to(self._wire)
         if self._uses_nccl:
             self._works.append(self._group.broadcast([data], dist.BroadcastOptions()))
@@ -136,20 +136,20 @@ class WeightGroup:
         entries, size, handle = json.loads(bytes(self._take(length).tolist()))
         buffer = copied(handle, size, self.device) if handle else None
         if handle:
-            is_wanted = torch.tensor([buffer is None], dtype=torch.uint8)
-            self._works.append(self._group.send([is_wanted], 0, 0))
+            needs_bytes = torch.tensor([buffer is None], dtype=torch.uint8)
+            self._works.append(self._group.send([needs_bytes], 0, 0))
         if buffer is None:
             buffer = self._take(size)
         bucket = {}
         for name, dtype, shape, start, end in entries:
             bucket[name] = buffer[start:end].view(getattr(torch, dtype)).view(shape)
-        return bucket  # that the next worker may still wait for
+        return bucket  # which may still be on its way to the next worker: nobody writes into it
 
     def _take(self, num_bytes: int) -> Tensor:
         """The next bytes, which are passed on while more come."""
         data = torch.empty(num_bytes, dtype=torch.uint8, device=self._wire)
         if self._uses_nccl:
-            self._give(data)  # a broadcast, from rank 0
+            self._give(data)  # which fills it
             self._settle()
             return data
         chunks = [chunk for chunk in data.split(CHUNK_BYTES) if len(chunk)]
