@@ -129,7 +129,7 @@ class Server:
         self.in_flight = 0  # groups
         self.idle_since_s = time.monotonic()  # if none are in flight
         self.paused_s = 0.0  # for how long the last update stopped sampling
-        self._connection: Any = None  # by which the server is this trainer's, while it is open
+        self.connection: Any = None  # by which the server is this trainer's, while it is open
 
     # -- requests ----------------------------------------------------------------------------------
 
@@ -261,15 +261,15 @@ class Server:
                 f"{self.url} does not speak as a vllm_server.py of this version: {error}"
             ) from error
         self.disconnect()
-        self._connection = reply, lines  # whose end would close the reply
+        self.connection = reply, lines  # whose end would close the reply
         if trainer:
             self.version = -1
             self.state = State.WAITING
 
     def disconnect(self) -> None:
         """Let the server go, which other trainers may take then."""
-        connection = self._connection
-        self._connection = None
+        connection = self.connection
+        self.connection = None
         if connection:
             connection[0].close()
 
@@ -282,9 +282,9 @@ class Server:
             UpdateBroken: it did not come through; the server is well.
             ServerError: the server could not load it, or gives no answer.
         """
-        limit_s = meeting.timeout_s + ANSWER_TIMEOUT_S
         request = UpdateRequest(TRAINER, str(version), meeting)
-        self.paused_s = self.post("/update", request, Updated, limit_s).paused_s
+        updated = self.post("/update", request, Updated, meeting.timeout_s + ANSWER_TIMEOUT_S)
+        self.paused_s = updated.paused_s
 
     def give_up_update(self) -> None:
         """Let the server give up the update that it takes.

@@ -21,17 +21,10 @@ import vllm
 from utils import RIGHT_VLLM, VLLM_VERSIONS, api_token, die_with, was_tried
 
 ANY_VLLM = "--any-vllm"  # the option, which must be known before an import below fails
-if not was_tried(vllm.__version__):
-    tried = " or ".join(VLLM_VERSIONS)
-    if ANY_VLLM not in sys.argv:
-        sys.exit(
-            f"error: vLLM {vllm.__version__} is installed, not {tried}: {RIGHT_VLLM}, or try it "
-            f"with {ANY_VLLM}"
-        )
-    print(
-        f"warning: vLLM {vllm.__version__} was not tried, {tried} were: trainers prove its weights "
-        "before it samples",
-        flush=True,
+if ANY_VLLM not in sys.argv and not was_tried(vllm.__version__):
+    sys.exit(
+        f"error: vLLM {vllm.__version__} is installed, not {' or '.join(VLLM_VERSIONS)}: "
+        f"{RIGHT_VLLM}, or try it with {ANY_VLLM}"
     )
 
 import uvicorn

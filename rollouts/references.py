@@ -13,7 +13,7 @@ from config import TrainConfig, UserError
 from rollouts.group import Group
 from rollouts.servers import ServerPool
 from server.messages import Sampled, SampleRequest
-from vllm_client import Server, ServerLost, State
+from vllm_client import Server, ServerError, ServerLost, State
 
 
 def reference_pool(forbidden: Sequence[int], config: TrainConfig) -> ServerPool:
@@ -74,10 +74,13 @@ class ReferenceServer(Server):
 
         Raises:
             ServerLost: some are missing, or no finite numbers, as of a request that was aborted.
+            ServerError: a trainer has sent the server weights.
         """
         ids = prompt_ids + token_ids
         request = SampleRequest(ids, {"max_tokens": 1, "prompt_logprobs": 0})
         (message,) = self.post("/sample", request, list[Sampled])
+        if any(name.isdecimal() for name, _, _ in message.weight_versions):
+            raise ServerError(f"{self.url} has the weights of a trainer: start it anew")
         logprobs = np.frombuffer(message.prompt_logprobs, "<f4").copy()
         num = len(ids) - 1  # the first token has none
         if len(logprobs) != num or not np.isfinite(logprobs).all():

@@ -369,9 +369,6 @@ class Rollouts:
                 while_sending.enter_context(self.pool.drained(self.stop))
             returned = self._send()
             if is_first:
-                # Servers that could not meet get theirs one by one.
-                if broadcast_object(is_main() and len(returned) < len(self.pool.returned)):
-                    self._send(only_returned=True)
                 # A server that does not agree ends the run before anything is sampled.
                 self.proofs.prove(self.pool.servers if is_main() else [], is_first=True)
                 self._restart_clocks()

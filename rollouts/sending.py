@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, wait
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from typing import Any
 
@@ -22,8 +23,8 @@ POLL_S = 2e-4  # between looks at what servers do
 class Sender:
     """Sends a policy to servers, bucket by bucket, in `timeout_s` a policy.
 
-    All servers of an update are in one group, which is kept while they stay the same. Where they do
-    not meet although all are well, each has its own: they may have no way to each other.
+    All servers of an update are in one group, which is kept while they and the connections to them
+    stay the same.
 
     Args:
         device: that the weights come from.
@@ -39,47 +40,48 @@ class Sender:
         self._gpus = gpus
         self._timeout_s = timeout_s
         self._threads = threads
-        self._meetings: dict[Server, Meeting] = {}  # of the servers that are in a group
-        self._groups: list[WeightGroup] = []
-        self._are_apart = False  # each server in a group of its own
+        self._connections: list[Any] = []  # by which the group's servers are this trainer's
+        self._meetings: dict[Server, Meeting] = {}
+        self._group: Any = None  # the Future of a WeightGroup
 
     def begin(self, servers: list[Server], version: int) -> None:
         """Let servers take an update, up to an empty bucket."""
         self._error: BaseException | None = None
         self._is_whole = False  # the trainer has no more of it
-        self._ends_s = time.monotonic() + self._timeout_s
-        places = []
-        if list(self._meetings) != servers:
+        self._ends_s = time.monotonic() + self._timeout_s + 1  # the group's own error comes first
+        connections = [server.connection for server in servers]
+        if servers and connections != self._connections:
             self.leave()
-            sets = [[server] for server in servers] if self._are_apart else [servers]
-            places = [self._invite(members) for members in sets if members]
+            self._group = self._threads.submit(self._invite(servers))
+            self._connections = connections
+        self._sending = self._group  # what is on its way: members that meet, then each bucket
         self._replies: dict[Server, Future[None]] = {}
-        for server, meeting in self._meetings.items():
-            self._replies[server] = self._threads.submit(server.update, version, meeting)
-        # What is on its way: members that meet, and then each bucket.
-        self._sending = self._threads.submit(self._meet, places, self._groups)
+        for server in servers:
+            self._replies[server] = self._threads.submit(
+                server.update, version, self._meetings[server]
+            )
 
-    def _invite(self, members: list[Server]) -> tuple[Meeting, TCPStore]:
-        """Make a place for a group, and note it for each of its servers."""
+    def _invite(self, servers: list[Server]) -> Callable[[], WeightGroup]:
+        """Make a place for a group, and note it for each of the servers; returns how to meet."""
         # The one that all can reach, if some servers are here and some are not.
-        addresses = [server.address for server in members]
+        addresses = [server.address for server in servers]
         host = min(addresses, key=lambda address: ip_address(address).is_loopback)
         limit = timedelta(seconds=self._timeout_s)
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
 
         gpus: list[str | None] = []
-        for server in members:
+        for server in servers:
             gpus += server.about.gpus
         backend = self._backend(gpus)
         secret = os.urandom(16).hex()
         meeting = Meeting(host, store.port, secret, backend, 1 + len(gpus), 1, self._timeout_s)
         rank = 1
-        for server in members:
+        for server in servers:
             self._meetings[server] = replace(meeting, first_rank=rank)
             rank += len(server.about.gpus)
-        names = ", ".join(server.url for server in members)
+        names = ", ".join(server.url for server in servers)
         print(f"weights go to {names} over {backend}", flush=True)
-        return meeting, store
+        return partial(WeightGroup, meeting, 0, self._device, store)
 
     def _backend(self, gpus: list[str | None]) -> str:
         """The backend for workers on these GPUs, see `Meeting`."""
@@ -88,11 +90,6 @@ class Sender:
             return "ipc"
         have_their_own = {None, own, *self._gpus}.isdisjoint(gpus) and len(set(gpus)) == len(gpus)
         return "nccl" if own and have_their_own else "gloo"
-
-    def _meet(self, places: list[tuple[Meeting, TCPStore]], groups: list[WeightGroup]) -> None:
-        """Meet the workers of invited servers; `leave` may have dropped `groups` meanwhile."""
-        for meeting, store in places:
-            groups.append(WeightGroup(meeting, 0, self._device, store))
 
     def send(self, tensors: dict[str, Tensor]) -> None:
         """Send named tensors, while the caller gathers the next; none end the update.
@@ -106,11 +103,11 @@ class Sender:
         dtypes = [getattr(torch, server.about.dtype) for server in self._replies]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
         bucket = packed(tensors, self._device, widest)
-        self._sending = self._threads.submit(_send, self._groups, *bucket)
+        self._sending = self._threads.submit(self._group.result().send, *bucket)
 
     def _failure(self) -> BaseException | None:
         """Wait for what is on its way; returns why the update breaks off, if it does."""
-        while True:
+        while self._replies:
             for work in (*self._replies.values(), self._sending):
                 if work.done() and work.exception():
                     return work.exception()
@@ -119,6 +116,7 @@ class Sender:
             if time.monotonic() > self._ends_s:
                 return TimeoutError(f"it took longer than sync_timeout, {self._timeout_s:.0f} s")
             time.sleep(POLL_S)
+        return None
 
     def end(self) -> dict[Server, BaseException | None]:
         """Wait until servers sample from the update; one that is not whole is given up.
@@ -132,16 +130,19 @@ class Sender:
             self._error = self._error or RuntimeError("the trainer has no more of it")
         if self._error:
             print(f"an update broke off: {self._error}", flush=True)
+            self.leave()  # or those that are well would wait for this member
         else:
             wait(self._replies.values(), self._ends_s + ANSWER_TIMEOUT_S - time.monotonic())
-        found = list(self._threads.map(self._failure_of, self._replies))
-        failures = dict(zip(self._replies, found, strict=True))
+        servers = list(self._replies)
+        found = list(self._threads.map(self._failure_of, servers))
+        failures = dict(zip(servers, found, strict=True))
         if any(found):
             self.leave()
-        if found and all(isinstance(failure, UpdateBroken) for failure in found):
-            if self._are_apart or len(found) == 1:  # nobody else is to blame
-                return {server: ServerLost(str(failure)) for server, failure in failures.items()}
-            self._are_apart = True
+        if all(isinstance(failure, UpdateBroken) for failure in found):
+            # Who is to blame, nobody knows. The first may go on without the others: perhaps they
+            # have no way to each other.
+            for server in servers[1:] or servers:
+                failures[server] = ServerLost(str(failures[server]))
         return failures
 
     def _failure_of(self, server: Server) -> BaseException | None:
@@ -155,21 +156,18 @@ class Sender:
                 wait([reply], 1)  # or what it should give up is still on its way
         except ServerError as lost:
             return lost
+        if self._error and isinstance(reply.exception(), UpdateBroken):
+            return UpdateBroken(f"an update broke off: {self._error}")
         return reply.exception()
 
-    def forget(self, server: Server) -> None:
-        """Let the next update meet a server anew, and all of them in one group."""
-        self._meetings.pop(server, None)
-        self._are_apart = False
-
     def leave(self) -> None:
-        """Leave the groups: members that wait for this one get an error."""
-        for group in self._groups:
-            group.close()
-        self._groups = []
-        self._meetings = {}
+        """Leave the group: members that wait for this one get an error."""
+        if self._group:
+            self._group.add_done_callback(_close)
+        self._group = None
+        self._connections = []
 
 
-def _send(groups: list[WeightGroup], *bucket: Any) -> None:
-    for group in groups:
-        group.send(*bucket)
+def _close(group: Future[WeightGroup]) -> None:
+    if not group.exception():
+        group.result().close()

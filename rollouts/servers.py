@@ -135,7 +135,6 @@ class ServerPool:
     def _connect(self, server: Server) -> None:
         """Take a server for this trainer; it waits for the weights then."""
         server.address = address_towards(urlsplit(server.url).hostname)
-        self._sender.forget(server)  # before an update can begin that counts it in
         server.connect(TRAINER)
 
     def _check(self, server: Server) -> None:
@@ -314,7 +313,7 @@ class ServerPool:
             server.connect()
             self._check(server)
             self._connect(server)
-            if self._is_closed.is_set() or server not in self.servers:  # meanwhile
+            if server not in self.servers:  # meanwhile
                 server.disconnect()
         except ServerLost:
             server.retry_s = 0.0  # it is not there yet

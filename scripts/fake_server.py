@@ -173,7 +173,8 @@ class FakeServer:
                 self.model(torch.tensor([ids])).logits[0, :-1] / self.temperature
             ).log_softmax(-1)
         values = scaled[range(len(ids) - 1), ids[1:]].tolist()
-        return Sampled(prompt_logprobs=array("f", values).tobytes())
+        spans = [(self.version, 0, 1)]
+        return Sampled(prompt_logprobs=array("f", values).tobytes(), weight_versions=spans)
 
     def sample(self, request: SampleRequest) -> list[Sampled]:
         """All completions, when they have ended."""

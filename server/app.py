@@ -25,12 +25,12 @@ from server.messages import (
     Updated,
     UpdateRequest,
 )  # fmt: skip
-from server.receiver import COMING, GIVEN_UP, LOADS_NOW, WHOLE
+from server.receiver import COMING, FAILED, GIVEN_UP, LOADED, LOADS_NOW, WHOLE
 from server.sample import begin, replies
 from utils import api_token
 
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
-POLL_S = 5e-3  # between looks whether an update is to be loaded
+POLL_S = 5e-3  # between looks how far an update is
 # What a request is to blame for; msgpack raises the second and third.
 REFUSALS = (ValueError, OverflowError, TypeError, msgspec.MsgspecError, VLLMClientError)
 
@@ -45,7 +45,7 @@ class RolloutServer:
         self.trainer = ""  # that took the server last
         self._connection: Request | None = None  # by which it has it, while that is open
         self._coming: UpdateRequest | None = None  # the last update
-        self._loading = asyncio.Lock()  # one update at a time
+        self._changing = asyncio.Lock()  # the weights: one at a time does
         self._adapter: Any = None  # of all completions, after an update
         routes: list[Any] = [
             Route("/health", self.health),
@@ -114,13 +114,14 @@ class RolloutServer:
             raise ValueError("the trainer has hung up")
         self.trainer = request.trainer
         self._connection = http
-        # It may be asleep, or paused in the middle of an update, since an earlier trainer.
-        if config.model_config.enable_sleep_mode:
-            await self.engine.wake_up()
-        await self.engine.pause_generation(mode="abort", clear_cache=True)
-        # It stays paused until the first update: late requests must not get its zeroed weights.
         self._coming = None
-        about.gpus = await self._on_workers("connect")
+        async with self._changing:
+            # It may be asleep, or paused in the middle of an update, since an earlier trainer.
+            if config.model_config.enable_sleep_mode:
+                await self.engine.wake_up()
+            await self.engine.pause_generation(mode="abort", clear_cache=True)
+            # It stays paused until the first update: late requests must not get zeroed weights.
+            about.gpus = await self._on_workers("connect")
         return StreamingResponse(self._held(about))
 
     async def _held(self, about: About) -> AsyncIterator[bytes]:
@@ -145,52 +146,40 @@ class RolloutServer:
         """
         if request.trainer != self.trainer:
             raise ValueError("another trainer uses this server")
-        self._coming = request
-        if not request.weight_version:
-            await self._on_workers("give_up_update")
-            return JSONResponse({})
-        is_busy = self.engine.output_processor.has_unfinished_requests()
-        at_once = not is_busy or self.config.model_config.enable_sleep_mode
-        await self._on_workers("begin_update", request.meeting, at_once)
-        state = COMING
-        while state == COMING and not await self._is_over(request, http):
-            await asyncio.sleep(POLL_S)
-            state = min(await self._on_workers("state_of_update"))
-        started_s = time.monotonic()
-        try:
-            async with self._loading:
-                if state in (LOADS_NOW, WHOLE) and not await self._is_over(request, http):
-                    await self._put_in_place(request.weight_version)
-                    return Response(msgspec.msgpack.encode(Updated(time.monotonic() - started_s)))
-        except Exception:
-            if min(await self._on_workers("state_of_update")) != GIVEN_UP:
-                raise  # it came, and cannot be loaded
-        if self._coming is not request:
-            return refusal(409, "the trainer has given it up")
-        errors = await self._on_workers("give_up_update")
-        return refusal(409, next(filter(None, errors), "the trainer has left"))
-
-    async def _is_over(self, request: UpdateRequest, http: Request) -> bool:
-        """True once the trainer has begun another update, given up this one, or hung up."""
-        return self._coming is not request or await http.is_disconnected()
-
-    async def _put_in_place(self, weight_version: str) -> None:
-        """Load an update while sampling pauses, and sample on."""
         engine = self.engine
-        can_sleep = self.config.model_config.enable_sleep_mode
-        if can_sleep:  # before the pause, which this would end if it is awake
-            await engine.wake_up(["weights"])
-        await engine.renderer.clear_mm_cache_async()
-        # vLLM's `pause_generation` takes 20 ms more.
-        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
-        await self._on_workers("load_update")
-        if self.config.lora_config:
-            self._adapter = ADAPTER
-        await engine.update_weight_version(weight_version)
-        if can_sleep:
-            # The cache comes last: loading may need its memory, and then vLLM samples again.
-            await engine.wake_up(["kv_cache"])
-        await engine.resume_generation()
+        self._coming = request  # one that is under way sees it, and ends
+        async with self._changing:
+            if not request.weight_version:
+                return JSONResponse({})
+            can_sleep = self.config.model_config.enable_sleep_mode
+            is_idle = not engine.output_processor.has_unfinished_requests()
+            await self._on_workers("begin_update", request.meeting, is_idle or can_sleep)
+            state = COMING
+            while state != LOADED:
+                await asyncio.sleep(POLL_S)
+                state, error = min(await self._on_workers("state_of_update"))
+                is_over = self._coming is not request or await http.is_disconnected()
+                if is_over or state in (FAILED, GIVEN_UP):
+                    await self._on_workers("give_up_update")
+                    status = 500 if state == FAILED else 409
+                    return refusal(status, error or "the trainer has given it up")
+                if state in (LOADS_NOW, WHOLE):
+                    started_s = time.monotonic()
+                    if can_sleep:
+                        await engine.wake_up(["weights"])  # which would end a pause
+                    await engine.renderer.clear_mm_cache_async()
+                    # vLLM's `pause_generation` takes 20 ms more.
+                    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+                    await self._on_workers("load_update")
+
+            if self.config.lora_config:
+                self._adapter = ADAPTER
+            await engine.update_weight_version(request.weight_version)
+            if can_sleep:
+                # The cache comes last: loading may need its memory, and then vLLM samples again.
+                await engine.wake_up(["kv_cache"])
+            await engine.resume_generation()
+            return Response(msgspec.msgpack.encode(Updated(time.monotonic() - started_s)))
 
     async def sleep(self, request: SleepRequest, _: Request) -> Response:
         """Give up the GPU's memory until the next update."""

@@ -4,6 +4,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from queue import SimpleQueue
 from typing import Any
 
@@ -22,7 +23,7 @@ from weights.group import Meeting, WeightGroup, gpu_of
 
 FREE_BYTES = 2 << 30  # that an update leaves, while it waits beside the model
 # States of an update. Of all workers the least counts: where one has to load now, all do.
-GIVEN_UP, LOADS_NOW, COMING, WHOLE = range(4)
+FAILED, GIVEN_UP, LOADS_NOW, COMING, WHOLE, LOADING, LOADED = range(7)
 
 
 class Update:
@@ -33,34 +34,43 @@ class Update:
     """
 
     def __init__(self, meeting: Meeting, worker: Any, at_once: bool):
-        self.error = ""  # why it is given up
+        self.error = ""  # why no more of it comes
+        self.loading: Future[None] | None = None  # into the model
         self._meeting = meeting
         self._worker = worker
+        self._at_once = at_once
+        self._has_room = meeting.backend != "ipc"  # beside the model, if not on the trainer's card
         self._buckets: SimpleQueue[dict[str, Tensor]] = SimpleQueue()
         self._is_whole = False  # all have come
-        # What comes is to be loaded at once: nobody samples, or it has no room beside the model, as
-        # on the trainer's own card.
-        self._loads_now = at_once or meeting.backend == "ipc"
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
         """Take buckets, up to the empty one."""
+        device = self._worker.device
         group = None
         try:
-            if self._worker.device.type == "cuda":
-                torch.cuda.set_device(self._worker.device)  # of this thread
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # of this thread
             group = self._joined()
             while not self.error and not self._is_whole:
                 bucket = group.receive()
                 self._buckets.put(bucket)
                 self._is_whole = not bucket
-                self._loads_now = self._loads_now or self._free_bytes() < FREE_BYTES
-                while self._loads_now and not self._buckets.empty() and not self.error:
+                free_bytes = psutil.virtual_memory().available
+                if self._meeting.backend == "nccl":
+                    free_bytes, _ = torch.cuda.mem_get_info(device)
+                self._has_room = self._has_room and free_bytes >= FREE_BYTES
+                while not self._has_room and not self._buckets.empty() and not self.error:
                     time.sleep(1e-3)
         except Exception as error:  # of the group, or of CUDA: the trainer is told
-            self.error = self.error or " ".join(f"{type(error).__name__}: {error}".split())
+            self.stop(" ".join(f"{type(error).__name__}: {error}".split()))
         if group and not self._is_whole:
             group.close()  # the trainer makes another
+
+    def stop(self, error: str) -> None:
+        """Take no more of it, and none into the model."""
+        self.error = self.error or error
+        self._buckets.put({})  # for who waits for one
 
     def _joined(self) -> WeightGroup:
         """The group of the meeting: the worker's, or a new one in its place."""
@@ -78,18 +88,19 @@ class Update:
             worker.group = group
         return group
 
-    def _free_bytes(self) -> int:
-        if self._worker.device.type == "cuda":
-            return torch.cuda.mem_get_info(self._worker.device)[0]
-        return psutil.virtual_memory().available
-
-    def state(self) -> int:
-        """How far it is."""
+    def state(self) -> tuple[int, str]:
+        """How far it is, and what went wrong."""
         if self.error:
-            return GIVEN_UP
+            return GIVEN_UP, self.error
+        if self.loading and self.loading.done():
+            fault = self.loading.exception()
+            return (FAILED, f"{type(fault).__name__}: {fault}") if fault else (LOADED, "")
+        if self.loading:
+            return LOADING, ""
         if self._is_whole:
-            return WHOLE
-        return LOADS_NOW if self._loads_now else COMING
+            return WHOLE, ""
+        can_wait = self._has_room and not self._at_once
+        return COMING if can_wait or self._buckets.empty() else LOADS_NOW, ""
 
     def arriving(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that are here, and those that still come.
@@ -97,27 +108,27 @@ class Update:
         Raises:
             RuntimeError: no more come.
         """
-        while not (self._is_whole and self._buckets.empty()):
-            if self.error:
-                raise RuntimeError(self.error)
-            if self._buckets.empty():
-                time.sleep(1e-3)
-                continue
-            bucket = self._buckets.get()
+        bucket = self._buckets.get()
+        while bucket and not self.error:
             for tensor in bucket.values():
                 if tensor.is_cuda:  # its memory is another stream's, which may use it again
                     tensor.record_stream(torch.cuda.current_stream(tensor.device))
             yield from bucket.items()
+            bucket = self._buckets.get()
+        if self.error:
+            raise RuntimeError(self.error)
 
 
 class WorkerExtension:
     """A base that vLLM gives its `Worker`, as `--worker-extension-cls` names it.
 
-    So `self` is the worker. The API process calls the methods, on all workers at once.
+    So `self` is the worker. The API process calls the methods, on all workers at once; none takes
+    long, as vLLM hears nothing else meanwhile.
     """
 
     group: WeightGroup | None = None
     update: Update | None = None  # the last one
+    loader = ThreadPoolExecutor(1)  # of updates, one after the other
     temperature = 0.0  # of a reference, 0 for any other server
 
     def connect(self: Any) -> str | None:
@@ -137,16 +148,18 @@ class WorkerExtension:
         self.give_up_update()
         self.update = Update(msgspec.convert(meeting, Meeting), self, at_once)
 
-    def state_of_update(self) -> int:
-        """How far the update is."""
-        return self.update.state() if self.update else GIVEN_UP
+    def state_of_update(self) -> tuple[int, str]:
+        """How far the update is, and what went wrong."""
+        return self.update.state() if self.update else (GIVEN_UP, "")
+
+    def load_update(self) -> None:
+        """Begin to give the model the update, while sampling pauses."""
+        if self.update:
+            self.update.loading = self.loader.submit(self._load, self.update.arriving())
 
     @torch.no_grad()
-    def load_update(self: Any) -> None:
-        """Give the model the update, while sampling pauses: what is here, and what still comes."""
-        if self.state_of_update() == GIVEN_UP:
-            raise RuntimeError("it was given up")
-        weights = self.update.arriving()
+    def _load(self: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Give the model what is here of an update, and what still comes."""
         model = self.get_model()
         if self.vllm_config.lora_config:
             load_adapter(weights, model, self.vllm_config.lora_config)
@@ -165,15 +178,13 @@ class WorkerExtension:
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()  # `_free_bytes` does not see what torch keeps
 
-    def give_up_update(self) -> str:
-        """Take no more of the update; returns what went wrong, if anything did."""
-        update = self.update
+    def give_up_update(self) -> None:
+        """Take no more of the update, if there is one, and none of it into the model."""
+        if self.update:
+            self.update.stop("it was given up")
+            if self.update.loading:
+                wait([self.update.loading])
         self.update = None
-        if not update:
-            return ""
-        error = update.error
-        update.error = error or "it was given up"
-        return error
 
     def become_reference(self: Any, temperature: float) -> None:
         """Scale the logits, as vLLM's log-probs of prompts know no temperature."""

@@ -152,7 +152,7 @@ def test_a_server_of_another_vllm_does_not_start():
 
 @pytest.mark.server
 def test_another_vllm_may_be_tried():
-    """With a warning; trainers prove its weights, as any server's."""
+    """Trainers prove its weights, as any server's."""
     code = """
 import sys, vllm
 vllm.__version__ = "0.99.0"
@@ -160,10 +160,7 @@ sys.argv = ["vllm_server.py", "--any-vllm"]
 import vllm_server
 vllm_server.options(["--any-vllm", "--model", "m"])
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True, check=True
-    )
-    assert f"warning: vLLM 0.99.0 was not tried, {TRIED} were" in done.stdout
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=ENV, check=True)
 
 
 def test_more_ranks_than_gpus(monkeypatch):

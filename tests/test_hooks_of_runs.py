@@ -566,6 +566,19 @@ def test_a_reference_server_is_the_reference(models, tmp_path):
             ReferenceServer(started.url, temperature=1.0, timeout_s=60.0).connect("trainer")
 
 
+def test_a_server_that_a_trainer_has_sent_weights_is_no_reference(models):
+    """Its log-probs would be those of another policy, and nobody would notice."""
+    completion = Completion([7, 8], [-1.0] * 2, "stop", 0)
+    group = Group(Prompt(0, [5, 6], "", {}), [completion])
+    with fake_server(models["untied"], answer_in(0.0)) as fake:
+        reference = ReferenceServer(fake.url, temperature=1.0, timeout_s=60.0)
+        reference.connect("trainer")
+        assert len(reference.logprobs(group)) == 2
+        fake.version = "3"
+        with pytest.raises(ServerError, match="has the weights of a trainer"):
+            reference.logprobs(group)
+
+
 def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path, capsys):
     """One of two dies on the way: the other one goes on for it; its weights are never touched."""
     options = ["--beta", "0.3", "--temperature", "0.7", "--off_policy_correction", "none"]

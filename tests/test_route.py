@@ -20,7 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from server import sample
 from server.app import MAX_BODY_BYTES, RolloutServer
 from server.messages import About, Sampled, SampleRequest, Updated
-from server.receiver import COMING, GIVEN_UP, LOADS_NOW, WHOLE
+from server.receiver import COMING, FAILED, GIVEN_UP, LOADED, LOADING, LOADS_NOW, WHOLE
 from vllm_client import Server, ServerError
 
 BODY: dict[str, Any] = {
@@ -41,7 +41,7 @@ class Engine:
 
     def __init__(self, lora_config=None, can_sleep=False, trainer=""):
         self.trainer = trainer  # that has the server
-        self.load_error: Exception | None = None
+        self.loads = [[LOADING, LOADED], [LOADED, LOADED]]  # the steps from `load_update` on
         self.params = {}
         self.queues = []
         self.aborted = []
@@ -91,9 +91,10 @@ class Engine:
     async def call_utility_all_async(self, name, method, timeout, args, kwargs):
         """Of two engines with a worker each, as a list of lists."""
         assert name == "collective_rpc"
-        found: list[Any] = [REASON] * 2
+        found: list[Any] = [None] * 2
         if method == "state_of_update":
-            found = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+            states = self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+            found = [(state, REASON if state in (FAILED, GIVEN_UP) else "") for state in states]
         else:
             self.calls.append(method)
         if method == "begin_update":
@@ -101,7 +102,7 @@ class Engine:
         if method == "connect":
             found = ["gpu 0", "gpu 1"]
         if method == "load_update":
-            found = [self.load_error, None]
+            self.steps = list(self.loads)
         for each in found:
             if isinstance(each, Exception):
                 raise each
@@ -406,10 +407,10 @@ def test_the_trainers_client_keeps_it_until_it_disconnects():
 # -- updates ---------------------------------------------------------------------------------------
 
 
-def updated(steps, load_error=None, **options):
+def updated(steps, loads=None, **options):
     engine = Engine(trainer="t", **options)
     engine.steps = steps
-    engine.load_error = load_error
+    engine.loads = loads or engine.loads
     ((status, body),) = replied(engine, {"body": UPDATE, "path": "/update"})
     return status, body, engine
 
@@ -476,24 +477,19 @@ def test_one_that_sleeps_gets_its_cache_last():
 
 
 @pytest.mark.parametrize("arrived", [[], [[LOADS_NOW, WHOLE]]])
-def test_an_update_that_one_worker_gives_up(arrived):
-    """The trainer gets the reason; a server that has a part of it samples nothing."""
-    error = RuntimeError("connection closed by peer")
-    status, body, engine = updated([*arrived, [COMING, GIVEN_UP]], load_error=error)
-    assert status == 409
+@pytest.mark.parametrize(("state", "code"), [(GIVEN_UP, 409), (FAILED, 500)])
+def test_an_update_that_comes_to_nothing_on_one_worker(arrived, state, code):
+    """The trainer gets the reason; a server that has a part of it samples nothing.
+
+    It is to blame where the update came, and cannot be loaded.
+    """
+    end = [[COMING, state]]
+    status, body, engine = updated(arrived or end, end)
+    assert status == code
     assert json.loads(body) == {"error": REASON}
     assert engine.calls[-1] == "give_up_update"
     assert ("load_update" in engine.calls) == bool(arrived)
     assert "update_weight_version" not in engine.calls
-    assert "resume_generation" not in engine.calls
-
-
-def test_an_update_that_cannot_be_loaded():
-    """It has come: this server is to blame."""
-    error = RuntimeError("no place\nfor it")
-    status, body, engine = updated([[WHOLE, WHOLE]], load_error=error)
-    assert status == 500
-    assert json.loads(body) == {"error": "RuntimeError: no place for it"}
     assert "resume_generation" not in engine.calls
 
 
@@ -515,9 +511,9 @@ def test_an_idle_server_loads_an_update_as_it_comes(can_sleep):
     """A busy one samples on, unless it sleeps: then it has no room beside the model."""
 
     async def asks(engine, connect):
-        engine.steps = [[LOADS_NOW, LOADS_NOW]]
         found = []
         for _ in range(2):
+            engine.steps = [[LOADS_NOW, LOADS_NOW]]
             reader, _ = await connect(UPDATE, "/update")
             assert whole(await reader.read())[0] == 200
             found.append(engine.at_once)
@@ -531,8 +527,8 @@ def test_an_idle_server_loads_an_update_as_it_comes(can_sleep):
 
 def test_adapters_are_sampled_from_after_an_update():
     async def asks(engine, connect):
-        engine.steps = [[WHOLE, WHOLE]]
         for _ in range(2):
+            engine.steps = [[WHOLE, WHOLE]]
             _, writer = await connect(BODY)
             await until(lambda: len(engine.queues) % 3 == 0)
             writer.close()

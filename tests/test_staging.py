@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload import layerwise
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
 from server import receiver
-from server.receiver import COMING, GIVEN_UP, LOADS_NOW, WHOLE, WorkerExtension
+from server.receiver import COMING, GIVEN_UP, LOADED, LOADING, LOADS_NOW, WHOLE, WorkerExtension
 from weights.group import Meeting, WeightGroup, packed
 
 torch.set_num_threads(1)
@@ -97,6 +97,13 @@ def until(condition):
         time.sleep(2e-3)
 
 
+def load(worker):
+    """As the API process does, where all has come or is under way."""
+    worker.load_update()
+    until(lambda: worker.state_of_update()[0] not in (LOADING, LOADS_NOW))
+    assert worker.state_of_update() == (LOADED, "")
+
+
 class Trainer:
     """Sends a worker updates, and keeps the group, as a run does."""
 
@@ -118,7 +125,7 @@ class Trainer:
             self.group.send(*packed(tensors, CPU, torch.float32))
 
     def progress(self):
-        return self.worker.state_of_update()
+        return self.worker.state_of_update()[0]
 
 
 def test_what_samples_changes_in_place_and_at_once(worker):
@@ -136,7 +143,7 @@ def test_what_samples_changes_in_place_and_at_once(worker):
         trainer.send({})
         until(lambda: trainer.progress() == WHOLE)
         assert same(state(model), before), number
-        worker.load_update()
+        load(worker)
         assert all(torch.equal(tensor, fresh[n]) for n, tensor in model.named_parameters()), number
         assert {n: t.data_ptr() for n, t in model.named_parameters()} == places  # graphs know them
     trainer.group.close()
@@ -149,7 +156,7 @@ def test_a_layer_that_gets_nothing_stays(worker):
     trainer.begin()
     trainer.send({"first.weight": torch.zeros(4, 3), "first.bias": torch.zeros(4)}, {})
     until(lambda: trainer.progress() == WHOLE)
-    worker.load_update()
+    load(worker)
     assert model.first.weight.eq(0).all()
     assert torch.equal(model.second.weight, before["second.weight"])
     trainer.group.close()
@@ -166,25 +173,25 @@ def test_an_update_that_is_given_up(worker, monkeypatch, is_full):
     trainer.begin()
     trainer.send({"first.weight": torch.zeros(4, 3)})
     with ThreadPoolExecutor(2) as pool:
-        loading = None
         if is_full:
             until(lambda: trainer.progress() == LOADS_NOW)
-            loading = pool.submit(worker.load_update)
+            worker.load_update()
             time.sleep(0.2)
         trainer.group.close()  # the trainer has died
         trainer.group = None
         until(lambda: trainer.progress() == GIVEN_UP)
-        if loading:
-            assert "peer" in str(loading.exception(20))
+        if is_full:
+            assert "peer" in str(worker.update.loading.exception(20))
         else:
             assert same(state(model), before)
-        assert "peer" in worker.give_up_update()
+        assert "peer" in worker.state_of_update()[1]
+        worker.give_up_update()
         fresh = fresh_weights(model)
         trainer = Trainer(worker)
         trainer.begin()
         sending = pool.submit(trainer.send, fresh, {})
         until(lambda: trainer.progress() in (LOADS_NOW, WHOLE))
-        worker.load_update()
+        load(worker)
         sending.result()
     assert all(torch.equal(tensor, fresh[n]) for n, tensor in model.named_parameters())
     trainer.group.close()
@@ -203,7 +210,7 @@ def test_without_room_the_trainer_waits(worker, monkeypatch):
         time.sleep(0.2)
         assert not sending.done()
         assert same(state(worker.model), before)
-        worker.load_update()
+        load(worker)
         sending.result()
     assert worker.model.first.weight.eq(1).all()
     assert worker.model.second.weight.eq(1).all()
@@ -218,7 +225,7 @@ def test_an_update_in_which_nothing_comes(worker):
     until(lambda: trainer.progress() != COMING)
     assert time.monotonic() - started_s < 5
     assert trainer.progress() == GIVEN_UP
-    assert "imed out" in worker.give_up_update()
+    assert "imed out" in worker.state_of_update()[1]
     trainer.group.close()
 
 
@@ -232,7 +239,7 @@ def test_another_update_takes_the_place_of_one(worker):
     fresh = fresh_weights(worker.model)
     other.send(fresh, {})
     until(lambda: other.progress() == WHOLE)
-    worker.load_update()
+    load(worker)
     parameters = worker.model.named_parameters()
     assert all(torch.equal(tensor, fresh[name]) for name, tensor in parameters)
     for each in (trainer, other):

@@ -186,7 +186,8 @@ def invited(monkeypatch, own, ranks_gpus, *servers):
         server.about = SimpleNamespace(gpus=gpus)
         server.address = "127.0.0.1"
         members.append(server)
-    meeting, _ = sender._invite(members)
+    sender._invite(members)
+    meeting = sender._meetings[members[0]]
     ranks = [sender._meetings[server].first_rank for server in members]
     return meeting.backend, meeting.world_size, ranks
 
@@ -283,7 +284,7 @@ def test_memory_that_cannot_be_opened_goes_through_the_host(monkeypatch, name):
     assert torch.equal(first["a"], FULL)
     assert torch.equal(second["b"], FULL.T)
     assert end == {}
-    assert len(asked) == 2
+    assert len(asked) == 1  # the second bucket goes by gloo at once
     close(members)
 
 

@@ -62,6 +62,7 @@ class WeightGroup:
         self._uses_nccl = meeting.backend == "nccl"
         self._wire = device if self._uses_nccl else torch.device("cpu")  # where bytes travel from
         self._works: deque[Any] = deque()  # that are under way
+        self._lends = meeting.backend == "ipc"  # memory, in place of bytes
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread
         self._group: Any = None
@@ -104,7 +105,7 @@ class WeightGroup:
         Raises:
             RuntimeError: it does not go off in time.
         """
-        handle = handle_of(buffer) if entries and self.meeting.backend == "ipc" else ""
+        handle = handle_of(buffer) if entries and self._lends else ""
         text = _bytes(json.dumps([entries, len(buffer), handle]).encode())
         self._give(torch.tensor([len(text)]).view(torch.uint8))
         self._give(text)
@@ -113,6 +114,7 @@ class WeightGroup:
             self._works.append(self._group.recv([needs_bytes], 1, 0))
             self._settle()
         if needs_bytes:
+            self._lends = False  # CUDA never frees what nobody has opened
             self._give(buffer)
         self._settle()
 
