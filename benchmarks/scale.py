@@ -211,6 +211,8 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     groups: dict[str, Any] = {}  # noqa: RUF012
+    coming: dict[str, Any] = {}  # noqa: RUF012  # the meeting of an update
+    threads = ThreadPoolExecutor(1024)
     body = b"{}"  # of every completion
     delay_s = 0.0
 
@@ -224,22 +226,24 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         """One request."""
         data = self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}"
+        status = 200
         path, host, reply = self.path.partition("?")[0], self.headers["Host"], b"{}"
         if path == "/connect":
             self.hold(json.loads(data))
             return
         if path == "/update":
             reply = self.update(host, data)
+            status = 200 if reply else 409
         elif path == "/sample":
             time.sleep(self.delay_s)
             reply = self.body
         else:  # of an older checkout
             reply = self.old_route(path, host, data)
-        self.answer(reply)
+        self.answer(reply, status)
 
-    def answer(self, reply: bytes) -> None:
+    def answer(self, reply: bytes, status: int = 200) -> None:
         """Send a whole reply."""
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Length", str(len(reply)))
         if self.close_connection:  # as asked: else the client may take it for open
             self.send_header("Connection", "close")
@@ -264,30 +268,40 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def update(self, host: str, data: bytes) -> bytes:
-        """Take an update."""
+        """Take an update; returns nothing where it does not come, or is given up."""
         if streams():
             while self.groups[host].receive():
                 pass
             return b'{"paused_s": 0}'
         import msgspec
-        import torch
 
         from server.messages import Updated, UpdateRequest
+
+        self.coming[host] = meeting = msgspec.json.decode(data, type=UpdateRequest).meeting
+        if meeting:
+            taking = self.threads.submit(self.take, host, meeting)
+            while not taking.done() and self.coming[host] is meeting:
+                time.sleep(1e-3)
+            if not taking.done() or taking.exception():
+                return b""
+        return msgspec.msgpack.encode(Updated())
+
+    def take(self, host: str, meeting: Any) -> None:
+        """Take the buckets of an update."""
+        import torch
+
         from weights.group import WeightGroup
 
-        meeting = msgspec.json.decode(data, type=UpdateRequest).meeting
-        if meeting:
-            group = self.groups.get(host)
-            if not group or group.meeting != meeting:
-                group = WeightGroup(meeting, meeting.first_rank, torch.device("cpu"))
-                self.groups[host] = group
-            try:
-                while group.receive():
-                    pass
-            except RuntimeError:
-                group.close()
-                raise
-        return msgspec.msgpack.encode(Updated())
+        group = self.groups.get(host)
+        if not group or group.meeting != meeting:
+            group = WeightGroup(meeting, meeting.first_rank, torch.device("cpu"))
+            self.groups[host] = group
+        try:
+            while group.receive():
+                pass
+        except RuntimeError:
+            group.close()
+            raise
 
     def old_route(self, path: str, host: str, data: bytes) -> bytes:
         """The answer of a server that older checkouts speak with."""
