@@ -313,7 +313,7 @@ class ServerPool:
             server.connect()
             self._check(server)
             self._connect(server)
-            if server not in self.servers:  # meanwhile
+            if self._is_closed.is_set() or server not in self.servers:  # meanwhile
                 server.disconnect()
         except ServerLost:
             server.retry_s = 0.0  # it is not there yet

@@ -152,8 +152,7 @@ class RolloutServer:
             if not request.weight_version:
                 return JSONResponse({})
             can_sleep = self.config.model_config.enable_sleep_mode
-            is_idle = not engine.output_processor.has_unfinished_requests()
-            await self._on_workers("begin_update", request.meeting, is_idle or can_sleep)
+            await self._on_workers("begin_update", request.meeting, can_sleep)
             state = COMING
             while state != LOADED:
                 await asyncio.sleep(POLL_S)

@@ -30,7 +30,7 @@ class Update:
     """An update on its way into a worker's model.
 
     A thread takes its buckets, which wait beside the model while it samples, as far as they have
-    room. They are loaded while sampling pauses; by a server that is idle, as they come.
+    room. They are loaded while sampling pauses.
     """
 
     def __init__(self, meeting: Meeting, worker: Any, at_once: bool):
@@ -38,8 +38,8 @@ class Update:
         self.loading: Future[None] | None = None  # into the model
         self._meeting = meeting
         self._worker = worker
-        self._at_once = at_once
-        self._has_room = meeting.backend != "ipc"  # beside the model, if not on the trainer's card
+        # Beside the model: not on the card of the trainer, nor of a server that sleeps.
+        self._can_wait = meeting.backend != "ipc" and not at_once
         self._buckets: SimpleQueue[dict[str, Tensor]] = SimpleQueue()
         self._is_whole = False  # all have come
         threading.Thread(target=self._run, daemon=True).start()
@@ -49,8 +49,7 @@ class Update:
         device = self._worker.device
         group = None
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # of this thread
+            torch.get_device_module(device).set_device(device)  # of this thread
             group = self._joined()
             while not self.error and not self._is_whole:
                 bucket = group.receive()
@@ -59,8 +58,8 @@ class Update:
                 free_bytes = psutil.virtual_memory().available
                 if self._meeting.backend == "nccl":
                     free_bytes, _ = torch.cuda.mem_get_info(device)
-                self._has_room = self._has_room and free_bytes >= FREE_BYTES
-                while not self._has_room and not self._buckets.empty() and not self.error:
+                self._can_wait = self._can_wait and free_bytes >= FREE_BYTES
+                while not self._can_wait and not self._buckets.empty() and not self.error:
                     time.sleep(1e-3)
         except Exception as error:  # of the group, or of CUDA: the trainer is told
             self.stop(" ".join(f"{type(error).__name__}: {error}".split()))
@@ -99,8 +98,7 @@ class Update:
             return LOADING, ""
         if self._is_whole:
             return WHOLE, ""
-        can_wait = self._has_room and not self._at_once
-        return COMING if can_wait or self._buckets.empty() else LOADS_NOW, ""
+        return COMING if self._can_wait or self._buckets.empty() else LOADS_NOW, ""
 
     def arriving(self) -> Iterator[tuple[str, Tensor]]:
         """The weights that are here, and those that still come.
@@ -160,6 +158,7 @@ class WorkerExtension:
     @torch.no_grad()
     def _load(self: Any, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Give the model what is here of an update, and what still comes."""
+        torch.get_device_module(self.device).set_device(self.device)  # of this thread
         model = self.get_model()
         if self.vllm_config.lora_config:
             load_adapter(weights, model, self.vllm_config.lora_config)
@@ -176,7 +175,7 @@ class WorkerExtension:
                 refresh_packed(model)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()  # `_free_bytes` does not see what torch keeps
+            torch.cuda.empty_cache()  # or what torch keeps would count as taken
 
     def give_up_update(self) -> None:
         """Take no more of the update, if there is one, and none of it into the model."""

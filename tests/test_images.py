@@ -775,7 +775,7 @@ def sync_main(model, url, use_fsdp, use_peft):
             changed(policy)
             rollouts.publish(policy, version)
         worst, _ = worst_mismatch(rollouts, policy, config, device)
-        assert worst <= 1e-4
+        assert worst <= 1e-4, worst
         rollouts.close()
 
 

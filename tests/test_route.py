@@ -55,8 +55,7 @@ class Engine:
             max_model_len=64, dtype="torch.bfloat16", enable_sleep_mode=can_sleep
         )
         self.vllm_config = SimpleNamespace(model_config=model_config, lora_config=lora_config)
-        self.engine_core = self.renderer = self.output_processor = self
-        self.at_once: Any = None  # whether an update is to be loaded as it comes
+        self.engine_core = self.renderer = self
 
     async def add_request(self, name, prompt, params, lora_request, priority):
         self.adapters.append(lora_request)
@@ -70,9 +69,6 @@ class Engine:
     async def abort(self, names, internal):
         assert internal
         self.aborted += names
-
-    def has_unfinished_requests(self):
-        return bool(self.queues)
 
     def end(self, number, token_ids, reason="stop"):
         logprobs = FlatLogprobs()
@@ -97,8 +93,6 @@ class Engine:
             found = [(state, REASON if state in (FAILED, GIVEN_UP) else "") for state in states]
         else:
             self.calls.append(method)
-        if method == "begin_update":
-            self.at_once = args[1]
         if method == "connect":
             found = ["gpu 0", "gpu 1"]
         if method == "load_update":
@@ -504,25 +498,6 @@ def test_a_trainer_that_leaves_an_update():
         await until(lambda: engine.calls == ["begin_update", "give_up_update"])
 
     served(asks, Engine(trainer="t"))
-
-
-@pytest.mark.parametrize("can_sleep", [False, True])
-def test_an_idle_server_loads_an_update_as_it_comes(can_sleep):
-    """A busy one samples on, unless it sleeps: then it has no room beside the model."""
-
-    async def asks(engine, connect):
-        found = []
-        for _ in range(2):
-            engine.steps = [[LOADS_NOW, LOADS_NOW]]
-            reader, _ = await connect(UPDATE, "/update")
-            assert whole(await reader.read())[0] == 200
-            found.append(engine.at_once)
-            _, writer = await connect(BODY)
-            await until(lambda: engine.queues)
-            found.append(writer)
-        assert found[::2] == [True, can_sleep]
-
-    served(asks, Engine(trainer="t", can_sleep=can_sleep))
 
 
 def test_adapters_are_sampled_from_after_an_update():

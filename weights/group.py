@@ -63,8 +63,7 @@ class WeightGroup:
         self._wire = device if self._uses_nccl else torch.device("cpu")  # where bytes travel from
         self._works: deque[Any] = deque()  # that are under way
         self._lends = meeting.backend == "ipc"  # memory, in place of bytes
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # of this thread
+        torch.get_device_module(device).set_device(device)  # of this thread
         self._group: Any = None
         try:
             if not store:
