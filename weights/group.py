@@ -112,8 +112,8 @@ class WeightGroup:
         if handle:  # the memory is lent until the worker tells whether it could copy it
             self._works.append(self._group.recv([needs_bytes], 1, 0))
             self._settle()
+            self._lends = not needs_bytes  # CUDA never frees what nobody has opened
         if needs_bytes:
-            self._lends = False  # CUDA never frees what nobody has opened
             self._give(buffer)
         self._settle()
 
