@@ -102,8 +102,8 @@ class Sender:
             return
         dtypes = [getattr(torch, server.about.dtype) for server in self._replies]
         widest = max(dtypes, key=lambda dtype: dtype.itemsize)
-        bucket = packed(tensors, self._device, widest)
-        self._sending = self._threads.submit(self._group.result().send, *bucket)
+        entries, buffer = packed(tensors, self._device, widest)
+        self._sending = self._threads.submit(self._group.result().send, entries, buffer)
 
     def _failure(self) -> BaseException | None:
         """Wait for what is on its way; returns why the update breaks off, if it does."""

@@ -126,7 +126,7 @@ class FakeServer:
     def update(self, request: UpdateRequest) -> Updated:
         """Take an update; after an error sampling may stay paused, as the real server's."""
         self._update_name = name = os.urandom(8).hex()
-        if not request.weight_version:
+        if not request.meeting:
             return Updated()
         if not self.stages:
             self._resumed.clear()
