@@ -36,6 +36,7 @@ METHODS = {
         "_attach_weight_version", "set_weight_version", "pause_scheduler", "collective_rpc",
     ],
     "vllm.v1.engine.output_processor.RequestOutputCollector": ["get"],
+    "vllm.v1.engine.output_processor.OutputProcessor": ["has_unfinished_requests"],
     "vllm.renderers.base.BaseRenderer": ["clear_mm_cache_async", "render_cmpl_async"],
     "vllm.renderers.chat_utils.AsyncMultiModalItemTracker": ["create_parser", "resolve_items"],
     "vllm.lora.lora_model.LoRAModel": ["from_lora_tensors"],

@@ -152,7 +152,8 @@ class RolloutServer:
             if not request.weight_version:
                 return JSONResponse({})
             can_sleep = self.config.model_config.enable_sleep_mode
-            await self._on_workers("begin_update", request.meeting, can_sleep)
+            is_sampling = engine.output_processor.has_unfinished_requests()
+            await self._on_workers("begin_update", request.meeting, is_sampling)
             state = COMING
             while state != LOADED:
                 await asyncio.sleep(POLL_S)

@@ -30,16 +30,16 @@ class Update:
     """An update on its way into a worker's model.
 
     A thread takes its buckets, which wait beside the model while it samples, as far as they have
-    room. They are loaded while sampling pauses.
+    room. They are loaded while sampling pauses; by a server that is idle, as they come.
     """
 
-    def __init__(self, meeting: Meeting, worker: Any, at_once: bool):
+    def __init__(self, meeting: Meeting, worker: Any, is_sampling: bool):
         self.error = ""  # why no more of it comes
         self.loading: Future[None] | None = None  # into the model
         self._meeting = meeting
         self._worker = worker
-        # Beside the model: not on the card of the trainer, nor of a server that sleeps.
-        self._can_wait = meeting.backend != "ipc" and not at_once
+        # Beside the model: not on the trainer's card. One that sleeps, to make room, is idle.
+        self._can_wait = meeting.backend != "ipc" and is_sampling
         self._buckets: SimpleQueue[dict[str, Tensor]] = SimpleQueue()
         self._is_whole = False  # all have come
         threading.Thread(target=self._run, daemon=True).start()
@@ -141,10 +141,10 @@ class WorkerExtension:
             self.reset_weights()
         return gpu_of(self.device)
 
-    def begin_update(self, meeting: dict[str, Any], at_once: bool) -> None:
-        """Take an update, to be loaded at once or later; the one before is given up."""
+    def begin_update(self, meeting: dict[str, Any], is_sampling: bool) -> None:
+        """Take an update; the one before is given up."""
         self.give_up_update()
-        self.update = Update(msgspec.convert(meeting, Meeting), self, at_once)
+        self.update = Update(msgspec.convert(meeting, Meeting), self, is_sampling)
 
     def state_of_update(self) -> tuple[int, str]:
         """How far the update is, and what went wrong."""

@@ -755,12 +755,16 @@ def test_server_and_trainer_agree(vlm, url):
 
 
 def changed(policy):
-    """Every weight that trains moved, alike in all its shards."""
+    """Every weight that trains moved, alike in all its shards.
+
+    By little: in a model with sharper attention both sides are 1e-4 and more off what fp64 computes (one in 30
+    samplings of a LoRA whose weights grew by 1.2 twice). Here 6e-6 at most of 100, and 0.4 under the weights before.
+    """
     with torch.no_grad():
         for weight in policy.parameters():
             if weight.requires_grad:
                 local = weight.to_local() if isinstance(weight, DTensor) else weight
-                local.mul_(1.2).add_(0.01)
+                local.mul_(1.02).add_(0.002)
 
 
 def sync_main(model, url, use_fsdp, use_peft):

@@ -107,8 +107,8 @@ def load(worker):
 class Trainer:
     """Sends a worker updates, and keeps the group, as a run does."""
 
-    def __init__(self, worker, timeout_s=20.0, at_once=False):
-        self.at_once = at_once
+    def __init__(self, worker, timeout_s=20.0, is_sampling=True):
+        self.is_sampling = is_sampling
         self.worker = worker
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.meeting = Meeting("127.0.0.1", self.store.port, "s", "gloo", 2, 1, timeout_s)
@@ -116,7 +116,7 @@ class Trainer:
 
     def begin(self):
         """Both meet for an update."""
-        self.worker.begin_update(msgspec.to_builtins(self.meeting), self.at_once)
+        self.worker.begin_update(msgspec.to_builtins(self.meeting), self.is_sampling)
         if not self.group:
             self.group = WeightGroup(self.meeting, 0, CPU, self.store)
 
@@ -197,11 +197,13 @@ def test_an_update_that_is_given_up(worker, monkeypatch, is_full):
     trainer.group.close()
 
 
-def test_without_room_the_trainer_waits(worker, monkeypatch):
-    """Buckets are taken one by one then, as the model loads them."""
+@pytest.mark.parametrize("is_sampling", [False, True])
+def test_buckets_are_taken_as_the_model_loads_them(worker, monkeypatch, is_sampling):
+    """One by one, by a worker that has nothing to sample, or no room for them."""
     before = state(worker.model)
-    monkeypatch.setattr(receiver, "FREE_BYTES", 1 << 60)
-    trainer = Trainer(worker)
+    if is_sampling:
+        monkeypatch.setattr(receiver, "FREE_BYTES", 1 << 60)
+    trainer = Trainer(worker, is_sampling=is_sampling)
     trainer.begin()
     with ThreadPoolExecutor(1) as pool:
         buckets: Any = {"first.weight": torch.ones(4, 3)}, {"second.weight": torch.ones(2, 4)}, {}
