@@ -37,7 +37,7 @@ class _OneLineErrors(type):
             if name not in _FIELDS:
                 nearest = difflib.get_close_matches(name, _FIELDS, n=1)
                 hint = f"did you mean {nearest[0]}?" if nearest else "--help lists them all"
-                raise UserError(f"unknown field {name}: {hint}")
+                raise UserError(f"unknown field {name}: {_GONE.get(name, hint)}")
 
         try:
             return super().__call__(**values)
@@ -81,6 +81,32 @@ _STRICT = ConfigDict(
 
 # vLLM takes a temperature below 0.01 for 0.01, and refuses one above 2.
 Temperature = Annotated[float, Field(title="float >= 0.01 and <= 2", ge=0.01, le=2)]
+# vLLM's names of what has a field of its own.
+_SAMPLING_FIELDS = {
+    "n": "num_generations", "max_tokens": "max_completion_len", "temperature": "temperature",
+    "top_k": "top_k", "stop": "stop",
+}  # fmt: skip
+# Fields of earlier versions, and what takes their place.
+_GONE = {
+    "stale_policy": "groups train in their order, so leave it out; a rollout_fn that may hang needs"
+    " a time-out of its own",
+}
+# Fields that another one leaves unread while it has this value.
+_UNREAD = {
+    ("use_peft", False): "lora_rank lora_alpha lora_dropout lora_target_modules base_4bit",
+    ("use_fsdp", False): "fsdp_bf16 fsdp_offload fsdp_shard_size",
+    ("push_to_hub", False): "hub_repo_id hub_private",
+    ("eval_dataset_id", None): "eval_steps eval_generations eval_temperature accuracy_func",
+    ("eval_temperature", 0): "eval_generations",  # all of them would be the same
+    ("logged_groups", 0): "log_completions_steps",
+    ("max_staleness", 0): "inflight_updates",
+    ("drop_zero_advantage", False): "max_dropped_batches",
+    ("old_logprobs", "sampler"): "off_policy_correction correction_cap",
+    ("off_policy_correction", "none"): "correction_cap",
+    ("beta", 0): "kl_gradient",
+    ("reference_decay", None): "reference_steps",
+    ("loss_type", "cispo"): "delta",
+}
 # Settings under which vLLM no longer draws tokens from the policy itself.
 _BENDING = {
     "top_k", "top_p", "min_p", "structured_outputs", "bad_words", "allowed_token_ids", "min_tokens",
@@ -203,9 +229,6 @@ class TrainConfig(metaclass=_OneLineErrors):
     max_staleness: ZeroOrMore = 1
     """Policy versions that a completion's oldest token may lie behind the policy that it trains;
     0 is synchronous."""
-    stale_policy: Literal["wait", "drop"] = "wait"
-    """Before a group becomes too stale: wait for it and train it in time,
-    or drop it and sample another prompt."""
     inflight_updates: bool = True
     """Update weights in the middle of completions, which go on under the new ones;
     False waits for their end."""
@@ -431,79 +454,48 @@ class TrainConfig(metaclass=_OneLineErrors):
             )
         if 0 < self.eval_temperature < 0.01:
             raise UserError("eval_temperature must be 0 or at least 0.01, which vLLM takes it for")
-        if self.sampling_params:
-            from rollouts.vllm_params import fault_in
-
-            fault = fault_in(self.sampling_params, self.max_completion_len)
-            if fault:
-                raise UserError(f"sampling_params{fault}")
+        for name in self.sampling_params or ():
+            if name in _SAMPLING_FIELDS:
+                field = _SAMPLING_FIELDS[name]
+                raise UserError(f"sampling_params may not set {name}: use the field {field}")
 
         self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:
         """Raise `UserError` for a changed field that another setting leaves unread."""
-        refuse = self._refuse_changed
-        if not self.use_peft:
-            refuse(
-                "without use_peft",
-                "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "base_4bit",
-            )  # fmt: skip
-        if self.logged_groups == 0:
-            refuse("with logged_groups=0", "log_completions_steps")
-        if not self.use_wandb and not self.use_trackio:
-            refuse("without use_wandb or use_trackio", "wandb_project", "log_completions_steps")
-        if not self.push_to_hub:
-            refuse("without push_to_hub", "hub_repo_id", "hub_private")
-
-        if not self.eval_sets:
-            refuse(
-                "without eval_dataset_id",
-                "eval_steps", "eval_generations", "eval_temperature", "accuracy_func",
-            )  # fmt: skip
-        if self.eval_temperature == 0:
-            refuse("with eval_temperature=0: all of them would be the same", "eval_generations")
-        if not any(_is_dataset_name(source) for source in self.eval_sets.values()):
-            refuse("unless eval_dataset_id is the name of a data set", "eval_dataset_split")
-        if not any(_is_dataset_name(source) for source in self.train_sets.values()):
-            refuse("unless dataset_id is the name of a data set", "dataset_config", "dataset_split")
-
-        if self.max_staleness == 0:
-            refuse("without max_staleness", "stale_policy", "inflight_updates")
-        if not self.drop_zero_advantage:
-            refuse("without drop_zero_advantage", "max_dropped_batches")
-        if self.old_logprobs != "trainer":
-            refuse("without old_logprobs=trainer", "off_policy_correction", "correction_cap")
-        if self.off_policy_correction == "none":
-            refuse("with off_policy_correction=none", "correction_cap")
-        if not self.off_policy_correction.endswith("mask"):
-            refuse("without off_policy_correction=mask", "correction_floor")
-
-        if self.beta == 0:
-            refuse("without beta", "kl_gradient")
-            if not self.loss_fn:
-                refuse(
-                    "without beta or a loss_fn that uses it",
-                    "reference_id", "reference_urls", "reference_decay",
-                )  # fmt: skip
-        if self.reference_decay is None:
-            refuse("without reference_decay", "reference_steps")
-        if self.advantage_fn:
-            refuse("with advantage_fn", "scale_rewards")
-        if not self.use_fsdp:
-            refuse("without use_fsdp", "fsdp_bf16", "fsdp_offload", "fsdp_shard_size")
-        if self.max_steps:
-            refuse("beside max_steps, which --max_steps none unsets", "num_epochs")
-        if self.loss_type == "cispo":
-            refuse("with loss_type=cispo", "delta")
-
-    def _refuse_changed(self, condition: str, *fields: str) -> None:
-        """Raise `UserError` for the first of `fields` not at its default."""
-        for name in fields:
-            default = _DEFAULTS[name]
-            if getattr(self, name) != default:
-                raise UserError(
-                    f"{name} has no effect {condition}: leave it at its default, {default}"
-                )
+        rules: list[tuple[str, Any, str]] = []
+        for (name, value), fields in _UNREAD.items():
+            condition = f"with {name}={value}"
+            if not value:
+                condition = f"without {name}"
+            rules.append((condition, getattr(self, name) == value, fields))
+        has_names = any(map(_is_dataset_name, self.train_sets.values()))
+        has_eval_names = any(map(_is_dataset_name, self.eval_sets.values()))
+        has_mask = self.off_policy_correction.endswith("mask")
+        rules += [
+            (
+                "without use_wandb or use_trackio",
+                not self.use_wandb and not self.use_trackio,
+                "wandb_project log_completions_steps",
+            ),
+            (
+                "without beta or a loss_fn that uses it",
+                not self.beta and not self.loss_fn,
+                "reference_id reference_urls reference_decay",
+            ),
+            ("unless dataset_id is a name", not has_names, "dataset_config dataset_split"),
+            ("unless eval_dataset_id is a name", not has_eval_names, "eval_dataset_split"),
+            ("without off_policy_correction=mask", not has_mask, "correction_floor"),
+            ("with advantage_fn", self.advantage_fn, "scale_rewards"),
+            ("beside max_steps, which --max_steps none unsets", self.max_steps, "num_epochs"),
+        ]
+        for condition, is_unread, fields in rules:
+            for name in fields.split():
+                if is_unread and getattr(self, name) != _DEFAULTS[name]:
+                    raise UserError(
+                        f"{name} has no effect {condition}: leave it at its default, "
+                        f"{_DEFAULTS[name]}"
+                    )
 
     @property
     def clip_low(self) -> float:

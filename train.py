@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
 from rollouts.group import Group
+from rollouts.own_advantages import own_advantages
 from rollouts.rollouts import Rollouts
 from training.batching import Dealer, MicroBatch, Share
 from training.checkpoints import Checkpoints, find_start, locked
+from training.hooks import check_functions, trial_groups
 from training.logs import RunLog
 from training.metrics import TokenSums
 from training.mismatches import Gaps
@@ -86,8 +88,6 @@ def set_advantages(groups: list[Group], config: TrainConfig) -> None:
     for part in parts:
         rewards = torch.tensor([group.reward for group in part], dtype=torch.float64)
         if config.advantage_fn:
-            from rollouts.own_advantages import own_advantages
-
             advantages = own_advantages(rewards, part, config)
         else:
             advantages = compute_advantages(rewards, config.scale_rewards)
@@ -371,8 +371,6 @@ def main(config: TrainConfig) -> None:
     """Train, on all of torchrun's ranks; raise errors after the last save."""
     config = with_bf16(config)
     if config.loss_fn or config.on_step:
-        from training.hooks import check_functions
-
         check_functions(config)
     checkpoint, resumed = find_start(config)
     with (
@@ -382,8 +380,6 @@ def main(config: TrainConfig) -> None:
         stop_signals(rollouts.stop),
     ):
         if is_main() and config.advantage_fn and not config.rollout_fn:
-            from training.hooks import trial_groups
-
             set_advantages(trial_groups(rollouts.prompts, config), config)  # for its errors alone
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)

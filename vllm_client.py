@@ -242,15 +242,18 @@ class Server:
 
     # -- weights -----------------------------------------------------------------------------------
 
-    def connect(self, trainer: str = "", temperature: float = 0.0) -> None:
+    def connect(
+        self, trainer: str = "", temperature: float = 0.0, sampling: dict[str, Any] | None = None
+    ) -> None:
         """Ask the server about itself; for a trainer take it, until `disconnect`.
 
-        The arguments are those of `ConnectRequest`.
+        The arguments are those of `ConnectRequest`, and `sampling` of `generate`.
 
         Raises:
             ServerError: it refuses, as where it is another trainer's.
         """
-        request = ConnectRequest(trainer, temperature)
+        tried = self._sampling_params(sampling) if sampling else {}
+        request = ConnectRequest(trainer, temperature, tried)
         reply = self._open("/connect", request, CONTROL_TIMEOUT_S)
         lines = reply.iter_lines(1)  # to a trainer the second never comes
         try:

@@ -415,7 +415,8 @@ def make_groups(model: Path, num: int) -> list[Group]:
         group = Group(
             Prompt(g, prompt, text, {}), completions, started_version=0, trained_version=g // BATCH
         )
-        group.rewards = [[value] for value in sevens([c.token_ids.tolist() for c in completions])]
+        values = sevens([c.token_ids.tolist() for c in completions])
+        group.rewards = torch.tensor(values, dtype=torch.float64)[:, None]
         groups.append(group)
     return groups
 

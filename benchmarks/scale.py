@@ -597,8 +597,8 @@ def make_rollouts(urls: list[str], num_steps: int, config: Any) -> Any:
         group.fill(completions)
         group.reward = [random.random() for _ in group.completions]
 
-    groups = (Group(Prompt(number, ids, "", {}), id=number) for number in range(10**9))
-    rollouts.stream = GroupStream(groups, fill, num_steps, config)
+    choose = lambda first: [Group(Prompt(first, ids, "", {}), id=first)]
+    rollouts.stream = GroupStream(choose, fill, num_steps, config)
     return rollouts
 
 

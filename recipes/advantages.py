@@ -7,7 +7,6 @@ counts in no mean. `groups` are the `rollouts.group.Group`s, in the same order.
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,11 +52,9 @@ def gdpo(rewards: Tensor, groups: list[Group]) -> Tensor:
 
     A_f = (r_f - mean) / (std + ε) in the group, for each function f; A' = Σ_f A_f, where all
     functions weigh the same, whatever `reward_weights` says; A = (A' - mean(A')) / (std(A') + ε)
-    over the batch. None in a function adds 0.
+    over the batch. None in a function, here NaN, adds 0.
     """
-    # [num_groups, num_generations, num_functions]; numpy makes NaN of None
-    table = np.array([group.rewards for group in groups], dtype=np.float64)
-    by_function = torch.from_numpy(table).unbind(dim=2)
+    by_function = torch.stack([group.rewards for group in groups]).unbind(dim=2)
     advantages = torch.stack([compute_advantages(column) for column in by_function])
     return _normalized(advantages.sum(dim=0).where(~rewards.isnan(), math.nan))
 

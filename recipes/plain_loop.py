@@ -10,14 +10,14 @@ import math
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from itertools import islice
 from typing import Any
 
 import torch
 
 from config import TrainConfig, UserError, changed_fields, parse_args
-from rollouts.data import leave_out_long, load_train_set, new_groups
+from rollouts.data import leave_out_long, load_train_set
 from rollouts.group import Group, Prompt
+from rollouts.order import Order
 from rollouts.processor import load_processor, tokenizer_of
 from rollouts.sampling import sample_group
 from rollouts.scoring import Scorer
@@ -43,7 +43,7 @@ def plain_loop(
     config = share_prefixes(policy, config)  # patches the policy, or turns `share_prefix` off
     num_steps = config.max_steps or math.ceil(config.num_epochs * len(prompts) / config.batch_size)
     optimizer, scheduler = build_optimizer(policy, num_steps, config)
-    endless_groups = new_groups(prompts, ended=(), seed=config.seed)
+    order = Order(prompts, {}, config)  # shuffled for each epoch
 
     def sample_and_score(group: Group) -> None:
         sample_group(group, pool, scorer.tokenizer, config)
@@ -55,7 +55,7 @@ def plain_loop(
             pool.admit(server)
 
         # 2. A group of completions for each prompt, their rewards, and advantages within the group.
-        groups = list(islice(endless_groups, config.batch_size))
+        groups = order.choose(first=step * config.batch_size)
         with ThreadPoolExecutor(config.batch_size) as threads:
             list(threads.map(sample_and_score, groups))
         set_advantages(groups, config)

@@ -1,9 +1,10 @@
 """Prompts from the rows of a data set: read, tokenized, checked."""
 
+import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,12 +12,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from config import TrainConfig, UserError
-from rollouts.group import Group, Prompt
+from rollouts.group import Prompt
+from rollouts.images import take_images, with_images
 from rollouts.processor import as_ids, as_text, placeholder_ids, tokenizer_of
 from rollouts.scoring import REWARD_ARGUMENTS, check_rewards
+from rollouts.sources import rows_of
 from utils import naming
 
 
@@ -42,8 +43,6 @@ def load_rows(
         if isinstance(source, str) and source.endswith(".jsonl"):
             rows = _jsonl_rows(Path(source))
         else:
-            from rollouts.sources import rows_of
-
             rows = rows_of(source, split, config)
         if collate_fn:
             rows = collate_fn(rows)
@@ -84,8 +83,6 @@ def _load_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainC
         prompt = make_prompt(index, row, processor, config)
     if not prompt.sources:
         return prompt
-    from rollouts.images import with_images
-
     # Images are processed here, so that a broken one shows at once, and again when the prompt is
     # sampled: only the bytes of URLs stay.
     return replace(with_images(prompt, processor, config), images=None)
@@ -115,8 +112,6 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
 
     images: list[Any] = []
     if _has_parts(row):
-        from rollouts.images import take_images
-
         content, images = take_images(row)
     if images and not hasattr(processor, "image_processor"):
         raise ValueError(f"it has images, and model_id={config.model_id} takes none")
@@ -181,18 +176,17 @@ def leave_out_long(
     return kept
 
 
-def epochs(num_items: int, seed: int) -> Iterator[int]:
-    """Endless item indices: each epoch is a fresh seeded permutation."""
-    for epoch in itertools.count():
-        generator = torch.Generator().manual_seed(seed + epoch)
-        yield from torch.randperm(num_items, generator=generator).tolist()
+def fingerprint(prompts: Sequence[Prompt]) -> str:
+    """A digest of prompts with their columns and images, as far as these are plain data."""
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        parts = [prompt.token_ids, prompt.columns, prompt.sources]
+        digest.update(json.dumps(parts, skipkeys=True, default=_as_text).encode())
+    return digest.hexdigest()
 
 
-def new_groups(prompts: list[Prompt], ended: Collection[int], seed: int) -> Iterator[Group]:
-    """Endless groups of the prompts, epoch by epoch, without those numbers that `ended`."""
-    for number, index in enumerate(epochs(len(prompts), seed)):
-        if number not in ended:
-            yield Group(prompts[index], id=number)
+def _as_text(value: Any) -> str:
+    return repr(value) if isinstance(value, bytes) else type(value).__name__
 
 
 def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
@@ -207,9 +201,9 @@ def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
             prompts = load_prompts(source, config.dataset_split, processor, config)
             check_rewards(prompts, config)
         num_before = len(found)
-        for prompt in prompts:
-            row = prompt.index
-            found.append(replace(prompt, index=num_before + row, set=name, set_row=row))
+        for row, prompt in enumerate(prompts):
+            place = f"row {row} of dataset {name}" if name else ""
+            found.append(replace(prompt, index=num_before + row, set=name, place=place))
     return found
 
 
@@ -223,6 +217,7 @@ def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt
     for name, source in config.eval_sets.items():
         field = f"eval_dataset_id {name}".strip()
         with naming(field):
-            sets[field] = load_prompts(source, config.eval_dataset_split, processor, config)
-            check_rewards(sets[field], config)
+            prompts = load_prompts(source, config.eval_dataset_split, processor, config)
+            check_rewards(prompts, config)
+        sets[field] = [replace(p, place=f"row {p.index} of {field}") for p in prompts]
     return sets

@@ -93,8 +93,8 @@ def verdicts(groups: list[Group], config: TrainConfig) -> list[list[bool]] | Non
     number = names.index(config.accuracy_func) if config.accuracy_func else 0
     found = []
     for group in groups:
-        given = [row[number] for row in group.rewards]
-        found.append([reward for reward in given if reward is not None])
+        given = group.rewards[:, number : number + 1].flatten().tolist()  # or nothing, at a failure
+        found.append([reward for reward in given if not math.isnan(reward)])
 
     is_binary = {0, 1, config.failed_reward}.issuperset(chain.from_iterable(found))
     if not is_binary and not config.accuracy_func:

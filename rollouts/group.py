@@ -11,6 +11,7 @@ from torch import Tensor
 
 from config import TrainConfig, UserError
 from prefix_attention import as_tokens
+from rollouts.own_advantages import own_advantages
 
 # In place of the policy version that sampled a token:
 FOREIGN = -1  # it was sampled by weights that this trainer never sent
@@ -31,14 +32,12 @@ class Prompt:
     sources: list[Any] = field(default_factory=list)  # its images as the dataset has them
     images: Any = None  # its images, processed (`rollouts.images.Images`); None until it is sampled
     set: str = ""  # its data set's name, where there are several
-    set_row: int = 0  # its row there
+    place: str = ""  # in its data set, where that is not the only one
 
     @property
     def where(self) -> str:
         """Its place in the data, for messages."""
-        if self.set:
-            return f"row {self.set_row} of dataset {self.set}"
-        return f"dataset row {self.index}"
+        return self.place or f"dataset row {self.index}"
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -143,7 +142,9 @@ class Group:
 
     # Of each completion, from its scoring on:
     texts: list[str] = field(default_factory=list)  # decoded, for rewards and people
-    rewards: list[list[float | None]] = field(default_factory=list)  # of each function
+    rewards: Tensor = field(  # [completions, functions] float64, NaN for none
+        default_factory=lambda: torch.empty(0, 0, dtype=torch.float64)
+    )
     reward: list[float] = field(default_factory=list)  # their weighted sum, NaN without any
     advantages: list[float] = field(default_factory=list)
 
@@ -220,7 +221,7 @@ class Group:
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token of the group."""
         oldest = [versions[0] for versions in self.versions if versions]
-        return min(oldest, default=self.finished_version)
+        return min(oldest, default=self.started_version)
 
 
 def rollout_number(group: Group, number: Any) -> Any:
@@ -234,7 +235,7 @@ class Batch:
 
     groups: list[Group] = field(default_factory=list)
     dropped: dict[str, list[Group]] = field(
-        default_factory=lambda: {"stale": [], "zero_advantage": [], "failed": []}
+        default_factory=lambda: {"zero_advantage": [], "failed": []}
     )
     metrics: dict[str, float] = field(default_factory=dict)
     # mean |trainer - server| of completions, nats a token, by `rollout_number`
@@ -250,8 +251,6 @@ def can_teach(group: Group, config: TrainConfig) -> bool:
     if config.advantage_fn and group.advantages:
         return any(group.advantages)
     if config.advantage_fn:
-        from rollouts.own_advantages import own_advantages
-
         rewards = torch.tensor([group.reward], dtype=torch.float64)
         return bool(own_advantages(rewards, [group], config).any())
     valid = {reward for reward in group.reward if not math.isnan(reward)}

@@ -48,7 +48,7 @@ class ReferenceServer(Server):
         super().__init__(url, **others)
         self.temperature = temperature  # of the run
 
-    def connect(self, trainer: str = "", *_: Any) -> None:
+    def connect(self, trainer: str = "", *_: Any, **__: Any) -> None:
         """Ask the server about itself; for a trainer tell it the temperature, and let it serve."""
         super().connect(temperature=self.temperature if trainer else 0.0)
         if trainer:

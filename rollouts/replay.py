@@ -3,7 +3,8 @@
 import base64
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from rollouts.group import (
     spans_to_versions,
     version_spans,
 )
+from rollouts.images import with_images
 from rollouts.own_rollouts import check_segments
 from rollouts.processor import tokenizer_of
 from rollouts.scoring import decoded, weighted
@@ -56,6 +58,7 @@ DECODER = msgspec.msgpack.Decoder(ext_hook=_bytes_to_tensor)
 def saved_group(group: Group) -> dict[str, Any]:
     """A line of `rollouts.jsonl`: about 12 bytes a token, 4 of its mask's, then in base64."""
     saved = {name: getattr(group, name) for name in GROUP_FIELDS}
+    saved["rewards"] = group.rewards.tolist()
     saved["prompt"] = {"index": group.prompt.index, "token_ids": group.prompt.token_ids}
     saved["completions"] = [_saved_completion(completion) for completion in group.completions]
     return {"group": ENCODER.encode(saved)}
@@ -67,6 +70,7 @@ def restored(group_bytes: bytes, number: int) -> Group:
     prompt = Prompt(saved["prompt"]["index"], saved["prompt"]["token_ids"], "", {})
     completions = [_restored_completion(fields) for fields in saved["completions"]]
     kept = {name: saved[name] for name in GROUP_FIELDS}
+    kept["rewards"] = torch.tensor(saved["rewards"], dtype=torch.float64)
     return Group(prompt, completions, id=number, **kept)
 
 
@@ -137,8 +141,6 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
     row = group.prompt.index
     prompt = prompts.get(row)
     if prompt and prompt.sources:
-        from rollouts.images import with_images
-
         prompt = with_images(prompt, processor, config)
     if not prompt or prompt.token_ids != group.prompt.token_ids:
         raise UserError(
@@ -152,16 +154,15 @@ def restore(group: Group, prompts: dict[int, Prompt], processor: Any, config: Tr
 
 
 def replay_stream(
-    prompts: list[Prompt], processor: Any, ended: Collection[int], config: TrainConfig
+    prompts: list[Prompt], processor: Any, num_trained: int, config: TrainConfig
 ) -> GroupStream:
-    """The groups that another run trained, in order, but for `ended` ids."""
+    """The groups that another run trained, in order, from a number on."""
     num_steps, groups = saved_groups(config)
     by_row = {prompt.index: prompt for prompt in prompts}
-    left = (group for group in groups if group.id not in ended)
-
-    stream = GroupStream(
-        left, lambda group: restore(group, by_row, processor, config), num_steps, config
+    left = islice(groups, num_trained, None)
+    return GroupStream(
+        lambda first: list(islice(left, config.batch_size)),
+        lambda group: restore(group, by_row, processor, config),
+        num_steps,
+        config,
     )
-    stream.max_staleness = 0  # which keeps their order
-    stream.drop_zero_advantage = False  # the other run's rules have chosen
-    return stream

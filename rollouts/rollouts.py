@@ -14,14 +14,20 @@ import torch.distributed as dist
 
 from config import TrainConfig, UserError, describe
 from rollouts import data
+from rollouts.evaluation import Round
 from rollouts.group import Batch, Group, Prompt, RolloutFailed
+from rollouts.images import image_example
+from rollouts.order import Order
 from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
 from rollouts.proofs import Proofs
-from rollouts.sampling import on_one_server, sample_group
+from rollouts.references import reference_pool
+from rollouts.replay import replay_stream
+from rollouts.sampling import on_one_server, sample_group, sampling_params
 from rollouts.scoring import Failures, Scorer
 from rollouts.servers import ServerPool
 from rollouts.stream import GroupStream
 from training.batching import tokens_alone
+from training.hooks import check_packages
 from training.model import load_model_config, with_bf16
 from utils import Stopped, broadcast_object, gather_objects, is_main, timed
 from vllm_client import Server, ServerError
@@ -68,20 +74,18 @@ class Rollouts:
         self.failure: Exception | None = None  # what ended one of them, on rank 0
         self.version = -1  # of the policy that was published last
         self.proofs: Any = None  # of servers against that policy
-        self.num_tokens = 0  # that were trained, prompts included
-        self.ended: set[int] = set()  # ids of groups that were trained or dropped
-        if resumed:
-            self.num_tokens = resumed["num_tokens"]
-            self.ended = set(resumed["ended"])
+        before: dict[str, Any] = {"num_tokens": 0, "step": 0, "open": [], "next": 0, "history": {}}
+        before |= resumed or {}
+        self.num_tokens = before["num_tokens"]  # that were trained, prompts included
         # On rank 0, from `_open` on:
         self.processor: Any = None  # the model's
         self.pool: Any = None
         self.references: ServerPool | None = None  # for `reference_urls`
-        self.order: Any = None  # of `order_fn`
+        self.order: Any = None  # of the prompts
         self.held_out: dict[str, list[Prompt]] = {}  # by the name of their set
 
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
-        opened: Any = self._open(resumed, gpus) if is_main() else None
+        opened: Any = self._open(before, gpus) if is_main() else None
         opened = broadcast_object(opened)
         self.num_steps = opened.num_steps
         self.example = opened.example
@@ -92,12 +96,15 @@ class Rollouts:
 
     # -- Opening, on rank 0 --
 
-    def _open(self, resumed: dict[str, Any] | None, gpus: list[str | None]) -> Opened:
-        """Load, check and connect all that rank 0 needs."""
+    def _open(self, before: dict[str, Any], gpus: list[str | None]) -> Opened:
+        """Load, check and connect all that rank 0 needs.
+
+        Args:
+            before: the state of the run that this one resumes.
+            gpus: of all ranks.
+        """
         config = self.config
         if config.adam_8bit or config.base_4bit or config.use_wandb or config.use_trackio:
-            from training.hooks import check_packages
-
             check_packages(config)
         print(describe(config, usual=with_bf16(replace(config, bf16=None))))
         self.processor = load_processor(config)
@@ -105,21 +112,17 @@ class Rollouts:
         forbidden = placeholder_ids(load_model_config(config)[0])
         self.pool = ServerPool(config, tokenizer, forbidden)
         if config.reference_urls:
-            from rollouts.references import reference_pool
-
             self.references = reference_pool(forbidden, config)
 
         self._load_prompts()
-        self.fingerprint = hash(tuple(tuple(prompt.token_ids) for prompt in self.prompts))
-        if resumed and resumed["prompts"] != self.fingerprint:
+        self.fingerprint = data.fingerprint(self.prompts)
+        if before.setdefault("prompts", self.fingerprint) != self.fingerprint:
             raise UserError(
-                "resume_from_checkpoint: that run had other prompts: give it the same dataset, the"
-                " servers' --max-model-len, and max_tokens_per_gpu"
+                "resume_from_checkpoint: that run had other prompts or columns: give it the same"
+                " dataset, the servers' --max-model-len, and max_tokens_per_gpu"
             )
         example = None
         if config.freeze_vision_tower or hasattr(self.processor, "image_processor"):
-            from rollouts.images import image_example
-
             example = image_example(self.prompts, self.processor, config)
 
         self.pool.connect(self.device, gpus)
@@ -128,10 +131,10 @@ class Rollouts:
             self.references.connect(self.device)
         self.scorer = Scorer(tokenizer, config)
         self.failures = Failures("rollouts", config)
-        self.stream = self._open_stream(resumed)
+        self.stream = self._open_stream(before)
 
         num_steps = config.max_steps or self.stream.num_steps
-        if resumed and resumed["step"] >= num_steps:
+        if before["step"] >= num_steps:
             print(
                 f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
                 flush=True,
@@ -145,7 +148,7 @@ class Rollouts:
         sets = data.load_data_sets(self.processor, config)
         limits = {
             "max_tokens_per_gpu": config.max_tokens_per_gpu,
-            "the servers' --max-model-len": self.pool.wait_until_ready(),
+            "the servers' --max-model-len": self.pool.wait_until_ready(sampling_params(config)),
         }
         if self.references:  # to give log-probs, vLLM must also sample a token
             limits["the references' --max-model-len"] = self.references.wait_until_ready() - 1
@@ -157,23 +160,21 @@ class Rollouts:
         ]
         self.held_out = dict(zip(config.eval_sets, held_out, strict=True))
 
-    def _open_stream(self, resumed: dict[str, Any] | None) -> GroupStream:
+    def _open_stream(self, before: dict[str, Any]) -> GroupStream:
         """The stream of this run's groups, or of another run's saved groups."""
         config = self.config
+        self.order = Order(self.prompts, before["history"], config)
         if config.replay:
-            from rollouts.replay import replay_stream
-
-            return replay_stream(self.prompts, self.processor, self.ended, config)
+            num_trained = before["step"] * config.batch_size
+            return replay_stream(self.prompts, self.processor, num_trained, config)
         num_steps = config.max_steps or math.ceil(
             config.num_epochs * len(self.prompts) / config.batch_size
         )
-        groups = data.new_groups(self.prompts, self.ended, config.seed)
-        if config.order_fn:
-            from rollouts.order import Order
-
-            self.order = Order(self.prompts, resumed, config)
-            groups = self.order.groups()
-        return GroupStream(groups, self._fill, num_steps, config)
+        prompts = {prompt.index: prompt for prompt in self.prompts}
+        waiting = [Group(prompts[index], id=number) for number, index in before["open"]]
+        return GroupStream(
+            self.order.choose, self._fill, num_steps, config, waiting, before["next"]
+        )
 
     # -- Groups, from here to the trainer --
 
@@ -190,13 +191,13 @@ class Rollouts:
 
     def _sample_and_score(self, group: Group, **instead: Any) -> None:
         """As `sample_group`, and its rewards."""
-        number = self.failures.begin("rollout_fn")
         try:
             sample_group(group, self.pool, self.processor, self.config, **instead)
         except RolloutFailed as error:
             sample = {"prompt": group.prompt.content}
-            self.failures.note("rollout_fn", number, str(error), sample)
+            self.failures.note("rollout_fn", str(error), sample)
             raise
+        self.failures.end_row("rollout_fn")
         self.scorer.score(group)
 
     def _evaluate_group(self, group: Group, **instead: Any) -> None:
@@ -294,9 +295,7 @@ class Rollouts:
         num_tokens = sum(group.num_tokens for group in batch.groups)
         self.num_tokens += num_tokens
         for groups in (batch.groups, *batch.dropped.values()):
-            self.ended.update(group.id for group in groups)
-            if self.order:
-                self.order.add_to_history(groups)
+            self.order.add_to_history(groups)
 
         elapsed_s = time.monotonic() - self.clock_s
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before
@@ -333,7 +332,6 @@ class Rollouts:
         is_due = step == self.num_steps or step % (config.eval_steps or self.num_steps) == 0
         if not is_due or not config.eval_sets or config.replay:  # a replay has no servers
             return {}, {}
-        from rollouts.evaluation import Round
 
         metrics: dict[str, float] = {}
         with (
@@ -406,9 +404,9 @@ class Rollouts:
             return {}
         return {
             "num_tokens": self.num_tokens,
-            "ended": sorted(self.ended),
             "prompts": self.fingerprint,
-            "order": self.order.state() if self.order else {},
+            "history": dict(self.order.history),  # it is written while groups end
+            **self.stream.state(),
         }
 
     def close(self) -> None:

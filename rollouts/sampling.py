@@ -7,6 +7,8 @@ from typing import Any
 
 from config import TrainConfig
 from rollouts.group import FOREIGN, Group, RolloutFailed
+from rollouts.images import with_images
+from rollouts.own_rollouts import fill_by_rollout_fn
 from rollouts.servers import ServerPool
 from vllm_client import Server, ServerError, ServerLost, State
 
@@ -36,8 +38,6 @@ def sample_group(
         RolloutFailed, ServerError: as `on_one_server`; or `rollout_fn` fails.
     """
     if group.prompt.sources:
-        from rollouts.images import with_images
-
         group.prompt = with_images(group.prompt, processor, config)
     sampling = sampling_params(config) | instead
     if config.max_staleness == 0 and not config.rollout_fn:
@@ -64,13 +64,12 @@ def sample_on(
     Raises:
         ServerLost: another server may do it.
         ServerError, UserError: no server would.
+        RolloutFailed: `rollout_fn` returned what is no completion under this policy.
     """
-    group.started_version = pool.version
+    group.started_version = server.version
     group.started_s = time.monotonic()
     group.server = server.number
     if config.rollout_fn:
-        from rollouts.own_rollouts import fill_by_rollout_fn
-
         fill_by_rollout_fn(group, server, sampling, config)
     else:
         completions = server.generate(group.prompt.token_ids, sampling, group.prompt.images)
@@ -80,6 +79,11 @@ def sample_on(
         error = ServerLost("it sampled with weights of its own: was it restarted?")
         pool.lose(server, error)
         raise error
+    if group.oldest_version < group.started_version:  # it could train beyond max_staleness
+        raise RolloutFailed(
+            f"rollout_fn on {group.prompt.where}: a completion has tokens of policy "
+            f"{group.oldest_version}, and was asked for under {group.started_version}"
+        )
 
 
 def on_one_server(group: Group, pool: ServerPool, ask: Callable[[Any], Any]) -> Any:

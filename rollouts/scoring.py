@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy as np
+import torch
+from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Group, Prompt
@@ -106,30 +109,19 @@ def mean(values: list[float]) -> float:
 
 def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     """`rewards/<function>`: the mean reward of each function, NaN without any."""
-    means = {}
-    function: Any
-    for number, function in enumerate(config.reward_funcs):
-        given: list[float] = []
-        for group in groups:
-            for row in group.rewards:
-                reward = row[number]
-                if reward is not None:
-                    given.append(reward)
-        means[f"rewards/{function.__name__}"] = mean(given)
-    return means
+    scored = [group.rewards for group in groups if len(group.rewards)]
+    none = torch.full((1, len(config.reward_funcs)), math.nan, dtype=torch.float64)
+    means = torch.cat([*scored, none]).nanmean(dim=0).tolist()
+    functions: Any = config.reward_funcs
+    names = [f"rewards/{function.__name__}" for function in functions]
+    return dict(zip(names, means, strict=True))
 
 
-def weighted(rewards: list[list[float | None]], config: TrainConfig) -> list[float]:
+def weighted(rewards: Tensor, config: TrainConfig) -> list[float]:
     """The weighted sum of each completion's rewards, NaN without any."""
-    weights = config.reward_weights or [1.0] * len(config.reward_funcs)
-    sums = []
-    for row in rewards:
-        given = []
-        for weight, reward in zip(weights, row, strict=True):
-            if reward is not None:
-                given.append(weight * reward)
-        sums.append(sum(given) if given else math.nan)
-    return sums
+    weights = torch.tensor(config.reward_weights or [1.0] * len(config.reward_funcs))
+    sums = (rewards * weights.double()).nansum(dim=1)
+    return torch.where(rewards.isnan().all(dim=1), math.nan, sums).tolist()
 
 
 SAY_S = 60.0  # between failed calls that are printed
@@ -144,24 +136,22 @@ class Failures:
     def __init__(self, kind: str, config: TrainConfig):
         self.kind = kind
         self.count = 0
-        self._most_in_a_row = max(config.batch_size, 4)
+        # Twice what a batch has: quick failures overtake slow successes.
+        self._most_in_a_row = max(2 * config.batch_size, 4)
+        self._in_a_row: Counter[str] = Counter()  # failed calls of each function
         self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
-        self._num_calls: Counter[str] = Counter()  # of each function
-        self._failed: dict[str, set[int]] = {}  # the numbers of its calls that failed
         self._said_s = -math.inf  # when one was printed, on the monotonic clock
         self._lock = threading.Lock()
 
-    def begin(self, name: str) -> int:
-        """The number of a call of the function, which begins now."""
-        with self._lock:
-            self._num_calls[name] += 1
-            return self._num_calls[name]
+    def end_row(self, name: str) -> None:
+        """Note that a call of the function has succeeded."""
+        self._in_a_row[name] = 0
 
-    def note(self, name: str, number: int, message: str, sample: dict[str, Any]) -> None:
+    def note(self, name: str, message: str, sample: dict[str, Any]) -> None:
         """Write a failed call down, with what it was called for.
 
         Raises:
-            UserError: max(batch_size, 4) calls that began one after the other have failed.
+            UserError: max(2 x batch_size, 4) calls in a row have failed.
         """
         failed_call = {"error": message, **sample}
         line = json.dumps(failed_call, ensure_ascii=False, default=repr, skipkeys=True)
@@ -170,22 +160,15 @@ class Failures:
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(line + "\n")
             self.count += 1
-            failed = self._failed.setdefault(name, set())
-            failed.add(number)
-            # Not those that ended one after the other: quick failures overtake slow successes.
-            first = last = number
-            while first - 1 in failed:
-                first -= 1
-            while last + 1 in failed:
-                last += 1
+            self._in_a_row[name] += 1
             now_s = time.monotonic()
             if now_s > self._said_s + SAY_S:
                 print(f"{message} (counted in {self.kind}_failed, all in {self.path})", flush=True)
                 self._said_s = now_s
-            if last - first + 1 >= self._most_in_a_row:
+            if self._in_a_row[name] >= self._most_in_a_row:
                 raise UserError(
-                    f"{message}; so did {last - first + 1} calls in a row, see {self.path}; mend "
-                    "the cause, and go on with --resume_from_checkpoint auto"
+                    f"{message}; so did {self._in_a_row[name]} calls in a row, see {self.path}; "
+                    "mend the cause, and go on with --resume_from_checkpoint auto"
                 )
 
 
@@ -217,7 +200,7 @@ class Scorer:
         for function in self.config.reward_funcs:
             arguments = self._arguments(function, group, ids)
             by_function.append(self._call(function, arguments, group))
-        group.rewards = [list(row) for row in zip(*by_function, strict=True)]
+        group.rewards = torch.from_numpy(np.array(by_function, np.float64).T)  # NaN for None
         group.reward = weighted(group.rewards, self.config)
         if any(math.isinf(reward) for reward in group.reward):
             raise UserError(f"the weighted sum of rewards on {group.prompt.where} is not finite")
@@ -257,7 +240,6 @@ class Scorer:
         """A function's rewards, one per completion; all `failed_reward` after a failed call."""
         num = len(group.completions)
         where = f"reward {function.__name__} on {group.prompt.where}"
-        number = self.failures.begin(function.__name__)
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:
@@ -268,23 +250,22 @@ class Scorer:
                 "completions": group.texts,
                 "columns": group.prompt.columns,
             }
-            self.failures.note(function.__name__, number, f"{where} {error}", sample)
+            self.failures.note(function.__name__, f"{where} {error}", sample)
             return [self.config.failed_reward] * num
 
+        self.failures.end_row(function.__name__)
         if not isinstance(values, list | tuple) or len(values) != num:
             raise UserError(
                 f"{where} must return a list of {num} numbers, one per completion, not "
                 f"{values!r:.100}"
             )
-        rewards: list[float | None] = []
+        rewards = []
         for value in values:
-            if value is not None and not hasattr(value, "__float__"):
+            reward = None if value is None else as_float(value)
+            if reward is not None and not math.isfinite(reward):
                 raise UserError(
                     f"{where} returned {value!r:.100}: rewards are finite numbers or None"
                 )
-            reward = None if value is None else as_float(value)
-            if reward is not None and not math.isfinite(reward):
-                raise UserError(f"{where} returned {reward}: rewards are finite numbers or None")
             rewards.append(reward)
         return rewards
 
@@ -295,7 +276,7 @@ def _copies(value: Any, num: int) -> list[Any]:
 
 
 def as_float(number: Any) -> float:
-    """A number as a float; infinity where no float is as large, NaN for several numbers."""
+    """A number as a float; infinity where no float is as large, NaN for what is no number."""
     try:
         return float(number)
     except OverflowError:
@@ -305,10 +286,11 @@ def as_float(number: Any) -> float:
 
 
 def required(function: Any) -> list[str]:
-    """The parameters without which a function cannot be called."""
+    """The parameters without which a function, or those of `best_of`, cannot be called."""
     names = []
-    for parameter in inspect.signature(function).parameters.values():
-        is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not is_open:
-            names.append(parameter.name)
+    for called in getattr(function, "functions", [function]):
+        for parameter in inspect.signature(called).parameters.values():
+            is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.default is parameter.empty and not is_open:
+                names.append(parameter.name)
     return names

@@ -87,18 +87,19 @@ class ServerPool:
 
     # -- the start ---------------------------------------------------------------------------------
 
-    def wait_until_ready(self) -> int:
+    def wait_until_ready(self, sampling: dict[str, Any] | None = None) -> int:
         """Wait for all servers; returns the longest sequence they take, in tokens.
 
         Raises:
-            ServerError: one does not answer in time, or cannot be used.
+            ServerError: one does not answer in time, refuses the parameters of `sampling`, or
+                cannot be used.
         """
         deadline_s = time.monotonic() + self.config.server_timeout
         for server in self.servers:
             hint = self._how_to_start(server)
             while not server.about:
                 try:
-                    server.connect()
+                    server.connect(sampling=sampling)
                 except ServerLost as error:
                     if time.monotonic() > deadline_s:
                         raise ServerError(

@@ -9,7 +9,7 @@ from typing import Any
 
 from config import TrainConfig
 
-MAX_STREAMED = 10_000_000  # rows of a stream, which may be endless
+MOST_ROWS = 1_000_000  # of a generator, which may be endless
 
 
 def rows_of(
@@ -17,7 +17,7 @@ def rows_of(
 ) -> list[dict[str, Any]]:
     """The rows of a function, a file, or a `datasets` name, as `load_rows`."""
     if callable(source):
-        return _returned_rows(source, config)
+        return _returned_rows(source)
     path = Path(source)
     if path.suffix == ".json":
         return _json_rows(path)
@@ -42,8 +42,8 @@ def rows_of(
     return _dataset_rows(dataset)
 
 
-def _returned_rows(source: Callable[[], Any], config: TrainConfig) -> list[dict[str, Any]]:
-    """The rows of a function; of a stream no more than the steps can take."""
+def _returned_rows(source: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The rows of a function."""
     rows = source()
     if isinstance(rows, Mapping) or type(rows).__name__ == "DataFrame":
         raise ValueError(f"it returned a {type(rows).__name__}, and no list of rows")
@@ -52,11 +52,10 @@ def _returned_rows(source: Callable[[], Any], config: TrainConfig) -> list[dict[
     if hasattr(rows, "__len__"):
         return list(rows)
 
-    if source in config.train_sets.values() and config.max_steps:
-        return list(itertools.islice(rows, config.max_steps * config.batch_size))
-    rows = list(itertools.islice(rows, MAX_STREAMED))
-    if len(rows) == MAX_STREAMED:
-        raise ValueError(f"it goes on after {MAX_STREAMED} rows, and only max_steps can end it")
+    # As many whatever `max_steps` is, which a run that goes on may raise.
+    rows = list(itertools.islice(rows, MOST_ROWS))
+    if len(rows) == MOST_ROWS:
+        raise ValueError(f"it goes on after {MOST_ROWS} rows: let it end, or return a list")
     return rows
 
 

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, count, islice
 from pathlib import Path
 from statistics import median
 from timeit import repeat
@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.common import memory_mb, reset_peak
 from config import TrainConfig, UserError, bending, parse_args, sampling_settings
-from rollouts.data import epochs
 from rollouts.evaluation import Round
 from rollouts.group import Group, Prompt, can_teach
 from rollouts.rollouts import Rollouts
@@ -143,9 +142,8 @@ class Doctor:
             if config.advantage_fn and not config.rollout_fn:
                 set_advantages(trial_groups(rollouts.prompts, config), config)
             rollouts.stream.num_steps = 0  # it admits nothing: groups are sampled here
-            self.prompts = (
-                rollouts.prompts[row] for row in epochs(len(rollouts.prompts), config.seed)
-            )
+            batches = (rollouts.order.choose(first) for first in count(0, config.batch_size))
+            self.prompts = (group.prompt for batch in batches for group in batch)
 
     def sample(
         self, num: int, held_out: list[Prompt] | None = None, meanwhile: Any = lambda: None

@@ -53,8 +53,7 @@ ORDER = {
     "stream.py": "order of Groups,\nsampled ahead;\neach used once",
     "rollouts.py": "what train.py calls:\nGroups, evaluations,\nnew weights",
     "own_rollouts.py": "completions of\na rollout_fn",
-    "order.py": "which prompt is next,\nwith an order_fn",
-    "vllm_params.py": "which settings of\nsampling are allowed",
+    "order.py": "which prompt is next",
 }
 GROUPS = {
     "sampling.py": "completions of\na Group",
@@ -117,8 +116,8 @@ SERVING = {
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py", "thumbnails.py",
-    "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py", "vllm_params.py",
-    "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py", "order.py",
+    "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
+    "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file

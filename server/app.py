@@ -26,7 +26,7 @@ from server.messages import (
     UpdateRequest,
 )  # fmt: skip
 from server.receiver import COMING, FAILED, GIVEN_UP, LOADED, LOADS_NOW, WHOLE
-from server.sample import begin, replies
+from server.sample import abort, begin, replies
 from utils import api_token
 
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
@@ -104,6 +104,9 @@ class RolloutServer:
         )
         if request.temperature:
             await self._on_workers("become_reference", request.temperature)
+        if request.sampling_params:
+            trial = SampleRequest([0], request.sampling_params)
+            await abort(await begin(trial, self.engine, None), self.engine)
         if not request.trainer:
             return Response(msgspec.json.encode(about))
 

@@ -17,6 +17,7 @@ class ConnectRequest(Request):
 
     trainer: str = ""
     temperature: float = 0.0  # of a server that gives log-probs of a reference
+    sampling_params: dict[str, object] = {}  # vLLM's, to be tried
 
 
 class About(msgspec.Struct):

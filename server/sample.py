@@ -46,7 +46,7 @@ async def begin(request: SampleRequest, engine: Any, adapter: Any) -> list[Reque
             )
             begun.append(queue)
     except BaseException:
-        await _abort(begun, engine)
+        await abort(begun, engine)
         raise
     return begun
 
@@ -55,6 +55,9 @@ def _params(request: SampleRequest) -> SamplingParams:
     """vLLM's parameters, for completions as a whole and without a text that nobody reads."""
     # Without a limit a completion may fill the context; vLLM's own default is 16 tokens.
     given = {"max_tokens": None, **request.sampling_params}
+    unknown = given.keys() - set(SamplingParams.__struct_fields__)
+    if unknown:
+        raise ValueError(f"sampling_params: vLLM knows no {', '.join(sorted(unknown))}")
     params = PARAMS.validate_python(given)
     # Else the engine's encoder fails on them once the request is registered, which then stays.
     msgspec.msgpack.encode(params)
@@ -87,10 +90,10 @@ async def replies(
         begun = []
         yield msgspec.msgpack.encode([_message(output, has_images) for output in outputs])
     finally:
-        await _abort(begun, engine)
+        await abort(begun, engine)
 
 
-async def _abort(begun: list[RequestOutputCollector], engine: Any) -> None:
+async def abort(begun: list[RequestOutputCollector], engine: Any) -> None:
     """Abort completions, also where this task is cancelled again."""
     if begun:
         names = [queue.request_id for queue in begun]

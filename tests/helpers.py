@@ -66,6 +66,12 @@ def make_model(path, tied=True, layers=2, max_len=256, chat_template=None):
     return str(path)
 
 
+def table(rows):
+    """Rewards of a group: a row for each completion, a column for each function, NaN for None."""
+    rows = [[float("nan") if reward is None else reward for reward in row] for row in rows]
+    return torch.tensor(rows, dtype=torch.float64)
+
+
 def server(model, log, *options, **more):
     """A real server for short sequences, quickly started."""
     short = ("--max-model-len", "128", "--max-num-seqs", "64")

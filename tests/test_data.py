@@ -2,17 +2,17 @@
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import math
 from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from helpers import CHAT_TEMPLATE, make_tokenizer
+from helpers import CHAT_TEMPLATE, make_tokenizer, table
 from some_rewards import hangs, infinite, only_first, raises, right, scalar, short, words
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -20,7 +20,13 @@ from transformers import PreTrainedTokenizerFast
 from config import TrainConfig, UserError, to_json
 from recipes.rewards import best_of
 from rollouts import workers
-from rollouts.data import epochs, leave_out_long, load_prompts, load_train_set
+from rollouts.data import (
+    fingerprint,
+    leave_out_long,
+    load_data_sets,
+    load_prompts,
+    load_train_set,
+)
 from rollouts.group import (
     ENVIRONMENT,
     Completion,
@@ -30,9 +36,10 @@ from rollouts.group import (
     spans_to_versions,
     version_spans,
 )
+from rollouts.order import Order
 from rollouts.processor import load_processor
 from rollouts.sampling import sample_group, sampling_params
-from rollouts.scoring import Scorer, check_rewards
+from rollouts.scoring import Scorer, check_rewards, required
 from training.metrics import batch_metrics
 from training.samples import TokenTexts, batch_samples
 from vllm_client import Server
@@ -58,6 +65,9 @@ def prompts_of(source, tokenizer=None, max_prompt_len=100, **fields):
 
 def rows():
     return ROWS
+
+
+assert_same = partial(torch.testing.assert_close, rtol=0, atol=0, equal_nan=True)
 
 
 # -- data ------------------------------------------------------------------------------------------------------------
@@ -151,13 +161,45 @@ def test_a_line_that_is_not_json(tmp_path):
         prompts_of(str(tmp_path / "a.jsonl"))
 
 
+def test_a_resumed_run_notices_other_data():
+    """Also another answer under the same question, or another image; what is no plain data counts by its type."""
+
+    def digest(answer="2", image="a.png", more=None):
+        return fingerprint([Prompt(0, [5], "1+1=", {"answer": answer, "more": more}, [image])])
+
+    assert digest() == digest()
+    others = [digest("3"), digest(image="b.png"), digest(image=b"png"), digest(more={(1, 2): 3})]
+    assert len({digest(), *others}) == 5
+    assert digest(more=object()) == digest(more=object())
+
+
+def test_a_held_out_row_is_named_as_one():
+    config = make_config(dataset_id=rows, eval_dataset_id={"hard": rows}, reward_funcs=[only_first])
+    sets = load_data_sets(make_tokenizer(), config)
+    names = {field: prompts[1].where for field, prompts in sets.items()}
+    assert names == {
+        "dataset_id": "dataset row 1",
+        "eval_dataset_id hard": "row 1 of eval_dataset_id hard",
+    }
+
+
 def test_each_prompt_once_per_epoch():
-    order = list(itertools.islice(epochs(7, seed=3), 21))
+    """Whatever the size of a batch; and from any number on, as a run that goes on needs it."""
+    prompts = [Prompt(row, [5], "", {}) for row in range(7)]
+
+    def rows(seed, batch_size, first=0):
+        order = Order(prompts, {}, make_config(seed=seed, batch_size=batch_size))
+        groups = order.choose(first)
+        assert [group.id for group in groups] == list(range(first, first + batch_size))
+        return [group.prompt.index for group in groups]
+
+    order = rows(3, 21)
     passes = [order[:7], order[7:14], order[14:]]
     assert all(sorted(items) == list(range(7)) for items in passes)
     assert passes[0] != passes[1]
-    assert order == list(itertools.islice(epochs(7, seed=3), 21))
-    assert order != list(itertools.islice(epochs(7, seed=4), 21))
+    assert order == [row for first in range(0, 21, 3) for row in rows(3, 3, first)]
+    assert order[5:] == rows(3, 16, 5)
+    assert order != rows(4, 21)
 
 
 def test_sampling_parameters():
@@ -182,7 +224,7 @@ def test_an_environments_number_that_no_float_holds():
     groups = make_groups()
     for group, value in zip(groups, (10**400, 2), strict=True):
         group.reward, group.advantages, group.texts = [0.0, 0.0], [0.0, 0.0], ["2", "3"]
-        group.rewards = [[0.0], [0.0]]
+        group.rewards = table([[0.0], [0.0]])
         group.completions[0].info["value"] = value
         group.completions[1].info["value"] = math.nan
     metrics = batch_metrics(groups, 0, make_config(reward_funcs=[only_first]))
@@ -190,14 +232,14 @@ def test_an_environments_number_that_no_float_holds():
 
 
 def test_several_sets(monkeypatch):
-    """A subset is of one set; a stream among them ends with the steps; messages have a set's own rows."""
+    """A subset is of one set; messages have a set's own rows."""
     rows = [{"prompt": f"{number}+1=", "answer": "2"} for number in range(3)]
-    sets: dict = {"few": lambda: rows, "stream": lambda: itertools.cycle(rows)}
+    sets: dict = {"few": lambda: rows, "more": lambda: iter(rows * 3)}
     config = make_config(dataset_id=sets, max_steps=2, batch_size=5, reward_funcs=[only_first])
     prompts = load_train_set(make_tokenizer(), config)
-    assert [prompt.index for prompt in prompts] == list(range(3 + 10))
-    assert prompts[4].where == "row 1 of dataset stream"
-    assert prompts[4].set == "stream"
+    assert [prompt.index for prompt in prompts] == list(range(3 + 9))
+    assert prompts[4].where == "row 1 of dataset more"
+    assert prompts[4].set == "more"
     named = make_config(dataset_id={"a": "hub/a", "b": "hub/b"}, dataset_config="main")
     with pytest.raises(UserError, match="dataset_id a: .*dataset_config is of one data set"):
         load_train_set(make_tokenizer(), named)
@@ -212,8 +254,8 @@ def test_batch_metrics():
     groups = make_groups()
     last = Completion([1, 2, 3, 4], [0.0] * 4, "length", [3, 5, 5, 5])
     groups[1].fill([Completion([1, 2], [0.0] * 2, "stop", 4), last])
-    groups[0].rewards, groups[0].reward = [[1.0], [None]], [1.0, math.nan]
-    groups[1].rewards, groups[1].reward = [[2.0], [0.0]], [2.0, 0.0]
+    groups[0].rewards, groups[0].reward = table([[1.0], [math.nan]]), [1.0, math.nan]
+    groups[1].rewards, groups[1].reward = table([[2.0], [0.0]]), [2.0, 0.0]
     groups[0].started_version, groups[0].finished_version = 0, 1
     groups[1].started_version, groups[1].finished_version = 3, 5
     groups[0].started_s, groups[0].sampled_s, groups[0].scored_s = 10.0, 12.0, 12.5
@@ -305,7 +347,7 @@ def test_long_columns_are_shortened_in_samples():
     group.prompt.columns["tests"] = ["assert"] * 1000
     group.texts, group.rewards, group.reward, group.advantages = (
         ["a", "b"],
-        [[1.0], [0.0]],
+        table([[1.0], [0.0]]),
         [1.0, 0.0],
         [1.0, -1.0],
     )
@@ -345,7 +387,7 @@ def test_tokens_as_text(kind):
 
 def test_a_long_conversation_stays_one():
     (group, _) = make_groups()
-    group.texts, group.rewards, group.reward = ["a", "b"], [[1.0], [0.0]], [1.0, 0.0]
+    group.texts, group.rewards, group.reward = ["a", "b"], table([[1.0], [0.0]]), [1.0, 0.0]
     messages = [{"role": "user", "content": "x" * 9000}, {"role": "tool", "content": ["y"] * 9000}]
     group.completions[0].info["messages"] = messages
     first, _ = batch_samples([group], make_config(reward_funcs=[right]))
@@ -357,7 +399,7 @@ def test_a_long_conversation_stays_one():
 
 def test_samples_have_their_tokens():
     (group, _) = make_groups()
-    group.texts, group.rewards, group.reward = ["a", "b"], [[1.0], [0.0]], [1.0, 0.0]
+    group.texts, group.rewards, group.reward = ["a", "b"], table([[1.0], [0.0]]), [1.0, 0.0]
     long = group.completions[0].token_ids.tolist()
     segment = Completion([40, 41], [-0.126, -math.inf], "stop", 3, prompt_ids=[5, 6])
     group.completions[0] = Completion(long, [-0.5] * len(long), "stop", 4, earlier=[segment])
@@ -492,7 +534,7 @@ def test_weighted_rewards_and_none():
     groups = make_groups()
     assert score(groups, config) == [[2.0, 1.0], [0.0, 0.0]]
     assert groups[0].texts == ["2", "3"]
-    assert groups[1].rewards == [[0.0, None], [0.0, None]]
+    assert_same(groups[1].rewards, table([[0.0, math.nan], [0.0, math.nan]]))
     for group in groups:
         group.advantages = [0.0, 0.0]
     metrics = batch_metrics(groups, 0, config)
@@ -536,7 +578,8 @@ def test_a_failed_call_gives_the_configured_value(tmp_path, value):
     (group, _) = make_groups()
     scorer.score(group)
     assert group.reward == [1.0 + (value or 0), 0.0 + (value or 0)]
-    assert group.rewards == [[1.0, value], [0.0, value]]
+    given = math.nan if value is None else value
+    assert_same(group.rewards, table([[1.0, given], [0.0, given]]))
     assert scorer.failures.count == 1
     (line,) = (tmp_path / "failed_rewards.jsonl").read_text().splitlines()
     assert json.loads(line) == {
@@ -560,7 +603,7 @@ def test_a_hanging_reward_is_replaced(tmp_path, monkeypatch):
 
 
 def test_a_reward_that_only_fails_ends_the_run(tmp_path):
-    config = make_config(reward_funcs=[raises], batch_size=4, output_dir=str(tmp_path))
+    config = make_config(reward_funcs=[raises], batch_size=2, output_dir=str(tmp_path))
     with pytest.raises(
         ValueError,
         match="reward raises on dataset row 7 raised KeyError: 'gold' .*; so did 4 calls in a row",
@@ -572,6 +615,9 @@ def test_best_of_several_verifiers():
     """As one reward function, in a worker: the better of two, None only where neither applies."""
     either = best_of(right, only_first)
     assert either.__name__ == "best_of_right_only_first"
+    assert "answer" in required(
+        either
+    )  # None where the info of a rollout_fn has none, as for `right` alone
     assert to_json(make_config(reward_funcs=[either]))["reward_funcs"] == [
         "recipes.rewards.best_of_right_only_first"
     ]
@@ -579,7 +625,7 @@ def test_best_of_several_verifiers():
     assert score(groups, make_config(reward_funcs=[either])) == [[2.0, 2.0], [0.0, 0.0]]
     nothing = best_of(only_first, only_first)
     score(groups, make_config(reward_funcs=[nothing]))
-    assert groups[1].rewards == [[None], [None]]
+    assert_same(groups[1].rewards, table([[math.nan], [math.nan]]))
 
 
 def test_numpy_and_torch_numbers_are_numbers():
@@ -604,7 +650,7 @@ def test_a_group_begins_when_it_has_a_server():
         def lease(self):
             self.version = 3
             yield SimpleNamespace(
-                number=0, generate=lambda *_: [Completion([5], [-1.0], "stop", 3)]
+                number=0, version=3, generate=lambda *_: [Completion([5], [-1.0], "stop", 3)]
             )
 
     group, client = Group(Prompt(0, [5], "", {})), Busy()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from documents import DOCUMENTS, blocks
+from helpers import table
 
 from config import TrainConfig
 from recipes import advantages, insert_reasoning, losses
@@ -136,7 +137,7 @@ def test_gdpo():
     first: list[list[Any]] = [[1.0, 0.0, None, 0.0], [5.0, 5.0, 5.0, 5.0], [None, None, 3.0, 4.0]]
     second: list[list[Any]] = [[0.2, 0.4, None, 0.1], [0.0, 1.0, 0.0, 7.0], [1.0, 2.0, 3.0, None]]
     pairs = [[*zip(a, b, strict=True)] for a, b in zip(first, second, strict=True)]
-    groups = [Group(Prompt(0, [5], "", {}), rewards=[list(pair) for pair in row]) for row in pairs]
+    groups = [Group(Prompt(0, [5], "", {}), rewards=table(row)) for row in pairs]
     given = [
         [NAN if pair == (None, None) else sum(10 * (r or 0) for r in pair) for pair in row]
         for row in pairs
@@ -158,8 +159,7 @@ def test_gdpo():
 )
 @pytest.mark.parametrize("rewards", [[[NAN, NAN]], [[2.0, NAN]], [[1.0, 1.0], [0.0, 0.0]]])
 def test_nothing_to_compare(function, rewards):
-    each = [[[None if math.isnan(r) else r] for r in row] for row in rewards]
-    groups = [Group(Prompt(0, [5], "", {}), rewards=row) for row in each]
+    groups = [Group(Prompt(0, [5], "", {}), rewards=table([r] for r in row)) for row in rewards]
     assert function(as_tensor(rewards), groups).tolist() == [[0.0, 0.0]] * len(rewards)
 
 

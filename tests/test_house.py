@@ -10,7 +10,7 @@ from measure import broken_limits, figures_of
 TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "utils"}
 ROOMS = {
     "rollouts": {
-        "group", "data", "sources", "processor", "own_rollouts", "own_advantages", "vllm_params", "images", "sampling", "scoring", "workers", "stream", "order",
+        "group", "data", "sources", "processor", "own_rollouts", "own_advantages", "images", "sampling", "scoring", "workers", "stream", "order",
         "servers", "sending", "addresses", "proofs", "rollouts", "evaluation", "references", "replay",
     },
     "training": {
@@ -22,14 +22,14 @@ ROOMS = {
 }  # fmt: skip
 FLOORS = {  # of a file, or else of its room
     "train": 6, "rollouts": 5, "training": 5, "vllm_client": 4, "vllm_server": 4, "weights": 3, "server": 3,
-    "rollouts.group": 3, "rollouts.vllm_params": -1, "rollouts.workers": -1, "rollouts.own_advantages": 2, "training.heartbeat": -1, "prefix_attention": 2, "utils": 1, "config": 0,
+    "rollouts.group": 3, "rollouts.workers": -1, "rollouts.own_advantages": 2, "training.heartbeat": -1, "prefix_attention": 2, "utils": 1, "config": 0,
 }  # fmt: skip
 FILE_LINES, FUNCTION_LINES = 450, 60
 FILE_LIMITS = {  # a library that nobody must read, fields that are their own documentation
     "prefix_attention": 1300,
     "config": 820,
 }
-ALL_NODES = 44_930  # of the syntax tree, without annotations and docstrings
+ALL_NODES = 44_380  # of the syntax tree, without annotations and docstrings
 
 
 def files():

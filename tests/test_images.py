@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import vision_models
 from build_tiny_vlm import build, build_processor
-from helpers import make_tokenizer, on_ranks, server, torchrun
+from helpers import make_tokenizer, on_ranks, server, table, torchrun
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from torch.distributed.tensor import DTensor
@@ -145,7 +145,10 @@ def test_a_saved_group_gets_its_images_back():
     prompts, processor, config = load(rows), build_processor(), make_config()
     sampled = Completion([5, 6], [-1.0, -0.5], "stop", 0)
     group = Group(
-        with_images(prompts[2], processor, config), [sampled], rewards=[[1.0]], advantages=[0.5]
+        with_images(prompts[2], processor, config),
+        [sampled],
+        rewards=table([[1.0]]),
+        advantages=[0.5],
     )
     saved = restored(saved_group(group)["group"], 0)
     assert saved.prompt.images is None

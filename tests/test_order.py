@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,13 @@ def drawn(prompts, history, count, rng):
     return rng.choices(prompts, k=count)
 
 
-def order_of(order_fn=drawn, resumed=None, **fields):
+def order_of(order_fn=drawn, history=None, **fields):
     config = make_config(order_fn=order_fn, **{"batch_size": 3, **fields})
-    return Order(PROMPTS, resumed, config)
+    return Order(PROMPTS, history or {}, config)
+
+
+def first_groups(order, num=30):
+    return [group for first in range(0, num, 3) for group in order.choose(first)]
 
 
 def ended(group, *rewards):
@@ -37,11 +40,11 @@ def ended(group, *rewards):
 
 def test_numbers_and_draws():
     """Groups are numbered on; another batch draws other prompts, another seed too, the same one the same."""
-    groups = list(islice(order_of().groups(), 30))
+    groups = first_groups(order_of())
     assert [group.id for group in groups] == list(range(30))
     rows = [group.prompt.index for group in groups]
-    assert rows == [group.prompt.index for group in islice(order_of().groups(), 30)]
-    assert rows != [group.prompt.index for group in islice(order_of(seed=7).groups(), 30)]
+    assert rows == [group.prompt.index for group in first_groups(order_of())]
+    assert rows != [group.prompt.index for group in first_groups(order_of(seed=7))]
     assert len({tuple(rows[begin : begin + 3]) for begin in range(0, 30, 3)}) > 3
 
 
@@ -55,39 +58,23 @@ def test_what_it_is_told():
 
     order = order_of(noting)
     assert told == [{}]  # it is tried
-    groups = order.groups()
-    first = list(islice(groups, 3))
+    first = order.choose(0)
     assert [group.prompt for group in first] == [PROMPTS[1]] * 3
     order.add_to_history(
         [ended(first[0], 0.5, math.nan), ended(first[1]), ended(first[2], math.nan)]
     )
-    next(groups)
+    order.choose(3)
     assert told[1:] == [{}, {1: [[0.5], [], []]}]
     for number in range(10):
         order.add_to_history([ended(first[0], float(number))])
     assert order.history[1] == [[float(number)] for number in range(2, 10)]
 
 
-def test_a_run_that_goes_on():
-    """What was chosen and has not ended comes first, in its order; then the same choices as without a stop."""
-    order = order_of()
-    groups = order.groups()
-    begun = list(islice(groups, 5))
-    gone = [ended(begun[1], 1.0, 0.0), ended(begun[3], 0.0, 0.0)]
-    order.add_to_history(gone)
-    state = order.state()
-    history: dict[int, list[list[float]]] = {}
-    for group in gone:
-        history.setdefault(group.prompt.index, []).append(group.reward)
-    rest = list(islice(groups, 7))
-    order.add_to_history([ended(group, 1.0) for group in rest])
-    assert state["history"] == history
-    assert set(state["chosen"]) == {0, 2, 4, 5}  # six were chosen, for two batches of three
-
-    again = list(islice(order_of(resumed={"order": state}).groups(), 4 + 6))
-    assert [group.id for group in again] == [0, 2, 4, 5, 6, 7, 8, 9, 10, 11]
-    rows = {group.id: group.prompt.index for group in [*begun, *rest]}
-    assert [group.prompt.index for group in again] == [rows[group.id] for group in again]
+def test_the_default_order_keeps_no_history():
+    """Which would grow with the data."""
+    order = order_of(None)
+    order.add_to_history([ended(order.choose(0)[0], 1.0)])
+    assert order.history == {}
 
 
 def test_an_order_that_fails_in_the_middle(models, recipe, tmp_path):
@@ -123,9 +110,9 @@ def test_dropped_groups_are_in_the_history(models, recipe, tmp_path):
     dropped = read(tmp_path, "dropped")
     assert dropped
     state = read_state(tmp_path / "run" / "checkpoint-3")
-    counts = [len(groups) for groups in state["order"]["history"].values()]
+    counts = [len(groups) for groups in state["history"].values()]
     assert max(counts) < 8  # none is forgotten
-    assert sum(counts) == 3 * 6 + len(dropped) == len(state["ended"])
+    assert sum(counts) == 3 * 6 + len(dropped) == state["next"] - len(state["open"])
 
 
 def test_a_replay_has_an_order():

@@ -849,6 +849,48 @@ def test_server_not_reachable(models):
     client.close()
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"topP": 0.9}, "vLLM knows no topP\""),
+        ({"best_of": 2, "skip_special_token": True}, "vLLM knows no best_of, skip_special_token"),
+        ({"top_p": 0}, "top_p"),
+        ({"seed": "one"}, "seed"),
+        ({"stop_token_ids": 3}, "stop_token_ids"),
+        ({"min_tokens": 600}, "min_tokens"),
+        ({"logit_bias": {"three": 1.5}}, "logit_bias"),
+        ({"allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured outputs"),
+        ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured outputs"),
+        ({"structured_outputs": {"regex": "(("}}, "regex"),
+        ({"repetition_detection": {"max_pattern_size": 3}}, "min_count"),
+    ],
+)
+def test_sampling_params_are_tried_by_the_server(models, servers, given, message):
+    """Before the policy is loaded, in one line; whether or not an earlier trainer has left it paused."""
+    pool = ServerPool(make_config(models["tied"], servers["tied"]))
+    with pytest.raises(ServerError, match=message) as refused:
+        pool.wait_until_ready({"n": 2, "max_tokens": 512, "temperature": 1.0, **given})
+    assert "\n" not in str(refused.value)
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_p": 1, "top_k": 5, "stop": ["."]},
+        {"logit_bias": {"3": 1.5}},
+        {"structured_outputs": {"regex": "[0-9]+"}},
+        {"repetition_detection": {"max_pattern_size": 3, "min_count": 4}},
+        {"bad_words": ["no"], "allowed_token_ids": [3], "min_p": 0.1, "ignore_eos": True},
+    ],
+)
+def test_sampling_params_that_the_server_takes(models, servers, given):
+    pool = ServerPool(make_config(models["tied"], servers["tied"]))
+    assert pool.wait_until_ready({"n": 2, "max_tokens": 512, **given}) == 128
+    pool.close()
+
+
 def test_another_model(models, servers, tmp_path):
     client = ServerPool(make_config(models["untied"], servers["tied"]))
     with pytest.raises(

@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,9 +19,8 @@ from transformers import AutoModelForCausalLM
 from config import TrainConfig, UserError, parse_args
 from prefix_attention import attach, completion_logprobs, pack
 from recipes.plain_loop import main as main_of_plain_loop
-from rollouts import servers
-from rollouts.data import epochs
-from rollouts.group import Completion, Group, Prompt
+from rollouts import servers, stream
+from rollouts.group import Completion, Group, Prompt, RolloutFailed
 from rollouts.rollouts import Rollouts, Word
 from rollouts.servers import ServerPool
 from rollouts.stream import GroupStream
@@ -41,6 +41,11 @@ def make_config(**fields):
     return TrainConfig(**{**defaults, "num_generations": 2, **fields})
 
 
+def chosen(first):
+    """The groups of a batch; a batch may be chosen in parts."""
+    return [Group(Prompt(number, [5], "", {}), id=number) for number in range(first, first + 3)]
+
+
 class Trainer:
     """A stream whose groups take random times, and the loop that trains them: nothing but sleeps, and a record."""
 
@@ -51,8 +56,7 @@ class Trainer:
         self.outstanding = self.most_outstanding = 0
         self.trained: list[tuple[int, Group]] = []
         self.dropped: list[tuple[int, str]] = []
-        groups = (Group(Prompt(i, [5], "", {}), id=i) for i in itertools.count())
-        self.stream = GroupStream(groups, self.fill, STEPS, self.config)
+        self.stream = GroupStream(chosen, self.fill, STEPS, self.config)
 
     def fill(self, group):
         self.sample(group)
@@ -60,9 +64,7 @@ class Trainer:
 
     def sample(self, group):
         start = group.started_version = self.stream.version
-        self.most_outstanding = max(
-            self.most_outstanding, len(self.stream._running) + len(self.stream._ready)
-        )
+        self.most_outstanding = max(self.most_outstanding, len(self.stream._queue))
         time.sleep(self.random.choice([0, 0.001, 0.002, 0.03]))
         end = self.stream.version
         spans = [start, end]
@@ -93,37 +95,29 @@ class Trainer:
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
-@pytest.mark.parametrize("policy", ["wait", "drop"])
-def test_the_bound_holds_and_every_group_ends_once(staleness, policy):
-    """Over random latencies; a quarter of the groups teach nothing and are replaced."""
-    fields = {"stale_policy": policy} if staleness else {}
+def test_the_bound_holds_and_every_group_ends_once(staleness):
+    """Over random latencies; a quarter of the groups teach nothing, and others join the end for them."""
     for seed in range(6):
         done = Trainer(
-            seed,
-            lambda group: group.id % 4,
-            drop_zero_advantage=True,
-            max_staleness=staleness,
-            **fields,
+            seed, lambda group: group.id % 4, drop_zero_advantage=True, max_staleness=staleness
         ).run()
         assert len(done.trained) == STEPS * BATCH
         for version, group in done.trained:
             assert 0 <= version - group.oldest_version <= staleness
         ids = [group.id for _, group in done.trained]
+        assert ids == sorted(ids)  # in the order of their admission, whatever the latencies
         ended = sorted(ids + [number for number, _ in done.dropped])
         assert ended == list(range(len(ended)))
         assert {number for number, reason in done.dropped if reason == "zero_advantage"} == {
             number for number in ended if number % 4 == 0
         }
+        assert all(reason == "zero_advantage" for _, reason in done.dropped)
         assert done.most_outstanding <= (staleness + 1) * BATCH
-        if staleness == 0:
-            assert ids == sorted(ids)
-        if policy == "wait":
-            assert all(reason == "zero_advantage" for _, reason in done.dropped)
 
 
 @pytest.mark.parametrize("staleness", [2, 3, 4])
-def test_fast_new_groups_leave_room_for_slow_old_ones(staleness):
-    """All that begin under policy 0 are slow, all later ones are instant: they may not crowd those out."""
+def test_slow_old_groups_are_not_crowded_out(staleness):
+    """All that begin under policy 0 are slow, all later ones are instant."""
     trainer = Trainer(0, max_staleness=staleness)
 
     def sample(group):
@@ -131,62 +125,117 @@ def test_fast_new_groups_leave_room_for_slow_old_ones(staleness):
         time.sleep(0.05 if version == 0 and group.id >= BATCH else 0)
         group.fill([Completion([5], [-1.0], "stop", version)] * 2)
 
-    trainer.stream._sample = sample
+    trainer.stream._fill = sample
     for version, group in trainer.run().trained:
         assert version - group.oldest_version <= staleness
 
 
-def test_groups_that_wait_for_a_server_hold_up_nothing():
-    """Those that no server has begun fall due last, whatever stands in their `started_version`."""
-    trainer = Trainer(0, max_staleness=1)
-    has_room = threading.Event()
+def test_a_dropped_group_makes_room_at_the_end():
+    """The next in order moves up at once, also where the first of the queue is dropped."""
+    trainer = Trainer(0, lambda group: group.id, drop_zero_advantage=True, max_staleness=0)
+    goes_on = threading.Event()
+    fill = trainer.stream._fill
 
-    def sample(group):
-        if group.id >= BATCH:
-            has_room.wait(20)
-        version = group.started_version = trainer.stream.version
-        group.fill([Completion([5], [-1.0], "stop", version)] * 2)
+    def filling(group):
+        if group.id == BATCH:  # the successor
+            goes_on.wait(20)
+        fill(group)
 
-    trainer.stream._sample = sample
+    trainer.stream._fill = filling
     trainer.stream.advance_to(0)
-    while len(trainer.stream._ready) < BATCH:
-        time.sleep(0.001)
-    assert len(trainer.stream._running) == BATCH
-    assert trainer.stream.take()
-    has_room.set()
+    taken = []
+    while trainer.stream.missing > 1:
+        if group := trainer.stream.take():
+            taken.append(group.id)
+    assert taken == [1, 2, 3]
+    goes_on.set()
+    while not (last := trainer.stream.take()):
+        pass
+    assert last.id == BATCH
     trainer.stream.close()
 
 
-def test_a_straggler_is_waited_for_or_dropped():
-    """The first group takes as long as several batches; with staleness 1 it must be in the second one, or go."""
-    for policy in ("wait", "drop"):
-        slow = Trainer(0, max_staleness=1, stale_policy=policy)
-        sample = slow.stream._sample
-        release = threading.Event()
+def test_failures_cost_no_time():
+    """At staleness 0 a batch whose first groups fail goes on as soon as the others have come."""
+    trainer = Trainer(0, max_staleness=0)
 
-        def slowly(group, slow=slow, release=release, sample=sample):
-            if group.id == 0:
-                version = group.started_version = slow.stream.version
-                release.wait(20)
-                group.fill([Completion([5], [-1.0], "stop", version)] * 2)
-            else:
-                sample(group)
+    def failing(group):
+        time.sleep(0.02)
+        if group.id < 3:
+            raise RolloutFailed("the environment is down")
+        trainer.sample(group)
+        group.reward = [0.0, 1.0]
 
-        slow.stream._sample = slowly
-        assert 0 not in slow.step(0)
-        if policy == "wait":
-            threading.Timer(0.2, release.set).start()
-            assert 0 in slow.step(1)
-        else:
-            slow.step(1)
-            slow.stream.advance_to(2)
-            release.set()
-            while 0 in slow.stream._running:
-                time.sleep(0.01)
-            assert 0 not in slow.step(2)
-            assert (0, "stale") in slow.dropped  # on a busy machine others may have been as slow
-            assert {reason for _, reason in slow.dropped} == {"stale"}
-        slow.stream.close()
+    trainer.stream._fill = failing
+    trainer.stream.advance_to(0)
+    started_s = time.monotonic()
+    taken = []
+    while trainer.stream.missing:
+        if group := trainer.stream.take():
+            taken.append(group.id)
+    assert taken == [3, 4, 5, 6]
+    assert time.monotonic() - started_s < 0.9  # a look at the queue takes a second at most
+    trainer.stream.close()
+
+
+@pytest.mark.parametrize("is_slow", ["choose", "can_teach"])
+def test_slow_functions_of_a_recipe_hold_up_nothing(is_slow, monkeypatch):
+    """An `order_fn` that is asked for another group, or an `advantage_fn` whether one teaches."""
+    trainer = Trainer(0, lambda group: group.id, drop_zero_advantage=True, max_staleness=0)
+    goes_on, is_asked = threading.Event(), threading.Event()
+
+    def waits():
+        is_asked.set()
+        assert goes_on.wait(20)
+
+    def choose(first):
+        if first >= 6 and is_slow == "choose":
+            waits()
+        return chosen(first)
+
+    def can_teach(group, config):
+        if group.id == BATCH - 1 and is_slow == "can_teach":
+            waits()
+        return group.id not in (0, 4, 5)  # so that another batch has to be chosen
+
+    trainer.stream._choose = choose
+    monkeypatch.setattr(stream, "can_teach", can_teach)
+    trainer.stream.advance_to(0)
+    try:
+        assert is_asked.wait(20)
+        started_s = time.monotonic()
+        while not (group := trainer.stream.take()):
+            pass
+        assert group.id == 1
+        assert [group.id for group in trainer.stream.end_batch().groups] == [1]
+        trainer.stream.state()
+        assert time.monotonic() - started_s < 5
+    finally:
+        goes_on.set()
+        trainer.stream.close()
+
+
+def test_what_a_run_that_goes_on_knows():
+    """Chosen groups that no finished batch has, once each, in their order; then new ones."""
+    trainer = Trainer(0, lambda group: group.id % 4, drop_zero_advantage=True)
+    ended = trainer.step(0) + trainer.step(1)
+    ended += [number for number, _ in trainer.dropped]
+    trainer.stream.take()  # of a batch that does not end
+    state = trainer.stream.state()
+    trainer.stream.close()
+    numbers = [number for number, _ in state["open"]]
+    assert sorted(ended + numbers) == list(range(state["next"]))
+    assert numbers == sorted(numbers)
+
+    again = Trainer(1, lambda group: group.id % 4, drop_zero_advantage=True)
+    waiting = [Group(Prompt(row, [5], "", {}), id=number) for number, row in state["open"]]
+    again.stream = GroupStream(chosen, again.fill, STEPS, again.config, waiting, state["next"])
+    taken = again.step(2) + again.step(3)
+    ended += taken + [number for number, _ in again.dropped]
+    again.stream.close()
+    assert taken == sorted(taken)
+    assert set(range(min(numbers), max(taken))) <= set(ended)
+    assert len(set(ended)) == len(ended)
 
 
 def test_nothing_to_learn_stops_loudly():
@@ -205,7 +254,7 @@ def test_between_ready_groups_there_is_time_for_other_things():
     """A signal, and a server that is back, are noticed before each group, also where none is waited for."""
     trainer = Trainer(0, max_staleness=0)
     trainer.stream.advance_to(0)
-    while len(trainer.stream._ready) < BATCH:
+    while trainer.stream._running:
         time.sleep(0.01)
     rollouts: Any = SimpleNamespace(
         stop=threading.Event(), failure=None, pool=SimpleNamespace(returned=[])
@@ -274,16 +323,16 @@ def test_a_minute_without_a_batch_is_told(capsys):
         group.fill([Completion([6], [-1.0], "stop", 0)] * 2)
         group.reward = [0.0, 1.0]
 
-    prompt = Prompt(7, [5], "", {}, set="hard", set_row=3)
+    prompt = Prompt(7, [5], "", {}, set="hard", place="row 3 of dataset hard")
     config = make_config(batch_size=3, max_staleness=0)
-    stream = GroupStream((Group(prompt, id=n) for n in itertools.count()), sample, 1, config)
+    groups = GroupStream(lambda first: [Group(prompt, id=first)], sample, 1, config)
     try:
-        stream.advance_to(0)
-        while stream.take() is None:
+        groups.advance_to(0)
+        while groups.take() is None:
             pass
         assert capsys.readouterr().out == ""
-        stream._told_s -= 61
-        assert stream.take() is None
+        groups._told_s -= 61
+        assert groups.take() is None
         told = capsys.readouterr().out
         assert told == (
             "waiting for rollouts and rewards: 1 of 3 groups have come; "
@@ -291,7 +340,7 @@ def test_a_minute_without_a_batch_is_told(capsys):
         )
     finally:
         goes_on.set()
-        stream.close()
+        groups.close()
 
 
 # -- the whole trainer against a server whose latencies are under control --------------------------------------------
@@ -306,9 +355,9 @@ def plain_loop(model_id, tokenizer_ids):
         {"params": [p for p in model.parameters() if p.ndim <= 1]},
     ]
     optimizer = torch.optim.AdamW(decay, lr=1e-2, weight_decay=0.0)
-    order = epochs(40, 42)
-    for _ in range(3):
-        prompts = [tokenizer_ids(f"{i}+{i}=") for i in itertools.islice(order, 6)]
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(42)).tolist()
+    for step in range(3):
+        prompts = [tokenizer_ids(f"{i}+{i}=") for i in order[6 * step : 6 * step + 6]]
         groups = [(prompt, [said(prompt, number) for number in range(4)]) for prompt in prompts]
         rewards = torch.tensor(
             [[sum(ids) / len(ids) / 50 for ids in ids_of] for _, ids_of in groups],
@@ -367,9 +416,7 @@ def test_the_loop_on_one_screen(models, recipe, tmp_path, options):
         assert torch.equal(weight, weights[1][name]), name
 
 
-@pytest.mark.parametrize(
-    "options", [[], ["--stale_policy", "drop"], ["--inflight_updates", "false"]], ids=str
-)
+@pytest.mark.parametrize("options", [[], ["--inflight_updates", "false"]], ids=str)
 def test_staleness_one(models, recipe, tmp_path, options):
     """Updates come in mid-generation; every token knows its version, and none is older than one step."""
     prompts = set()
@@ -583,6 +630,26 @@ def test_a_restarted_server_gets_the_weights_again(models, recipe, tmp_path, cap
     spans = [span[0] for row in read(tmp_path, "completions") for span in row["weight_versions"]]
     assert set(spans) == set(range(12))
     assert "12" in two.versions
+
+
+KEEPING = """
+from dataclasses import replace
+kept = []
+def keeping(server, prompt, sampling):
+    kept.append(server.generate(prompt.token_ids, sampling))
+    return kept[0]
+config = replace(config, rollout_fn=keeping)
+"""
+
+
+@pytest.mark.parametrize("staleness", ["0", "1"])
+def test_completions_that_a_rollout_fn_kept(models, recipe, staleness):
+    """They are of an older policy than the group: none trains, and the run says why it ends."""
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        path = Path(recipe(server))
+        path.write_text(path.read_text() + KEEPING)
+        with pytest.raises(UserError, match=r"tokens of policy 0, and was asked for under [12]"):
+            main(parse_args([str(path), "--max_staleness", staleness]))
 
 
 def test_a_group_that_no_server_can_take_is_dropped(models, recipe, tmp_path, capsys):

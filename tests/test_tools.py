@@ -20,7 +20,7 @@ from typing import Any
 import plot
 import pytest
 import show
-from helpers import ENV, ROOT
+from helpers import ENV, ROOT, table
 from PIL import Image
 
 from config import TrainConfig
@@ -113,7 +113,7 @@ def scored(rewards, cut=0):
     ends = ["length"] * cut + ["stop"] * (len(rewards) - cut)
     completions = [Completion([6], [-1.0], end, 0) for end in ends]
     return Group(
-        Prompt(0, [5], "a", {}), completions, ["b"] * len(ends), [[r] for r in rewards], rewards,
+        Prompt(0, [5], "a", {}), completions, ["b"] * len(ends), table([r] for r in rewards), rewards,
         [0.0] * len(ends),
     )  # fmt: skip
 
@@ -512,8 +512,9 @@ def test_show_refuses(tmp_path):
 ODD = """
     from rollouts.group import Batch, Group, Prompt
     from rollouts.group import Completion
+    import torch
     nan, completion = float("nan"), Completion([6], [-1.0], "stop", 1)
-    group = Group(Prompt(0, [5], "a", {"x": [nan]}), [completion], ["b"], [[None]], [nan], [0.0])
+    group = Group(Prompt(0, [5], "a", {"x": [nan]}), [completion], ["b"], torch.tensor([[nan]]), [nan], [0.0])
     log.step(2, {"grad_norm": 1e400, "time/train_s": 3.0, "time/wait_s": 1.0}, Batch([group]))
 """
 
@@ -548,7 +549,7 @@ def test_the_first_groups_that_were_begun_are_logged_before_a_checkpoint_is(tmp_
     )
     completion = Completion([6], [-1.0], "stop", 1)
     groups = [
-        Group(Prompt(0, [5], "a", {}), [completion], ["b"], [[1.0]], [1.0], [0.0], id=number)
+        Group(Prompt(0, [5], "a", {}), [completion], ["b"], table([[1.0]]), [1.0], [0.0], id=number)
         for number in (3, 1, 2)
     ]
     write = RunLog._write

@@ -95,7 +95,8 @@ def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:
         completions = [Completion([0], [-1.0], "stop", 0) for _ in range(num)]
         group = Group(prompt, completions, texts=[""] * num)
         group.reward = [float(number) for number in range(num)]
-        group.rewards = [[reward] * len(config.reward_funcs) for reward in group.reward]
+        column = torch.tensor(group.reward, dtype=torch.float64)[:, None]
+        group.rewards = column.expand(-1, len(config.reward_funcs))
         groups.append(group)
     return groups
 

@@ -80,7 +80,7 @@ def batch_samples(
                 **of_prompt,
                 "completion": group.texts[number],
                 "reward": group.reward[number],
-                "rewards": dict(zip(names, group.rewards[number], strict=True)),
+                "rewards": dict(zip(names, group.rewards[number].tolist(), strict=True)),
             }
             if group.advantages:  # held-out completions have none
                 sample["advantage"] = group.advantages[number]
