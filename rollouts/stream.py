@@ -69,23 +69,26 @@ class GroupStream:
 
     def _admit(self) -> None:
         """Begin as many groups as the policy allows."""
-        num_batches = min(self.version + self.config.max_staleness + 1, self.num_steps)
-        limit = num_batches * self.config.batch_size
         # `choose` may be a user's, and slow: rollouts go on meanwhile.
         with self._errors_close(), self._admitting:
-            while self._num_taken + len(self._queue) < limit:
+            while self._has_room():
                 if not self._waiting:
                     chosen = self._choose(self._next_number)
                     with self._changed:
                         self._waiting += chosen
                         self._next_number += len(chosen)
                 with self._changed:
-                    if self._failure:
-                        return
                     group = self._waiting.popleft()
                     self._queue.append(group)
                     self._running.add(group.id)
-                    self._threads.submit(self._work, group)
+                self._threads.submit(self._work, group)
+
+    def _has_room(self) -> bool:
+        """True where the policy allows another group."""
+        with self._changed:
+            num_batches = min(self.version + self.config.max_staleness + 1, self.num_steps)
+            limit = num_batches * self.config.batch_size
+            return not self._failure and self._num_taken + len(self._queue) < limit
 
     def _work(self, group: Group) -> None:
         """Fill a group, in a thread of its own; one that is of no use is dropped, and replaced."""
