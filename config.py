@@ -82,9 +82,16 @@ _STRICT = ConfigDict(
 # vLLM takes a temperature below 0.01 for 0.01, and refuses one above 2.
 Temperature = Annotated[float, Field(title="float >= 0.01 and <= 2", ge=0.01, le=2)]
 # vLLM's names of what has a field of its own.
-_SAMPLING_FIELDS = {
+SAMPLING_FIELDS = {
     "n": "num_generations", "max_tokens": "max_completion_len", "temperature": "temperature",
     "top_k": "top_k", "stop": "stop",
+}  # fmt: skip
+# What vLLM calls a parameter of sampling, and changes what is told of tokens, or whose they are.
+_NOT_SAMPLING = {
+    "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start",
+    "logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
+    "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
 }  # fmt: skip
 # Fields of earlier versions, and what takes their place.
 _GONE = {
@@ -322,7 +329,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     num_minibatches: OneOrMore = 1
     """Optimizer steps each pass is split into, by prompts."""
     mask_truncated_completions: bool = False
-    """Leave completions that ran into `max_completion_len` out of the loss."""
+    """Leave completions that were cut, by length or as repetition, out of the loss."""
 
     # -- optimization ------------------------------------------------------------------------------
     batch_size: OneOrMore = 32
@@ -351,7 +358,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     grad_norm: NotNegative = 1.0
     """Gradients are clipped to this global norm; 0 clips nothing."""
     seed: Annotated[int, Field(title="int >= -1e+18 and <= 1e+18", ge=-(10**18), le=10**18)] = 42
-    """Seeds the order of prompts, LoRA's start and dropout."""
+    """Seeds the order of prompts, LoRA's start, dropout, and sampling at `max_staleness=0`."""
     use_fsdp: bool = False
     """Shard weights, gradients and optimizer state over the ranks (FSDP2)
     instead of replicating them (DDP)."""
@@ -455,9 +462,13 @@ class TrainConfig(metaclass=_OneLineErrors):
         if 0 < self.eval_temperature < 0.01:
             raise UserError("eval_temperature must be 0 or at least 0.01, which vLLM takes it for")
         for name in self.sampling_params or ():
-            if name in _SAMPLING_FIELDS:
-                field = _SAMPLING_FIELDS[name]
+            if name in SAMPLING_FIELDS:
+                field = SAMPLING_FIELDS[name]
                 raise UserError(f"sampling_params may not set {name}: use the field {field}")
+            if name in _NOT_SAMPLING:
+                raise UserError(
+                    f"sampling_params.{name} says what a reply tells of tokens: leave it"
+                )
 
         self._refuse_settings_without_effect()
 
@@ -465,9 +476,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         """Raise `UserError` for a changed field that another setting leaves unread."""
         rules: list[tuple[str, Any, str]] = []
         for (name, value), fields in _UNREAD.items():
-            condition = f"with {name}={value}"
-            if not value:
-                condition = f"without {name}"
+            condition = f"with {name}={value}" if value else f"without {name}"
             rules.append((condition, getattr(self, name) == value, fields))
         has_names = any(map(_is_dataset_name, self.train_sets.values()))
         has_eval_names = any(map(_is_dataset_name, self.eval_sets.values()))
@@ -485,7 +494,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             ),
             ("unless dataset_id is a name", not has_names, "dataset_config dataset_split"),
             ("unless eval_dataset_id is a name", not has_eval_names, "eval_dataset_split"),
-            ("without off_policy_correction=mask", not has_mask, "correction_floor"),
+            ("without a mask as off_policy_correction", not has_mask, "correction_floor"),
             ("with advantage_fn", self.advantage_fn, "scale_rewards"),
             ("beside max_steps, which --max_steps none unsets", self.max_steps, "num_epochs"),
         ]

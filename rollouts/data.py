@@ -4,7 +4,7 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,8 +17,9 @@ from rollouts.group import Prompt
 from rollouts.images import take_images, with_images
 from rollouts.processor import as_ids, as_text, placeholder_ids, tokenizer_of
 from rollouts.scoring import REWARD_ARGUMENTS, check_rewards
-from rollouts.sources import rows_of
 from utils import naming
+
+MOST_ROWS = 10_000_000  # of a generator, which may be endless
 
 
 def load_rows(
@@ -35,33 +36,97 @@ def load_rows(
         UserError: there are no rows, or reading fails.
     """
     name = getattr(source, "__name__", source)
-    where = f"dataset {name}"
     collate_fn: Any = config.collate_fn
-    if collate_fn:
-        where += ", through collate_fn, which gets the list of all rows"
-    with naming(where):
-        if isinstance(source, str) and source.endswith(".jsonl"):
-            rows = _jsonl_rows(Path(source))
+    with naming(f"dataset {name}"):
+        if callable(source):
+            rows = _returned_rows(source)
+        elif source.endswith((".jsonl", ".json")):
+            rows = _json_rows(Path(source))
         else:
-            rows = rows_of(source, split, config)
-        if collate_fn:
+            rows = _table_rows(_table(source, split, config))
+    if collate_fn:
+        with naming(f"dataset {name}, through collate_fn, which gets the list of all rows"):
             rows = collate_fn(rows)
     if not rows:
         raise UserError(f"dataset {name} has no rows")
     return rows
 
 
-def _jsonl_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, as they stand.
+def _returned_rows(source: Callable[[], Any]) -> list[dict[str, Any]]:
+    """The rows that a function returns."""
+    rows = source()
+    if isinstance(rows, Mapping) or type(rows).__name__ == "DataFrame":
+        raise ValueError(f"it returned a {type(rows).__name__}, and no list of rows")
+    if hasattr(rows, "to_iterable_dataset"):
+        return _table_rows(rows)
+    if hasattr(rows, "__len__"):
+        return list(rows)
+    # Not only what max_steps needs: a run that goes on may raise it.
+    rows = list(itertools.islice(rows, MOST_ROWS + 1))
+    if len(rows) > MOST_ROWS:
+        raise ValueError(f"it goes on after {MOST_ROWS} rows: let it end, or return a list")
+    return rows
+
+
+def _json_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, one in a line, or a list of all.
 
     `datasets` would turn strings that look like dates into dates.
     """
+    text = path.read_text("utf-8-sig")
+    if text.lstrip().startswith("["):
+        return json.loads(text)
     rows = []
-    for number, line in enumerate(path.read_text("utf-8-sig").split("\n"), 1):
+    for number, line in enumerate(text.split("\n"), 1):
         with naming(f"line {number}"):
             if line.strip():
                 rows.append(json.loads(line))
     return rows
+
+
+def _table(source: str, split: str, config: TrainConfig) -> Any:
+    """A file or a `datasets` name as a table."""
+    from datasets import load_dataset
+
+    if source.endswith(".parquet"):
+        return load_dataset("parquet", data_files=source, split="train")
+    if source.endswith(".csv"):  # all of it as text: 007 is not 7, and NA is not nothing
+        as_text: Any = {"dtype": str, "keep_default_na": False}
+        return load_dataset("csv", data_files=source, split="train", **as_text)
+    subset = config.dataset_config if source in config.train_sets.values() else None
+    if subset and len(config.train_sets) > 1:
+        raise ValueError("dataset_config is of one data set: give it as a function instead")
+    return load_dataset(source, subset, split=split)
+
+
+def _table_rows(table: Any) -> list[dict[str, Any]]:
+    """The rows of a `datasets` table, whose images stay bytes and paths."""
+    if len(table) == 0:
+        return []
+    rows = list(table.to_iterable_dataset().decode(False))
+    for row in rows:
+        for name, value in row.items():
+            if _is_chat(value):
+                row[name] = _without_nulls(value)
+    return rows
+
+
+def _is_chat(value: Any) -> bool:
+    """True for a list of messages."""
+    items = value if isinstance(value, list) else []
+    return items != [] and all(isinstance(item, dict) and "role" in item for item in items)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Messages without the null values that columns of one type give to all their rows.
+
+    Else a tool would be called with the arguments of all others.
+    """
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return value
 
 
 def load_prompts(
@@ -83,8 +148,8 @@ def _load_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainC
         prompt = make_prompt(index, row, processor, config)
     if not prompt.sources:
         return prompt
-    # Images are processed here, so that a broken one shows at once, and again when the prompt is
-    # sampled: only the bytes of URLs stay.
+    # Only so that a broken image shows at once: sampling does it again. The sources stay, a URL as
+    # its bytes.
     return replace(with_images(prompt, processor, config), images=None)
 
 
@@ -180,12 +245,13 @@ def fingerprint(prompts: Sequence[Prompt]) -> str:
     """A digest of prompts with their columns and images, as far as these are plain data."""
     digest = hashlib.sha256()
     for prompt in prompts:
-        parts = [prompt.token_ids, prompt.columns, prompt.sources]
-        digest.update(json.dumps(parts, skipkeys=True, default=_as_text).encode())
+        parts = [prompt.index, prompt.token_ids, prompt.columns, prompt.sources]
+        digest.update(json.dumps(parts, skipkeys=True, default=_stand_in).encode())
     return digest.hexdigest()
 
 
-def _as_text(value: Any) -> str:
+def _stand_in(value: Any) -> str:
+    """In place of what JSON does not hold: bytes as text, of all else the type."""
     return repr(value) if isinstance(value, bytes) else type(value).__name__
 
 
@@ -208,7 +274,7 @@ def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
 
 
 def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt]]:
-    """Load all data sets, keyed by config field, `dataset_id` first.
+    """Load all data sets, keyed by config field and name, `dataset_id` first.
 
     Raises:
         UserError: a row makes no prompt, or a reward function does not take its columns.

@@ -258,7 +258,7 @@ def can_teach(group: Group, config: TrainConfig) -> bool:
 
 
 class RolloutFailed(UserError):
-    """A `rollout_fn` gave a group no completions; the message says why."""
+    """A group got no completions, and its servers are not to blame; the message says why."""
 
 
 Span = tuple[int, int, int]  # a policy version, and the tokens from start to end that it sampled

@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import requests
 from torch import Tensor
 
@@ -104,15 +103,13 @@ def image_source(source: Any) -> Any:
 
 
 def open_image(source: Any) -> Any:
-    """A PIL image, upright and in RGB.
-
-    Transparent pixels get a white ground; 16 bits, and floats from 0 to 1, are scaled to 8 bits.
+    """A PIL image, upright and in RGB, transparent pixels on a white ground.
 
     Args:
         source: a PIL image, bytes, a path, a data URI or its base64 alone.
 
     Raises:
-        ValueError: its pixels have another range.
+        ValueError: it has more than 8 bits a channel.
     """
     from PIL import Image, ImageOps
 
@@ -127,25 +124,13 @@ def open_image(source: Any) -> Any:
         source = Image.open(source)
     if not isinstance(source, Image.Image):
         raise ValueError(f"no image, path, URL or bytes: {source!r:.100}")
-    return _as_rgb(ImageOps.exif_transpose(source))
-
-
-def _as_rgb(image: Any) -> Any:
-    """An image in RGB as a viewer would show it, where PIL would blacken or cut off."""
-    from PIL import Image
-
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
+    if source.mode == "F" or source.mode.startswith("I"):  # which PIL would cut off
+        raise ValueError(f"it has an image of mode {source.mode}: save it with 8 bits a channel")
+    image = ImageOps.exif_transpose(source)
+    if image.has_transparency_data:  # which PIL would blacken
         ground = Image.new("RGBA", image.size, "white")
         ground.alpha_composite(image.convert("RGBA"))
         image = ground
-    elif image.mode == "F" or image.mode.startswith("I"):
-        pixels = np.asarray(image, dtype=np.float64)
-        white = 1.0 if image.mode == "F" else 65535.0
-        if image.mode == "I" and pixels.max() <= 255:  # 8 bits, stored in 32
-            white = 255.0
-        if not (pixels.min() >= 0 and pixels.max() <= white):  # nor is a NaN
-            raise ValueError(f"it has an image with pixels {pixels.min():g} to {pixels.max():g}")
-        image = Image.fromarray((pixels * (255 / white)).round().astype(np.uint8))
     return image.convert("RGB")
 
 

@@ -28,7 +28,7 @@ class Order:
         """Try the `order_fn`, if there is one.
 
         Raises:
-            UserError: it fails, or returns no prompts.
+            UserError: it fails, or returns anything but `batch_size` of the prompts.
         """
         self.config = config
         self.prompts = prompts
@@ -37,20 +37,19 @@ class Order:
 
     def choose(self, first: int) -> list[Group]:
         """The next `batch_size` groups, by the number of the first."""
-        prompts = self._shuffled(first)
-        if self.config.order_fn:
-            prompts = self._own(first)
+        choose = self._own if self.config.order_fn else self._shuffled
+        prompts = choose(first)
         return [Group(prompt, id=number) for number, prompt in enumerate(prompts, first)]
 
     def _shuffled(self, first: int) -> list[Prompt]:
-        """The next prompts of an epoch, and of the one after it: each is a fresh permutation."""
+        """The next prompts, over as many epochs as it takes; each has a permutation of its own."""
         chosen: list[Prompt] = []
         while len(chosen) < self.config.batch_size:
-            epoch, place = divmod(first + len(chosen), len(self.prompts))
+            epoch, start = divmod(first + len(chosen), len(self.prompts))
             generator = torch.Generator().manual_seed(self.config.seed + epoch)
-            rows = torch.randperm(len(self.prompts), generator=generator)[place:]
+            numbers = torch.randperm(len(self.prompts), generator=generator)[start:]
             missing = self.config.batch_size - len(chosen)
-            chosen += [self.prompts[row] for row in rows[:missing].tolist()]
+            chosen += [self.prompts[number] for number in numbers[:missing].tolist()]
         return chosen
 
     def _own(self, first: int) -> list[Prompt]:

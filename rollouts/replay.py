@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -70,7 +71,7 @@ def restored(group_bytes: bytes, number: int) -> Group:
     prompt = Prompt(saved["prompt"]["index"], saved["prompt"]["token_ids"], "", {})
     completions = [_restored_completion(fields) for fields in saved["completions"]]
     kept = {name: saved[name] for name in GROUP_FIELDS}
-    kept["rewards"] = torch.tensor(saved["rewards"], dtype=torch.float64)
+    kept["rewards"] = torch.from_numpy(np.array(saved["rewards"], np.float64))  # NaN for None
     return Group(prompt, completions, id=number, **kept)
 
 

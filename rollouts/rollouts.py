@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ class Rollouts:
         self.proofs: Any = None  # of servers against that policy
         before: dict[str, Any] = {"num_tokens": 0, "step": 0, "open": [], "next": 0, "history": {}}
         before |= resumed or {}
+        if resumed and "next" not in resumed:
+            raise UserError("resume_from_checkpoint: it is of an earlier version of this trainer")
         self.num_tokens = before["num_tokens"]  # that were trained, prompts included
         # On rank 0, from `_open` on:
         self.processor: Any = None  # the model's
@@ -119,7 +122,8 @@ class Rollouts:
         if before.setdefault("prompts", self.fingerprint) != self.fingerprint:
             raise UserError(
                 "resume_from_checkpoint: that run had other prompts or columns: give it the same"
-                " dataset, the servers' --max-model-len, and max_tokens_per_gpu"
+                " dataset, the servers' --max-model-len, and max_tokens_per_gpu, and a chat"
+                " template that does not tell the date"
             )
         example = None
         if config.freeze_vision_tower or hasattr(self.processor, "image_processor"):
@@ -197,7 +201,7 @@ class Rollouts:
             sample = {"prompt": group.prompt.content}
             self.failures.note("rollout_fn", str(error), sample)
             raise
-        self.failures.end_row("rollout_fn")
+        self.failures.note_success("rollout_fn")
         self.scorer.score(group)
 
     def _evaluate_group(self, group: Group, **instead: Any) -> None:
@@ -294,8 +298,8 @@ class Rollouts:
 
         num_tokens = sum(group.num_tokens for group in batch.groups)
         self.num_tokens += num_tokens
-        for groups in (batch.groups, *batch.dropped.values()):
-            self.order.add_to_history(groups)
+        ended = [*batch.groups, *chain.from_iterable(batch.dropped.values())]
+        self.order.add_to_history(sorted(ended, key=lambda group: group.id))
 
         elapsed_s = time.monotonic() - self.clock_s
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from config import TrainConfig
+from config import SAMPLING_FIELDS, TrainConfig
 from rollouts.group import FOREIGN, Group, RolloutFailed
 from rollouts.images import with_images
 from rollouts.own_rollouts import fill_by_rollout_fn
@@ -15,13 +15,7 @@ from vllm_client import Server, ServerError, ServerLost, State
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group, without fields that are None."""
-    params: dict[str, Any] = {
-        "n": config.num_generations,
-        "max_tokens": config.max_completion_len,
-        "temperature": config.temperature,
-        "top_k": config.top_k,
-        "stop": config.stop,
-    }
+    params = {name: getattr(config, field) for name, field in SAMPLING_FIELDS.items()}
     params |= config.sampling_params or {}
     return {name: value for name, value in params.items() if value is not None}
 
@@ -81,8 +75,8 @@ def sample_on(
         raise error
     if group.oldest_version < group.started_version:  # it could train beyond max_staleness
         raise RolloutFailed(
-            f"rollout_fn on {group.prompt.where}: a completion has tokens of policy "
-            f"{group.oldest_version}, and was asked for under {group.started_version}"
+            f"{group.prompt.where}: a completion has tokens of policy {group.oldest_version}, and "
+            f"was asked for under {group.started_version}"
         )
 
 

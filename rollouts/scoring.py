@@ -110,6 +110,7 @@ def mean(values: list[float]) -> float:
 def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     """`rewards/<function>`: the mean reward of each function, NaN without any."""
     scored = [group.rewards for group in groups if len(group.rewards)]
+    # With a row of NaN, as there may be no group.
     none = torch.full((1, len(config.reward_funcs)), math.nan, dtype=torch.float64)
     means = torch.cat([*scored, none]).nanmean(dim=0).tolist()
     functions: Any = config.reward_funcs
@@ -119,8 +120,8 @@ def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
 
 def weighted(rewards: Tensor, config: TrainConfig) -> list[float]:
     """The weighted sum of each completion's rewards, NaN without any."""
-    weights = torch.tensor(config.reward_weights or [1.0] * len(config.reward_funcs))
-    sums = (rewards * weights.double()).nansum(dim=1)
+    weights = rewards.new_tensor(config.reward_weights or [1.0] * len(config.reward_funcs))
+    sums = (rewards * weights).nansum(dim=1)
     return torch.where(rewards.isnan().all(dim=1), math.nan, sums).tolist()
 
 
@@ -130,28 +131,29 @@ SAY_S = 60.0  # between failed calls that are printed
 class Failures:
     """Failed calls of one kind, kept in a file of the run. Thread-safe.
 
-    One in thousands is no reason to end a run, and many in a row are.
+    One in thousands is no reason to end a run, but many in a row are.
     """
 
     def __init__(self, kind: str, config: TrainConfig):
         self.kind = kind
         self.count = 0
-        # Twice what a batch has: quick failures overtake slow successes.
-        self._most_in_a_row = max(2 * config.batch_size, 4)
+        # Twice the groups at work: quick failures overtake slow successes.
+        self._most_in_a_row = 2 * (config.max_staleness + 1) * max(config.batch_size, 2)
         self._in_a_row: Counter[str] = Counter()  # failed calls of each function
         self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
         self._said_s = -math.inf  # when one was printed, on the monotonic clock
         self._lock = threading.Lock()
 
-    def end_row(self, name: str) -> None:
+    def note_success(self, name: str) -> None:
         """Note that a call of the function has succeeded."""
-        self._in_a_row[name] = 0
+        with self._lock:
+            self._in_a_row[name] = 0
 
     def note(self, name: str, message: str, sample: dict[str, Any]) -> None:
         """Write a failed call down, with what it was called for.
 
         Raises:
-            UserError: max(2 x batch_size, 4) calls in a row have failed.
+            UserError: twice as many calls in a row have failed as groups are at work.
         """
         failed_call = {"error": message, **sample}
         line = json.dumps(failed_call, ensure_ascii=False, default=repr, skipkeys=True)
@@ -167,8 +169,8 @@ class Failures:
                 self._said_s = now_s
             if self._in_a_row[name] >= self._most_in_a_row:
                 raise UserError(
-                    f"{message}; so did {self._in_a_row[name]} calls in a row, see {self.path}; "
-                    "mend the cause, and go on with --resume_from_checkpoint auto"
+                    f"{message}; {self._in_a_row[name]} calls in a row have failed: see "
+                    f"{self.path}, mend the cause, and go on with --resume_from_checkpoint auto"
                 )
 
 
@@ -253,7 +255,7 @@ class Scorer:
             self.failures.note(function.__name__, f"{where} {error}", sample)
             return [self.config.failed_reward] * num
 
-        self.failures.end_row(function.__name__)
+        self.failures.note_success(function.__name__)
         if not isinstance(values, list | tuple) or len(values) != num:
             raise UserError(
                 f"{where} must return a list of {num} numbers, one per completion, not "
@@ -264,7 +266,8 @@ class Scorer:
             reward = None if value is None else as_float(value)
             if reward is not None and not math.isfinite(reward):
                 raise UserError(
-                    f"{where} returned {value!r:.100}: rewards are finite numbers or None"
+                    f"{where} returned {reward}, of a {type(value).__name__}: rewards are finite "
+                    "numbers or None"
                 )
             rewards.append(reward)
         return rewards
@@ -278,10 +281,10 @@ def _copies(value: Any, num: int) -> list[Any]:
 def as_float(number: Any) -> float:
     """A number as a float; infinity where no float is as large, NaN for what is no number."""
     try:
-        return float(number)
+        return float(number.__float__())
     except OverflowError:
         return math.inf
-    except (TypeError, ValueError):
+    except (AttributeError, TypeError, ValueError):
         return math.nan
 
 

@@ -27,7 +27,7 @@ class GroupStream:
         choose: the next groups, by the number of the first.
         fill: samples and scores a group, in a thread of its own.
         num_steps: of the run.
-        waiting: groups that an earlier run had chosen, and that have not ended.
+        waiting: groups that an earlier run had chosen, of no batch that it ended.
         next_number: of the first group to choose.
     """
 
@@ -115,14 +115,14 @@ class GroupStream:
             if num_alike >= self.config.max_dropped_batches * self.config.batch_size:
                 raise UserError(
                     f"nothing to learn: {num_alike} groups of this step were dropped, as all"
-                    " rewards within each were equal; look at the rewards, or raise"
+                    " advantages within each were 0; look at the rewards, or raise"
                     " max_dropped_batches"
                 )
             self._admit()
 
     @contextmanager
     def _errors_close(self) -> Iterator[None]:
-        """Let an error reach the trainer, by `take`."""
+        """Close the stream on an error, which `take` raises in place of the caller."""
         try:
             yield
         except BaseException as error:
@@ -138,13 +138,15 @@ class GroupStream:
             self._changed.wait_for(lambda: self._failure or self._is_ready(), timeout=1)
             if self._failure:
                 raise self._failure
-            self._remind()
             if not self._is_ready():
+                self._remind()
                 return None
             group = self._queue.popleft()
             self._num_taken += 1
             self._batch.groups.append(group)
             group.trained_version = self.version
+            is_in_time = self.version - group.oldest_version <= self.config.max_staleness
+            assert is_in_time or self.config.replay, "a group waited for too long"
             return group
 
     def _is_ready(self) -> bool:
@@ -155,17 +157,16 @@ class GroupStream:
         """Tell the user once a minute how many groups have come, and which is waited for."""
         if self._running and time.monotonic() > self._told_s + 60:
             self._told_s = time.monotonic()
-            num_taken = len(self._batch.groups)
-            oldest = next(group for group in self._queue if group.id in self._running)
             print(
-                f"waiting for rollouts and rewards: {num_taken} of {self.config.batch_size} groups "
-                f"have come; the oldest at work is of {oldest.prompt.where}",
+                f"waiting for rollouts and rewards: {len(self._batch.groups)} of "
+                f"{self.config.batch_size} groups have come; the oldest at work is of "
+                f"{self._queue[0].prompt.where}",
                 flush=True,
             )
 
     @property
     def missing(self) -> int:
-        """Groups that the batch still lacks."""
+        """How many groups the batch still lacks."""
         return self.config.batch_size - len(self._batch.groups)
 
     def end_batch(self) -> Batch:
@@ -181,7 +182,7 @@ class GroupStream:
             return batch
 
     def state(self) -> dict[str, Any]:
-        """What a run that goes on needs: the number and row of each group that no batch has."""
+        """What a run that goes on needs: number and row of each group of no ended batch."""
         with self._changed:
             batch = self._batch
             dropped = chain.from_iterable(batch.dropped.values())

@@ -44,7 +44,6 @@ circle{{fill:#c2410c}}
 # The rooms by subject: files, and what each is for.
 PROMPTS = {
     "data.py": "dataset rows to\ntoken ids, once",
-    "sources.py": "rows of functions,\ntables, the hub",
     "processor.py": "chat template\nand tokenizer",
     "images.py": "of a row, for\npolicy and server",
     "replay.py": "saved Groups, in\nplace of servers",
@@ -117,7 +116,7 @@ CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py", "thumbnails.py",
     "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
-    "adapter.py", "resume.py", "heartbeat.py", "sources.py", "own_advantages.py",
+    "adapter.py", "resume.py", "heartbeat.py", "own_advantages.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file

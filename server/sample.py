@@ -55,7 +55,8 @@ def _params(request: SampleRequest) -> SamplingParams:
     """vLLM's parameters, for completions as a whole and without a text that nobody reads."""
     # Without a limit a completion may fill the context; vLLM's own default is 16 tokens.
     given = {"max_tokens": None, **request.sampling_params}
-    unknown = given.keys() - set(SamplingParams.__struct_fields__)
+    known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
+    unknown = given.keys() - set(known)
     if unknown:
         raise ValueError(f"sampling_params: vLLM knows no {', '.join(sorted(unknown))}")
     params = PARAMS.validate_python(given)

@@ -117,7 +117,7 @@ def test_overrides(words, field, value):
         ),
         (
             ["--correction_floor", "0.1"],
-            "correction_floor has no effect without off_policy_correction=mask",
+            "correction_floor has no effect without a mask as off_policy_correction",
         ),
         (
             ["--log_completions_steps", "5", "--logged_groups", "0"],

@@ -10,7 +10,7 @@ from measure import broken_limits, figures_of
 TOP = {"train", "config", "prefix_attention", "vllm_server", "vllm_client", "utils"}
 ROOMS = {
     "rollouts": {
-        "group", "data", "sources", "processor", "own_rollouts", "own_advantages", "images", "sampling", "scoring", "workers", "stream", "order",
+        "group", "data", "processor", "own_rollouts", "own_advantages", "images", "sampling", "scoring", "workers", "stream", "order",
         "servers", "sending", "addresses", "proofs", "rollouts", "evaluation", "references", "replay",
     },
     "training": {

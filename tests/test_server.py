@@ -852,8 +852,8 @@ def test_server_not_reachable(models):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"topP": 0.9}, "vLLM knows no topP\""),
-        ({"best_of": 2, "skip_special_token": True}, "vLLM knows no best_of, skip_special_token"),
+        ({"topP": 0.9}, 'vLLM knows no topP"'),
+        ({"best_of": 2, "_eos_token_id": 3}, "vLLM knows no _eos_token_id, best_of"),
         ({"top_p": 0}, "top_p"),
         ({"seed": "one"}, "seed"),
         ({"stop_token_ids": 3}, "stop_token_ids"),

@@ -96,7 +96,7 @@ def trial_groups(prompts: list[Prompt], config: TrainConfig) -> list[Group]:
         group = Group(prompt, completions, texts=[""] * num)
         group.reward = [float(number) for number in range(num)]
         column = torch.tensor(group.reward, dtype=torch.float64)[:, None]
-        group.rewards = column.expand(-1, len(config.reward_funcs))
+        group.rewards = column.repeat(1, len(config.reward_funcs))
         groups.append(group)
     return groups
 
