@@ -82,7 +82,7 @@ _STRICT = ConfigDict(
 # vLLM takes a temperature below 0.01 for 0.01, and refuses one above 2.
 Temperature = Annotated[float, Field(title="float >= 0.01 and <= 2", ge=0.01, le=2)]
 # vLLM's names of what has a field of its own.
-SAMPLING_FIELDS = {
+_SAMPLING_FIELDS = {
     "n": "num_generations", "max_tokens": "max_completion_len", "temperature": "temperature",
     "top_k": "top_k", "stop": "stop",
 }  # fmt: skip
@@ -462,13 +462,11 @@ class TrainConfig(metaclass=_OneLineErrors):
         if 0 < self.eval_temperature < 0.01:
             raise UserError("eval_temperature must be 0 or at least 0.01, which vLLM takes it for")
         for name in self.sampling_params or ():
-            if name in SAMPLING_FIELDS:
-                field = SAMPLING_FIELDS[name]
+            if name in _SAMPLING_FIELDS:
+                field = _SAMPLING_FIELDS[name]
                 raise UserError(f"sampling_params may not set {name}: use the field {field}")
             if name in _NOT_SAMPLING:
-                raise UserError(
-                    f"sampling_params.{name} says what a reply tells of tokens: leave it"
-                )
+                raise UserError(f"sampling_params.{name} is the trainer's own to set")
 
         self._refuse_settings_without_effect()
 

@@ -1,5 +1,6 @@
 """Prompts from the rows of a data set: read, tokenized, checked."""
 
+import csv
 import hashlib
 import itertools
 import json
@@ -42,6 +43,8 @@ def load_rows(
             rows = _returned_rows(source)
         elif source.endswith((".jsonl", ".json")):
             rows = _json_rows(Path(source))
+        elif source.endswith(".csv"):
+            rows = _csv_rows(Path(source))
         else:
             rows = _table_rows(_table(source, split, config))
     if collate_fn:
@@ -84,15 +87,22 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def _csv_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, all of it as text: 007 is not 7, and NA is not nothing."""
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
+    for number, row in enumerate(rows):
+        if None in row:  # the name of cells beyond the header's
+            raise ValueError(f"row {number} has more cells than the header has names")
+    return rows
+
+
 def _table(source: str, split: str, config: TrainConfig) -> Any:
     """A file or a `datasets` name as a table."""
     from datasets import load_dataset
 
     if source.endswith(".parquet"):
         return load_dataset("parquet", data_files=source, split="train")
-    if source.endswith(".csv"):  # all of it as text: 007 is not 7, and NA is not nothing
-        as_text: Any = {"dtype": str, "keep_default_na": False}
-        return load_dataset("csv", data_files=source, split="train", **as_text)
     subset = config.dataset_config if source in config.train_sets.values() else None
     if subset and len(config.train_sets) > 1:
         raise ValueError("dataset_config is of one data set: give it as a function instead")

@@ -195,13 +195,13 @@ class Rollouts:
 
     def _sample_and_score(self, group: Group, **instead: Any) -> None:
         """As `sample_group`, and its rewards."""
+        number = self.failures.begin("rollout_fn")
         try:
             sample_group(group, self.pool, self.processor, self.config, **instead)
         except RolloutFailed as error:
             sample = {"prompt": group.prompt.content}
-            self.failures.note("rollout_fn", str(error), sample)
+            self.failures.note("rollout_fn", number, str(error), sample)
             raise
-        self.failures.note_success("rollout_fn")
         self.scorer.score(group)
 
     def _evaluate_group(self, group: Group, **instead: Any) -> None:

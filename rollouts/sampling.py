@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from config import SAMPLING_FIELDS, TrainConfig
+from config import TrainConfig
 from rollouts.group import FOREIGN, Group, RolloutFailed
 from rollouts.images import with_images
 from rollouts.own_rollouts import fill_by_rollout_fn
@@ -15,7 +15,13 @@ from vllm_client import Server, ServerError, ServerLost, State
 
 def sampling_params(config: TrainConfig) -> dict[str, Any]:
     """vLLM's sampling parameters for a group, without fields that are None."""
-    params = {name: getattr(config, field) for name, field in SAMPLING_FIELDS.items()}
+    params: dict[str, Any] = {
+        "n": config.num_generations,
+        "max_tokens": config.max_completion_len,
+        "temperature": config.temperature,
+        "top_k": config.top_k,
+        "stop": config.stop,
+    }
     params |= config.sampling_params or {}
     return {name: value for name, value in params.items() if value is not None}
 

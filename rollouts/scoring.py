@@ -137,23 +137,24 @@ class Failures:
     def __init__(self, kind: str, config: TrainConfig):
         self.kind = kind
         self.count = 0
-        # Twice the groups at work: quick failures overtake slow successes.
-        self._most_in_a_row = 2 * (config.max_staleness + 1) * max(config.batch_size, 2)
-        self._in_a_row: Counter[str] = Counter()  # failed calls of each function
+        self._most_in_a_row = max(config.batch_size, 4)
         self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
+        self._num_calls: Counter[str] = Counter()  # of each function
+        self._failed: dict[str, set[int]] = {}  # the numbers of its calls that failed
         self._said_s = -math.inf  # when one was printed, on the monotonic clock
         self._lock = threading.Lock()
 
-    def note_success(self, name: str) -> None:
-        """Note that a call of the function has succeeded."""
+    def begin(self, name: str) -> int:
+        """The number of a call of the function, which begins now."""
         with self._lock:
-            self._in_a_row[name] = 0
+            self._num_calls[name] += 1
+            return self._num_calls[name]
 
-    def note(self, name: str, message: str, sample: dict[str, Any]) -> None:
+    def note(self, name: str, number: int, message: str, sample: dict[str, Any]) -> None:
         """Write a failed call down, with what it was called for.
 
         Raises:
-            UserError: twice as many calls in a row have failed as groups are at work.
+            UserError: max(batch_size, 4) calls that began one after the other have failed.
         """
         failed_call = {"error": message, **sample}
         line = json.dumps(failed_call, ensure_ascii=False, default=repr, skipkeys=True)
@@ -162,15 +163,22 @@ class Failures:
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(line + "\n")
             self.count += 1
-            self._in_a_row[name] += 1
+            failed = self._failed.setdefault(name, set())
+            failed.add(number)
+            # Not those that ended one after the other: quick failures overtake slow successes.
+            first = last = number
+            while first - 1 in failed:
+                first -= 1
+            while last + 1 in failed:
+                last += 1
             now_s = time.monotonic()
             if now_s > self._said_s + SAY_S:
                 print(f"{message} (counted in {self.kind}_failed, all in {self.path})", flush=True)
                 self._said_s = now_s
-            if self._in_a_row[name] >= self._most_in_a_row:
+            if last - first + 1 >= self._most_in_a_row:
                 raise UserError(
-                    f"{message}; {self._in_a_row[name]} calls in a row have failed: see "
-                    f"{self.path}, mend the cause, and go on with --resume_from_checkpoint auto"
+                    f"{message}; so did {last - first + 1} calls in a row, see {self.path}; mend "
+                    "the cause, and go on with --resume_from_checkpoint auto"
                 )
 
 
@@ -242,6 +250,7 @@ class Scorer:
         """A function's rewards, one per completion; all `failed_reward` after a failed call."""
         num = len(group.completions)
         where = f"reward {function.__name__} on {group.prompt.where}"
+        number = self.failures.begin(function.__name__)
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:
@@ -252,10 +261,9 @@ class Scorer:
                 "completions": group.texts,
                 "columns": group.prompt.columns,
             }
-            self.failures.note(function.__name__, f"{where} {error}", sample)
+            self.failures.note(function.__name__, number, f"{where} {error}", sample)
             return [self.config.failed_reward] * num
 
-        self.failures.note_success(function.__name__)
         if not isinstance(values, list | tuple) or len(values) != num:
             raise UserError(
                 f"{where} must return a list of {num} numbers, one per completion, not "

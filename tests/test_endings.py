@@ -180,7 +180,7 @@ def test_a_rollout_that_fails_now_and_then_is_left_out(hooked, tmp_path):
 
 
 def test_a_rollout_that_only_fails_ends_the_run(hooked, tmp_path):
-    with pytest.raises(UserError, match="the environment is gone .*; \\d+ calls in a row"):
+    with pytest.raises(UserError, match="the environment is gone .*; so did \\d+ calls in a row"):
         main(parse_args(hooked(tmp_path / "run", "--rollout_fn", "broken")))
 
 

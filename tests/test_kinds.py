@@ -179,21 +179,17 @@ def test_a_reward_that_changes_a_column_changes_its_own():
     assert groups[0].prompt.columns["notes"] == ["a"]
 
 
-def test_failures_in_a_row_end_a_run(tmp_path):
-    """Twice as many of one function as groups are at work; a tuple among the keys of a column is no failure of its own."""
-    config = make_config(batch_size=3, max_staleness=0, output_dir=str(tmp_path))
-    failures = Failures("rewards", config)
+@pytest.mark.parametrize("failed", [[1, 2, 3, 4], [2, 4, 3, 1], [5, 3, 4, 2]])
+def test_failures_in_a_row_end_a_run_in_whatever_order_they_end(tmp_path, failed):
+    """Four of one function at least; a tuple among the keys of a column is no failure of its own."""
+    failures = Failures("rewards", make_config(batch_size=1, output_dir=str(tmp_path)))
     sample = {"columns": {("a", 1): 2, "b": {3}}}
-    for _ in range(5):
-        failures.note("f", "it fails", sample)
-    failures.note_success("f")
-    for _ in range(5):
-        failures.note("f", "it fails", sample)
-    failures.note_success("g")
-    failures.note("g", "it fails", sample)
-    with pytest.raises(UserError, match="it fails; 6 calls in a row"):
-        failures.note("f", "it fails", sample)
-    assert failures.count == 12
+    for number in failed[:3]:
+        failures.note("f", number, "it fails", sample)
+    failures.note("g", failed[3], "it fails", sample)
+    with pytest.raises(UserError, match="it fails; so did 4 calls in a row"):
+        failures.note("f", failed[3], "it fails", sample)
+    assert failures.count == 5
 
 
 def test_what_a_float_can_be_made_of_is_a_reward():
@@ -211,7 +207,7 @@ def test_what_a_float_can_be_made_of_is_a_reward():
         (
             some_rewards.large,
             None,
-            "reward large on dataset row 7 returned 1000.*: rewards are finite",
+            "reward large on dataset row 7 returned inf, of a int: rewards are finite",
         ),
         (
             some_rewards.largest,
@@ -230,7 +226,7 @@ def test_numbers_that_no_float_holds(function, weights, message):
 
 def test_a_csv_row_of_more_cells_than_names(tmp_path):
     (tmp_path / "a.csv").write_text("prompt,answer\n1+1=,2\n1+1=,2,3\n")
-    with pytest.raises(UserError, match="a.csv: .*xpected 2 fields in line 3, saw 3"):
+    with pytest.raises(UserError, match="a.csv: row 1 has more cells than the header has names"):
         prompts_of(str(tmp_path / "a.csv"), make_tokenizer())
 
 
@@ -580,8 +576,8 @@ def test_failed_calls_are_said_once_a_minute(tmp_path, capsys, monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr("rollouts.scoring.time.monotonic", lambda: now_s[0])
     failures = Failures("rewards", make_config(batch_size=64, output_dir=str(tmp_path)))
-    for at_s in (100.0, 130.0, 159.0, 161.0, 900.0):
+    for number, at_s in enumerate((100.0, 130.0, 159.0, 161.0, 900.0)):
         now_s[0] = at_s
-        failures.note("f", f"away at {at_s:g}", {})
+        failures.note("f", 2 * number, f"away at {at_s:g}", {})
     told = [line.partition(" (")[0] for line in capsys.readouterr().out.splitlines()]
     assert told == ["away at 100", "away at 161", "away at 900"]

@@ -56,6 +56,7 @@ class Engine:
         )
         self.vllm_config = SimpleNamespace(model_config=model_config, lora_config=lora_config)
         self.engine_core = self.renderer = self
+        self.output_processor = SimpleNamespace(has_unfinished_requests=lambda: True)
 
     async def add_request(self, name, prompt, params, lora_request, priority):
         self.adapters.append(lora_request)
