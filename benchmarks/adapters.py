@@ -30,6 +30,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -39,11 +40,11 @@ from benchmarks.local_server import local_server
 from benchmarks.step_time import build_random
 from config import TrainConfig, lora_options
 from prefix_attention import completion_logprobs, pack
-from rollouts.group import Completion, Group, Prompt
-from rollouts.references import ReferenceServer
 from rollouts.servers import ServerPool
+from server.messages import Sampled, SampleRequest
 from training.lora import add_lora
 from training.model import load_model
+from vllm_client import Server
 from weights.publish import adapter_weights, published_weights
 
 PROMPT = list(range(20, 40))
@@ -132,9 +133,13 @@ def trainer_logprobs(policy: Any) -> Tensor:
 
 def server_logprobs(url: str) -> Tensor:
     """Of the tokens, which the server reads as prompts."""
-    group = Group(Prompt(0, PROMPT, "", {}))
-    group.fill([Completion(ids, [0.0] * len(ids), "stop", 0) for ids in tokens()])
-    return ReferenceServer(url, temperature=1.0, timeout_s=60.0).logprobs(group)
+    columns = []
+    for ids in tokens():
+        request = SampleRequest(PROMPT + ids, {"max_tokens": 1, "prompt_logprobs": 0})
+        (message,) = Server(url, 60.0).post("/sample", request, list[Sampled])
+        logprobs = np.frombuffer(message.prompt_logprobs, "<f4").copy()
+        columns.append(torch.from_numpy(logprobs[len(PROMPT) - 1 :]))
+    return torch.cat(columns)
 
 
 def trained(model: str, rate: float, num_steps: int) -> tuple[Any, Tensor]:
