@@ -185,9 +185,9 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
             f"its column {taken.pop()} has the name of another argument of rewards: rename it"
         )
 
-    images: list[Any] = []
-    if _has_parts(row):
-        content, images = take_images(row)
+    if isinstance(content, list):
+        _check_messages(content)
+    content, images = take_images(row)
     if images and not hasattr(processor, "image_processor"):
         raise ValueError(f"it has images, and model_id={config.model_id} takes none")
 
@@ -203,23 +203,14 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     return Prompt(index, token_ids, content, {name: row[name] for name in columns}, images)
 
 
-def _has_parts(row: dict[str, Any]) -> bool:
-    """True where a row has images, or a message in parts.
-
-    Raises:
-        ValueError: a message has no role, or no content.
-    """
-    has_parts = row.get("image") is not None or row.get("images") is not None
-    messages = row["prompt"] if isinstance(row["prompt"], list) else []
+def _check_messages(messages: list[Any]) -> None:
+    """Refuse a message without role or content, by a ValueError."""
     for message in messages:
         fields = message if isinstance(message, dict) else {}
         content = fields.get("content")
         is_empty = content in (None, []) and fields.get("role") != "assistant"
         if is_empty or not fields.get("role"):
             raise ValueError(f"it has a message without role or content: {message!r:.100}")
-        if content is not None and not isinstance(content, str):
-            has_parts = True
-    return has_parts
 
 
 def leave_out_long(
