@@ -95,8 +95,8 @@ _NOT_SAMPLING = {
 }  # fmt: skip
 # Fields of earlier versions, and what takes their place.
 _GONE = {
-    "stale_policy": "groups train in their order, so leave it out; a rollout_fn that may hang needs"
-    " a time-out of its own",
+    "stale_policy": "it is gone, as groups train in their order now: leave it out; a rollout_fn"
+    " that may hang needs a time-out of its own",
 }
 # Fields that another one leaves unread while it has this value.
 _UNREAD = {
@@ -176,7 +176,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     # -- data --------------------------------------------------------------------------------------
     dataset_id: PathOrName | Callable[[], Any] | Sets
     """A `datasets` name, a file (`.jsonl`, `.json`, `.csv`, `.parquet`), or a function that returns
-    rows: `prompt`, perhaps `images`; or several of them by name.
+    the same rows each time: `prompt`, perhaps `images`; or several of them by name.
     All columns of a `.csv` are text."""
     dataset_config: str | None = None
     """Configuration (subset) of a `datasets` name.

@@ -122,8 +122,8 @@ class Rollouts:
         if before.setdefault("prompts", self.fingerprint) != self.fingerprint:
             raise UserError(
                 "resume_from_checkpoint: that run had other prompts or columns: give it the same"
-                " dataset, the servers' --max-model-len, and max_tokens_per_gpu, and a chat"
-                " template that does not tell the date"
+                " rows (a dataset's function must return them each time), the servers'"
+                " --max-model-len, and max_tokens_per_gpu, or another output_dir"
             )
         example = None
         if config.freeze_vision_tower or hasattr(self.processor, "image_processor"):

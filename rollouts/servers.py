@@ -268,7 +268,7 @@ class ServerPool:
             server.state = State.LOST
             print(f"{server.url} is left out for now: {error}", flush=True)
             self._retry_later(server, error)
-            if not self.serving:
+            if not self.serving and not self.returned:
                 self._all_lost_s = min(self._all_lost_s, time.monotonic())
                 print(
                     "no rollout server is left: waiting "

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import msgspec
 import numpy as np
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from vllm.inputs import TokensPrompt
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -59,7 +59,13 @@ def _params(request: SampleRequest) -> SamplingParams:
     unknown = given.keys() - set(known)
     if unknown:
         raise ValueError(f"sampling_params: vLLM knows no {', '.join(sorted(unknown))}")
-    params = PARAMS.validate_python(given)
+    try:
+        params = PARAMS.validate_python(given)
+    except ValidationError as error:
+        last = error.errors()[-1]  # those before it are of other forms of the parameters
+        names = [part for part in last["loc"] if part in known]
+        where = " ".join(["sampling_params", *map(str, names)])
+        raise ValueError(f"{where}: {last['msg']}") from None
     # Else the engine's encoder fails on them once the request is registered, which then stays.
     msgspec.msgpack.encode(params)
     params.output_kind = RequestOutputKind.FINAL_ONLY

@@ -95,7 +95,10 @@ def test_overrides(words, field, value):
         ),
         (["--delta", "1.1"], "delta must exceed 1 + epsilon_high"),
         (["--fsdp_bf16", "true"], "fsdp_bf16 has no effect without use_fsdp"),
-        (["--stale_policy", "drop"], "unknown field stale_policy: groups train in their order"),
+        (
+            ["--stale_policy", "drop"],
+            "unknown field stale_policy: it is gone, as groups train in their order",
+        ),
         (["--lora_rank", "8"], "no effect without use_peft"),
         (["--reward_weights", "1,2"], "reward_weights must be as many as reward_funcs"),
         (["--max_staleness", "-1"], "max_staleness=-1: Input should be greater than or equal to 0"),

@@ -855,6 +855,7 @@ def test_server_not_reachable(models):
         ({"topP": 0.9}, 'vLLM knows no topP"'),
         ({"best_of": 2, "_eos_token_id": 3}, "vLLM knows no _eos_token_id, best_of"),
         ({"top_p": 0}, "top_p"),
+        ({"top_p": "high"}, "sampling_params top_p: Input should be a valid number"),
         ({"seed": "one"}, "seed"),
         ({"stop_token_ids": 3}, "stop_token_ids"),
         ({"min_tokens": 600}, "min_tokens"),
