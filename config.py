@@ -486,7 +486,7 @@ class TrainConfig(metaclass=_OneLineErrors):
                 "wandb_project log_completions_steps",
             ),
             (
-                "without beta or a loss_fn that uses it",
+                "without beta or a loss_fn, which may use a reference",
                 not self.beta and not self.loss_fn,
                 "reference_id reference_urls reference_decay",
             ),

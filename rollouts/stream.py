@@ -45,12 +45,12 @@ class GroupStream:
         # A replay takes all: the other run has chosen.
         self._drops_equal = config.drop_zero_advantage and not config.replay
         self.version = -1  # of the policy that the servers have
-        self.num_sampled_tokens = 0  # since the stream was made
         self._choose = choose
         self._fill = fill
         self._threads = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
         self._admitting = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
+        self.num_sampled_tokens = 0  # since the stream was made
         self._waiting = deque(waiting)  # chosen, and not yet admitted
         self._next_number = next_number
         self._queue: deque[Group] = deque()  # admitted, and neither taken nor dropped

@@ -20,6 +20,7 @@ from vllm.v1.engine.output_processor import RequestOutputCollector
 from server.messages import Sampled, SampleRequest
 
 PARAMS = TypeAdapter(SamplingParams)
+KNOWN = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
 
 
 async def begin(request: SampleRequest, engine: Any, adapter: Any) -> list[RequestOutputCollector]:
@@ -55,15 +56,14 @@ def _params(request: SampleRequest) -> SamplingParams:
     """vLLM's parameters, for completions as a whole and without a text that nobody reads."""
     # Without a limit a completion may fill the context; vLLM's own default is 16 tokens.
     given = {"max_tokens": None, **request.sampling_params}
-    known = [name for name in SamplingParams.__struct_fields__ if not name.startswith("_")]
-    unknown = given.keys() - set(known)
+    unknown = given.keys() - KNOWN
     if unknown:
         raise ValueError(f"sampling_params: vLLM knows no {', '.join(sorted(unknown))}")
     try:
         params = PARAMS.validate_python(given)
     except ValidationError as error:
         last = error.errors()[-1]  # those before it are of other forms of the parameters
-        names = [part for part in last["loc"] if part in known]
+        names = [part for part in last["loc"] if part in KNOWN]
         where = " ".join(["sampling_params", *map(str, names)])
         raise ValueError(f"{where}: {last['msg']}") from None
     # Else the engine's encoder fails on them once the request is registered, which then stays.

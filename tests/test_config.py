@@ -155,7 +155,7 @@ def test_overrides(words, field, value):
         (["--max_steps", "3", "--num_epochs", "2"], "num_epochs has no effect beside max_steps"),
         (
             ["--reference_decay", "0.5"],
-            "reference_decay has no effect without beta or a loss_fn that uses it",
+            "reference_decay has no effect without beta or a loss_fn, which may use a reference",
         ),
         (
             ["--beta", "0.1", "--reference_steps", "2"],
