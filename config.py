@@ -6,6 +6,8 @@ A recipe is a Python file that defines `config = TrainConfig(...)` with only wha
 `--help` explains all fields.
 """
 
+from __future__ import annotations
+
 import argparse
 import dataclasses
 import difflib
@@ -14,6 +16,7 @@ import inspect
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -48,30 +51,26 @@ class _OneLineErrors(type):
         if first["type"] == "value_error":
             raise first["ctx"]["error"]
         name = str(first["loc"][0])
-        kind = _type_in_words(_HINTS[name])
-        raise UserError(f"{name}={values.get(name)!r}: {first['msg']} ({kind})")
+        raise UserError(f"{name}={values.get(name)!r}: {first['msg']}")
 
 
-# The types of the fields. Messages and `--help` call a type by its title.
+# The types of the fields, which `--help` calls by these names.
 T = TypeVar("T")
 Values = Annotated[list[T], Field(min_length=1)]
 ADDRESS = r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$"
-Address = Annotated[str, Field(title="http://host:port", pattern=rf"^@.+|{ADDRESS}")]
-Function = Annotated[
-    Callable[..., Any] | str, ImportString, Field(title="function")
-]  # imports a str
-OneOrMore = Annotated[int, Field(title="int >= 1", ge=1)]
-ZeroOrMore = Annotated[int, Field(title="int >= 0", ge=0)]
+Function = Annotated[Callable[..., Any] | str, ImportString]  # imports a str
+NonEmpty = Annotated[str, Field(min_length=1)]
+OneOrMore = Annotated[int, Field(ge=1)]
+TwoOrMore = Annotated[int, Field(ge=2)]
+ZeroOrMore = Annotated[int, Field(ge=0)]
 # A path, in which ~ is the user's home, or a name on the hub.
-PathOrName = Annotated[str, AfterValidator(os.path.expanduser), Field(title="str")]
-Sets = Annotated[  # data sets by name
-    dict[Annotated[str, Field(min_length=1)], PathOrName | Callable[[], Any]],
-    Field(title="dict", min_length=1),
-]
-Positive = Annotated[float, Field(title="float > 0", gt=0)]
-NotNegative = Annotated[float, Field(title="float >= 0", ge=0)]
-Fraction = Annotated[float, Field(title="float >= 0 and <= 1", ge=0, le=1)]
-BelowOne = Annotated[float, Field(title="float >= 0 and < 1", ge=0, lt=1)]
+PathOrName = Annotated[str, AfterValidator(os.path.expanduser)]
+Source = PathOrName | Callable[[], Any]
+Sets = Annotated[dict[NonEmpty, Source], Field(min_length=1)]  # data sets by name
+AboveZero = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+ZeroToOne = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Correction = Literal[
     "truncate", "mask", "sequence", "sequence_mask", "geometric", "geometric_mask", "none"
 ]
@@ -80,7 +79,9 @@ _STRICT = ConfigDict(
 )
 
 # vLLM takes a temperature below 0.01 for 0.01, and refuses one above 2.
-Temperature = Annotated[float, Field(title="float >= 0.01 and <= 2", ge=0.01, le=2)]
+Temperature = Annotated[float, Field(ge=0.01, le=2)]
+TemperatureOrZero = Annotated[float, Field(ge=0, le=2)]
+Seed = Annotated[int, Field(ge=-(10**18), le=10**18)]
 # vLLM's names of what has a field of its own.
 _SAMPLING_FIELDS = {
     "n": "num_generations", "max_tokens": "max_completion_len", "temperature": "temperature",
@@ -97,6 +98,15 @@ _NOT_SAMPLING = {
 _GONE = {
     "stale_policy": "it is gone, as groups train in their order now: leave it out; a rollout_fn"
     " that may hang needs a time-out of its own",
+    "dataset_config": "give dataset_id=name:subset",
+    "dataset_split": "give dataset_id=name:subset:split, or name::split",
+    "eval_dataset_split": "give eval_dataset_id=name:subset:split, or name::split",
+    "max_dropped_batches": "it is 10 (rollouts/stream.py)",
+    "max_skipped_steps": "it is 10 (train.py)",
+    "probe_steps": "it is 20 (rollouts/rollouts.py)",
+    "save_rollouts": "set --parts recipes.replay.save",
+    "replay": "run `python -m recipes.replay FOLDER recipe.py`",
+    "reference_urls": "set parts=[recipes.teacher.Teacher(url, ...)] in the recipe",
 }
 # Fields that another one leaves unread while it has this value.
 _UNREAD = {
@@ -107,7 +117,6 @@ _UNREAD = {
     ("eval_temperature", 0): "eval_generations",  # all of them would be the same
     ("logged_groups", 0): "log_completions_steps",
     ("max_staleness", 0): "inflight_updates",
-    ("drop_zero_advantage", False): "max_dropped_batches",
     ("old_logprobs", "sampler"): "off_policy_correction correction_cap",
     ("off_policy_correction", "none"): "correction_cap",
     ("beta", 0): "kl_gradient",
@@ -174,27 +183,20 @@ class TrainConfig(metaclass=_OneLineErrors):
     Needs bitsandbytes, and servers of the dequantized base: see docs/operations.md."""
 
     # -- data --------------------------------------------------------------------------------------
-    dataset_id: PathOrName | Callable[[], Any] | Sets
-    """A `datasets` name, a file (`.jsonl`, `.json`, `.csv`, `.parquet`), or a function that returns
-    the same rows each time: `prompt`, perhaps `images`; or several of them by name.
-    All columns of a `.csv` are text."""
-    dataset_config: str | None = None
-    """Configuration (subset) of a `datasets` name.
-    Where `eval_dataset_id` is the same name, it has this one, too."""
-    dataset_split: str = "train"
-    """Split of a `datasets` name; of several names, the same."""
-    eval_dataset_id: PathOrName | Callable[[], Any] | Sets | None = None
-    """Held-out problems, given as `dataset_id` is, or several sets by name;
+    dataset_id: Source | Sets
+    """A `datasets` name, `name:subset` or `name:subset:split` (without a split: train), a file
+    (`.jsonl`, `.json`, `.csv`, `.parquet`), or a function that returns the same rows each time:
+    `prompt`, perhaps `images`; or several of them by name. All columns of a `.csv` are text."""
+    eval_dataset_id: Source | Sets | None = None
+    """Held-out problems, given as `dataset_id` is (a name without a split: test);
     None evaluates nothing."""
-    eval_dataset_split: str = "test"
-    """Split of `eval_dataset_id` where it is a `datasets` name."""
     accuracy_func: str | None = None
     """Name of the reward function whose 1 means right, for `eval/accuracy` and `eval/pass@k`;
     None takes the first, if it gives nothing but 0 and 1."""
     eval_generations: OneOrMore = 1
     """Completions per held-out problem:
     `eval/accuracy` is avg@k, `eval/pass@k` the chance that one of k is right."""
-    eval_temperature: Annotated[float, Field(title="float >= 0 and <= 2", ge=0, le=2)] = 0.0
+    eval_temperature: TemperatureOrZero = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
     order_fn: Function | None = None
     """`f(prompts, history, count, rng) -> prompts`, those that come next: `recipes/curriculum.py`.
@@ -209,12 +211,10 @@ class TrainConfig(metaclass=_OneLineErrors):
     chat messages always go by it."""
 
     # -- rollouts ----------------------------------------------------------------------------------
-    vllm_urls: Values[Address] = dataclasses.field(
-        default_factory=lambda: ["http://127.0.0.1:8000"]
-    )
+    vllm_urls: list[str] = dataclasses.field(default_factory=lambda: ["http://127.0.0.1:8000"])
     """Addresses of the servers, or `@file` with one a line, which may change;
     their token is in `VLLM_API_KEY`."""
-    num_generations: Annotated[int, Field(title="int >= 2", ge=2)] = 8
+    num_generations: TwoOrMore = 8
     """Completions per prompt: the group whose mean is the baseline."""
     max_completion_len: OneOrMore = 512
     """Tokens a completion may have."""
@@ -222,7 +222,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     top_k: OneOrMore | None = None
     """Sample among the k likeliest tokens only; ratios are then inexact."""
-    stop: Values[Annotated[str, Field(min_length=1)]] | None = None
+    stop: Values[NonEmpty] | None = None
     """Strings that end a completion, and stay at its end."""
     sampling_params: dict[str, Any] | None = None
     """Further parameters of vLLM, as `{"top_p": 0.9}`;
@@ -230,9 +230,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     rollout_fn: Function | None = None
     """`f(server, prompt, sampling) -> completions` in place of `server.generate`:
     see `recipes/tool_calculator.py`."""
-    replay: PathOrName | None = None
-    """`output_dir` of an earlier run with `save_rollouts`:
-    train on its completions, in their order, with no server."""
+    parts: list[Function] = dataclasses.field(default_factory=list)
+    """Functions `f(run)` that may replace what a run is made of, before it begins:
+    see `recipes/teacher.py`, `recipes/replay.py`."""
     max_staleness: ZeroOrMore = 1
     """Policy versions that a completion's oldest token may lie behind the policy that it trains;
     0 is synchronous."""
@@ -241,23 +241,20 @@ class TrainConfig(metaclass=_OneLineErrors):
     False waits for their end."""
     drop_zero_advantage: bool = False
     """Drop groups whose rewards are all equal, and sample other prompts in their place
-    (DAPO's dynamic sampling). With an `advantage_fn`: those to which it gives zeros alone."""
-    max_dropped_batches: OneOrMore = 10
-    """Stop once a step has dropped as many groups with equal rewards as this many batches have."""
+    (DAPO's dynamic sampling), of up to ten batches a step; with an `advantage_fn`: those to which
+    it gives zeros alone."""
     max_concurrent_requests: OneOrMore = 64
     """Groups in flight on one server."""
-    request_timeout: Positive = 600.0
+    request_timeout: AboveZero = 600.0
     """Seconds that a server may take for a group's completions."""
-    sync_timeout: Positive = 60.0
+    sync_timeout: AboveZero = 60.0
     """Seconds that a weight sync may take, until the last server has loaded it."""
     server_timeout: NotNegative = 600.0
     """Seconds to wait at the start until all servers answer,
     and later, when all are lost, until one is back."""
-    max_logprob_mismatch: Positive = 0.1
+    max_logprob_mismatch: AboveZero = 0.1
     """Mean |trainer - server| log-prob (nats) on current tokens,
     above which a server is left out, or a start ends."""
-    probe_steps: OneOrMore = 20
-    """Steps after which all servers' log-probs are compared on a probe again."""
 
     # -- loss --------------------------------------------------------------------------------------
     reward_funcs: Values[Function]
@@ -270,7 +267,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     its own standard deviation, the batch's, or nothing."""
     reward_workers: OneOrMore = 4
     """Processes that call reward functions."""
-    reward_timeout: Positive = 60.0
+    reward_timeout: AboveZero = 60.0
     """Seconds a function may take for one group,
     and 60 more for imports at its first call in a process."""
     failed_reward: float | None = None
@@ -294,7 +291,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     epsilon_high: NotNegative | None = None
     """Upper clip: 1 + epsilon_high; None takes epsilon, or 0.2 for cispo, and where
     that is None too. DAPO uses 0.28."""
-    delta: Positive | None = None
+    delta: AboveZero | None = None
     """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4);
     None sets no bound."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
@@ -304,7 +301,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """A token's weight at `old_logprobs=trainer`, of w = p(trainer) / p(server).
     truncate: min(w, correction_cap), TIS. mask: w within floor and cap, else 0 (IcePop).
     sequence, geometric: of the product, or mean, of a completion's."""
-    correction_cap: Positive = 2.0
+    correction_cap: AboveZero = 2.0
     """Upper bound on w. IcePop uses 5."""
     correction_floor: NotNegative = 0.5
     """Lower bound on w, for the masks."""
@@ -313,9 +310,6 @@ class TrainConfig(metaclass=_OneLineErrors):
     reference_id: PathOrName | None = None
     """Model behind `ref_logprobs`, of the same vocabulary, as a teacher;
     None: the initial policy."""
-    reference_urls: Values[Address] | None = None
-    """Servers of the reference (`vllm_server.py` with that model),
-    which give `ref_logprobs` in the trainer's place."""
     reference_decay: BelowOne | None = None
     """d, for a reference that becomes d · reference + (1 - d) · policy; 0 copies the policy.
     None: it stays as it is."""
@@ -339,13 +333,13 @@ class TrainConfig(metaclass=_OneLineErrors):
     Changes memory and speed, never the gradient."""
     max_steps: OneOrMore | None = None
     """Steps (batches of completions) to train; None takes `num_epochs`."""
-    num_epochs: Positive = 1.0
+    num_epochs: AboveZero = 1.0
     """Passes over the dataset where `max_steps` is None."""
     learning_rate: NotNegative = 1e-6
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up: constant, or falling to 0 behind the last step."""
-    warmup_ratio: Fraction = 0.0
+    warmup_ratio: ZeroToOne = 0.0
     """Share of all steps over which the learning rate rises linearly."""
     weight_decay: NotNegative = 0.0
     """AdamW's decoupled weight decay, of all weights but biases and norms."""
@@ -357,7 +351,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Keep AdamW's moments in 8 bits (needs torchao): about 2 bytes a weight in place of 8."""
     grad_norm: NotNegative = 1.0
     """Gradients are clipped to this global norm; 0 clips nothing."""
-    seed: Annotated[int, Field(title="int >= -1e+18 and <= 1e+18", ge=-(10**18), le=10**18)] = 42
+    seed: Seed = 42
     """Seeds the order of prompts, LoRA's start, dropout, and sampling at `max_staleness=0`."""
     use_fsdp: bool = False
     """Shard weights, gradients and optimizer state over the ranks (FSDP2)
@@ -370,7 +364,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     fsdp_shard_size: OneOrMore | None = None
     """Ranks that one copy of the model is sharded over, replicated between them (HSDP),
     as one node's; None: all."""
-    collective_timeout: Positive = 3600.0
+    collective_timeout: AboveZero = 3600.0
     """Seconds after which a collective that some rank never entered ends the run."""
 
     # -- logs and checkpoints ----------------------------------------------------------------------
@@ -383,8 +377,6 @@ class TrainConfig(metaclass=_OneLineErrors):
     the first that were begun; None logs all."""
     log_completions_steps: ZeroOrMore = 0
     """Steps between tables of sampled completions in Weights & Biases or trackio; 0 sends none."""
-    save_rollouts: bool = False
-    """Write all that is trained to `rollouts.jsonl`, for `replay`: about 12 bytes a token."""
     eval_steps: ZeroOrMore = 0
     """Steps between evaluations, beside the first and the last;
     0 evaluates only before and after."""
@@ -405,9 +397,6 @@ class TrainConfig(metaclass=_OneLineErrors):
     resume_from_checkpoint: PathOrName | None = None
     """A `checkpoint-<step>` to go on from,
     or `auto`: the newest one in `output_dir`, if there is one."""
-    max_skipped_steps: OneOrMore = 10
-    """An update whose gradient is not finite is skipped;
-    after so many steps in a row without one the run ends."""
     push_to_hub: bool = False
     """Upload the last checkpoint to the Hugging Face hub."""
     hub_repo_id: str | None = None
@@ -424,6 +413,9 @@ class TrainConfig(metaclass=_OneLineErrors):
         if self.reward_weights and len(self.reward_weights) != len(names):
             raise UserError("reward_weights must be as many as reward_funcs")
 
+        for url in self.vllm_urls:
+            if not re.match(f"@.|{ADDRESS}", url):
+                raise UserError(f"vllm_urls={url}: give http://host:port, or @file with one a line")
         if self.batch_size % self.num_minibatches:
             raise UserError("batch_size must be a multiple of num_minibatches")
         if self.max_tokens_per_gpu <= self.max_completion_len:
@@ -443,17 +435,10 @@ class TrainConfig(metaclass=_OneLineErrors):
             raise UserError("base_4bit cannot be sharded: unset use_fsdp, each rank holds it whole")
         if self.push_to_hub and not self.hub_repo_id:
             raise UserError("push_to_hub needs hub_repo_id (user/name)")
-        if self.replay:
-            if Path(self.replay).absolute() == Path(self.output_dir).absolute():
-                raise UserError("replay must be another folder than output_dir")
-            if self.reference_urls:
-                raise UserError("replay asks no server: unset reference_urls, and set reference_id")
-            if self.order_fn:
-                raise UserError("replay has the order of the other run: unset order_fn")
-        if self.reference_decay is not None and (self.reference_id or self.reference_urls):
-            raise UserError(
-                "reference_decay moves the initial policy: unset reference_id and reference_urls"
-            )
+        if self.reference_is_a_part and (self.reference_id or self.reference_decay is not None):
+            raise UserError("one of parts is the reference: unset reference_id and reference_decay")
+        if self.reference_decay is not None and self.reference_id:
+            raise UserError("reference_decay moves the initial policy: unset reference_id")
         if self.reference_decay and self.dtype == "bfloat16" and not self.use_peft:
             raise UserError(
                 "reference_decay: an average in bfloat16 rounds its steps away: set dtype=float32, "
@@ -476,8 +461,6 @@ class TrainConfig(metaclass=_OneLineErrors):
         for (name, value), fields in _UNREAD.items():
             condition = f"with {name}={value}" if value else f"without {name}"
             rules.append((condition, getattr(self, name) == value, fields))
-        has_names = any(map(_is_dataset_name, self.train_sets.values()))
-        has_eval_names = any(map(_is_dataset_name, self.eval_sets.values()))
         has_mask = self.off_policy_correction.endswith("mask")
         rules += [
             (
@@ -488,10 +471,8 @@ class TrainConfig(metaclass=_OneLineErrors):
             (
                 "without beta or a loss_fn, which may use a reference",
                 not self.beta and not self.loss_fn,
-                "reference_id reference_urls reference_decay",
+                "reference_id reference_decay",
             ),
-            ("unless dataset_id is a name", not has_names, "dataset_config dataset_split"),
-            ("unless eval_dataset_id is a name", not has_eval_names, "eval_dataset_split"),
             ("without a mask as off_policy_correction", not has_mask, "correction_floor"),
             ("with advantage_fn", self.advantage_fn, "scale_rewards"),
             ("beside max_steps, which --max_steps none unsets", self.max_steps, "num_epochs"),
@@ -568,8 +549,13 @@ class TrainConfig(metaclass=_OneLineErrors):
     @property
     def has_reference(self) -> bool:
         """True where the loss gets log-probs of a reference."""
-        is_named = self.reference_id or self.reference_urls
+        is_named = self.reference_id or self.reference_is_a_part
         return bool(self.beta or is_named) or self.reference_decay is not None
+
+    @property
+    def reference_is_a_part(self) -> bool:
+        """True where one of `parts` gives groups their `ref_logprobs`, as its attribute says."""
+        return any(getattr(part, "gives_ref_logprobs", False) for part in self.parts)
 
     @property
     def weighs_tokens_alike(self) -> bool:
@@ -587,11 +573,6 @@ _HINTS = get_type_hints(TrainConfig, include_extras=True)
 _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
 
 
-def _is_dataset_name(source: Any) -> bool:
-    """True for a data set's name, which is neither file nor function."""
-    return isinstance(source, str) and not source.endswith((".jsonl", ".json", ".csv", ".parquet"))
-
-
 def changed_fields(config: TrainConfig) -> set[str]:
     """The fields whose values differ from the defaults, or without a default."""
     return {name for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
@@ -607,13 +588,10 @@ def bending(settings: Collection[str]) -> list[str]:
     return sorted(_BENDING.intersection(settings))
 
 
-def describe(config: TrainConfig, usual: TrainConfig) -> str:
-    """Describe the settings other than the defaults, one a line, then warn.
-
-    `usual` is the configuration with the dtypes that bf16=none would give here.
-    """
+def describe(config: TrainConfig) -> str:
+    """Describe the settings other than the defaults, one a line, then warn."""
     changed = changed_fields(config)
-    computes = _compute_dtype(config)
+    computes = "bfloat16" if config.bf16 or config.fsdp_bf16 else config.dtype
     lines = [f"weights in {config.dtype}, computation in {computes}; other than the defaults:"]
     lines += [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
 
@@ -632,21 +610,12 @@ def describe(config: TrainConfig, usual: TrainConfig) -> str:
             "warning: dtype=bfloat16: weights lose most updates; "
             "keep float32, with bf16 or fsdp_bf16"
         )
-    if computes == "float32" and _compute_dtype(usual) == "bfloat16":
-        lines.append(
-            "warning: computation in float32: half to a tenth of the speed of bfloat16; "
-            "leave bf16 at none"
-        )
     if config.use_peft and config.learning_rate < 1e-5:
         lines.append(
             f"warning: learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; "
             "try 1e-5 to 5e-4"
         )
     return "\n".join(lines)
-
-
-def _compute_dtype(config: TrainConfig) -> str:
-    return "bfloat16" if config.bf16 or config.fsdp_bf16 else config.dtype
 
 
 def lora_options(lora_rank: int) -> list[str]:
@@ -745,28 +714,10 @@ def _parser() -> argparse.ArgumentParser:
         default = "required" if field.is_required() else f"default {str(_DEFAULTS[name]).lower()}"
         parser.add_argument(
             f"--{name}",
-            metavar=f"{_type_in_words(_HINTS[name])} ({default})",
+            metavar=f"{TrainConfig.__annotations__[name]} ({default})",
             help=field.description.replace("%", "%%"),
         )
     return parser
-
-
-def _type_in_words(hint: Any) -> str:
-    """A field's type in the words of messages and `--help`.
-
-    For instance `a | b`, or `int >= 1 | none`.
-    """
-    if isinstance(hint, str):  # an option of a Literal
-        return hint
-    origin = get_origin(hint)
-    args = get_args(hint)
-    if origin is Annotated:
-        return args[-1].title or _type_in_words(args[0])
-    if origin in (Literal, Union, UnionType):
-        return " | ".join(_type_in_words(option) for option in args)
-    if origin is list:
-        return f"list of {_type_in_words(args[0])}"
-    return {bool: "true | false", NoneType: "none"}.get(hint, hint.__name__)
 
 
 def _parsed(word: Any, hint: Any, recipe: ModuleType | None) -> Any:

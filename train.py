@@ -46,6 +46,7 @@ from utils import (
 from vllm_client import ServerError
 from weights.publish import full_tensor
 
+MAX_SKIPPED_STEPS = 10  # in a row, without a finite gradient
 MAX_LOG_RATIO = 20.0  # nats: an exp that overflows would give a finite loss a gradient of NaN
 
 # -- Advantages ------------------------------------------------------------------------------------
@@ -379,8 +380,8 @@ def main(config: TrainConfig) -> None:
         closing(Rollouts(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):
-        if is_main() and config.advantage_fn and not config.rollout_fn:
-            set_advantages(trial_groups(rollouts.prompts, config), config)  # for its errors alone
+        if is_main() and config.advantage_fn and not config.rollout_fn:  # for its errors alone
+            set_advantages(trial_groups(rollouts.run.prompts, config), config)
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = share_prefixes(policy, config, rollouts.example)
@@ -391,15 +392,13 @@ def main(config: TrainConfig) -> None:
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts, reference)
         step = checkpoints.resume(checkpoint)
         num_skipped = 0
-        log = RunLog(
-            config, rollouts.num_steps, resumed, rollouts.noting_failure, rollouts.processor
-        )
+        log = RunLog(config, rollouts.num_steps, resumed, rollouts.noting_failure, rollouts.run)
         with closing(log), checkpoints.saving(rollouts, log):
             rollouts.publish(policy, step)  # from now on threads sample and score groups
             if step == 0:
                 evaluated, held_out = rollouts.evaluate(0)
                 log.step(0, evaluated, held_out=held_out)
-            while step < rollouts.num_steps and num_skipped < config.max_skipped_steps:
+            while step < rollouts.num_steps and num_skipped < MAX_SKIPPED_STEPS:
                 # Seed LoRA's dropout per step, so that a resumed run repeats it.
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))
                 metrics: dict[str, float] = {"policy_version": step}
@@ -429,7 +428,7 @@ def raise_failure(rollouts: Rollouts, num_skipped: int, config: TrainConfig) -> 
     """Raise, on rank 0, any error that ended the run early."""
     if is_main() and rollouts.failure:
         raise rollouts.failure
-    if is_main() and num_skipped >= config.max_skipped_steps:
+    if is_main() and num_skipped >= MAX_SKIPPED_STEPS:
         cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
         raise UserError(f"{num_skipped} steps in a row had no finite gradient: {cure}")
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import UserError
+from training.heartbeat import watch_main
 
 # The versions of vLLM that were tried; requirements.txt has the first.
 VLLM_VERSIONS = ("0.32.0", "0.33.0")
@@ -81,8 +82,6 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
 
     ended = threading.Event()
     if dist.get_world_size() > 1:
-        from training.heartbeat import watch_main
-
         watch_main(ended, timeout_s)
 
     try:

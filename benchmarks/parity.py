@@ -18,7 +18,6 @@ Rows with a `why` are known to differ, and say how.
 """
 
 import argparse
-import base64
 import importlib.util
 import json
 import logging
@@ -45,8 +44,8 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.common import report
 from benchmarks.end_to_end import JOBS, build
 from config import TrainConfig, to_json
+from recipes.replay import replaying, write
 from rollouts.group import ENVIRONMENT, Completion, Group, Prompt
-from rollouts.replay import saved_group
 from train import compute_advantages, grpo_loss, loss_normalizer, off_policy_weights
 from train import main as train
 from training.batching import Dealer
@@ -484,16 +483,14 @@ def our_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
     config = TrainConfig(
         model_id=str(model), dataset_id=lambda: rows, no_apply_chat_template=True, reward_funcs=[sevens],
         batch_size=BATCH, num_generations=NUM_GENERATIONS, max_completion_len=RUN_LEN, learning_rate=1e-3,
-        replay=str(folder / "saved"), output_dir=str(folder / "ours"),
+        output_dir=str(folder / "ours"),
         **{"off_policy_correction": "none", **run.ours},
     )  # fmt: skip
-    (folder / "saved").mkdir(parents=True)
-    (folder / "saved" / "config.json").write_text(json.dumps(to_json(config)))
-    with (folder / "saved" / "rollouts.jsonl").open("w") as lines:
-        for g, group in enumerate(groups):
-            line = base64.b64encode(saved_group(group)["group"]).decode()
-            lines.write(json.dumps({"step": 1 + g // BATCH, "group": line}) + "\n")
-    train(config)
+    saved = folder / "saved"
+    for first in range(0, len(groups), BATCH):
+        write(saved, 1 + first // BATCH, groups[first : first + BATCH])
+    (saved / "config.json").write_text(json.dumps(to_json(config)))
+    train(replaying(config, saved))
     metrics = [
         json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()
     ]

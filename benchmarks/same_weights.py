@@ -27,6 +27,8 @@ from benchmarks.common import report
 
 DDP = "DDP, 2 ranks"
 IMAGES = "images, replayed"
+SAVE = "--save_rollouts true"
+REPLAY = "--replay"  # and a folder
 LIMITS = {DDP: 1e-6}  # the largest difference of a weight, where it is not 0: see above
 # The number of ranks, and the options of each command; {folder} is where all cases of a checkout are.
 CASES: dict[str, tuple[int, list[str]]] = {
@@ -44,11 +46,9 @@ CASES: dict[str, tuple[int, list[str]]] = {
         "--importance_level sequence --off_policy_correction geometric_mask --max_completion_len 6 "
         "--mask_truncated_completions true --scale_rewards batch"
     ]),
-    "a replay": (1, [
-        "--save_rollouts true --output_dir {folder}/sampled", "--replay {folder}/sampled"
-    ]),
+    "a replay": (1, [f"{SAVE} --output_dir {{folder}}/sampled", f"{REPLAY} {{folder}}/sampled"]),
     "resumed": (1, ["--max_steps 2", "--resume_from_checkpoint auto"]),
-    IMAGES: (1, ["--replay {folder}/sampled_images"]),
+    IMAGES: (1, [f"{REPLAY} {{folder}}/sampled_images"]),
     DDP: (2, [""]),
 }  # fmt: skip
 RECIPE = """
@@ -90,8 +90,8 @@ def answer(prompt_ids: list[int], number: int) -> tuple[list[int], float]:
     return [rng.randrange(5, 90) for _ in range(rng.randrange(1, 10))], 0.01
 
 
-def saved_squares(model: str, folder: Path) -> None:
-    """Rollouts of `RECIPE_WITH_IMAGES` as a run with `save_rollouts` would write them.
+def saved_squares(model: str, folder: Path, is_old: bool) -> None:
+    """Rollouts of `RECIPE_WITH_IMAGES` as a run that saves them would write them.
 
     The stand-in server takes no images, so their completions are made up here, and replayed.
     """
@@ -104,6 +104,7 @@ def saved_squares(model: str, folder: Path) -> None:
     parts = [{"type": "image"}, {"type": "text", "text": QUESTION}]
     text = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=False)
     lines = []
+    steps: dict[int, list[Any]] = {}
     for index, row in enumerate(squares(NUM_SQUARES, seed=1)):
         batch = processor(text=[text], images=[[row["image"]]], return_tensors="pt")
         prompt_ids = batch["input_ids"][0].tolist()
@@ -117,10 +118,31 @@ def saved_squares(model: str, folder: Path) -> None:
         }  # fmt: skip
         encoded = base64.b64encode(msgspec.msgpack.encode(group)).decode()
         lines.append(json.dumps({"step": 1 + index // 4, "group": encoded}) + "\n")
+        steps.setdefault(1 + index // 4, []).append((index, prompt_ids))
     folder.mkdir()
-    (folder / "rollouts.jsonl").write_text("".join(lines))
     settings = {"batch_size": 4, "num_generations": 2, "temperature": 1.0}
     (folder / "config.json").write_text(json.dumps({**settings, "reward_funcs": ["r.mean_id"]}))
+    if is_old:
+        (folder / "rollouts.jsonl").write_text("".join(lines))
+        return
+
+    from recipes.replay import write
+    from rollouts.group import Completion, Group, Prompt
+
+    rewards = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+    for step, rows in steps.items():
+        groups = []
+        for index, prompt_ids in rows:
+            completions = []
+            for number in range(2):
+                ids, _ = answer(prompt_ids, number)
+                completions.append(Completion(ids, [-4.5] * len(ids), "stop", 0))
+            prompt = Prompt(index, prompt_ids, "", {})
+            groups.append(
+                Group(prompt, completions, rewards=rewards, started_version=step - 1,
+                      finished_version=step - 1, trained_version=step - 1)
+            )  # fmt: skip
+        write(folder, step, groups)
 
 
 def made_up_completion(prompt_ids: list[int], number: int) -> dict[str, Any]:
@@ -159,7 +181,8 @@ def train(checkout: Path, folder: Path) -> None:
     model_of_images = str(folder / "model_of_images")
     build_tiny_vlm.build_model(processor.tokenizer).save_pretrained(model_of_images)
     processor.save_pretrained(model_of_images)
-    saved_squares(model_of_images, folder / "sampled_images")
+    is_old = (checkout / "rollouts" / "replay.py").exists()  # until 9eae0c8
+    saved_squares(model_of_images, folder / "sampled_images", is_old)
 
     recipe = folder / "same_weights_recipe.py"
     for case, (num_ranks, commands) in CASES.items():
@@ -177,10 +200,19 @@ def train(checkout: Path, folder: Path) -> None:
 def run(checkout: Path, num_ranks: int, words: list[str]) -> None:
     """One run of train.py; RuntimeError with the end of its output where it fails."""
     command = [sys.executable]
+    is_new = not (checkout / "rollouts" / "replay.py").exists()
+    trainer = ["train.py", *words]
+    if is_new and REPLAY in words:
+        place = words.index(REPLAY)
+        trainer = ["-m", "recipes.replay", words[place + 1], *words[:place], *words[place + 2 :]]
+    if is_new and "--save_rollouts" in words:
+        place = words.index("--save_rollouts")
+        words = [*words[:place], "--parts", "recipes.replay.save", *words[place + 2 :]]
+        trainer = ["train.py", *words]
     if num_ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
     done = subprocess.run(
-        [*command, "train.py", *words], cwd=checkout, capture_output=True, text=True, check=False
+        [*command, *trainer], cwd=checkout, capture_output=True, text=True, check=False
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {(done.stdout + done.stderr)[-3000:]}")

@@ -36,7 +36,7 @@ from utils import die_with
 
 SPAWN = multiprocessing.get_context("spawn")
 KINDS = ("rss_mb", "threads", "files", "sockets")
-LOGS = ("metrics.jsonl", "completions.jsonl", "rollouts.jsonl")
+LOGS = ("metrics.jsonl", "completions.jsonl")
 
 
 def build(folder: Path) -> None:
@@ -174,7 +174,7 @@ def run(rows: Rows, folder: Path, part: str, steps: int) -> dict[str, Any]:
             "model_id": folder / "model", "dataset_id": folder / "train.jsonl",
             "eval_dataset_id": folder / "heldout.jsonl", "eval_steps": 200, "save_steps": 200,
             "keep_last_n": 2,             "batch_size": 8, "max_steps": steps, "learning_rate": 1e-5,
-            "save_rollouts": "true", "vllm_urls": url, "output_dir": output, "server_timeout": 60,
+            "parts": "recipes.replay.save", "vllm_urls": url, "output_dir": output, "server_timeout": 60,
         }  # fmt: skip
         command = [sys.executable, str(ROOT / "train.py"), str(ROOT / "recipes" / "tiny.py")]
         for name, value in fields.items():

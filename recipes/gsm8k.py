@@ -30,9 +30,8 @@ def with_answer(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 config = TrainConfig(
     model_id="Qwen/Qwen2.5-1.5B-Instruct",
-    dataset_id="openai/gsm8k",
-    dataset_config="main",
-    eval_dataset_id="openai/gsm8k",
+    dataset_id="openai/gsm8k:main",
+    eval_dataset_id="openai/gsm8k:main",
     collate_fn=with_answer,
     reward_funcs=[math_answer],
     num_generations=8,

@@ -186,8 +186,7 @@ async def request(question):
 config = TrainConfig(
     model_id="Qwen/Qwen2.5-1.5B-Instruct",
     dataset_id="trl-lib/tldr",  # posts as `prompt`, and people's summaries as `completion`
-    eval_dataset_id="trl-lib/tldr",
-    eval_dataset_split="validation[:100]",
+    eval_dataset_id="trl-lib/tldr::validation[:100]",
     reward_funcs=[graded],  # or `preferred`
     reward_timeout=600.0,
     num_generations=8,

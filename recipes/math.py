@@ -26,8 +26,7 @@ def with_instruction(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 config = TrainConfig(
     model_id="deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     dataset_id="agentica-org/DeepScaleR-Preview-Dataset",
-    eval_dataset_id="HuggingFaceH4/aime_2024",
-    eval_dataset_split="train",
+    eval_dataset_id="HuggingFaceH4/aime_2024::train",
     collate_fn=with_instruction,
     reward_funcs=[math_answer],
     vllm_urls=[f"http://127.0.0.1:800{number}" for number in range(4)],

@@ -31,7 +31,7 @@ from vllm_client import ServerError
 from weights.publish import published_weights
 
 # Settings of train.py that would change what is trained, and that this loop does not read.
-LEFT_OUT = {"loss_fn", "order_fn", "replay", "drop_zero_advantage", "resume_from_checkpoint"}
+LEFT_OUT = {"loss_fn", "order_fn", "parts", "drop_zero_advantage", "resume_from_checkpoint"}
 
 
 def plain_loop(

@@ -10,7 +10,6 @@ import math
 import operator
 import re
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -21,19 +20,12 @@ RewardFunc = Callable[..., Sequence[float | None]]
 TEX_CHOICES = (
     r"\!", r"\,", r"\;", r"\left", r"\right", r"^{\circ}", r"^\circ", r"\$", "$", r"\%", "%",
 )  # fmt: skip
-WHOLE = re.compile(r"-?\d+")
 PLAIN_FRACTION = re.compile(r"(-?)\\frac\{(-?)(\d+)\}\{(-?)(\d+)\}")
 THOUSANDS = re.compile(r"-?\d{1,3}(,\d{3})+(\.\d+)?")
 FRACTION = re.compile(r"(\{-?\d+\}|\(-?\d+\)|-?\d+)(?:/|\\over)(\{-?\d+\}|\(-?\d+\)|-?\d+)")
-LIST = re.compile(r"(\\\{|[(\[]?)([^()\[\]]*?)(\\\}|[)\]]?)")
 TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]*)\}")
-UNIT = re.compile(
-    r"(?<=\d)(degree|cm|centimeter|meter|mile|second|minute|hour|day|week|month|year|foot|feet|inch"
-    r"|yard)(e?s)?(\^\d|\^\{\d\})?$"
-)
 NO_NUMBER = re.compile(r"\d_|\^\{[^{}^]{0,9}\^|\^\d*\^|(\^|\*\*)[{(]?\d{6}|\*\*\d+\*\*")
 FORMAT = re.compile(r"\s*(?:<think>)?(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
-MAX_LEN = 1000  # of an answer that is looked at as mathematics
 MATH_TIMEOUT_S = 2  # to parse, and to compare: some expressions take sympy for ever
 OPERATIONS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
@@ -70,7 +62,7 @@ def _is_right(text: str, truth: str) -> bool:
     given = _without_spaces(boxed)
     wanted = _without_spaces(truth)
     if _is_text(given, wanted):
-        return _plain(given) == _plain(wanted)
+        return _as_words(given) == _as_words(wanted)
     return _verified(f"\\boxed{{{given}}}", f"\\boxed{{{wanted}}}")
 
 
@@ -84,10 +76,15 @@ def _is_text(given: str, wanted: str) -> bool:
 
     Numbers of another base only look like mathematics, and some powers no alarm would interrupt.
     """
-    text = _plain(wanted)
+    text = _as_words(wanted)
     if text.isalpha() and len(text) > 2:
         return True
     return NO_NUMBER.search(f"{given} {wanted}") is not None
+
+
+def _as_words(answer: str) -> str:
+    """A normalized answer in small letters, without TeX's commands for text."""
+    return TEXT.sub(r"\1", normalized(answer)).strip().casefold()
 
 
 def _verified(text: str, truth: str) -> bool:
@@ -117,100 +114,6 @@ def boxed_exact(completions: list[str], answer: list[Any], **_: Any) -> list[flo
         given = normalized(last_boxed(text) or "")
         rewards.append(float(given != "" and given == normalized(str(truth))))
     return rewards
-
-
-def sympy_equal(completions: list[str], answer: list[Any], **_: Any) -> list[float]:
-    r"""1 where the last `\boxed{...}` equals the `answer` column, else 0.
-
-    Element by element, where they are tuples or intervals. By normalized text, or exactly as
-    mathematics (Lightman et al., arXiv:2305.20050): where an integer is wanted one must be written
-    (`2.0` is one), and a fraction in its lowest terms; decimals are the fractions that they are,
-    and only the members of a `\{set\}` have no order. Nothing is evaluated; an answer that takes
-    longer than `MATH_TIMEOUT_S` is wrong.
-    """
-    rewards = []
-    for text, truth in zip(completions, answer, strict=True):
-        given = last_boxed(text) or ""
-        rewards.append(float(_same(_plain(given), _plain(str(truth)))))
-    return rewards
-
-
-def _same(given: str, wanted: str) -> bool:
-    if given == wanted:
-        return wanted != ""
-    if given.count(",") != wanted.count(","):
-        return False
-
-    brackets, members = _members(given)
-    wanted_brackets, wanted_members = _members(wanted)
-    if len(wanted_members) > 1 and brackets != wanted_brackets:
-        return False
-    if brackets == "\\{\\}":  # a set has no order: compare the members that only one side has
-        rest = Counter(members) - Counter(wanted_members)
-        wanted_rest = Counter(wanted_members) - Counter(members)
-        members = sorted(rest.elements())
-        wanted_members = sorted(wanted_rest.elements())
-    if len(members) != len(wanted_members):
-        return False
-    return all(map(_same_element, members, wanted_members))
-
-
-def _plain(answer: str) -> str:
-    """An answer normalized further, as Lightman et al. do.
-
-    Without units, and with words in small letters.
-    """
-    answer = re.sub(r"(\d)\s+(\d+/\d+)", r"\1+\2", answer)  # 7 1/2
-    answer = TEXT.sub(r"\1", normalized(answer)).strip().removeprefix("+")
-    answer = re.sub(r"^(-?\d+)\.0+$", r"\1", UNIT.sub("", answer))
-    return answer.casefold() if answer.isalpha() else answer
-
-
-def _members(value: str) -> tuple[str, list[str]]:
-    r"""The brackets of `(1,2)`, `[1,2)`, `\{1,2\}` or `1,2`, and its members.
-
-    No brackets and the value itself, where it is no list.
-    """
-    match = LIST.fullmatch(value)
-    if not match or bool(match[1]) != bool(match[3]):
-        return "", [value]  # (x+1)(x-1)
-    members = [_plain(member) for member in match[2].split(",")]
-    return match[1] + match[3], members
-
-
-def _same_element(given: str, wanted: str) -> bool:
-    if given == wanted:
-        return True
-    if WHOLE.fullmatch(wanted):
-        return False  # 4/2 for 2
-    if PLAIN_FRACTION.fullmatch(wanted) and PLAIN_FRACTION.fullmatch(given):
-        return False  # 2/4 for 1/2
-    has_ratio = any(sign in given + wanted for sign in (":", "\\div"))
-    if has_ratio or len(given) > MAX_LEN or _is_text(given, wanted):
-        return False
-
-    # The parser of math-verify, whose own `parse` would look for a part that fits.
-    from latex2sympy2_extended import latex2sympy
-    from math_verify import verify
-    from math_verify.utils import timeout
-
-    parse = timeout(_limit())(latex2sympy)
-    try:
-        wanted_value = parse(_exact(wanted))
-        value = parse(_exact(given))
-    except Exception:  # the parser raises no narrower one where it does not understand
-        return False
-    return verify(wanted_value, value, timeout_seconds=_limit())
-
-
-def _exact(answer: str) -> str:
-    """Decimals as fractions."""
-    return re.sub(r"\d+\.\d+", _as_fraction, answer)
-
-
-def _as_fraction(decimal: re.Match[str]) -> str:
-    value = Fraction(decimal[0])
-    return f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def last_boxed(text: str) -> str | None:

@@ -13,7 +13,7 @@ def server_urls(config: TrainConfig) -> list[str]:
     `@file` stands for the addresses in a file.
 
     Raises:
-        UserError: there are none, or something else than addresses.
+        UserError: a file names none, or there is something else than addresses.
     """
     with naming(f"vllm_urls={','.join(config.vllm_urls)}"):
         urls: list[str] = []
@@ -23,6 +23,6 @@ def server_urls(config: TrainConfig) -> list[str]:
         urls = [url.rstrip("/") for url in urls]
 
         wrong = [url for url in urls if not re.match(ADDRESS, url)]
-        if wrong or not urls:
+        if wrong or (config.vllm_urls and not urls):
             raise ValueError(f"it needs lines of http://host:port, and has {wrong or 'none'}")
     return list(dict.fromkeys(urls))

@@ -15,8 +15,8 @@ from typing import Any
 
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
-from rollouts.images import take_images, with_images
-from rollouts.processor import as_ids, as_text, placeholder_ids, tokenizer_of
+from rollouts.images import with_images
+from rollouts.processor import IMAGE, as_ids, as_text, placeholder_ids, tokenizer_of
 from rollouts.scoring import REWARD_ARGUMENTS, check_rewards
 from utils import naming
 
@@ -30,8 +30,8 @@ def load_rows(
 
     Args:
         source: a function, a `.jsonl`, `.json`, `.csv` or `.parquet` file, or a `datasets` name.
-        split: the split of a `datasets` name.
-        config: dataset_id, dataset_config, collate_fn.
+        split: of a `datasets` name that says none.
+        config: collate_fn.
 
     Raises:
         UserError: there are no rows, or reading fails.
@@ -46,7 +46,7 @@ def load_rows(
         elif source.endswith(".csv"):
             rows = _csv_rows(Path(source))
         else:
-            rows = _table_rows(_table(source, split, config))
+            rows = _table_rows(_table(source, split))
     if collate_fn:
         with naming(f"dataset {name}, through collate_fn, which gets the list of all rows"):
             rows = collate_fn(rows)
@@ -97,16 +97,14 @@ def _csv_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _table(source: str, split: str, config: TrainConfig) -> Any:
-    """A file or a `datasets` name as a table."""
+def _table(source: str, split: str) -> Any:
+    """A file, or `name:subset:split` of `datasets`, as a table."""
     from datasets import load_dataset
 
     if source.endswith(".parquet"):
         return load_dataset("parquet", data_files=source, split="train")
-    subset = config.dataset_config if source in config.train_sets.values() else None
-    if subset and len(config.train_sets) > 1:
-        raise ValueError("dataset_config is of one data set: give it as a function instead")
-    return load_dataset(source, subset, split=split)
+    name, subset, own_split = [*source.split(":", 2), "", ""][:3]
+    return load_dataset(name, subset or None, split=own_split or split)
 
 
 def _table_rows(table: Any) -> list[dict[str, Any]]:
@@ -176,18 +174,11 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     content = row["prompt"]
     if not isinstance(content, str | list) or content == []:
         raise ValueError(f"its `prompt` is no string and no list of messages: {content!r:.100}")
-    columns = config.extra_columns
-    if columns is None:
-        columns = [name for name in row if name not in ("prompt", "image", "images")]
-    taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())} & set(columns)
-    if taken:
-        raise ValueError(
-            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
-        )
-
+    columns = _columns(row, config)
+    places: list[Any] = []  # of images in messages, each with its image, or None
     if isinstance(content, list):
-        _check_messages(content)
-    content, images = take_images(row)
+        content = [_message(message, places) for message in content]
+    images = _images(row, places)
     if images and not hasattr(processor, "image_processor"):
         raise ValueError(f"it has images, and model_id={config.model_id} takes none")
 
@@ -200,17 +191,73 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     if unfilled:
         token = tokenizer.convert_ids_to_tokens(unfilled.pop())
         raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
-    return Prompt(index, token_ids, content, {name: row[name] for name in columns}, images)
+    return Prompt(index, token_ids, content, columns, images)
 
 
-def _check_messages(messages: list[Any]) -> None:
-    """Refuse a message without role or content, by a ValueError."""
-    for message in messages:
-        fields = message if isinstance(message, dict) else {}
-        content = fields.get("content")
-        is_empty = content in (None, []) and fields.get("role") != "assistant"
-        if is_empty or not fields.get("role"):
-            raise ValueError(f"it has a message without role or content: {message!r:.100}")
+def _columns(row: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """The columns that the rewards get; a ValueError where one has a name that is taken."""
+    names = config.extra_columns
+    if names is None:
+        names = [name for name in row if name not in ("prompt", "image", "images")]
+    taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())} & set(names)
+    if taken:
+        raise ValueError(
+            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
+        )
+    return {name: row[name] for name in names}
+
+
+def _message(message: Any, places: list[Any]) -> dict[str, Any]:
+    """A message whose parts are text, or marks in the places of images, which go to `places`.
+
+    Raises:
+        ValueError: it has no role or content, or a part of another kind.
+    """
+    fields = message if isinstance(message, dict) else {}
+    content = fields.get("content")
+    if not fields.get("role") or (content in (None, []) and fields["role"] != "assistant"):
+        raise ValueError(f"it has a message without role or content: {message!r:.100}")
+    if content is None or isinstance(content, str):
+        return fields
+
+    parts = []  # without the keys that `datasets` adds for parts of other rows
+    for part in content:
+        match part:
+            case {"type": "text", "text": str(text)}:
+                parts.append({"type": "text", "text": text})
+            case {"type": "image" | "image_url"}:
+                image = part.get("image") or part.get("url") or part.get("path")
+                places.append(image or part.get("image_url"))
+                parts.append(IMAGE)
+            case _:
+                raise ValueError(
+                    f"it has a message with a part neither of type text nor image: {part!r:.100}"
+                )
+    return {**fields, "content": parts}
+
+
+def _images(row: dict[str, Any], places: list[Any]) -> list[Any]:
+    """A row's images, unopened, of its columns or of the places in its messages.
+
+    Raises:
+        ValueError: they are in two places, or their number is not that of the places.
+    """
+    in_messages = [image for image in places if image]
+    found = [in_messages] if in_messages else []
+    for name in ("image", "images"):
+        value = row.get(name)
+        if value is not None:
+            found.append([*value] if isinstance(value, list | tuple) else [value])
+    if len(found) > 1:
+        raise ValueError(
+            "it has images in two places of `image`, `images` and its messages: leave one"
+        )
+    images = found[0] if found else []
+    if len(places) not in (0, len(images)):
+        raise ValueError(
+            f"it has {len(images)} images for the {len(places)} places in its messages"
+        )
+    return images
 
 
 def leave_out_long(
@@ -265,7 +312,7 @@ def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
     found: list[Prompt] = []
     for name, source in config.train_sets.items():
         with naming(f"dataset_id {name}") if name else nullcontext():
-            prompts = load_prompts(source, config.dataset_split, processor, config)
+            prompts = load_prompts(source, "train", processor, config)
             check_rewards(prompts, config)
         num_before = len(found)
         for row, prompt in enumerate(prompts):
@@ -284,7 +331,7 @@ def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt
     for name, source in config.eval_sets.items():
         field = f"eval_dataset_id {name}".strip()
         with naming(field):
-            prompts = load_prompts(source, config.eval_dataset_split, processor, config)
+            prompts = load_prompts(source, "test", processor, config)
             check_rewards(prompts, config)
         sets[field] = [replace(p, place=f"row {p.index} of {field}") for p in prompts]
     return sets

@@ -1,14 +1,14 @@
 """Held-out problems: sampling and scoring them, and their metrics."""
 
 import math
-from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from functools import partial
+from contextlib import suppress
 from itertools import chain
 from typing import Any
 
 from config import TrainConfig
-from rollouts.group import Group, Prompt
+from rollouts.group import Group, RolloutFailed
+from rollouts.run import Run
 from rollouts.scoring import mean, reward_means
 from rollouts.stream import MAX_GROUPS
 
@@ -16,19 +16,27 @@ from rollouts.stream import MAX_GROUPS
 class Round:
     """An evaluation under way: a group of every held-out prompt.
 
-    Threads sample and score them, all at once, by `fill(group, n=..., temperature=...)`.
+    Threads sample and score them, all at once. On other ranks than 0, without a `run`, it has none.
     """
 
-    def __init__(
-        self, held_out: dict[str, list[Prompt]], fill: Callable[..., None], config: TrainConfig
-    ):
-        self.sets = {}  # groups by the name of their set
+    def __init__(self, run: Run | None, config: TrainConfig):
+        self._run: Any = run
+        self._config = config
+        self.sets: dict[str, list[Group]] = {}  # by the name of their set
+        held_out = getattr(run, "held_out", {})
         for name, prompts in held_out.items():
             self.sets[name] = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
         self._groups = list(chain.from_iterable(self.sets.values()))
         self._threads = ThreadPoolExecutor(MAX_GROUPS)
-        fill = partial(fill, n=config.eval_generations, temperature=config.eval_temperature)
-        self._answers = [self._threads.submit(fill, group) for group in self._groups]
+        self._answers = [self._threads.submit(self._fill, group) for group in self._groups]
+
+    def _fill(self, group: Group) -> None:
+        """Sample and score a group; one whose rollouts fail stays empty."""
+        config = self._config
+        with suppress(RolloutFailed):
+            self._run.sample_and_score(
+                group, n=config.eval_generations, temperature=config.eval_temperature
+            )
 
     def is_complete(self) -> bool:
         """True once all groups are done; waits a second at most.
@@ -45,12 +53,12 @@ class Round:
         """Start no more groups."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def metrics(self, config: TrainConfig) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """The `eval/...` of all groups, and `eval/<set>/...` of each named set."""
         metrics = {}
         for set_name, groups in ({"": self._groups} | self.sets).items():
             prefix = f"eval/{set_name}/" if set_name else "eval/"
-            for name, value in held_out_metrics(groups, config).items():
+            for name, value in held_out_metrics(groups, self._config).items():
                 metrics[prefix + name] = value
         return metrics
 

@@ -157,7 +157,7 @@ class Group:
     sampled_s: float = 0.0
     scored_s: float = 0.0
 
-    # Of each completion token, from `fill`; and log-probs [n], nats, of `reference_urls`:
+    # Of each completion token, from `fill`; and log-probs [n], nats, under a part's reference:
     tokens: TokenColumns = field(init=False, repr=False)
     ref_logprobs: Tensor | None = None
 

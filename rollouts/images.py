@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import requests
+import torch
 from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
-from rollouts.processor import IMAGE, as_ids, as_text, beginning_of, tokenizer_of
+from rollouts.processor import as_ids, as_text, beginning_of, tokenizer_of
 from utils import naming
 
 PADDING_MARKS = {"image_sizes", "pixel_attention_mask"}  # inputs that tell the model its padding
@@ -26,63 +27,6 @@ class Images:
     num_tokens: int  # of the prompt, with the placeholders expanded
     urls: list[str]  # for the server: PNG, as data URIs
     inputs: dict[str, Tensor]  # for the policy: `pixel_values` and the like, on the CPU
-
-
-def take_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """A row's `prompt` without images, and its images, unopened.
-
-    Raises:
-        ValueError: a part or an image would be dropped by the template without a word.
-    """
-    in_columns: list[list[Any]] = []
-    for name in ("image", "images"):
-        value = row.get(name)
-        if value is not None:
-            in_columns.append(list(value) if isinstance(value, list | tuple) else [value])
-
-    places: list[Any] = []  # in the messages, each with its image, or None
-    content = row["prompt"]
-    if isinstance(content, list):
-        content = [_without_images(message, places) for message in content]
-    in_messages = [image for image in places if image]
-
-    if len(in_columns) + bool(in_messages) > 1:
-        raise ValueError(
-            "it has images in two places of `image`, `images` and its messages: leave one"
-        )
-    images = in_messages
-    if in_columns:
-        images = in_columns[0]
-    if len(places) not in (0, len(images)):
-        raise ValueError(
-            f"it has {len(images)} images for the {len(places)} places in its messages"
-        )
-    return content, images
-
-
-def _without_images(message: dict[str, Any], places: list[Any]) -> dict[str, Any]:
-    """A message with a mark in the place of each image.
-
-    The images are appended to `places`, None for a place whose image stands in a column.
-    """
-    parts = message.get("content")
-    if parts is None or isinstance(parts, str):
-        return message
-    kept: list[dict[str, str]] = []  # without the keys that `datasets` adds for parts of other rows
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind in ("image", "image_url"):
-            places.append(
-                part.get("image") or part.get("url") or part.get("path") or part.get("image_url")
-            )
-            kept.append(IMAGE)
-        elif kind == "text" and isinstance(part.get("text"), str):
-            kept.append({"type": "text", "text": part["text"]})
-        else:
-            raise ValueError(
-                f"it has a message with a part neither of type text nor image: {part!r:.100}"
-            )
-    return {**message, "content": kept}
 
 
 def image_source(source: Any) -> Any:
@@ -205,7 +149,7 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """Each tensor of the prompts' `inputs`, padded and joined along dimension 0.
+    """Each tensor of the prompts' `inputs`, zero-padded, and joined along dimension 0.
 
     Raises:
         UserError: images of several sizes, of a model that could not tell padding from pixels.
@@ -220,17 +164,11 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
             raise UserError(
                 f"images with {name} of several sizes cannot be in one row: resize them to one size"
             )
-        joined[name] = _padded(tensors)
+        largest = [max(lengths) for lengths in zip(*sizes, strict=True)]
+        parts = []
+        for tensor in tensors:
+            part = tensor.new_zeros(len(tensor), *largest)
+            part[tuple(map(slice, tensor.shape))] = tensor
+            parts.append(part)
+        joined[name] = torch.cat(parts)
     return joined
-
-
-def _padded(tensors: list[Tensor]) -> Tensor:
-    """Tensors joined along dimension 0, zero-padded along the others."""
-    shapes = [tensor.shape[1:] for tensor in tensors]
-    largest = [max(sizes) for sizes in zip(*shapes, strict=True)]
-    lengths = [len(tensor) for tensor in tensors]
-    padded = tensors[0].new_zeros(sum(lengths), *largest)
-    for part, tensor in zip(padded.split(lengths), tensors, strict=True):
-        corner = [slice(size) for size in tensor.shape[1:]]
-        part[:, *corner] = tensor
-    return padded

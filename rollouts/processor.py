@@ -1,7 +1,7 @@
 """The model's processor or tokenizer, and its chat template."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -130,7 +130,7 @@ def as_text(processor: Any, content: Any, num_images: int, config: TrainConfig) 
 
     render = partial(owner.apply_chat_template, tokenize=False, add_generation_prompt=True)
     text = render(messages)
-    _check_shown(messages, text, render)
+    _check_shown(messages, render)
     opened = _opened(text, prefill)
     # LLaVA's template leaves BOS to the tokenizer.
     return text + prefill.removeprefix(opened), takes_images
@@ -153,31 +153,35 @@ def _text_of(message: dict[str, Any]) -> str:
 
 
 def _check_shown(
-    messages: list[dict[str, Any]], text: str, render: Callable[[list[dict[str, Any]]], str]
+    messages: list[dict[str, Any]], render: Callable[[list[dict[str, Any]]], str]
 ) -> None:
-    """Raise ValueError for a message of which the rendered text shows nothing."""
-    for number, message in enumerate(messages):
-        for shown, other in _with_other_texts(message):
-            changed = [*messages]
-            changed[number] = other
-            if shown.strip() and render(changed) == text:
-                raise ValueError(
-                    f"the chat template shows nothing of its {message['role']} message "
-                    f"{shown!r:.100}"
-                )
+    """Raise ValueError for a text of which the template shows nothing, not even its end."""
+    marks: dict[str, str] = {}  # at the end of each text, and what it is
 
+    def marked(message: dict[str, Any], text: str) -> str:
+        if not text.strip():
+            return text
+        mark = f"mark{len(marks):06}"
+        marks[mark] = f"{message['role']} message {text!r:.100}"
+        return text + mark
 
-def _with_other_texts(message: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each text of the message, and the message with another one in its place."""
-    content = message["content"]
-    if isinstance(content, str):
-        yield content, {**message, "content": content + "0"}
-        return
-    for number, part in enumerate(content):
-        if "text" in part:
-            changed = [*content]
-            changed[number] = part | {"text": part["text"] + "0"}
-            yield part["text"], {**message, "content": changed}
+    changed = []
+    for message in messages:
+        content = message["content"]
+        if isinstance(content, str):
+            content = marked(message, content)
+        else:
+            parts = []
+            for part in content:
+                text = marked(message, part.get("text", ""))
+                parts.append(part | {"text": text} if text else part)
+            content = parts
+        changed.append({**message, "content": content})
+
+    shown = render(changed)
+    for mark, text in marks.items():
+        if mark not in shown:
+            raise ValueError(f"the chat template shows nothing of its {text}")
 
 
 def _opened(prompt: str, prefill: str) -> str:
@@ -215,10 +219,7 @@ def beginning_of(token_ids: list[int], tokenizer: Any, needs_beginning: bool) ->
     """The tokens that have to come before a prompt's, mostly BOS or none."""
     if not needs_beginning:
         return []
-    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    first = tokenizer("a", add_special_tokens=False)["input_ids"][0]
     whole = tokenizer("a")["input_ids"]
-    for start in range(len(whole)):
-        if whole[start : start + len(plain)] == plain:
-            beginning = whole[:start]
-            return [] if token_ids[:start] == beginning else beginning
-    return []
+    beginning = whole[: whole.index(first)]
+    return [] if token_ids[: len(beginning)] == beginning else beginning

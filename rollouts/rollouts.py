@@ -4,8 +4,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from enum import Enum
 from itertools import chain
 from typing import Any
@@ -14,26 +14,21 @@ import torch
 import torch.distributed as dist
 
 from config import TrainConfig, UserError, describe
-from rollouts import data
+from rollouts.data import fingerprint
 from rollouts.evaluation import Round
-from rollouts.group import Batch, Group, Prompt, RolloutFailed
+from rollouts.group import Batch, Group, Prompt
 from rollouts.images import image_example
 from rollouts.order import Order
-from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
 from rollouts.proofs import Proofs
-from rollouts.references import reference_pool
-from rollouts.replay import replay_stream
-from rollouts.sampling import on_one_server, sample_group, sampling_params
-from rollouts.scoring import Failures, Scorer
-from rollouts.servers import ServerPool
+from rollouts.run import open_run
 from rollouts.stream import GroupStream
 from training.batching import tokens_alone
-from training.hooks import check_packages
-from training.model import load_model_config, with_bf16
 from utils import Stopped, broadcast_object, gather_objects, is_main, timed
-from vllm_client import Server, ServerError
+from vllm_client import Server
 from weights.group import gpu_of
 from weights.publish import adapter_weights, published_weights
+
+PROBE_STEPS = 20  # after which all servers' log-probs are compared on a probe again
 
 
 class Word(Enum):
@@ -46,7 +41,7 @@ class Word(Enum):
     ENOUGH = "enough"  # groups of the batch with the tokens that were asked for have come
     COMPLETE = "complete"  # the last groups of the batch have come
     EVALUATED = "evaluated"  # all held-out groups have their rewards
-    STOP = "stop"  # the run ends: by a signal, a failure, or as a replay has no more steps
+    STOP = "stop"  # the run ends: by a signal, a failure, or as there are no more groups
 
 
 @dataclass(frozen=True)
@@ -81,11 +76,9 @@ class Rollouts:
             raise UserError("resume_from_checkpoint: it is of an earlier version of this trainer")
         self.num_tokens = before["num_tokens"]  # that were trained, prompts included
         # On rank 0, from `_open` on:
-        self.processor: Any = None  # the model's
+        self.run: Any = None
         self.pool: Any = None
-        self.references: ServerPool | None = None  # for `reference_urls`
         self.order: Any = None  # of the prompts
-        self.held_out: dict[str, list[Prompt]] = {}  # by the name of their set
 
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
         opened: Any = self._open(before, gpus) if is_main() else None
@@ -97,28 +90,19 @@ class Rollouts:
         self.servers_sleep = opened.servers_sleep
         self._restart_clocks()
 
-    # -- Opening, on rank 0 --
-
     def _open(self, before: dict[str, Any], gpus: list[str | None]) -> Opened:
-        """Load, check and connect all that rank 0 needs.
+        """Put the run together, and connect its servers. On rank 0.
 
         Args:
             before: the state of the run that this one resumes.
             gpus: of all ranks.
         """
         config = self.config
-        if config.adam_8bit or config.base_4bit or config.use_wandb or config.use_trackio:
-            check_packages(config)
-        print(describe(config, usual=with_bf16(replace(config, bf16=None))))
-        self.processor = load_processor(config)
-        tokenizer = tokenizer_of(self.processor)
-        forbidden = placeholder_ids(load_model_config(config)[0])
-        self.pool = ServerPool(config, tokenizer, forbidden)
-        if config.reference_urls:
-            self.references = reference_pool(forbidden, config)
+        print(describe(config))
+        self.run = run = open_run(config, before)
+        self.pool = run.pool
 
-        self._load_prompts()
-        self.fingerprint = data.fingerprint(self.prompts)
+        self.fingerprint = fingerprint(run.prompts)
         if before.setdefault("prompts", self.fingerprint) != self.fingerprint:
             raise UserError(
                 "resume_from_checkpoint: that run had other prompts or columns: give it the same"
@@ -126,88 +110,35 @@ class Rollouts:
                 " --max-model-len, and max_tokens_per_gpu, or another output_dir"
             )
         example = None
-        if config.freeze_vision_tower or hasattr(self.processor, "image_processor"):
-            example = image_example(self.prompts, self.processor, config)
+        if config.freeze_vision_tower or hasattr(run.processor, "image_processor"):
+            example = image_example(run.prompts, run.processor, config)
 
         self.pool.connect(self.device, gpus)
-        servers_sleep = any(server.about.can_sleep for server in self.pool.servers)
-        if self.references:
-            self.references.connect(self.device)
-        self.scorer = Scorer(tokenizer, config)
-        self.failures = Failures("rollouts", config)
-        self.stream = self._open_stream(before)
 
-        num_steps = config.max_steps or self.stream.num_steps
+        num_batches = config.num_epochs * len(run.prompts) / config.batch_size
+        num_steps = config.max_steps or run.num_steps or math.ceil(num_batches)
         if before["step"] >= num_steps:
             print(
                 f"all {num_steps} steps are done: raise max_steps or num_epochs to go on",
                 flush=True,
             )
-        probe_prompt = example or self.prompts[0]
-        return Opened(num_steps, example, probe_prompt, self.pool.sends_adapter, servers_sleep)
-
-    def _load_prompts(self) -> None:
-        """Load all data sets, without prompts too long for trainer or servers."""
-        config = self.config
-        sets = data.load_data_sets(self.processor, config)
-        limits = {
-            "max_tokens_per_gpu": config.max_tokens_per_gpu,
-            "the servers' --max-model-len": self.pool.wait_until_ready(sampling_params(config)),
-        }
-        if self.references:  # to give log-probs, vLLM must also sample a token
-            limits["the references' --max-model-len"] = self.references.wait_until_ready() - 1
-        limit = min(limits, key=limits.__getitem__)
-        max_len = limits[limit] - config.max_completion_len
-        self.prompts, *held_out = [
-            data.leave_out_long(prompts, max_len, config, field, limit)
-            for field, prompts in sets.items()
-        ]
-        self.held_out = dict(zip(config.eval_sets, held_out, strict=True))
-
-    def _open_stream(self, before: dict[str, Any]) -> GroupStream:
-        """The stream of this run's groups, or of another run's saved groups."""
-        config = self.config
-        self.order = Order(self.prompts, before["history"], config)
-        if config.replay:
-            num_trained = before["step"] * config.batch_size
-            return replay_stream(self.prompts, self.processor, num_trained, config)
-        num_steps = config.max_steps or math.ceil(
-            config.num_epochs * len(self.prompts) / config.batch_size
-        )
-        prompts = {prompt.index: prompt for prompt in self.prompts}
+        self.order = Order(run.prompts, before["history"], config)
+        prompts = {prompt.index: prompt for prompt in run.prompts}
         waiting = [Group(prompts[index], id=number) for number, index in before["open"]]
-        return GroupStream(
-            self.order.choose, self._fill, num_steps, config, waiting, before["next"]
+        self.stream = GroupStream(
+            run.choose or self.order.choose, run.fill, run.num_steps or num_steps, config, waiting,
+            before["next"],
+        )  # fmt: skip
+        run.exits.callback(self.stream.close)
+        return Opened(
+            num_steps,
+            example,
+            probe_prompt=example or run.prompts[0],
+            sends_adapter=self.pool.sends_adapter,
+            servers_sleep=any(server.about.can_sleep for server in self.pool.servers),
         )
 
     # -- Groups, from here to the trainer --
-
-    def _fill(self, group: Group) -> None:
-        """Sample and score a group; ask for its log-probs under the reference."""
-        self._sample_and_score(group)
-        if self.references:
-            try:
-                group.ref_logprobs = on_one_server(
-                    group, self.references, lambda server: server.logprobs(group)
-                )
-            except RolloutFailed as error:  # the rollout is not to blame
-                raise ServerError(str(error)) from error
-
-    def _sample_and_score(self, group: Group, **instead: Any) -> None:
-        """As `sample_group`, and its rewards."""
-        number = self.failures.begin("rollout_fn")
-        try:
-            sample_group(group, self.pool, self.processor, self.config, **instead)
-        except RolloutFailed as error:
-            sample = {"prompt": group.prompt.content}
-            self.failures.note("rollout_fn", number, str(error), sample)
-            raise
-        self.scorer.score(group)
-
-    def _evaluate_group(self, group: Group, **instead: Any) -> None:
-        """As `_sample_and_score`; a group whose rollouts fail stays empty."""
-        with suppress(RolloutFailed):
-            self._sample_and_score(group, **instead)
 
     def take(self, num_tokens: float) -> tuple[list[Group], bool]:
         """Take the batch's next groups. Collective.
@@ -227,7 +158,7 @@ class Rollouts:
             nonlocal num_tokens
             group = self.stream.take()
             if not group:
-                # A replay may have fewer steps than the run.
+                # There may be groups for fewer steps than the run has.
                 return Word.STOP if self.version >= self.stream.num_steps else None
             groups.append(group)
             num_tokens -= tokens_alone(group, self.config)
@@ -305,8 +236,8 @@ class Rollouts:
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before
         batch.metrics |= {
             "num_tokens": self.num_tokens,
-            "rewards_failed": self.scorer.failures.count,
-            "rollouts_failed": self.failures.count,
+            "rewards_failed": self.run.scorer.failures.count,
+            "rollouts_failed": self.run.failures.count,
             "time/wait_s": self.waited_s,
             "idle/trainer": self.waited_s / elapsed_s,
             "idle/servers": self.pool.idle_seconds() / elapsed_s,
@@ -334,20 +265,20 @@ class Rollouts:
         config = self.config
         # Also at step 0, and at the last one.
         is_due = step == self.num_steps or step % (config.eval_steps or self.num_steps) == 0
-        if not is_due or not config.eval_sets or config.replay:  # a replay has no servers
+        if not is_due or not config.eval_sets or not config.vllm_urls:
             return {}, {}
 
         metrics: dict[str, float] = {}
         with (
             timed("time/eval_s", metrics),
-            closing(Round(self.held_out, self._evaluate_group, config)) as under_way,
+            closing(Round(self.run, config)) as under_way,
         ):
             word = self._wait(lambda: Word.EVALUATED if under_way.is_complete() else None)
 
         self._restart_clocks()
         if word is Word.STOP or not is_main():
             return {}, {}
-        return metrics | under_way.metrics(config), under_way.sets
+        return metrics | under_way.metrics(), under_way.sets
 
     # -- The policy, from here to the servers --
 
@@ -356,7 +287,7 @@ class Rollouts:
 
         A new or returned server, whose weights were zeroed (but for the base of an adapter that is
         sent alone), serves once its log-probs of a probe agree. At the first sync all must, or it
-        is a ServerError. Each `probe_steps` versions all servers are probed.
+        is a ServerError. Each 20 versions all servers are probed.
         """
         is_first = self.proofs is None
         self.version = version
@@ -378,7 +309,7 @@ class Rollouts:
                 self.stream.advance_to(version)
 
         if not is_first:
-            is_due = is_main() and version % self.config.probe_steps == 0
+            is_due = is_main() and version % PROBE_STEPS == 0
             self.proofs.prove(returned + (self.pool.serving if is_due else []))
 
     def _send(self, only_returned: bool = False) -> list[Server]:
@@ -387,7 +318,7 @@ class Rollouts:
         Returns:
             On rank 0, the servers that came back and now have the policy.
         """
-        if self.config.replay:  # there are no servers
+        if not self.config.vllm_urls:
             return []
         publish = adapter_weights if self.sends_adapter else published_weights
         weights = publish(self.proofs.policy)
@@ -416,6 +347,4 @@ class Rollouts:
     def close(self) -> None:
         """Leave the servers."""
         if is_main():
-            for part in (self.stream, self.scorer, self.pool, self.references):
-                if part:
-                    part.close()
+            self.run.exits.close()

@@ -52,9 +52,8 @@ class ServerPool:
         self._make_server = partial(
             kind, timeout_s=config.request_timeout, tokenizer=tokenizer, forbidden=forbidden
         )
-        self.servers: list[Server] = []  # the watcher replaces the list, and never changes it
-        if not config.replay:
-            self.servers = [self._make_server(url) for url in server_urls(config)]
+        # The watcher replaces the list, and never changes it.
+        self.servers = [self._make_server(url) for url in server_urls(config)]
         self.version = -1  # of the policy that was published last
         self.sends_adapter = False  # in place of whole weights
         self.sleeps = False  # until the next update: no server is taken back, which would wake it

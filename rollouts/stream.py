@@ -15,6 +15,8 @@ from vllm_client import ServerError
 
 MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server or a reward
 
+MAX_DROPPED_BATCHES = 10  # in one step
+
 
 class GroupStream:
     """Scored groups for the trainer, in the order of their admission. Lives on rank 0.
@@ -42,8 +44,6 @@ class GroupStream:
     ):
         self.config = config
         self.num_steps = num_steps
-        # A replay takes all: the other run has chosen.
-        self._drops_equal = config.drop_zero_advantage and not config.replay
         self.version = -1  # of the policy that the servers have
         self._choose = choose
         self._fill = fill
@@ -97,7 +97,7 @@ class GroupStream:
             try:
                 self._fill(group)
                 group.finished_version = self.version
-                if self._drops_equal and not can_teach(group, self.config):
+                if self.config.drop_zero_advantage and not can_teach(group, self.config):
                     reason = "zero_advantage"
             except RolloutFailed:
                 reason = "failed"
@@ -111,12 +111,12 @@ class GroupStream:
                     return
                 self._queue.remove(group)
                 self._batch.dropped[reason].append(group)
-                num_alike = len(self._batch.dropped["zero_advantage"])
-            if num_alike >= self.config.max_dropped_batches * self.config.batch_size:
+                num_dropped = sum(map(len, self._batch.dropped.values()))
+            if num_dropped >= MAX_DROPPED_BATCHES * self.config.batch_size:
                 raise UserError(
-                    f"nothing to learn: {num_alike} groups of this step were dropped, as all"
-                    " advantages within each were 0; look at the rewards, or raise"
-                    " max_dropped_batches"
+                    f"nothing to learn: {num_dropped} groups of this step were dropped, as their"
+                    " rollouts failed, or all advantages within each were 0; look at the rewards,"
+                    " or take other prompts"
                 )
             self._admit()
 
@@ -145,8 +145,6 @@ class GroupStream:
             self._num_taken += 1
             self._batch.groups.append(group)
             group.trained_version = self.version
-            is_in_time = self.version - group.oldest_version <= self.config.max_staleness
-            assert is_in_time or self.config.replay, "a group waited for too long"
             return group
 
     def _is_ready(self) -> bool:

@@ -140,7 +140,7 @@ class Doctor:
         self.pool, self.prompts = ThreadPoolExecutor(MAX_GROUPS), iter(list[Prompt]())
         if is_main():
             if config.advantage_fn and not config.rollout_fn:
-                set_advantages(trial_groups(rollouts.prompts, config), config)
+                set_advantages(trial_groups(rollouts.run.prompts, config), config)
             rollouts.stream.num_steps = 0  # it admits nothing: groups are sampled here
             batches = (rollouts.order.choose(first) for first in count(0, config.batch_size))
             self.prompts = (group.prompt for batch in batches for group in batch)
@@ -150,7 +150,7 @@ class Doctor:
     ) -> list[Group]:
         """Rank 0 samples and scores `num` fresh groups, or those of an evaluation, while all do something else."""
         if held_out:
-            under_way = Round({"": held_out}, self.rollouts._sample_and_score, self.config)
+            under_way = Round(replace(self.rollouts.run, held_out={"": held_out}), self.config)
             while not under_way.is_complete():
                 pass
             return under_way.sets[""]
@@ -158,7 +158,7 @@ class Doctor:
             Group(prompt, id=n, trained_version=self.rollouts.version)
             for n, prompt in enumerate(islice(self.prompts, num))
         ]
-        answers = [self.pool.submit(self.rollouts._fill, group) for group in groups]
+        answers = [self.pool.submit(self.rollouts.run.fill, group) for group in groups]
         meanwhile()
         for answer in answers:
             answer.result()  # raises what it ended with
@@ -392,7 +392,7 @@ class Doctor:
         enough = min(k for k in steps if steps[k].step_s < good_s)
         by_number = ", ".join(f"{k}: {of_k.step_s:.2f} s" for k, of_k in steps.items())
         tell("one step, by number of servers", f"{by_number}; enough: {enough}")
-        held_out = [*chain.from_iterable(rollouts.held_out.values())]
+        held_out = [*chain.from_iterable(rollouts.run.held_out.values())]
         some = held_out[: config.batch_size * config.num_generations]
         every = config.eval_steps or rollouts.num_steps
         eval_s = seconds(lambda: self.sample(0, some), 1) * len(held_out) / max(len(some), 1)
@@ -426,8 +426,8 @@ def is_bent(config: TrainConfig) -> bool:
 
 def examine(config: TrainConfig) -> None:
     """Print the table, and then the advice. Collective."""
-    if config.replay:
-        raise UserError("replay asks no server, and its speed is the trainer's alone: unset it")
+    if not config.vllm_urls:
+        raise UserError("vllm_urls names no server, and the trainer's speed alone says little")
     if config.loss_fn:
         check_loss(config)
     with (
@@ -435,7 +435,7 @@ def examine(config: TrainConfig) -> None:
         closing(Rollouts(config, device)) as rollouts,
     ):
         if is_main():
-            for failures in (rollouts.scorer.failures, rollouts.failures):
+            for failures in (rollouts.run.scorer.failures, rollouts.run.failures):
                 name = f"doctor-{os.getpid()}-{failures.path.name}"
                 failures.path = Path(tempfile.gettempdir()) / name
         doctor = Doctor(config, device, rollouts)

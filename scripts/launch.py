@@ -194,7 +194,7 @@ def commands(
 ) -> tuple[dict[str, Command], Command]:
     """The servers by address, and the trainer, each with its share of this machine."""
     gpus = gpus_here()
-    num_servers = 0 if config.replay else args.servers
+    num_servers = args.servers if config.vllm_urls else 0
     *given, env = shares(gpus, [*[args.tensor_parallel] * num_servers, args.trainers])
 
     words = server_words(args, config, bool(gpus)) if given else []

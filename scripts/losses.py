@@ -2,7 +2,7 @@
 
     python scripts/losses.py RUN a.py b.py [--steps N] [-o losses.png] [--field value ...]
 
-RUN is the output_dir of a run that had `save_rollouts`; a.py and b.py are recipes of its model and data that differ in
+RUN is the output_dir of a run with `--parts recipes.replay.save`; a.py and b.py are recipes of its model and data that differ in
 what makes a gradient: the loss and its settings, advantages, corrections. Each step prints the norms of both gradients
 of the whole batch and their cosine, at the same policy and before clipping. Then the policy takes a's step. There is
 one update per batch, so ratios differ from 1 only with `--old_logprobs sampler`. Fields are set in both recipes.
@@ -27,6 +27,7 @@ from matplotlib import pyplot as plt
 from torch import Tensor
 
 from config import TrainConfig, UserError, parse_args
+from recipes.replay import replaying
 from rollouts.rollouts import Rollouts
 from train import arriving_shares, train_batch
 from training.batching import Share
@@ -150,9 +151,12 @@ def main(argv: list[str]) -> None:
     path = args.output or Path(args.run) / "losses.png"
     try:
         unused = f"{args.run}-unused"  # nothing is written there
-        words = ["--replay", args.run, "--output_dir", unused]
-        words += ["--num_iterations", "1", "--num_minibatches", "1", "--max_steps", "none"]
-        configs = [with_bf16(parse_args([recipe, *fields, *words])) for recipe in args.recipes]
+        words = ["--num_iterations", "1", "--num_minibatches", "1", "--max_steps", "none"]
+        words += ["--output_dir", unused]
+        configs = []
+        for recipe in args.recipes:
+            config = parse_args([recipe, *fields, *words])
+            configs.append(with_bf16(replaying(config, args.run)))
         if {config.old_logprobs for config in configs} == {"trainer"}:
             print(
                 "all ratios are 1: with --old_logprobs sampler they are against the server's log-probs",

@@ -46,11 +46,11 @@ PROMPTS = {
     "data.py": "dataset rows to\ntoken ids, once",
     "processor.py": "chat template\nand tokenizer",
     "images.py": "of a row, for\npolicy and server",
-    "replay.py": "saved Groups, in\nplace of servers",
 }
 ORDER = {
     "stream.py": "order of Groups,\nsampled ahead;\neach used once",
     "rollouts.py": "what train.py calls:\nGroups, evaluations,\nnew weights",
+    "run.py": "what a run is\nmade of; its parts",
     "own_rollouts.py": "completions of\na rollout_fn",
     "order.py": "which prompt is next",
 }
@@ -66,7 +66,6 @@ SERVERS = {
     "sending.py": "updates, to all",
     "addresses.py": "their current list",
     "proofs.py": "checks log-probs",
-    "references.py": "servers of a teacher",
     "evaluation.py": "held-out problems",
 }
 RECORDS = {
@@ -114,7 +113,7 @@ SERVING = {
 }
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
-    "images.py", "replay.py", "references.py", "evaluation.py", "trackers.py", "vision.py", "thumbnails.py",
+    "images.py", "evaluation.py", "trackers.py", "vision.py", "thumbnails.py",
     "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
     "adapter.py", "resume.py", "heartbeat.py", "own_advantages.py",
 }  # fmt: skip

@@ -287,7 +287,7 @@ class OnPaper:
     def reference_bytes(self) -> int:
         """Bytes of a reference that is a model of its own, as `build_reference` loads it."""
         config = self.config
-        is_here = config.has_reference and not config.reference_urls
+        is_here = config.has_reference and not config.reference_is_a_part
         if is_here and (config.reference_id or not config.use_peft):
             return self.num_weights * getattr(torch, config.dtype).itemsize
         return 0

@@ -30,7 +30,7 @@ MAX_ROWS = 10_000  # of one log of a run, completions or held_out
 MAX_BYTES = 40_000_000  # of these rows, as JSON
 MAX_POINTS = 2_000  # of a curve
 MACHINE_SETTINGS = (  # which tell of machines and accounts, and not of the run
-    "output_dir", "vllm_urls", "reference_urls", "hub_repo_id", "replay", "resume_from_checkpoint",
+    "output_dir", "vllm_urls", "hub_repo_id", "resume_from_checkpoint",
 )  # fmt: skip
 KEPT_BYTES = 150_000  # of each log, of a run that is kept in a repository
 MAX_IMAGE_BYTES = 20_000_000  # of all pictures in a page

@@ -72,16 +72,16 @@ def test_overrides(words, field, value):
     ("words", "message"),
     [
         (["--lerning_rate", "1"], "unknown field lerning_rate: did you mean learning_rate?"),
-        (["--bf16", "3"], "bf16=3: Input should be a valid boolean (true | false | none)"),
-        (["--batch_size", "2.5"], "batch_size='2.5': Input should be a valid integer (int >= 1)"),
+        (["--bf16", "3"], "bf16=3: Input should be a valid boolean"),
+        (["--batch_size", "2.5"], "batch_size='2.5': Input should be a valid integer"),
         (["--loss_type", "ppo"], "loss_type='ppo': Input should be 'grpo', "),
         (
             ["--num_generations", "1"],
-            "num_generations=1: Input should be greater than or equal to 2 (int >= 2)",
+            "num_generations=1: Input should be greater than or equal to 2",
         ),
         (
             ["--sampling_params", "{"],
-            "sampling_params='{': Input should be a valid dictionary (dict | none)",
+            "sampling_params='{': Input should be a valid dictionary",
         ),
         (["--sampling_params", '{"n": 3}'], "sampling_params may not set n"),
         (
@@ -91,7 +91,7 @@ def test_overrides(words, field, value):
         (["--epsilon", "nan"], "epsilon=nan: Input should be a finite number"),
         (
             ["--temperature", "0"],
-            "temperature=0.0: Input should be greater than or equal to 0.01 (float >= 0.01 and <= 2)",
+            "temperature=0.0: Input should be greater than or equal to 0.01",
         ),
         (["--delta", "1.1"], "delta must exceed 1 + epsilon_high"),
         (["--fsdp_bf16", "true"], "fsdp_bf16 has no effect without use_fsdp"),
@@ -106,10 +106,7 @@ def test_overrides(words, field, value):
             ["--max_staleness", "0", "--inflight_updates", "false"],
             "inflight_updates has no effect without",
         ),
-        (
-            ["--max_dropped_batches", "3"],
-            "max_dropped_batches has no effect without drop_zero_advantage",
-        ),
+        (["--max_dropped_batches", "3"], "unknown field max_dropped_batches: it is 10"),
         (
             ["--old_logprobs", "sampler", "--off_policy_correction", "mask"],
             "no effect with old_logprobs=sampler",
@@ -129,12 +126,11 @@ def test_overrides(words, field, value):
         (["--log_completions_steps", "5"], "log_completions_steps has no effect without use_wandb"),
         (["--push_to_hub", "true"], "push_to_hub needs hub_repo_id"),
         (["--eval_steps", "5"], "eval_steps has no effect without eval_dataset_id"),
-        (["--vllm_urls", "[]"], "vllm_urls=[]: List should have at least 1 item"),
-        (["--vllm_urls", "localhost:8000"], "(list of http://host:port)"),
-        (["--vllm_urls", "http://[1"], "(list of http://host:port)"),
-        (["--vllm_urls", "http://a:port"], "(list of http://host:port)"),
-        (["--vllm_urls", "http://user:token@a:1"], "(list of http://host:port)"),
-        (["--vllm_urls", "http://a:1/v1"], "(list of http://host:port)"),
+        (["--vllm_urls", "localhost:8000"], "give http://host:port, or @file"),
+        (["--vllm_urls", "http://[1"], "give http://host:port, or @file"),
+        (["--vllm_urls", "http://a:port"], "give http://host:port, or @file"),
+        (["--vllm_urls", "http://user:token@a:1"], "give http://host:port, or @file"),
+        (["--vllm_urls", "http://a:1/v1"], "give http://host:port, or @file"),
         (
             ["--lora_target_modules", "[]", "--use_peft", "true"],
             "lora_target_modules=[]: List should have at least 1 item",
@@ -171,20 +167,17 @@ def test_overrides(words, field, value):
             ["--beta", "0.1", "--reference_decay", "0.5", "--reference_id", "m"],
             "reference_decay moves the initial policy: unset reference_id",
         ),
-        (
-            ["--dataset_id", "x.jsonl", "--dataset_split", "test"],
-            "dataset_split has no effect unless dataset_id is",
-        ),
+        (["--dataset_split", "test"], "unknown field dataset_split: give dataset_id=name:subset"),
         (["stray"], "unknown field stray"),
         (["--model"], "unknown field model: did you mean model_id?"),
-        (["--top_k", "0"], "top_k=0: Input should be greater than or equal to 1 (int >= 1 | none)"),
+        (["--top_k", "0"], "top_k=0: Input should be greater than or equal to 1"),
         (
             ["--warmup_ratio", "1.5"],
-            "warmup_ratio=1.5: Input should be less than or equal to 1 (float >= 0 and <= 1)",
+            "warmup_ratio=1.5: Input should be less than or equal to 1",
         ),
         (
             ["--lr_scheduler", "x"],
-            "Input should be 'constant', 'linear' or 'cosine' (constant | linear | cosine)",
+            "Input should be 'constant', 'linear' or 'cosine'",
         ),
         (["--batch_size", "0"], "batch_size=0: Input should be greater than or equal to 1"),
         (
@@ -196,11 +189,7 @@ def test_overrides(words, field, value):
             "correction_floor must be below",
         ),
         (["--reward_funcs", "os.path.exists,os.path.exists"], "each needs a __name__ of its own"),
-        (["--reward_funcs", "os.path"], "Input should be callable (list of function)"),
-        (
-            ["--eval_dataset_id", "x.jsonl", "--eval_dataset_split", "dev"],
-            "eval_dataset_split has no effect unless",
-        ),
+        (["--reward_funcs", "os.path"], "Input should be callable"),
         (["--epsilon", "1"], "epsilon must be below 1, but for loss_type=cispo"),
         (["--kl_gradient", "reverse"], "kl_gradient has no effect without beta"),
         (
@@ -263,7 +252,7 @@ def test_recipe_and_its_own_functions(write):
     ("text", "message"),
     [
         (RECIPE % ", lerning_rate=1", "unknown field lerning_rate: did you mean learning_rate"),
-        (RECIPE.replace('model_id="m", ', "") % "", r"model_id=None: Field required \(str\)"),
+        (RECIPE.replace('model_id="m", ', "") % "", r"model_id=None: Field required"),
         (RECIPE % ", batch_size=0", "batch_size=0: Input should be greater"),
         (RECIPE % ", batch_size=True", "batch_size=True: Input should be a valid integer"),
         ("import no_such_module", "bad_recipe.py: No module named 'no_such_module'"),
@@ -331,26 +320,26 @@ def test_a_recipe_hides_no_other_module(write, name):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"batch_size": True}, "batch_size=True: Input should be a valid integer (int >= 1)"),
+        ({"batch_size": True}, "batch_size=True: Input should be a valid integer"),
         ({"batch_size": 2.0}, "batch_size=2.0: Input should be a valid integer"),
         ({"batch_size": "2"}, "batch_size='2': Input should be a valid integer"),
         ({"bf16": 1}, "bf16=1: Input should be a valid boolean"),
         (
             {"temperature": True},
-            "temperature=True: Input should be a valid number (float >= 0.01 and <= 2)",
+            "temperature=True: Input should be a valid number",
         ),
         ({"temperature": "1"}, "temperature='1': Input should be a valid number"),
         ({"beta": math.nan}, "beta=nan: Input should be a finite number"),
         (
             {"reward_weights": [math.inf]},
-            "reward_weights=[inf]: Input should be a finite number (list of float | none)",
+            "reward_weights=[inf]: Input should be a finite number",
         ),
         ({"stop": "a"}, "stop='a': Input should be a valid list"),
         ({"stop": []}, "stop=[]: List should have at least 1 item"),
-        ({"stop": [1]}, "stop=[1]: Input should be a valid string (list of str | none)"),
+        ({"stop": [1]}, "stop=[1]: Input should be a valid string"),
         ({"stop": ("a",)}, "stop=('a',): Input should be a valid list"),
-        ({"output_dir": None}, "output_dir=None: Input should be a valid string (str)"),
-        ({"dataset_id": 3}, "dataset_id=3: Input should be a valid string (str | Callable | dict)"),
+        ({"output_dir": None}, "output_dir=None: Input should be a valid string"),
+        ({"dataset_id": 3}, "dataset_id=3: Input should be a valid string"),
         ({"rollout_fn": 3}, "rollout_fn=3: Input should be callable"),
         ({"sampling_params": []}, "sampling_params=[]: Input should be a valid dictionary"),
         ({"seeds": 3}, "unknown field seeds: did you mean seed?"),
@@ -377,18 +366,15 @@ def bounds_of(hint):
     "name", [name for name, hint in config_module._HINTS.items() if [*bounds_of(hint)]]
 )
 def test_ranges(name):
-    """A type says its own bounds, and they hold: next to each one side is taken and the other refused."""
+    """They hold: next to each one side is taken and the other refused."""
     hint = config_module._HINTS[name]
-    kind, _, rest = config_module._type_in_words(hint).removesuffix(" | none").partition(" ")
-    step = {"int": 1, "float": 1e-9}[kind]
-    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    assert rest == " and ".join(f"{signs[key]} {bound:g}" for key, bound in bounds_of(hint))
+    step = 1 if "int" in str(hint) else 1e-9
     inward = {"ge": step, "gt": step, "le": -step, "lt": -step}
     for key, bound in bounds_of(hint):
         taken, refused = bound + inward[key], bound - inward[key]
         assert TypeAdapter(hint).validate_python(taken, strict=True) == taken
         with pytest.raises(
-            UserError, match=f"^{name}={refused}: Input should be .* {re.escape(rest)}"
+            UserError, match=f"^{name}={refused}: Input should be .* than .*{bound}"
         ):
             make(**{name: refused})
         if key in ("gt", "lt"):
@@ -455,7 +441,7 @@ def test_a_config_is_a_frozen_dataclass():
     ],
 )
 def test_describe(fields, warning):
-    _, *lines = describe(make(**fields), make(**fields)).splitlines()
+    _, *lines = describe(make(**fields)).splitlines()
     warnings = [line for line in lines if line.startswith("warning: ")]
     assert len(lines) - len(warnings) == len(fields) + 3
     assert "  reward_funcs = ['genericpath.exists']" in lines
@@ -481,9 +467,9 @@ def test_help_shows_every_field(capsys, monkeypatch):
             field.name
         )
     for line in (
-        "  --batch_size int >= 1 (default 32)", "  --model_id str (required)",
-        "  --lr_scheduler constant | linear | cosine (default constant)",
-        "  --stop list of str | none (default none)",
+        "  --batch_size OneOrMore (default 32)", "  --model_id PathOrName (required)",
+        "  --lr_scheduler Literal['constant', 'linear', 'cosine'] (default constant)",
+        "  --stop Values[NonEmpty] | None (default none)",
     ):  # fmt: skip
         assert line in text.splitlines()
 

@@ -241,9 +241,6 @@ def test_several_sets(monkeypatch):
     assert [prompt.index for prompt in prompts] == list(range(3 + 9))
     assert prompts[4].where == "row 1 of dataset more"
     assert prompts[4].set == "more"
-    named = make_config(dataset_id={"a": "hub/a", "b": "hub/b"}, dataset_config="main")
-    with pytest.raises(UserError, match="dataset_id a: .*dataset_config is of one data set"):
-        load_train_set(make_tokenizer(), named)
     sets = {"a": lambda: rows, "b": lambda: [{}]}
     broken = make_config(dataset_id=sets, reward_funcs=[only_first])
     with pytest.raises(UserError, match="^dataset_id b: dataset row 0: it has no `prompt`"):
@@ -423,17 +420,20 @@ def test_samples_have_their_tokens():
     assert "earlier" not in second
 
 
-def test_a_subset_is_of_its_own_dataset(monkeypatch):
+def test_names_with_subset_and_split(monkeypatch):
     asked = []
 
     def load(*names, split):
-        asked.append(names)
+        asked.append((*names, split))
         return Dataset.from_list(ROWS)
 
     monkeypatch.setattr("datasets.load_dataset", load)
-    for source in ("a/b", "c/d"):
-        prompts_of(source, dataset_id="a/b", dataset_config="main", eval_dataset_id="c/d")
-    assert asked == [("a/b", "main"), ("c/d", None)]
+    for source in ("a/b", "a/b:main", "a/b::test[:100]", "a/b:main:dev"):
+        prompts_of(source)
+    assert asked == [
+        ("a/b", None, "train"), ("a/b", "main", "train"), ("a/b", None, "test[:100]"),
+        ("a/b", "main", "dev"),
+    ]  # fmt: skip
 
 
 ROLLOUTS = [(0, True), ([0, 1], True), ([0, ENVIRONMENT], True), ([], False), ([0], False)]

@@ -83,13 +83,11 @@ def test_a_batch_that_is_one_request():
     assert predict(parts, 1, 1) == pytest.approx((12, 1 / 3, 0))
 
 
-def test_replay_has_no_servers(tmp_path):
-    (tmp_path / "recipe_replay.py").write_text(
-        RECIPE.format(model="m", urls=["http://127.0.0.1:1"], output="o")
-    )
-    done = on_forked_ranks(0, DOCTOR, tmp_path / "recipe_replay.py", "--replay", "outputs/other")
+def test_a_run_without_servers(tmp_path):
+    (tmp_path / "recipe_replay.py").write_text(RECIPE.format(model="m", urls=[], output="o"))
+    done = on_forked_ranks(0, DOCTOR, tmp_path / "recipe_replay.py")
     assert done.returncode == 1
-    assert re.fullmatch("error: replay asks no server.*\n", done.stderr)
+    assert re.fullmatch("error: vllm_urls names no server.*\n", done.stderr)
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """What is refused before anything is loaded, and what a GPU changes without being asked: on a machine without one."""
 
-import dataclasses
 import json
 import os
 import re
@@ -17,7 +16,6 @@ from fake_server import fake_server
 from helpers import ENV, ROOT, answer_in
 
 from config import TrainConfig, UserError, describe, parse_args
-from rollouts.rollouts import Rollouts
 from rollouts.servers import ServerPool
 from train import main
 from training import model as builders
@@ -303,25 +301,8 @@ def test_the_default_of_bf16(cuda, is_available, is_native, fields, expected):
     assert (config.bf16, config.fsdp_bf16) == expected
     assert with_bf16(config) == config
     computes = "bfloat16" if any(expected) else config.dtype
-    text = describe(config, usual=with_bf16(dataclasses.replace(config, bf16=None)))
+    text = describe(config)
     assert text.startswith(f"weights in {config.dtype}, computation in {computes}; ")
-    slow = "warning: computation in float32: half to a tenth of the speed of bfloat16; leave bf16 at none"
-    assert (slow in text.splitlines()) == (is_available and is_native and computes == "float32")
-
-
-def test_a_run_in_float32_is_warned_where_bfloat16_is_faster(models, cuda, capsys):
-    """Before anything is loaded; here the data set is what is missing."""
-    config = dataclasses.replace(
-        make_config(bf16=False), model_id=models["tied"], dataset_id="nowhere.jsonl"
-    )
-    with process_group(60) as device:
-        cuda(True)
-        with pytest.raises(UserError, match="nowhere"):
-            Rollouts(config, device)
-        cuda(False)
-    assert (
-        "warning: computation in float32: half to a tenth of the speed" in capsys.readouterr().out
-    )
 
 
 def test_prefixes_are_verified_as_they_train(models, monkeypatch):

@@ -281,7 +281,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(models, recipe, tmp_path, monk
 
     monkeypatch.setattr(train, "grpo_loss", broken)
     with fake_server(models["untied"], answer_in(0.01)) as server:
-        options = ["--max_steps", "5", "--max_skipped_steps", "3", "--lr_scheduler", "linear"]
+        options = ["--max_steps", "5", "--lr_scheduler", "linear"]
         main(parse_args([recipe(server), *options]))
         for name, weight in server.versions["1"].items():
             assert torch.equal(weight, server.versions["2"][name])
@@ -299,6 +299,7 @@ def test_a_gradient_that_is_not_finite_is_skipped(models, recipe, tmp_path, monk
 
 def test_too_many_skipped_steps_end_the_run(models, recipe, monkeypatch):
     real = train.grpo_loss
+    monkeypatch.setattr(train, "MAX_SKIPPED_STEPS", 3)
     monkeypatch.setattr(train, "grpo_loss", lambda *a: (real(*a)[0] * float("inf"), real(*a)[1]))
     with (
         fake_server(models["untied"], answer_in(0.01)) as server,
@@ -306,7 +307,7 @@ def test_too_many_skipped_steps_end_the_run(models, recipe, monkeypatch):
             ValueError, match="3 steps in a row had no finite gradient: lower learning_rate"
         ),
     ):
-        main(parse_args([recipe(server), "--max_steps", "9", "--max_skipped_steps", "3"]))
+        main(parse_args([recipe(server), "--max_steps", "9"]))
     assert "4" not in server.versions
 
 

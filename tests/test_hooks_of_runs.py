@@ -37,18 +37,28 @@ from benchmarks.local_server import local_server
 from config import UserError, parse_args
 from prefix_attention import attach, pack
 from recipes.own_loss import reinforce
+from recipes.replay import file_of, replaying
+from recipes.teacher import ReferenceServer, Teacher
 from rollouts.evaluation import Round, held_out_metrics
 from rollouts.group import Completion, Group, Prompt
 from rollouts.processor import load_processor
 from rollouts.proofs import Probe, Proofs
-from rollouts.references import ReferenceServer
 from rollouts.rollouts import Rollouts
+from rollouts.run import Run
 from rollouts.sampling import sampling_params
 from rollouts.scoring import Failures, Scorer
+from server.messages import About
 from train import grpo_loss, main
 from training.model import build_policy, build_reference, token_logprobs
 from utils import process_group
 from vllm_client import ServerError, ServerLost, State
+
+SAVE = ("--parts", "recipes.replay.save")
+WITH_TEACHER = """
+from dataclasses import replace
+from recipes.teacher import Teacher
+config = replace(config, parts=[Teacher({urls})])
+"""
 
 
 def weights(folder, step=3):
@@ -249,26 +259,28 @@ def test_what_held_out_completions_are_sampled_with(monkeypatch):
     """By `eval_generations` and `eval_temperature`; no reference is asked for them."""
     seen, asked = [], []
     monkeypatch.setattr(
-        "rollouts.rollouts.sample_group",
+        "rollouts.run.sample_group",
         lambda group, pool, processor, config, **instead: seen.append(
             sampling_params(config) | instead
         ),
     )
     monkeypatch.setattr(
-        "rollouts.rollouts.on_one_server", lambda group, pool, ask: asked.append(group)
+        "recipes.teacher.on_one_server", lambda group, pool, ask: asked.append(group)
     )
     of_eval = {"eval_dataset_id": "x.jsonl", "eval_generations": 3, "eval_temperature": 0.5}
     config = make_config(num_generations=4, temperature=0.7, **of_eval)
-    scorer, references = SimpleNamespace(score=lambda group: None), SimpleNamespace()
-    rollouts: Any = Rollouts.__new__(Rollouts)
-    rollouts.config, rollouts.pool, rollouts.processor = config, None, None
-    rollouts.scorer, rollouts.references = scorer, references
-    rollouts.failures = Failures("rollouts", config)
+    scorer: Any = SimpleNamespace(score=lambda group: None)
     groups = [Group(Prompt(number, [5], "", {})) for number in range(2)]
-    with closing(Round({"": [groups[0].prompt]}, rollouts._sample_and_score, config)) as under_way:
+    failures = Failures("rollouts", config)
+    pool: Any = None
+    run = Run(config, {}, None, pool, [], {"": [groups[0].prompt]}, scorer, failures)
+    teacher = Teacher("http://x")
+    teacher.pool, teacher.sample_and_score = pool, run.fill
+    run.fill = teacher.fill
+    with closing(Round(run, config)) as under_way:
         while not under_way.is_complete():
             pass
-    rollouts._fill(groups[1])
+    run.fill(groups[1])
     assert [(sampling["n"], sampling["temperature"]) for sampling in seen] == [(3, 0.5), (4, 0.7)]
     assert asked == groups[1:]
 
@@ -279,12 +291,10 @@ def test_held_out_sets_on_the_command_line():
         [
             *words,
             "--eval_dataset_id",
-            '{"a": "x.jsonl", "b": "name"}',
-            "--eval_dataset_split",
-            "dev",
+            '{"a": "x.jsonl", "b": "name::dev"}',
         ]
     )
-    assert config.eval_sets == {"a": "x.jsonl", "b": "name"}
+    assert config.eval_sets == {"a": "x.jsonl", "b": "name::dev"}
     assert parse_args([*words, "--eval_dataset_id", "x.jsonl"]).eval_sets == {"": "x.jsonl"}
     with pytest.raises(UserError, match="eval_generations has no effect without eval_temperature"):
         parse_args([*words, "--eval_dataset_id", "x.jsonl", "--eval_generations", "3"])
@@ -398,11 +408,12 @@ def test_what_updates_of_the_batch_change_accuses_no_server(
 def test_a_busy_server_is_no_lost_one(models, recipe, capsys, monkeypatch):
     """It answers no probe in time after the first one: that is no proof, and no reason to leave it out."""
     monkeypatch.setattr("rollouts.proofs.ANSWER_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("rollouts.rollouts.PROBE_STEPS", 1)
     asked = itertools.count()
     with fake_server(
         models["untied"], lambda ids, number: (said(ids, number), 1.0 if next(asked) > 1 else 0.0)
     ) as one:
-        options = ["--sampling_params", '{"top_p": 1.0}', "--probe_steps", "1", "--max_steps", "3"]
+        options = ["--sampling_params", '{"top_p": 1.0}', "--max_steps", "3"]
         main(parse_args([recipe(one), *options]))
     assert "is left out" not in capsys.readouterr().out
 
@@ -438,11 +449,12 @@ def test_all_servers_are_probed_every_few_versions(models, recipe, monkeypatch):
         return probe(self, server)
 
     monkeypatch.setattr(Proofs, "_probe", note)
+    monkeypatch.setattr("rollouts.rollouts.PROBE_STEPS", 3)
     with (
         fake_server(models["untied"], answer_in(0.0)) as one,
         fake_server(models["untied"], answer_in(0.0)) as two,
     ):
-        options = ["--sampling_params", '{"top_p": 1.0}', "--max_steps", "8", "--probe_steps", "3"]
+        options = ["--sampling_params", '{"top_p": 1.0}', "--max_steps", "8"]
         main(parse_args([recipe(one, two), *options]))
     assert [version for version, _ in probed] == [0, 0, 3, 3, 6, 6]
     assert [{url for _, url in probed[start : start + 2]} for start in (0, 2, 4)] == [
@@ -609,7 +621,10 @@ def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path,
                     raise RuntimeError("ill")
 
             two.fault = ill
-            main(parse_args([recipe(one), *options, "--reference_urls", f"{two.url},{three.url}"]))
+            path = recipe(one)
+            with open(path, "a") as file:
+                file.write(WITH_TEACHER.format(urls=f"{two.url!r}, {three.url!r}"))
+            main(parse_args([path, *options]))
             written.append(weights(tmp_path / "run"))
             for reference in (two, three):
                 paths = {path for path, _ in reference.log}
@@ -625,20 +640,25 @@ def test_reference_servers_train_as_the_reference_does(models, recipe, tmp_path,
 def test_what_a_reference_server_cannot_do(models, recipe, vlm):
     with fake_server(models["untied"], answer_in(0.0)) as one:
         path = recipe(one)
-        with pytest.raises(
-            UserError, match="reference_urls has no effect without beta or a loss_fn"
-        ):
-            parse_args([path, "--reference_urls", one.url])
-        with pytest.raises(
-            UserError, match="replay asks no server: unset reference_urls, and set reference_id"
-        ):
-            parse_args([path, "--reference_urls", one.url, "--beta", "0.1", "--replay", "x"])
-        with pytest.raises(
-            UserError, match="reference_urls: with images the trainer needs its own reference"
-        ):
-            main(
-                parse_args([path, "--reference_urls", one.url, "--beta", "0.1", "--model_id", vlm])
-            )
+        with open(path, "a") as file:
+            file.write(WITH_TEACHER.format(urls=repr(one.url)))
+        with pytest.raises(UserError, match="Teacher has no effect without beta or a loss_fn"):
+            main(parse_args([path]))
+        one.about = lambda: About([vlm], 128, "float32", 0, False)  # type: ignore[method-assign]
+        with pytest.raises(UserError, match="Teacher: with images the trainer needs its own ref"):
+            main(parse_args([path, "--beta", "0.1", "--model_id", vlm]))
+        with pytest.raises(UserError, match="one of parts is the reference: unset reference_id"):
+            parse_args([path, "--beta", "0.1", "--reference_id", "other"])
+    with pytest.raises(UserError, match=r"unknown field reference_urls: set parts=\[recipes"):
+        make_config(reference_urls=["http://x"])
+
+
+def test_a_part_without_servers(models, recipe):
+    """It gives the groups itself; without it the run ends before the policy is loaded."""
+    path = recipe(SimpleNamespace(url="http://127.0.0.1:1"))
+    config = replace(parse_args([path]), vllm_urls=[])
+    with pytest.raises(UserError, match="vllm_urls names no server, and no part samples without"):
+        main(config)
 
 
 # -- Replay -----------------------------------------------------------------------------------------------------------
@@ -665,23 +685,13 @@ def test_a_replay_ends_with_the_same_bits(models, recipe, tmp_path, options):
     """Without a server, and with rewards that raise: nothing is sampled or scored again."""
     with fake_server(models["untied"], answer_in(0.03)) as server:
         path = Path(recipe(server))
-        main(parse_args([str(path), "--save_rollouts", "true", *options]))
+        main(parse_args([str(path), *SAVE, *options]))
     path = Path(recipe(server))  # without the module of the run before
     path.write_text(path.read_text().replace("return [sum(ids)", "return 1 / 0, [sum(ids)"))
     run = tmp_path / "run"
-    main(
-        parse_args(
-            [
-                str(path),
-                "--replay",
-                str(run),
-                "--output_dir",
-                str(tmp_path / "again" / "run"),
-                *options,
-            ]
-        )
-    )
-    assert_identical(weights(run), weights(tmp_path / "again" / "run"))
+    again = tmp_path / "again" / "run"
+    main(replaying(parse_args([str(path), "--output_dir", str(again), *options]), run))
+    assert_identical(weights(run), weights(again))
     for name in (
         "loss",
         "reward",
@@ -727,25 +737,13 @@ def test_a_replay_trains_what_was_trained(models, recipe, tmp_path):
         same.write_text(
             f"{path.read_text()}{change}config = replace(config, reward_funcs=[always_one])\n"
         )
-        main(parse_args([str(same), "--save_rollouts", "true", "--max_staleness", "1"]))
+        main(parse_args([str(same), *SAVE, "--max_staleness", "1"]))
     (tmp_path / "held_out.jsonl").write_text('{"prompt": "1+1="}\n')
-    rules = ["--drop_zero_advantage", "true", "--max_dropped_batches", "1", "--max_staleness", "2"]
+    rules = ["--drop_zero_advantage", "true", "--max_staleness", "2"]
     rules += ["--eval_dataset_id", str(tmp_path / "held_out.jsonl")]
     again = str(tmp_path / "again" / "run")
-    main(
-        parse_args(
-            [
-                str(same),
-                "--replay",
-                str(tmp_path / "run"),
-                "--output_dir",
-                again,
-                "--reward_weights",
-                "2",
-                *rules,
-            ]
-        )
-    )
+    words = [str(same), "--output_dir", again, "--reward_weights", "2", *rules]
+    main(replaying(parse_args(words), tmp_path / "run"))
     before, after = read(tmp_path, "metrics"), read(tmp_path / "again", "metrics")
     assert [row["step"] for row in after] == [1, 2, 3]
     assert [row["reward"] for row in after] == [2.0] * 3
@@ -758,14 +756,12 @@ def test_a_replay_on_two_ranks_resumes(models, recipe, tmp_path):
     with fake_server(models["untied"], answer_in(0.03)) as server:
         path = recipe(server)
         common = [path, "--save_steps", "1", "--collective_timeout", "60"]
-        done = on_forked_ranks(2, ROOT / "train.py", *common, "--save_rollouts", "true")
+        done = on_forked_ranks(2, ROOT / "train.py", *common, *SAVE)
         assert done.returncode == 0, done.stderr
     again = tmp_path / "again" / "run"
     for steps, resume in (("2", "none"), ("3", "auto")):
-        words = ["--replay", tmp_path / "run", "--output_dir", again, "--max_steps", steps]
-        done = on_forked_ranks(
-            2, ROOT / "train.py", *common, *words, "--resume_from_checkpoint", resume
-        )
+        words = ["--output_dir", again, "--max_steps", steps, "--resume_from_checkpoint", resume]
+        done = on_forked_ranks(2, ROOT / "recipes" / "replay.py", tmp_path / "run", *common, *words)
         assert done.returncode == 0, done.stderr
     one, two = weights(tmp_path / "run"), weights(again)
     for name, weight in one.items():  # two ranks may sum in another order
@@ -777,21 +773,10 @@ def test_a_replay_ends_with_the_last_whole_step(models, recipe, tmp_path):
     with fake_server(models["untied"], answer_in(0.0)) as server:
         path = recipe(server)
         options = ["--max_steps", "3", "--lr_scheduler", "linear"]
-        main(parse_args([path, *options, "--save_rollouts", "true", "--save_steps", "1"]))
-    file = tmp_path / "run" / "rollouts.jsonl"
-    file.write_text("".join(file.read_text().splitlines(True)[:-1]))
-    main(
-        parse_args(
-            [
-                path,
-                *options,
-                "--replay",
-                str(tmp_path / "run"),
-                "--output_dir",
-                str(tmp_path / "again"),
-            ]
-        )
-    )
+        main(parse_args([path, *options, *SAVE, "--save_steps", "1"]))
+    file_of(tmp_path / "run", 3).unlink()
+    words = [path, *options, "--output_dir", str(tmp_path / "again")]
+    main(replaying(parse_args(words), tmp_path / "run"))
     assert [path.name for path in (tmp_path / "again").glob("checkpoint-*")] == ["checkpoint-2"]
     files = [
         tmp_path / folder / "checkpoint-2" / "model.safetensors" for folder in ("run", "again")
@@ -802,41 +787,35 @@ def test_a_replay_ends_with_the_last_whole_step(models, recipe, tmp_path):
 def test_what_cannot_be_replayed(models, recipe, tmp_path):
     with fake_server(models["untied"], answer_in(0.0)) as server:
         path = Path(recipe(server))
-        main(parse_args([str(path), "--save_rollouts", "true", "--max_steps", "1"]))
-    words = [str(path), "--output_dir", str(tmp_path / "again"), "--replay"]
-    run = str(tmp_path / "run")
-    with pytest.raises(UserError, match="replay must be another folder than output_dir"):
-        parse_args([str(path), "--replay", run])
-    with pytest.raises(UserError, match="nowhere: no rollouts of a run with save_rollouts"):
-        main(parse_args([*words, str(tmp_path / "nowhere")]))
+        main(parse_args([str(path), *SAVE, "--max_steps", "1"]))
+        with pytest.raises(UserError, match="has the rollouts of an earlier run: take another"):
+            main(parse_args([str(path), *SAVE]))
+    words = [str(path), "--output_dir", str(tmp_path / "again")]
+    run = tmp_path / "run"
+    with pytest.raises(UserError, match="replay: set another output_dir than the folder"):
+        replaying(parse_args([str(path)]), run)
+    with pytest.raises(UserError, match="nowhere has no run with --parts recipes.replay.save"):
+        main(replaying(parse_args(words), tmp_path / "nowhere"))
     for option, value, had in (
         ("batch_size", "3", "6"),
         ("temperature", "0.5", "1.0"),
         ("num_generations", "3", "4"),
     ):
         with pytest.raises(UserError, match=f"replay: that run had {option}={had}: set it"):
-            main(parse_args([*words, run, f"--{option}", value]))
+            main(replaying(parse_args([*words, f"--{option}", value]), run))
+    other = [*words, "--reward_funcs", "recipes.majority.majority_vote"]
     with pytest.raises(UserError, match=r"replay: that run had reward_funcs=\['mean_id'\]: set it"):
-        main(parse_args([*words, run, "--reward_funcs", "recipes.majority.majority_vote"]))
-    file = tmp_path / "run" / "rollouts.jsonl"
-    whole = file.read_text()
-    for wrong in (
-        whole.replace('"step":1,', '"step":2,'),
-        "".join(whole.splitlines(True)[:-1]),
-        whole[:-5],
-    ):
-        file.write_text(wrong)
-        with pytest.raises(
-            UserError, match="step 1 is not whole: rollouts were not saved from the start"
-        ):
-            main(parse_args([*words, run]))
-    file.write_text(whole)
+        main(replaying(parse_args(other), run))
+    file_of(run, 1).rename(file_of(run, 2))
+    with pytest.raises(UserError, match="run has no rollouts of step 1"):
+        main(replaying(parse_args(words), run))
+    file_of(run, 2).rename(file_of(run, 1))
     path = Path(recipe(server))
     path.write_text(path.read_text().replace("{i}+{i}=", "{i}-{i}="))
     with pytest.raises(
         UserError, match=r"replay: dataset row \d+ is not the prompt that it was in "
     ):
-        main(parse_args([*words, run]))
+        main(replaying(parse_args(words), run))
 
 
 def no_prompts(prompts, history, count, rng):
@@ -899,7 +878,7 @@ def test_two_losses_on_identical_data(models, recipe, tmp_path, capsys):
     """The same loss doubled; and REINFORCE, which on-policy has the gradient of the clipped loss."""
     with fake_server(models["untied"], answer_in(0.0)) as server:
         path = Path(recipe(server))
-        main(parse_args([str(path), "--save_rollouts", "true"]))
+        main(parse_args([str(path), *SAVE]))
     other = tmp_path / f"other_{tmp_path.name}.py"
     for loss, ratio in ((twice, 2), (reinforce, 1)):
         sys.modules.pop(other.stem, None)

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from inspect import signature
+from types import SimpleNamespace
+from typing import Any
 
 import helpers  # noqa: F401  # first: it finds the repository
 import pytest
@@ -31,15 +33,15 @@ from transformers import (
 )
 
 import prefix_attention
-from config import TrainConfig, UserError
+from config import TrainConfig, UserError, to_json
 from recipes import geometry3k
+from recipes.replay import Replay, save
 from recipes.rewards import math_answer
 from recipes.tiny_vlm import squares
 from rollouts.data import leave_out_long, load_prompts
 from rollouts.group import Completion, Group, Prompt, version_spans
 from rollouts.images import Images, image_source, joined_images, open_image, with_images
 from rollouts.processor import load_processor
-from rollouts.replay import restore, restored, saved_group
 from rollouts.rollouts import Rollouts
 from rollouts.sampling import sample_group
 from train import train_batch
@@ -140,9 +142,10 @@ def test_prompts_of_mixed_rows():
         assert sent.tobytes() == picture(number).tobytes()
 
 
-def test_a_saved_group_gets_its_images_back():
+def test_a_saved_group_gets_its_images_back(tmp_path):
     """They are not in the file: a replay processes them anew."""
-    prompts, processor, config = load(rows), build_processor(), make_config()
+    prompts, processor = load(rows), build_processor()
+    config = make_config(output_dir=str(tmp_path), batch_size=1, num_generations=2)
     sampled = Completion([5, 6], [-1.0, -0.5], "stop", 0)
     group = Group(
         with_images(prompts[2], processor, config),
@@ -150,9 +153,16 @@ def test_a_saved_group_gets_its_images_back():
         rewards=table([[1.0]]),
         advantages=[0.5],
     )
-    saved = restored(saved_group(group)["group"], 0)
+    run: Any = SimpleNamespace(
+        config=config, before={"step": 0}, prompts=prompts, processor=processor, on_step=[]
+    )
+    save(run)
+    run.on_step[0](1, {}, [group])
+    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
+    Replay(tmp_path)(run)
+    (saved,) = run.choose(0)
     assert saved.prompt.images is None
-    restore(saved, {prompt.index: prompt for prompt in prompts}, processor, config)
+    run.fill(saved)
     saved.advantages = group.advantages
     before, after = (micro_batches([each], 1000, config)[0] for each in (group, saved))
     assert before.images.keys() == after.images.keys() > set()
@@ -672,9 +682,9 @@ def url(vlm_server):
 def worst_mismatch(rollouts, policy, config, device):
     """Largest |trainer - server| over fresh completions of every prompt, in shared and in plain rows."""
     groups: list[Group] = []
-    for prompt in rollouts.prompts if is_main() else ():
+    for prompt in rollouts.run.prompts if is_main() else ():
         group = Group(prompt, advantages=[0.0] * config.num_generations)
-        sample_group(group, rollouts.pool, rollouts.processor, config)
+        sample_group(group, rollouts.pool, rollouts.run.processor, config)
         groups.append(group)
     groups = broadcast_object(groups)
     worst = 0.0
@@ -801,7 +811,7 @@ def test_an_update_in_the_middle_of_completions(vlm, url):
         policy = build_policy(config, device, rollouts.example)
         config = share_prefixes(policy, config, rollouts.example)
         rollouts.publish(policy, 0)
-        prompt = with_images(rollouts.prompts[2], rollouts.processor, config)
+        prompt = with_images(rollouts.run.prompts[2], rollouts.run.processor, config)
         assert (
             policy.config.vision_end_token_id in prompt.token_ids[:32]
         )  # a block of the server's cache
@@ -864,7 +874,7 @@ def test_placeholders_are_never_sampled(vlm, url):
         policy = build_policy(config, device, rollouts.example)
         config = share_prefixes(policy, config, example=rollouts.example)
         rollouts.publish(policy, 0)
-        prompt = rollouts.prompts[1]
+        prompt = rollouts.run.prompts[1]
         greedy = {"n": 1, "max_tokens": 1, "temperature": 0.0}
         (first,) = rollouts.pool.servers[0].generate(prompt.token_ids, greedy)
         image = policy.config.image_token_id
@@ -901,9 +911,9 @@ def test_what_the_server_refuses_names_the_row(vlm, url):
         rollouts.pool.admit(rollouts.pool.servers[0])
         with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
             sample_group(
-                Group(rollouts.prompts[0]),
+                Group(rollouts.run.prompts[0]),
                 rollouts.pool,
-                rollouts.processor,
+                rollouts.run.processor,
                 config,
             )
         rollouts.close()
@@ -918,7 +928,7 @@ def test_a_second_turn_after_an_image(vlm, url):
         share_prefixes(policy, config, rollouts.example)
         rollouts.publish(policy, 0)
         (client,) = rollouts.pool.servers
-        prompt = with_images(rollouts.prompts[0], build_processor(), config)
+        prompt = with_images(rollouts.run.prompts[0], build_processor(), config)
         (turn,) = client.generate(prompt.token_ids, {"n": 1, "max_tokens": 3}, images=prompt.images)
         words = [30, 31]
         so_far = [*prompt.token_ids, *turn.token_ids, *words]
@@ -936,7 +946,7 @@ def test_a_second_turn_after_an_image(vlm, url):
         with pytest.raises(
             ValueError, match="rollout_fn on dataset row 0: .*placeholder of an image"
         ):
-            sample_group(Group(prompt), rollouts.pool, rollouts.processor, config, n=1)
+            sample_group(Group(prompt), rollouts.pool, rollouts.run.processor, config, n=1)
         rollouts.close()
 
 
@@ -948,7 +958,7 @@ def test_other_tokens_for_an_image_are_noticed(vlm, url):
         share_prefixes(policy, config)
         rollouts.publish(policy, 0)
         (client,) = rollouts.pool.servers
-        prompt = with_images(rollouts.prompts[0], build_processor(), config)
+        prompt = with_images(rollouts.run.prompts[0], build_processor(), config)
         odd = [*prompt.token_ids[:-1], prompt.token_ids[-1] + 1]
         with pytest.raises(ValueError, match="pass images=prompt.images"):
             client.generate(prompt.token_ids, {"n": 2, "max_tokens": 3})

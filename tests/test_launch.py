@@ -200,8 +200,10 @@ def test_one_gpu_is_shared(my_recipe):
     assert option(server, "--gpu-memory-utilization") == "0.35"
 
 
-def test_a_replay_has_no_server(my_recipe):
-    ((_, words),) = made(my_recipe, "--replay", "outputs/first")
+def test_a_run_without_servers(my_recipe):
+    with open(my_recipe, "a") as file:
+        file.write("from dataclasses import replace\nconfig = replace(config, vllm_urls=[])\n")
+    ((_, words),) = made(my_recipe)
     assert "--vllm_urls" not in words
 
 

@@ -482,17 +482,22 @@ def test_servers_of_another_base_are_refused(models):
 
 def test_replays_on_two_ranks_and_after_a_stop(start, tmp_path):  # noqa: F811
     """Two ranks agree with one, to the rounding of sums; a run that goes on, to the bit."""
-    run(1, start("--save_rollouts", "true"))
-    command = start("--replay", tmp_path / "run", "--use_peft", "true", "--base_4bit", "true")
+    run(1, start("--parts", "recipes.replay.save"))
+    command = start("--use_peft", "true", "--base_4bit", "true")
     command += ["--learning_rate", "0.001", "--save_steps", "2"]
     found = {}
+
+    def replay(ranks, words):
+        done = on_forked_ranks(ranks, ROOT / "recipes" / "replay.py", tmp_path / "run", *words)
+        assert done.returncode == 0, done.stderr[-3000:]
+
     for ranks in (1, 2):
         output = ["--output_dir", str(tmp_path / f"of_{ranks}")]
-        run(ranks, [*command, *output])
+        replay(ranks, [*command, *output])
         found[ranks] = weights(tmp_path / f"of_{ranks}")
         assert all(".lora_" in name for name in found[ranks])
         resumed = ["--resume_from_checkpoint", str(tmp_path / f"of_{ranks}" / "checkpoint-2")]
-        run(ranks, [*command, *output, *resumed])
+        replay(ranks, [*command, *output, *resumed])
         assert_identical(weights(tmp_path / f"of_{ranks}"), found[ranks])
     for name, weight in found[1].items():
         torch.testing.assert_close(found[2][name], weight, rtol=1e-3, atol=1e-5)

@@ -5,12 +5,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from fake_server import fake_server
 from helpers import ROOT, answer_in, on_forked_ranks, read
 from test_hooks import make_config
 
-from config import UserError, parse_args
+from config import parse_args
 from rollouts.group import Prompt
 from rollouts.order import Order
 from train import main
@@ -113,8 +112,3 @@ def test_dropped_groups_are_in_the_history(models, recipe, tmp_path):
     counts = [len(groups) for groups in state["history"].values()]
     assert max(counts) < 8  # none is forgotten
     assert sum(counts) == 3 * 6 + len(dropped) == state["next"] - len(state["open"])
-
-
-def test_a_replay_has_an_order():
-    with pytest.raises(UserError, match="replay has the order of the other run: unset order_fn"):
-        make_config(order_fn=drawn, replay="outputs/other")

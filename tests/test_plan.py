@@ -20,6 +20,7 @@ from benchmarks.prefix_attention import SIZES
 from benchmarks.steps import MODELS
 from config import TrainConfig, UserError, parse_args
 from recipes.rewards import exact_match
+from recipes.teacher import Teacher
 
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia-h200"
 
@@ -122,7 +123,7 @@ def test_bytes_of_states():
     ("fields", "is_here"),
     [
         ({"beta": 0.1}, True),
-        ({"beta": 0.1, "reference_urls": ["http://x"]}, False),
+        ({"beta": 0.1, "parts": [Teacher("http://x")]}, False),
         ({"beta": 0.1, "use_peft": True}, False),
         ({"reference_id": "other", "use_peft": True, "beta": 0.1}, True),
     ],

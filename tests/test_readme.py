@@ -18,7 +18,7 @@ from helpers import CHAT_TEMPLATE, ENV, ROOT, free_port, make_model
 from launch import LocalServer
 
 SMALL = "--max_completion_len 8 --batch_size 4 --num_generations 4 --max_tokens_per_gpu 2048 --max_steps 1"
-OF_MATH = "--dataset_id math.jsonl --eval_dataset_id none --eval_dataset_split test --eval_steps 0"
+OF_MATH = "--dataset_id math.jsonl --eval_dataset_id none --eval_steps 0"
 OF_MATH += " --drop_zero_advantage false"  # no random model is right
 FOLDERS = ("recipes", "rollouts", "training", "weights", "server", "scripts", "benchmarks")
 TRAINS = re.compile(r"(\w+=\S+ )*(torchrun .*|python )train\.py ")

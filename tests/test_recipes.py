@@ -23,6 +23,7 @@ from train import main
 
 NO_RECIPES = {
     "flash4", "plain_loop", "rewards", "openai_agent", "openai_protocol", "turns", "advantages", "losses", "dpo", "score",
+    "replay", "teacher",
 }  # fmt: skip
 SORT = [{"prompt": f"{10000000 + 7 * i}=", "answer": "00000001"} for i in range(16)]
 GSM8K = [
@@ -93,8 +94,8 @@ def test_recipe(name, chat, request, tmp_path, monkeypatch):
     )
     config = replace(
         config, model_id=model, reference_id=teacher, vllm_urls=[url],
-        dataset_id=data, dataset_config=None, output_dir=str(tmp_path / "run"),
-        eval_dataset_id=config.eval_dataset_id and data, eval_dataset_split="test",
+        dataset_id=data, output_dir=str(tmp_path / "run"),
+        eval_dataset_id=config.eval_dataset_id and data,
         reward_funcs=[*config.reward_funcs, spread], reward_weights=None,
         batch_size=4, num_generations=4, max_completion_len=16, max_steps=3, num_epochs=1.0, max_tokens_per_gpu=2048,
     )  # fmt: skip

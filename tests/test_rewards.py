@@ -15,7 +15,6 @@ from recipes.rewards import (
     last_boxed,
     length_penalty,
     math_answer,
-    sympy_equal,
 )
 from rollouts.workers import CallPool
 
@@ -30,9 +29,7 @@ BOMBS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("verifier", "truth"), [(math_answer, "4"), (math_answer, "x+4"), (sympy_equal, "x+4")]
-)
+@pytest.mark.parametrize(("verifier", "truth"), [(math_answer, "4"), (math_answer, "x+4")])
 def test_what_takes_sympy_for_ever_is_wrong_and_the_rest_of_its_group_is_not(
     tmp_path, verifier, truth
 ):
@@ -155,50 +152,6 @@ def test_boxed_exact(given, wanted, value):
     assert boxed_exact([rf"thus \boxed{{{given}}}"], [wanted]) == [value]
 
 
-# As PRM800K's grader has it, but for TeX that it cannot read (`\,` `\;` `\over` `\cfrac`, a unit after `\ `, matrices,
-# members that are sums), and for what it takes for equal: (1,234) and (1234), `1\text{ or }2` and 1, digits of another
-# alphabet, other spellings of fractions that are not in their lowest terms, 7 1/2 and 71/2.
-MATHEMATICS = [
-    (r"2\sqrt{2}", r"\sqrt{8}", 1), ("x(x+1)", "x^2+x", 1), (r"(\sqrt{4}, 3)", "(2,3)", 0), ("(1, x+x)", "(1,2x)", 1),
-    ("[0,1)", "[0,1)", 1), ("[0,1]", "[0,1)", 0), ("(0,1)", "[0,1]", 0), (r"\frac{2}{4}", r"\frac{1}{2}", 0),
-    ("4/2", "2", 0), ("2.0", "2", 1), ("2.5", "2", 0),
-    ("1+1", "2", 0), ("-1-1", "-2", 0), (r"\frac{\pi}{2}", r"0.5\pi", 1),
-    ("(1,2,3)", "(1,2)", 0), ("3,4", "(3,4)", 0), ("(4)", "4", 1), ("[4]", "4", 1), ("(x+1)", "x+1", 1),
-    ("10^{10^{10^{10}}}", "x", 0), ("", "2", 0), ("", "(1,2)", 0), ("(", "(1,2)", 0), ("5", r"5\text{ inches}", 1),
-    ("-1/2", r"-\frac{1}{2}", 1), (r"\frac{-1}{2}", r"-\frac12", 1), (r"\frac{1}{-2}", r"-\frac{1}{2}", 1),
-    (r"-\frac{-1}{2}", r"\frac{1}{2}", 1), (r"-\frac{2}{4}", r"-\frac{1}{2}", 0), (r"-\frac{1}{2}", r"\frac{1}{2}", 0),
-    ("(x-1)(x+1)", "x^2-1", 1), ("(x+2)(x+1)", "(x+1)(x+2)", 1), ("(a-b)(a+b)", "a^2-b^2", 1),
-    ("2, 3, 100", "2,3,100", 1), ("2,3100", "2,3,100", 0), ("12, 144", "12,144", 1), ("1{,}000", "1000", 1),
-    (r"1\,000", "1000", 1), ("(1,234)", "(1234)", 0), ("2{,}000{,}000", "2,000,000", 1), ("1,00", "100", 0),
-    (r"5 \text{ or } 6 \text{ units}", "5", 0), (r"5\text{ cm}^2", "5", 1), (r"5 \mbox{ cm}", "5", 1),
-    ("(1/2,2/4)", "(1/2,1/2)", 0), (r"2\div4", r"\frac12", 0), ("2:4", r"\frac12", 0),
-    (r"\frac{{2}}{4}", r"\frac12", 0),
-    ("0.3333333", r"\frac13", 0), ("3.14159265358979", r"\pi", 0), ("1.4142135", r"\sqrt2", 0), ("0.25", r"\frac14", 1),
-    ("0.5x2", r"\frac{1}{2}", 0), ("[0.5", r"\frac12", 0), (r"2x\text{a}x", "2x", 0), (r"\sqrt{2}||", r"\sqrt{2}", 0),
-    ("101_3", "101_2", 0), ("101", "101_2", 0), ("101_2", "101_2", 1), (r"\text{evil}", r"\text{live}", 0),
-    ("seat", "east", 0), (r"\text{east}", "east", 1), (r"1\text{ or }2", "1", 0), (r"\sqrt{16}", "4", 0),
-    ("11/2", "5.5", 1), ("5%", "5", 1), ("x=5", "5", 1), ("xyz=5", "5", 0), ("\u0664", "4", 0), ("1\n", "1", 1),
-    ("{5}", "5", 1), ("((1,2),3)", "((1,2),3)", 1), (r"\frac12x", r"\frac{1}{2}x", 1), (r"\frac{1}2", "1/2", 1),
-    ("-.5", "-1/2", 1), (r"90^{\circ}", "90", 1), (r"3\;4", "34", 1),
-    ("1+1,3", "2,3", 0), (r"\frac24,3", r"\frac12,3", 0), (r"\{4/2,3\}", r"\{2,3\}", 0), ("6,5", "5,6", 0),
-    (r"\{3,x+x\}", r"\{2x,3\}", 1), (r"\{3,3\}", r"\{2,3\}", 0), (r"\{2,3\}", "(2,3)", 0), ("x+x,3", "2x,3", 1),
-    (r"\cfrac{4}{6}", r"\frac23", 0), ("{4}/{6}", r"\frac23", 0), ("(4)/(6)", r"\frac23", 0), ("4\\over6", "2/3", 0),
-    (r"+\frac46", r"\frac23", 0), ("2\\over3", r"\frac23", 1), ("{2}/{3}", r"\frac23", 1), ("+5", "5", 1),
-    (r"\cfrac{2}{3}", "2/3", 1), ("(2/3", "2/3", 0), ("7 1/2", "15/2", 1), ("7 1/2", "71/2", 0),
-    (r"5\,\text{cm}", "5", 1), (r"5\text{cm}", "5", 1), (r"5\ \text{cm}^2", "5", 1), (r"5~\mathrm{cm}", "5", 1),
-    ("5 cm", "5", 1), ("5 degrees", "5", 1), ("5 inches^2", "5", 1), (r"3\mathrm{i}", "3", 0), ("5 apples", "5", 0),
-    (r"\mathrm{5}", "5", 1), (r"\textbf{Monday}", "monday", 1), (r"\text{Even}", r"\text{even}", 1),
-    (r"\text{ Monday}", "Monday", 1), (r"\text{ Tuesday}", r"\text{ Monday}", 0), ("", r"\text{ Monday}", 0),
-    (r"\\frac{1}{2}", "1/2", 1), (r"\text{(C)}", "(C)", 1), ("c", "C", 1),
-    (r"\begin{pmatrix}1\\x+x\end{pmatrix}", r"\begin{pmatrix}1\\2x\end{pmatrix}", 1),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("given", "wanted", "value"), MATHEMATICS + [(*p, 1) for p in SAME])
-def test_sympy_equal(given, wanted, value):
-    assert sympy_equal([rf"thus \boxed{{{given}}}"], [wanted]) == [value]
-
-
 @pytest.mark.parametrize(
     ("text", "truth", "value"),
     [
@@ -233,12 +186,7 @@ def test_math_answer(text, truth, value):
 
 
 def test_numbers_as_answers():
-    assert (
-        exact_match(["4"], [4])
-        == boxed_exact([r"\boxed{4}"], [4])
-        == sympy_equal([r"\boxed{4}"], [4])
-        == [1.0]
-    )
+    assert exact_match(["4"], [4]) == boxed_exact([r"\boxed{4}"], [4]) == [1.0]
 
 
 LONG = (
@@ -257,7 +205,6 @@ def test_long_texts_take_no_time(text):
     pool = CallPool(1)
     for verifier, more in (
         (boxed_exact, {}),
-        (sympy_equal, {}),
         (countdown, {"nums": [[4]], "target": [4]}),
     ):
         assert pool.call(verifier, {"completions": [text], "answer": ["4"], **more}, 20) == [0.0]

@@ -13,6 +13,7 @@ from test_hooks_of_runs import assert_identical, weights
 from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
+from recipes.replay import replaying
 from rollouts.group import Completion, Group, Prompt
 from rollouts.images import Images
 from rollouts.own_rollouts import as_completion, check_segments
@@ -265,7 +266,7 @@ def test_a_run_and_its_replay(models, recipe, tmp_path):
     """What servers were asked is what was trained; saved rollouts give the same weights again."""
     with fake_server(models["untied"], answer_in(0.0)) as server:
         words = [recipe(server), "--rollout_fn", "test_segments.forgets", "--max_staleness", "1"]
-        main(parse_args([*words, "--save_rollouts", "true"]))
+        main(parse_args([*words, "--parts", "recipes.replay.save"]))
     metrics = read(tmp_path, "metrics")
     assert [row["step"] for row in metrics] == [1, 2, 3]
     assert (
@@ -273,12 +274,12 @@ def test_a_run_and_its_replay(models, recipe, tmp_path):
     )  # each below its own history
     assert all("kept" in row["info"] for row in read(tmp_path, "completions"))
     again = tmp_path / "again" / "run"
-    main(parse_args([*words, "--replay", str(tmp_path / "run"), "--output_dir", str(again)]))
-    assert_identical(weights(tmp_path / "run"), weights(again))
+    run = tmp_path / "run"
+    main(replaying(parse_args([*words, "--output_dir", str(again)]), run))
+    assert_identical(weights(run), weights(again))
+    words += ["--max_tokens_per_gpu", "15", "--max_completion_len", "5"]
+    words += ["--output_dir", str(tmp_path / "short" / "run")]
     with pytest.raises(
         UserError, match="replay: dataset row .*: a completion has .* raise max_tokens_per_gpu"
     ):
-        main(parse_args([
-            *words, "--replay", str(tmp_path / "run"), "--output_dir", str(tmp_path / "short" / "run"),
-            "--max_tokens_per_gpu", "15", "--max_completion_len", "5",
-        ]))  # fmt: skip
+        main(replaying(parse_args(words), run))

@@ -238,9 +238,10 @@ def test_what_a_run_that_goes_on_knows():
     assert len(set(ended)) == len(ended)
 
 
-def test_nothing_to_learn_stops_loudly():
+def test_nothing_to_learn_stops_loudly(monkeypatch):
+    monkeypatch.setattr("rollouts.stream.MAX_DROPPED_BATCHES", 3)
     with pytest.raises(ValueError, match=r"nothing to learn: 12 groups of this step were dropped"):
-        Trainer(0, lambda group: False, drop_zero_advantage=True, max_dropped_batches=3).run()
+        Trainer(0, lambda group: False, drop_zero_advantage=True).run()
 
 
 def test_errors_of_sampling_and_scoring_reach_the_trainer():
@@ -718,17 +719,14 @@ def test_two_ranks_stream(models, recipe, tmp_path):
         torch.testing.assert_close(other["norm"], weights[0]["norm"], rtol=1e-5, atol=0)
 
 
-def test_all_groups_filtered_ends_the_run(models, recipe, tmp_path):
+def test_all_groups_filtered_ends_the_run(models, recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr("rollouts.stream.MAX_DROPPED_BATCHES", 2)
     same = lambda ids, number: ([7, 8, 9], 0.0)
     with (
         fake_server(models["untied"], same) as server,
         pytest.raises(ValueError, match="nothing to learn: 12 groups of this step"),
     ):
-        main(
-            parse_args(
-                [recipe(server), "--drop_zero_advantage", "true", "--max_dropped_batches", "2"]
-            )
-        )
+        main(parse_args([recipe(server), "--drop_zero_advantage", "true"]))
 
 
 @pytest.mark.parametrize(("share_prefix", "size"), [(True, 3 + 1 + 3), (False, 2 * (3 + 3))])
@@ -802,7 +800,7 @@ def test_the_last_reason_is_the_one_that_is_told():
     server.state = State.SERVING
     pool.lose(server, ServerLost("connection refused"))
     server.about = About(["other"], 128, "float32", 0, False)
-    server.connect = lambda *_: None  # type: ignore[method-assign]
+    server.connect = lambda *_: None
     pool._take_back(server)
     time.sleep(0.2)
     with (

@@ -11,6 +11,7 @@ from torch import Tensor
 from config import TrainConfig
 from prefix_attention import PackedBatch, num_packed_tokens, pack
 from rollouts.group import CUT, ENVIRONMENT, Group, Prompt, rollout_number
+from rollouts.images import joined_images
 
 
 @dataclass
@@ -26,7 +27,7 @@ class MicroBatch:
     sampler_logprobs: Tensor  # nats, the server's
     servers: Tensor  # int16, 1 + the server's number; 0 for a token of an older policy
     rollouts: Tensor  # int64, `rollout_number`
-    ref_logprobs: Tensor | None = None  # nats, of `reference_urls`
+    ref_logprobs: Tensor | None = None  # nats, where a part of the run gives them
     trainer_logprobs: Tensor | None = None  # nats, before the first of several updates
     images: dict[str, Tensor] = field(default_factory=dict)  # of the row's prompts, joined
 
@@ -95,11 +96,9 @@ def micro_batches(
 
 
 def row_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """The images of a row's prompts, joined; rows of text never import `rollouts.images`."""
+    """The images of a row's prompts, joined."""
     if not any(prompt.images for prompt in prompts):
         return {}
-    from rollouts.images import joined_images
-
     return joined_images(prompts)
 
 

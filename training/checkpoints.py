@@ -29,6 +29,7 @@ from tqdm import tqdm
 
 from config import TrainConfig, UserError, to_json
 from training.intact import TRAINER
+from training.resume import find_checkpoint, read_state, states_in
 from utils import Stopped, broadcast_object, gather_objects, is_main
 from weights.publish import host_weights, unwrap
 
@@ -39,8 +40,6 @@ def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]
     """The checkpoint that the run continues, and its state; None, None where it starts anew."""
     if config.resume_from_checkpoint is None:
         return None, None
-    from training.resume import find_checkpoint, read_state
-
     checkpoint = find_checkpoint(config)
     return checkpoint, read_state(checkpoint) if checkpoint else None
 
@@ -62,7 +61,7 @@ class Checkpoints:
         self.policy = policy
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.processor = rollouts.processor
+        self.processor: Any = getattr(rollouts.run, "processor", None)  # on rank 0
         self.averages = reference.weights if config.reference_decay is not None else {}
         self.steps: list[int] = []  # that this run has saved, and the run that it goes on with
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -111,8 +110,6 @@ class Checkpoints:
             return 0
         if is_main():
             print(f"going on from {checkpoint}", flush=True)
-
-        from training.resume import read_state, states_in
 
         shards = self._shards()
         try:

@@ -1,4 +1,4 @@
-"""Trials of a config's functions and packages before training, and the call of `on_step`."""
+"""Trials of a config's functions and packages before training."""
 
 import importlib
 import inspect
@@ -109,19 +109,3 @@ def check_on_step(config: TrainConfig) -> None:
     on_step: Any = config.on_step
     with naming("on_step must take (step, metrics, groups)"):
         inspect.signature(on_step).bind(0, {}, [])
-
-
-def call_on_step(
-    step: int, metrics: dict[str, float], groups: list[Group], config: TrainConfig
-) -> None:
-    """Call `on_step` with a step that is on the disk.
-
-    It runs on rank 0 in the thread that writes the files, step by step, while the next step
-    trains; the step after that waits for it. Its metrics are a copy, its groups are not.
-
-    Raises:
-        UserError: it raised.
-    """
-    on_step: Any = config.on_step
-    with naming_function("on_step"):
-        on_step(step, dict(metrics), list(groups))

@@ -13,13 +13,16 @@ import msgspec
 
 from config import TrainConfig, to_json
 from rollouts.group import Batch, Group
+from rollouts.own_advantages import naming_function
 from rollouts.processor import tokenizer_of
 from training.metrics import batch_metrics
 from training.samples import TokenTexts, batch_samples
 from training.terminal import Terminal, warn_of
+from training.thumbnails import write_thumbnails
+from training.trackers import Tracker
 from utils import is_main, naming
 
-FILES = ("metrics", "completions", "held_out", "dropped", "rollouts")  # each ends in .jsonl
+FILES = ("metrics", "completions", "held_out", "dropped")  # each ends in .jsonl
 ENCODER = msgspec.json.Encoder(enc_hook=repr)  # JSON has no NaN and infinity: they become null
 Rows = dict[str, list[dict[str, Any]]]  # lines, by the name of their file
 TRACKERS = ("wandb", "trackio")  # packages with one interface
@@ -56,14 +59,21 @@ class RunLog:
         num_steps: int,
         resumed: dict[str, Any] | None = None,
         noting_failure: Callable[[], AbstractContextManager[None]] = nullcontext,
-        processor: Any = None,
+        run: Any = None,
     ):
         """Open the files; a step that cannot be written raises in `noting_failure`.
 
-        With the model's processor, samples of a batch have their tokens.
+        With the `rollouts.run.Run`, samples of a batch have their tokens, and its parts hear of
+        each step.
         """
         self.config = config
-        self._token_texts = TokenTexts(tokenizer_of(processor)) if processor else None
+        self._on_step: list[Any] = []
+        if config.on_step:
+            self._on_step.append(config.on_step)
+        self._token_texts = None
+        if run:
+            self._on_step += run.on_step
+            self._token_texts = TokenTexts(tokenizer_of(run.processor))
         self._noting_failure = noting_failure
         before = resumed or {"run_id": uuid.uuid4().hex}
         self.run_id = before["run_id"]
@@ -83,8 +93,7 @@ class RunLog:
             _rename_files(folder)
         self._files = {}
         for name in FILES:
-            if name != "rollouts" or config.save_rollouts:
-                self._files[name] = parts.enter_context(_path(folder, name).open("ab", 0))
+            self._files[name] = parts.enter_context(_path(folder, name).open("ab", 0))
 
         self._writer = parts.enter_context(ThreadPoolExecutor(1))
         self._written: Future[None] = self._writer.submit(lambda: None)
@@ -93,8 +102,6 @@ class RunLog:
         parts.callback(self._terminal.close)
         for package in TRACKERS:
             if getattr(config, f"use_{package}"):
-                from training.trackers import Tracker
-
                 tracker = Tracker(package, self.tracker_ids[f"{package}_id"], config)
                 self.tracker_ids[f"{package}_id"] = tracker.run_id
                 self._trackers.append(tracker)
@@ -158,11 +165,6 @@ class RunLog:
                     {"group": group.id, "row": group.prompt.index, "reason": reason}
                 )
 
-        if self.config.save_rollouts:
-            from rollouts.replay import saved_group
-
-            rows["rollouts"] = [saved_group(group) for group in batch.groups]
-
         for name, groups in held_out.items():
             for sample in batch_samples(groups, self.config):
                 rows["held_out"].append({"set": name, **sample})
@@ -176,8 +178,6 @@ class RunLog:
     def _write(self, step: int, rows: Rows, groups: list[Group], shown: list[Group]) -> None:
         """Write a step's lines, and images of the groups that they show; then call `on_step`."""
         if any(group.prompt.images for group in shown):
-            from training.thumbnails import write_thumbnails
-
             with naming("an image of a prompt cannot be written"):
                 write_thumbnails(shown, Path(self.config.output_dir) / "images")
 
@@ -187,10 +187,9 @@ class RunLog:
                 if file.write(data) < len(data):
                     raise ValueError("the disk is full")
 
-        if self.config.on_step:
-            from training.hooks import call_on_step
-
-            call_on_step(step, rows["metrics"][0], groups, self.config)
+        for on_step in self._on_step:
+            with naming_function("on_step"):
+                on_step(step, dict(rows["metrics"][0]), list(groups))
 
     def _wait(self) -> None:
         """Wait until the last step is written; raises the error of writing or of `on_step`."""

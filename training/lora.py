@@ -1,17 +1,8 @@
-"""LoRA adapters, imported where the config asks for them."""
+"""LoRA adapters."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-from peft import (
-    LoraConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    load_peft_weights,
-)
-from peft.tuners.lora.layer import ParamWrapper
 
 from config import TrainConfig, UserError
 from training.intact import check_complete
@@ -25,6 +16,16 @@ def add_lora(
 
     The adapters are fresh, or those of a checkpoint.
     """
+    # Here, as it takes a second, and looks for the libraries of all its methods.
+    from peft import (
+        LoraConfig,
+        PeftModel,
+        get_peft_model,
+        get_peft_model_state_dict,
+        load_peft_weights,
+    )
+    from peft.tuners.lora.layer import ParamWrapper
+
     if checkpoint:
         with naming(f"the adapter of {checkpoint} cannot be loaded"):
             model = PeftModel.from_pretrained(model, checkpoint, is_trainable=True)

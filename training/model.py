@@ -39,6 +39,10 @@ from prefix_attention import (
 from rollouts.group import Prompt
 from rollouts.processor import placeholder_ids
 from training.intact import check_complete
+from training.lora import add_lora
+from training.low_memory import in_4bit, use_differentiable_layout
+from training.moving_reference import MovingReference
+from training.vision import freeze_unused, frozen_modules, run_tower_always
 from utils import gather_objects, is_main, naming
 from weights.publish import unwrap
 
@@ -68,20 +72,14 @@ def build_policy(
 
     frozen: list[str] = []
     if model.get_encoder(modality="image") is not model:  # which it is without a vision tower
-        from training.vision import frozen_modules
-
         frozen = frozen_modules(model, config, has_images=example is not None)
     for name in frozen:
         for weight in model.get_submodule(name).parameters(recurse=False):
             weight.requires_grad_(False)
 
     if config.use_peft:
-        from training.lora import add_lora
-
         model = add_lora(model, config, frozen, checkpoint)
     if example:
-        from training.vision import freeze_unused, run_tower_always
-
         freeze_unused(model, example)
         run_tower_always(model, example, device)
     return parallelize(model.train(), config, device)
@@ -110,9 +108,9 @@ def build_reference(
 
     The reference is `reference_id`, else the policy without its adapter, or `model_id` as it was
     before training; a `MovingReference` with `reference_decay`. Returns None where there is none,
-    or servers have it. Collective.
+    or a part of the run has it. Collective.
     """
-    if not config.has_reference or config.reference_urls:
+    if not config.has_reference or config.reference_is_a_part:
         return None
 
     model = None
@@ -120,8 +118,6 @@ def build_reference(
     if not config.use_peft or config.reference_id:
         model = _load_reference(config, device, example)
     if config.reference_decay is not None:
-        from training.moving_reference import MovingReference
-
         return MovingReference(policy, model, partial(token_logprobs, config=config), config)
     if model is None:
         model = unwrap(policy)
@@ -139,8 +135,6 @@ def _load_reference(config: TrainConfig, device: torch.device, example: Prompt |
     named = replace(config, model_id=config.reference_id or config.model_id, base_4bit=False)
     model = load_model(named, on_meta=not is_main()).requires_grad_(False).eval()
     if example:
-        from training.vision import run_tower_always
-
         run_tower_always(model, example, device)
     model = parallelize(model, named, device)
 
@@ -234,8 +228,6 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
     source = checkpoint or model_id
     quantization = None
     if config.base_4bit:
-        from training.low_memory import in_4bit, use_differentiable_layout
-
         quantization = in_4bit(config)
     with naming(f"the weights of {source} cannot be loaded"):
         model, found = model_class.from_pretrained(

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import get_parameter_names
 
 from config import TrainConfig
+from training.low_memory import adamw_8bit
 
 # As of transformers' Trainer: names, in lower case, of what does not decay.
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
@@ -27,8 +28,6 @@ def build_optimizer(policy: nn.Module, num_updates: int, config: TrainConfig) ->
         {"params": others, "weight_decay": 0.0},
     ]
     if config.adam_8bit:
-        from training.low_memory import adamw_8bit
-
         optimizer = adamw_8bit(groups, config)
     else:
         on_cuda = any(weight.is_cuda for weight in policy.parameters())

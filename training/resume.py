@@ -21,12 +21,11 @@ MAY_CHANGE = frozenset({
     "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps",
     "num_epochs", "use_fsdp", "gradient_checkpoint", "fsdp_offload", "fsdp_shard_size",
     "output_dir", "log_steps", "logged_groups", "log_completions_steps", "eval_steps",
-    "eval_dataset_id", "eval_dataset_split", "use_wandb", "use_trackio", "wandb_project",
+    "eval_dataset_id", "use_wandb", "use_trackio", "wandb_project",
     "on_step", "save_steps",
     "keep_last_n", "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id",
-    "reward_workers", "accuracy_func", "reward_timeout", "max_skipped_steps", "share_prefix",
-    "probe_steps", "reference_urls", "eval_generations", "eval_temperature", "save_rollouts",
-    "torch_compile",
+    "reward_workers", "accuracy_func", "reward_timeout", "share_prefix",
+    "eval_generations", "eval_temperature", "torch_compile", "parts",
 })  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from rollouts.group import Completion, Group, rollout_number, version_spans
+from training.thumbnails import image_name
 
 MAX_SHOWN = 2000  # characters of a column, of a message, of a segment's prompt
 UNREADABLE = "\ufffd"  # what a part of a character is decoded as
@@ -109,8 +110,6 @@ def prompt_fields(group: Group) -> dict[str, Any]:
     if prompt.set:
         fields["set"] = prompt.set
     if prompt.images:
-        from training.thumbnails import image_name
-
         fields["images"] = [image_name(url) for url in prompt.images.urls]
     return fields
 

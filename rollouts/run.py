@@ -1,0 +1,108 @@
+"""A run as rank 0 puts it together, of parts that a recipe may replace."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from config import TrainConfig, UserError
+from rollouts import data
+from rollouts.group import Group, Prompt, RolloutFailed
+from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
+from rollouts.sampling import sample_group, sampling_params
+from rollouts.scoring import Failures, Scorer
+from rollouts.servers import ServerPool
+from training.hooks import check_packages
+from training.model import load_model_config
+
+
+@dataclass
+class Run:
+    """What a run is made of, on rank 0.
+
+    Each of the config's `parts` is called with it before servers are connected, and may replace
+    whatever it wants: `prompts`, `fill`, `choose` and the like.
+    """
+
+    config: TrainConfig
+    before: dict[str, Any]  # the state from which it goes on; `step` is 0 at a fresh start
+    processor: Any  # the model's
+    pool: ServerPool
+    prompts: list[Prompt]  # to train, without those that are too long
+    held_out: dict[str, list[Prompt]]  # by the name of their set
+    scorer: Scorer
+    failures: Failures  # of rollouts
+
+    # Samples and scores a group, in a thread of its own; `sample_and_score` unless replaced.
+    fill: Callable[[Group], None] = field(init=False)
+    # The next groups, by the number of the first; None takes the prompts in their order.
+    choose: Callable[[int], list[Group]] | None = None
+    num_steps: int | None = None  # that there are groups for; None: as the config says
+    # Called as the config's `on_step` is, after it.
+    on_step: list[Callable[[int, dict[str, float], list[Group]], None]] = field(
+        default_factory=list
+    )
+    exits: ExitStack = field(default_factory=ExitStack)  # what ends with the run
+
+    def __post_init__(self) -> None:
+        self.fill = self.sample_and_score
+
+    def sample_and_score(self, group: Group, **instead: Any) -> None:
+        """Fill in a group's completions, texts and rewards.
+
+        Args:
+            group: with its prompt.
+            instead: parameters of vLLM in place of the config's.
+
+        Raises:
+            RolloutFailed: there are no completions, and no server is to blame.
+        """
+        number = self.failures.begin("rollout_fn")
+        try:
+            sample_group(group, self.pool, self.processor, self.config, **instead)
+        except RolloutFailed as error:
+            sample = {"prompt": group.prompt.content}
+            self.failures.note("rollout_fn", number, str(error), sample)
+            raise
+        self.scorer.score(group)
+
+
+def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
+    """Load and check all that rank 0 needs; servers answer then, and are not connected yet.
+
+    Raises:
+        UserError, ServerError: something cannot be used; the message says what to do.
+    """
+    check_packages(config)
+    processor = load_processor(config)
+    tokenizer = tokenizer_of(processor)
+    pool = ServerPool(config, tokenizer, placeholder_ids(load_model_config(config)[0]))
+
+    sets = data.load_data_sets(processor, config)
+    limits = {
+        "max_tokens_per_gpu": config.max_tokens_per_gpu,
+        "the servers' --max-model-len": pool.wait_until_ready(sampling_params(config)),
+    }
+    limit = min(limits, key=limits.__getitem__)
+    max_len = limits[limit] - config.max_completion_len
+    prompts, *held_out = [
+        data.leave_out_long(found, max_len, config, field, limit) for field, found in sets.items()
+    ]
+    run = Run(
+        config,
+        before,
+        processor,
+        pool,
+        prompts,
+        held_out=dict(zip(config.eval_sets, held_out, strict=True)),
+        scorer=Scorer(tokenizer, config),
+        failures=Failures("rollouts", config),
+    )
+    run.exits.callback(pool.close)
+    run.exits.callback(run.scorer.close)
+    part: Any
+    for part in config.parts:
+        part(run)
+    if not config.vllm_urls and run.fill == run.sample_and_score:
+        raise UserError("vllm_urls names no server, and no part samples without: set it")
+    return run
