@@ -8,67 +8,94 @@ A recipe is a Python file that defines `config = TrainConfig(...)` with only wha
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
-import importlib.util
+import importlib
 import inspect
 import json
 import math
 import os
 import re
+import shutil
 import sys
-from collections.abc import Callable, Collection
-from contextlib import suppress
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from types import ModuleType, NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import ModuleType
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, ConfigDict, Field, ImportString, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ImportString,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+)  # fmt: skip
 from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 
 class UserError(ValueError):
     """A user's mistake; the one-line message names the mistake and its cure."""
 
 
-class _OneLineErrors(type):
-    """Lets `TrainConfig(...)` raise `UserError`, of one line, in place of pydantic's errors."""
+@contextmanager
+def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
+    """Turn pydantic's errors about the fields' values into a `UserError` of one line."""
+    for name in values:
+        if name not in _FIELDS:
+            nearest = difflib.get_close_matches(name, _FIELDS, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else "--help lists them all"
+            raise UserError(f"unknown field {name}: {_GONE.get(name, hint)}")
 
-    def __call__(cls, **values: Any) -> Any:
-        for name in values:
-            if name not in _FIELDS:
-                nearest = difflib.get_close_matches(name, _FIELDS, n=1)
-                hint = f"did you mean {nearest[0]}?" if nearest else "--help lists them all"
-                raise UserError(f"unknown field {name}: {_GONE.get(name, hint)}")
-
-        try:
-            return super().__call__(**values)
-        except ValidationError as error:
-            first = error.errors()[0]
-
+    try:
+        yield
+    except ValidationError as error:
+        first = error.errors()[0]
         # An error of `__post_init__`, or of a module that a dotted path names, stays as it is.
         if first["type"] == "value_error":
-            raise first["ctx"]["error"]
+            raise first["ctx"]["error"] from None
         name = str(first["loc"][0])
-        raise UserError(f"{name}={values.get(name)!r}: {first['msg']}")
+        raise UserError(f"{name}={values.get(name)!r}: {first['msg']}") from None
+
+
+class _OneLineErrors(type):
+    """Lets `TrainConfig(...)` raise `UserError` in place of pydantic's errors."""
+
+    def __call__(cls, **values: Any) -> Any:
+        with _one_line_errors(values):
+            return super().__call__(**values)
+
+
+def _in_recipe(path: Any, info: ValidationInfo) -> Any:
+    """A function of the recipe by its name; any other value as it is.
+
+    `.f` is `f`: there is no relative import.
+    """
+    if isinstance(path, str):
+        return getattr(info.context, path, path.lstrip("."))
+    return path
 
 
 # The types of the fields, which `--help` calls by these names.
 T = TypeVar("T")
 Values = Annotated[list[T], Field(min_length=1)]
 ADDRESS = r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$"
-Function = Annotated[Callable[..., Any] | str, ImportString]  # imports a str
+# Imports a str, but for a name that the recipe has.
+Function = Annotated[Callable[..., Any] | str, ImportString, BeforeValidator(_in_recipe)]
 NonEmpty = Annotated[str, Field(min_length=1)]
-OneOrMore = Annotated[int, Field(ge=1)]
 TwoOrMore = Annotated[int, Field(ge=2)]
-ZeroOrMore = Annotated[int, Field(ge=0)]
 # A path, in which ~ is the user's home, or a name on the hub.
 PathOrName = Annotated[str, AfterValidator(os.path.expanduser)]
 Source = PathOrName | Callable[[], Any]
 Sets = Annotated[dict[NonEmpty, Source], Field(min_length=1)]  # data sets by name
-AboveZero = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
 ZeroToOne = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 Correction = Literal[
@@ -82,18 +109,20 @@ _STRICT = ConfigDict(
 Temperature = Annotated[float, Field(ge=0.01, le=2)]
 TemperatureOrZero = Annotated[float, Field(ge=0, le=2)]
 Seed = Annotated[int, Field(ge=-(10**18), le=10**18)]
-# vLLM's names of what has a field of its own.
-_SAMPLING_FIELDS = {
-    "n": "num_generations", "max_tokens": "max_completion_len", "temperature": "temperature",
-    "top_k": "top_k", "stop": "stop",
+# vLLM's parameters that the trainer sets, and what takes their place.
+_OWN_PARAMETERS = {
+    "n": "use the field num_generations", "max_tokens": "use the field max_completion_len",
+    "temperature": "use the field temperature", "top_k": "use the field top_k",
+    "stop": "use the field stop",
 }  # fmt: skip
-# What vLLM calls a parameter of sampling, and changes what is told of tokens, or whose they are.
-_NOT_SAMPLING = {
+# These are no matter of sampling: they change what is told of tokens, or whose they are.
+for _name in (
     "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start",
     "logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens",
     "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
     "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
-}  # fmt: skip
+):  # fmt: skip
+    _OWN_PARAMETERS[_name] = "it is the trainer's own"
 # Fields of earlier versions, and what takes their place.
 _GONE = {
     "stale_policy": "it is gone, as groups train in their order now: leave it out; a rollout_fn"
@@ -108,20 +137,25 @@ _GONE = {
     "replay": "run `python -m recipes.replay FOLDER recipe.py`",
     "reference_urls": "set parts=[recipes.teacher.Teacher(url, ...)] in the recipe",
 }
-# Fields that another one leaves unread while it has this value.
+# Fields that nothing reads while others have these values.
 _UNREAD = {
-    ("use_peft", False): "lora_rank lora_alpha lora_dropout lora_target_modules base_4bit",
-    ("use_fsdp", False): "fsdp_bf16 fsdp_offload fsdp_shard_size",
-    ("push_to_hub", False): "hub_repo_id hub_private",
-    ("eval_dataset_id", None): "eval_steps eval_generations eval_temperature accuracy_func",
-    ("eval_temperature", 0): "eval_generations",  # all of them would be the same
-    ("logged_groups", 0): "log_completions_steps",
-    ("max_staleness", 0): "inflight_updates",
-    ("old_logprobs", "sampler"): "off_policy_correction correction_cap",
-    ("off_policy_correction", "none"): "correction_cap",
-    ("beta", 0): "kl_gradient",
-    ("reference_decay", None): "reference_steps",
-    ("loss_type", "cispo"): "delta",
+    "use_peft=False": "lora_rank lora_alpha lora_dropout lora_target_modules base_4bit",
+    "use_fsdp=False": "fsdp_bf16 fsdp_offload fsdp_shard_size",
+    "push_to_hub=False": "hub_repo_id hub_private",
+    "eval_dataset_id=None": "eval_steps eval_generations eval_temperature accuracy_func",
+    "eval_temperature=0.0": "eval_generations",  # all of them would be the same
+    "logged_groups=0": "log_completions_steps",
+    "use_wandb=False and use_trackio=False": "wandb_project log_completions_steps",
+    "max_staleness=0": "inflight_updates",
+    "old_logprobs=sampler": "off_policy_correction correction_cap",
+    "off_policy_correction=none": "correction_cap correction_floor",
+    "off_policy_correction=truncate": "correction_floor",
+    "off_policy_correction=sequence": "correction_floor",
+    "off_policy_correction=geometric": "correction_floor",
+    "beta=0.0": "kl_gradient",
+    "beta=0.0 and loss_fn=None": "reference_id reference_decay",  # a loss_fn may use it
+    "reference_decay=None": "reference_steps",
+    "loss_type=cispo": "delta",
 }
 # Settings under which vLLM no longer draws tokens from the policy itself.
 _BENDING = {
@@ -129,6 +163,14 @@ _BENDING = {
     "logit_bias", "thinking_token_budget", "extra_args", "repetition_penalty", "presence_penalty",
     "frequency_penalty",
 }  # fmt: skip
+
+
+_USAGE = """usage: train.py [recipe.py] [--field value ...]
+
+Lists are written a,b or as JSON, dictionaries as JSON, functions as
+dotted paths, those of the recipe by name. A value that begins with --
+follows after =.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -168,9 +210,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Let the model's repository run its own Python code here."""
     use_peft: bool = False
     """Train LoRA adapters instead of the weights."""
-    lora_rank: OneOrMore = 16
+    lora_rank: PositiveInt = 16
     """LoRA rank r. This field and the four below need `use_peft`."""
-    lora_alpha: OneOrMore = 32
+    lora_alpha: PositiveInt = 32
     """LoRA scale: the update is alpha/r · B·A."""
     lora_dropout: BelowOne = 0.0
     """Dropout before A.
@@ -193,7 +235,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     accuracy_func: str | None = None
     """Name of the reward function whose 1 means right, for `eval/accuracy` and `eval/pass@k`;
     None takes the first, if it gives nothing but 0 and 1."""
-    eval_generations: OneOrMore = 1
+    eval_generations: PositiveInt = 1
     """Completions per held-out problem:
     `eval/accuracy` is avg@k, `eval/pass@k` the chance that one of k is right."""
     eval_temperature: TemperatureOrZero = 0.0
@@ -216,11 +258,11 @@ class TrainConfig(metaclass=_OneLineErrors):
     their token is in `VLLM_API_KEY`."""
     num_generations: TwoOrMore = 8
     """Completions per prompt: the group whose mean is the baseline."""
-    max_completion_len: OneOrMore = 512
+    max_completion_len: PositiveInt = 512
     """Tokens a completion may have."""
     temperature: Temperature = 1.0
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
-    top_k: OneOrMore | None = None
+    top_k: PositiveInt | None = None
     """Sample among the k likeliest tokens only; ratios are then inexact."""
     stop: Values[NonEmpty] | None = None
     """Strings that end a completion, and stay at its end."""
@@ -233,7 +275,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     parts: list[Function] = dataclasses.field(default_factory=list)
     """Functions `f(run)` that may replace what a run is made of, before it begins:
     see `recipes/teacher.py`, `recipes/replay.py`."""
-    max_staleness: ZeroOrMore = 1
+    max_staleness: NonNegativeInt = 1
     """Policy versions that a completion's oldest token may lie behind the policy that it trains;
     0 is synchronous."""
     inflight_updates: bool = True
@@ -243,16 +285,16 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Drop groups whose rewards are all equal, and sample other prompts in their place
     (DAPO's dynamic sampling), of up to ten batches a step; with an `advantage_fn`: those to which
     it gives zeros alone."""
-    max_concurrent_requests: OneOrMore = 64
+    max_concurrent_requests: PositiveInt = 64
     """Groups in flight on one server."""
-    request_timeout: AboveZero = 600.0
+    request_timeout: PositiveFloat = 600.0
     """Seconds that a server may take for a group's completions."""
-    sync_timeout: AboveZero = 60.0
+    sync_timeout: PositiveFloat = 60.0
     """Seconds that a weight sync may take, until the last server has loaded it."""
-    server_timeout: NotNegative = 600.0
+    server_timeout: NonNegativeFloat = 600.0
     """Seconds to wait at the start until all servers answer,
     and later, when all are lost, until one is back."""
-    max_logprob_mismatch: AboveZero = 0.1
+    max_logprob_mismatch: PositiveFloat = 0.1
     """Mean |trainer - server| log-prob (nats) on current tokens,
     above which a server is left out, or a start ends."""
 
@@ -265,9 +307,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divisor of a group's centred rewards:
     its own standard deviation, the batch's, or nothing."""
-    reward_workers: OneOrMore = 4
+    reward_workers: PositiveInt = 4
     """Processes that call reward functions."""
-    reward_timeout: AboveZero = 60.0
+    reward_timeout: PositiveFloat = 60.0
     """Seconds a function may take for one group,
     and 60 more for imports at its first call in a process."""
     failed_reward: float | None = None
@@ -285,13 +327,13 @@ class TrainConfig(metaclass=_OneLineErrors):
     `recipes/advantages.py`."""
     importance_level: Literal["token", "sequence"] = "token"
     """Importance ratio per token (GRPO) or the geometric mean of a completion's (GSPO)."""
-    epsilon: NotNegative | None = None
+    epsilon: NonNegativeFloat | None = None
     """Lower clip: below a ratio of 1 - epsilon a negative advantage gives no further gradient;
     None: 0.2, and for cispo no lower bound."""
-    epsilon_high: NotNegative | None = None
+    epsilon_high: NonNegativeFloat | None = None
     """Upper clip: 1 + epsilon_high; None takes epsilon, or 0.2 for cispo, and where
     that is None too. DAPO uses 0.28."""
-    delta: AboveZero | None = None
+    delta: PositiveFloat | None = None
     """Two-sided clip: bound on the ratio where the advantage is negative (INTELLECT-2 uses 4);
     None sets no bound."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
@@ -301,11 +343,11 @@ class TrainConfig(metaclass=_OneLineErrors):
     """A token's weight at `old_logprobs=trainer`, of w = p(trainer) / p(server).
     truncate: min(w, correction_cap), TIS. mask: w within floor and cap, else 0 (IcePop).
     sequence, geometric: of the product, or mean, of a completion's."""
-    correction_cap: AboveZero = 2.0
+    correction_cap: PositiveFloat = 2.0
     """Upper bound on w. IcePop uses 5."""
-    correction_floor: NotNegative = 0.5
+    correction_floor: NonNegativeFloat = 0.5
     """Lower bound on w, for the masks."""
-    beta: NotNegative = 0.0
+    beta: NonNegativeFloat = 0.0
     """Weight of the KL penalty (k3) to the reference; 0 keeps no reference model."""
     reference_id: PathOrName | None = None
     """Model behind `ref_logprobs`, of the same vocabulary, as a teacher;
@@ -313,35 +355,35 @@ class TrainConfig(metaclass=_OneLineErrors):
     reference_decay: BelowOne | None = None
     """d, for a reference that becomes d · reference + (1 - d) · policy; 0 copies the policy.
     None: it stays as it is."""
-    reference_steps: OneOrMore = 1
+    reference_steps: PositiveInt = 1
     """Steps after each of which it does so."""
     kl_gradient: Literal["forward", "reverse"] = "forward"
     """forward: that of k3, KL(reference || policy), as DeepSeekMath has it.
     reverse: times the ratio, as TRL has it."""
-    num_iterations: OneOrMore = 1
+    num_iterations: PositiveInt = 1
     """Passes over each batch of completions."""
-    num_minibatches: OneOrMore = 1
+    num_minibatches: PositiveInt = 1
     """Optimizer steps each pass is split into, by prompts."""
     mask_truncated_completions: bool = False
     """Leave completions that were cut, by length or as repetition, out of the loss."""
 
     # -- optimization ------------------------------------------------------------------------------
-    batch_size: OneOrMore = 32
+    batch_size: PositiveInt = 32
     """Prompts per step over all ranks, so that results do not depend on the number of ranks."""
-    max_tokens_per_gpu: OneOrMore = 16384
+    max_tokens_per_gpu: PositiveInt = 16384
     """Token budget of one forward/backward, padding included.
     Changes memory and speed, never the gradient."""
-    max_steps: OneOrMore | None = None
+    max_steps: PositiveInt | None = None
     """Steps (batches of completions) to train; None takes `num_epochs`."""
-    num_epochs: AboveZero = 1.0
+    num_epochs: PositiveFloat = 1.0
     """Passes over the dataset where `max_steps` is None."""
-    learning_rate: NotNegative = 1e-6
+    learning_rate: NonNegativeFloat = 1e-6
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up: constant, or falling to 0 behind the last step."""
     warmup_ratio: ZeroToOne = 0.0
     """Share of all steps over which the learning rate rises linearly."""
-    weight_decay: NotNegative = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay, of all weights but biases and norms."""
     adam_beta1: BelowOne = 0.9
     """Decay of AdamW's first moment."""
@@ -349,7 +391,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Decay of AdamW's second moment."""
     adam_8bit: bool = False
     """Keep AdamW's moments in 8 bits (needs torchao): about 2 bytes a weight in place of 8."""
-    grad_norm: NotNegative = 1.0
+    grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 clips nothing."""
     seed: Seed = 42
     """Seeds the order of prompts, LoRA's start, dropout, and sampling at `max_staleness=0`."""
@@ -361,23 +403,23 @@ class TrainConfig(metaclass=_OneLineErrors):
     fsdp_offload: bool = False
     """Keep FSDP2's weights, gradients and optimizer state in host memory;
     slower, for models that fit no other way."""
-    fsdp_shard_size: OneOrMore | None = None
+    fsdp_shard_size: PositiveInt | None = None
     """Ranks that one copy of the model is sharded over, replicated between them (HSDP),
     as one node's; None: all."""
-    collective_timeout: AboveZero = 3600.0
+    collective_timeout: PositiveFloat = 3600.0
     """Seconds after which a collective that some rank never entered ends the run."""
 
     # -- logs and checkpoints ----------------------------------------------------------------------
     output_dir: PathOrName = "outputs"
     """Folder for metrics, completions and checkpoints."""
-    log_steps: OneOrMore = 1
+    log_steps: PositiveInt = 1
     """Steps between lines on the terminal; `metrics.jsonl` has every step."""
-    logged_groups: ZeroOrMore | None = 8
+    logged_groups: NonNegativeInt | None = 8
     """Groups of each step whose completions go into `completions.jsonl`:
     the first that were begun; None logs all."""
-    log_completions_steps: ZeroOrMore = 0
+    log_completions_steps: NonNegativeInt = 0
     """Steps between tables of sampled completions in Weights & Biases or trackio; 0 sends none."""
-    eval_steps: ZeroOrMore = 0
+    eval_steps: NonNegativeInt = 0
     """Steps between evaluations, beside the first and the last;
     0 evaluates only before and after."""
     use_wandb: bool = False
@@ -390,9 +432,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     on_step: Function | None = None
     """`f(step, metrics, groups)`, called on rank 0 once a step's files are written, for any other
     tracker: see `recipes/trackers.py`."""
-    save_steps: ZeroOrMore = 0
+    save_steps: NonNegativeInt = 0
     """Steps between checkpoints, beside the last; 0 saves only the last."""
-    keep_last_n: OneOrMore | None = None
+    keep_last_n: PositiveInt | None = None
     """Keep this many of the run's last checkpoints; None keeps all."""
     resume_from_checkpoint: PathOrName | None = None
     """A `checkpoint-<step>` to go on from,
@@ -406,82 +448,76 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     def __post_init__(self) -> None:
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
-        if len(set(names) - {""}) < len(names):
-            raise UserError("reward_funcs: each needs a __name__ of its own, for its metric")
-        if self.accuracy_func and self.accuracy_func not in names:
-            raise UserError(f"accuracy_func={self.accuracy_func}: it is none of reward_funcs")
-        if self.reward_weights and len(self.reward_weights) != len(names):
-            raise UserError("reward_weights must be as many as reward_funcs")
-
+        is_masked = self.off_policy_correction.endswith("mask")
+        moves_reference = self.reference_decay is not None
+        rules = {
+            "reward_funcs: each needs a __name__ of its own, for its metric": (
+                "" in names or len(set(names)) < len(names)
+            ),
+            f"accuracy_func={self.accuracy_func}: it is none of reward_funcs": (
+                self.accuracy_func and self.accuracy_func not in names
+            ),
+            "reward_weights must be as many as reward_funcs": (
+                self.reward_weights and len(self.reward_weights) != len(names)
+            ),
+            "batch_size must be a multiple of num_minibatches": (
+                self.batch_size % self.num_minibatches
+            ),
+            "max_tokens_per_gpu must exceed max_completion_len": (
+                self.max_tokens_per_gpu <= self.max_completion_len
+            ),
+            "correction_floor must be below correction_cap": (
+                is_masked and self.correction_floor >= self.correction_cap
+            ),
+            "epsilon must be below 1, but for loss_type=cispo": (
+                self.clip_low >= 1 and self.loss_type != "cispo"
+            ),
+            "delta must exceed 1 + epsilon_high": self.delta and self.delta <= 1 + self.clip_high,
+            "base_4bit cannot be sharded: unset use_fsdp, each rank holds it whole": (
+                self.base_4bit and self.use_fsdp
+            ),
+            "push_to_hub needs hub_repo_id (user/name)": self.push_to_hub and not self.hub_repo_id,
+            "one of parts is the reference: unset reference_id and reference_decay": (
+                self.reference_is_a_part and (self.reference_id or moves_reference)
+            ),
+            "reference_decay moves the initial policy: unset reference_id": (
+                moves_reference and self.reference_id
+            ),
+            "reference_decay: an average in bfloat16 rounds its steps away: set dtype=float32, or "
+            "reference_decay=0, which copies": (
+                self.reference_decay and self.dtype == "bfloat16" and not self.use_peft
+            ),
+            "scale_rewards has no effect with advantage_fn: leave it at its default, group": (
+                self.advantage_fn and self.scale_rewards != "group"
+            ),
+            "num_epochs has no effect beside max_steps, which --max_steps none unsets": (
+                self.max_steps and self.num_epochs != 1
+            ),
+            "eval_temperature must be 0 or at least 0.01, which vLLM takes it for": (
+                0 < self.eval_temperature < 0.01
+            ),
+        }
         for url in self.vllm_urls:
-            if not re.match(f"@.|{ADDRESS}", url):
-                raise UserError(f"vllm_urls={url}: give http://host:port, or @file with one a line")
-        if self.batch_size % self.num_minibatches:
-            raise UserError("batch_size must be a multiple of num_minibatches")
-        if self.max_tokens_per_gpu <= self.max_completion_len:
-            raise UserError("max_tokens_per_gpu must exceed max_completion_len")
+            message = f"vllm_urls={url}: give http://host:port, or @file with one a line"
+            rules[message] = not re.match(f"@.|{ADDRESS}", url)
+        for name in _OWN_PARAMETERS.keys() & (self.sampling_params or {}):
+            rules[f"sampling_params may not set {name}: {_OWN_PARAMETERS[name]}"] = True
 
-        if (
-            self.off_policy_correction.endswith("mask")
-            and self.correction_floor >= self.correction_cap
-        ):
-            raise UserError("correction_floor must be below correction_cap")
-        if self.clip_low >= 1 and self.loss_type != "cispo":
-            raise UserError("epsilon must be below 1, but for loss_type=cispo")
-        if self.delta and self.delta <= 1 + self.clip_high:
-            raise UserError("delta must exceed 1 + epsilon_high")
-
-        if self.base_4bit and self.use_fsdp:
-            raise UserError("base_4bit cannot be sharded: unset use_fsdp, each rank holds it whole")
-        if self.push_to_hub and not self.hub_repo_id:
-            raise UserError("push_to_hub needs hub_repo_id (user/name)")
-        if self.reference_is_a_part and (self.reference_id or self.reference_decay is not None):
-            raise UserError("one of parts is the reference: unset reference_id and reference_decay")
-        if self.reference_decay is not None and self.reference_id:
-            raise UserError("reference_decay moves the initial policy: unset reference_id")
-        if self.reference_decay and self.dtype == "bfloat16" and not self.use_peft:
-            raise UserError(
-                "reference_decay: an average in bfloat16 rounds its steps away: set dtype=float32, "
-                "or reference_decay=0, which copies"
-            )
-        if 0 < self.eval_temperature < 0.01:
-            raise UserError("eval_temperature must be 0 or at least 0.01, which vLLM takes it for")
-        for name in self.sampling_params or ():
-            if name in _SAMPLING_FIELDS:
-                field = _SAMPLING_FIELDS[name]
-                raise UserError(f"sampling_params may not set {name}: use the field {field}")
-            if name in _NOT_SAMPLING:
-                raise UserError(f"sampling_params.{name} is the trainer's own to set")
-
+        for message, is_broken in rules.items():
+            if is_broken:
+                raise UserError(message)
         self._refuse_settings_without_effect()
 
     def _refuse_settings_without_effect(self) -> None:
         """Raise `UserError` for a changed field that another setting leaves unread."""
-        rules: list[tuple[str, Any, str]] = []
-        for (name, value), fields in _UNREAD.items():
-            condition = f"with {name}={value}" if value else f"without {name}"
-            rules.append((condition, getattr(self, name) == value, fields))
-        has_mask = self.off_policy_correction.endswith("mask")
-        rules += [
-            (
-                "without use_wandb or use_trackio",
-                not self.use_wandb and not self.use_trackio,
-                "wandb_project log_completions_steps",
-            ),
-            (
-                "without beta or a loss_fn, which may use a reference",
-                not self.beta and not self.loss_fn,
-                "reference_id reference_decay",
-            ),
-            ("without a mask as off_policy_correction", not has_mask, "correction_floor"),
-            ("with advantage_fn", self.advantage_fn, "scale_rewards"),
-            ("beside max_steps, which --max_steps none unsets", self.max_steps, "num_epochs"),
-        ]
-        for condition, is_unread, fields in rules:
+        values = {f"{name}={value}" for name, value in vars(self).items()}
+        for condition, fields in _UNREAD.items():
+            if not values.issuperset(condition.split(" and ")):
+                continue
             for name in fields.split():
-                if is_unread and getattr(self, name) != _DEFAULTS[name]:
+                if getattr(self, name) != _DEFAULTS[name]:
                     raise UserError(
-                        f"{name} has no effect {condition}: leave it at its default, "
+                        f"{name} has no effect with {condition}: leave it at its default, "
                         f"{_DEFAULTS[name]}"
                     )
 
@@ -569,7 +605,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
 
 _FIELDS = TrainConfig.__pydantic_fields__  # type: ignore[attr-defined]
-_HINTS = get_type_hints(TrainConfig, include_extras=True)
+_VALIDATOR = TrainConfig.__pydantic_validator__  # type: ignore[attr-defined]
 _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in _FIELDS.items()}
 
 
@@ -578,14 +614,10 @@ def changed_fields(config: TrainConfig) -> set[str]:
     return {name for name in _FIELDS if getattr(config, name) != _DEFAULTS[name]}
 
 
-def sampling_settings(config: TrainConfig) -> set[str]:
-    """The names of all that is set for sampling."""
-    return changed_fields(config).union(config.sampling_params or {})
-
-
-def bending(settings: Collection[str]) -> list[str]:
-    """Of some settings, those by which a server draws tokens with other probabilities."""
-    return sorted(_BENDING.intersection(settings))
+def bending(config: TrainConfig) -> list[str]:
+    """The settings by which a server draws tokens with other probabilities than the policy's."""
+    settings = changed_fields(config).union(config.sampling_params or {})
+    return sorted(_BENDING & settings)
 
 
 def describe(config: TrainConfig) -> str:
@@ -595,26 +627,22 @@ def describe(config: TrainConfig) -> str:
     lines = [f"weights in {config.dtype}, computation in {computes}; other than the defaults:"]
     lines += [f"  {name} = {value}" for name, value in to_json(config).items() if name in changed]
 
-    bends = ", ".join(bending(sampling_settings(config)))
-    if bends:
-        lines.append(
-            f"warning: {bends}: tokens are not drawn from the policy itself; "
-            "ratios are then inexact"
-        )
+    bends = ", ".join(bending(config))
     idle = ", ".join(sorted({"importance_level", "epsilon", "epsilon_high", "delta"} & changed))
-    if idle and config.old_logprobs == "trainer" and config.updates_per_batch == 1:
-        lines.append(f"warning: {idle} without effect: all ratios are 1 with one update per batch")
-
-    if config.dtype == "bfloat16" and not config.use_peft:
-        lines.append(
-            "warning: dtype=bfloat16: weights lose most updates; "
-            "keep float32, with bf16 or fsdp_bf16"
-        )
-    if config.use_peft and config.learning_rate < 1e-5:
-        lines.append(
-            f"warning: learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; "
-            "try 1e-5 to 5e-4"
-        )
+    has_ratios = config.old_logprobs == "sampler" or config.updates_per_batch > 1
+    warnings = {
+        f"{bends}: tokens are not drawn from the policy itself; ratios are then inexact": bends,
+        f"{idle} without effect: all ratios are 1 with one update per batch": (
+            idle and not has_ratios
+        ),
+        "dtype=bfloat16: weights lose most updates; keep float32, with bf16 or fsdp_bf16": (
+            config.dtype == "bfloat16" and not config.use_peft
+        ),
+        f"learning_rate={config.learning_rate}: LoRA hardly learns below 1e-5; try 1e-5 to 5e-4": (
+            config.use_peft and config.learning_rate < 1e-5
+        ),
+    }
+    lines += [f"warning: {text}" for text, applies in warnings.items() if applies]
     return "\n".join(lines)
 
 
@@ -648,20 +676,17 @@ def load_recipe(path: str) -> ModuleType:
         sys.path.append(str(folder))  # the last place, as it must hide no library
     name = ".".join(file.relative_to(folder).with_suffix("").parts)
 
-    if "." in file.stem:
-        raise UserError(f"recipe {path}: Python imports no name with a dot: rename it")
+    if not file.is_file():
+        raise UserError(f"recipe {path}: no such file")
+    if "." in file.stem or file.suffix != ".py":
+        raise UserError(f"recipe {path}: Python imports no name with a dot: rename it NAME.py")
     try:
-        spec = importlib.util.find_spec(name)
-        if not spec or Path(spec.origin or "").resolve() != file:
-            raise ImportError("no such file, or another module has its name: rename it")
         module = importlib.import_module(name)
     except (ImportError, SyntaxError) as error:
-        module_name = str(getattr(error, "name", None))
-        cure = ""
-        if file.with_name(f"{module_name}.py").is_file() and module_name in sys.modules:
-            cure = f"; {module_name} is the trainer's own: rename {module_name}.py beside it"
-        raise UserError(f"recipe {path}: {error}{cure}") from error
+        raise UserError(f"recipe {path}: {error}") from error
 
+    if Path(module.__file__ or "") != file:
+        raise UserError(f"recipe {path}: another module has its name: rename it")
     if not isinstance(getattr(module, "config", None), TrainConfig):
         raise UserError(f"{path} defines no `config = TrainConfig(...)`")
     return module
@@ -670,87 +695,51 @@ def load_recipe(path: str) -> ModuleType:
 def parse_args(argv: list[str]) -> TrainConfig:
     """Read a configuration from `[recipe.py] --field value ...`.
 
-    Raises `UserError`, or argparse's `SystemExit`.
+    Raises `UserError`; `--help` prints all fields, and ends.
     """
-    words = [_with_underscores(word) for word in argv]
-    path = None
-    if words and not words[0].startswith("-"):
-        path = words.pop(0)
-    given, unknown = _parser().parse_known_args(words)
+    words = list(argv)
+    if "--help" in words or "-h" in words:
+        print(_help())
+        sys.exit(0)
 
     sys.path.append(str(Path.cwd()))  # for dotted paths
-    recipe = load_recipe(path) if path else None
-    values = {name: _parsed(word, _HINTS[name], recipe) for name, word in vars(given).items()}
-    if isinstance(values.get("stop"), list):  # a shell leaves "\n" as two characters
-        values["stop"] = [str(stop).replace("\\n", "\n") for stop in values["stop"]]
-    if unknown:  # TrainConfig refuses the first
-        name = unknown[0].lstrip("-").partition("=")[0]
-        values[name] = unknown[0]
+    recipe = None
+    values: dict[str, Any] = {}
+    if words and not words[0].startswith("-"):
+        recipe = load_recipe(words.pop(0))
+        values |= vars(recipe.config)
+    while words:
+        flag, equals, word = words.pop(0).partition("=")
+        name = flag.lstrip("-").replace("-", "_")
+        if name in _FIELDS and not equals:
+            if not words or words[0].startswith("--"):
+                raise UserError(f"--{name} has no value: give one, after = where it begins with --")
+            word = words.pop(0)
+        values[name] = _parsed(word, TrainConfig.__annotations__.get(name, ""))
 
-    if recipe:
-        return dataclasses.replace(recipe.config, **values)
-    return TrainConfig(**values)
-
-
-def _with_underscores(word: str) -> str:
-    """`--output-dir=a-b` as `--output_dir=a-b`."""
-    flag, equals, value = word.partition("=")
-    if flag.startswith("--"):
-        flag = "--" + flag[2:].replace("-", "_")
-    return flag + equals + value
+    # Not strict: words stand for numbers.
+    with _one_line_errors(values):
+        return _VALIDATOR.validate_python(ArgsKwargs((), values), strict=False, context=recipe)
 
 
-def _parser() -> argparse.ArgumentParser:
-    """A parser with an option for each field, whose values stay words."""
-    parser = argparse.ArgumentParser(
-        usage="train.py [recipe.py] [--field value ...]",
-        description="Lists are written a,b or as JSON, dictionaries as JSON, functions as dotted "
-        "paths, those of the recipe by name. A value that begins with a dash follows after =.",
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=6),
-        argument_default=argparse.SUPPRESS,
-        allow_abbrev=False,
-    )
+def _help() -> str:
+    """Every field with its type, its default and its docstring, as wide as the terminal."""
+    lines = [_USAGE]
+    width = shutil.get_terminal_size().columns
     for name, field in _FIELDS.items():
         default = "required" if field.is_required() else f"default {str(_DEFAULTS[name]).lower()}"
-        parser.add_argument(
-            f"--{name}",
-            metavar=f"{TrainConfig.__annotations__[name]} ({default})",
-            help=field.description.replace("%", "%%"),
-        )
-    return parser
+        lines.append(f"  --{name} {TrainConfig.__annotations__[name]} ({default})")
+        lines.append(textwrap.indent(textwrap.fill(field.description, width - 6), " " * 6))
+    return "\n".join(lines)
 
 
-def _parsed(word: Any, hint: Any, recipe: ModuleType | None) -> Any:
-    """Turn a command line's word into a value of the type.
-
-    A word that does not fit stays text, which `TrainConfig` refuses.
-    """
-    if not isinstance(word, str):  # a part of a JSON list
-        return word
-    if hint == Function:
-        path = word.lstrip(".")  # `.f` is `f`: there is no relative import
-        if recipe and "." not in path:  # a function of the recipe, by its name alone
-            return f"{recipe.__name__}.{path}"
-        return path
-
-    kind = get_origin(hint) or hint
-    args = get_args(hint)
-    if NoneType in args and word.lower() in ("none", "null"):
+def _parsed(word: str, annotation: str) -> Any:
+    """What a word of the command line stands for: nothing, JSON, a list, or itself."""
+    if "None" in annotation and word.lower() in ("none", "null"):
         return None
-    if kind in (Annotated, Union, UnionType):
-        option = args[0]  # what Annotated wraps; of a union, str or the only type beside None
-        if word.startswith("{") and Sets in args:
-            option = dict
-        return _parsed(word, option, recipe)
-
-    with suppress(ValueError):
-        if kind is list:
-            items = json.loads(word) if word.startswith("[") else word.split(",")
-            return [_parsed(item, args[0], recipe) for item in items]
-        if kind is dict:
+    if word.startswith(("[", "{")):
+        with suppress(ValueError):
             return json.loads(word)
-        if kind is bool:
-            return json.loads(word.lower())
-        if kind in (int, float):
-            return kind(word)
+    if annotation.startswith(("list", "Values")):
+        return word.replace("\\n", "\n").split(",")  # a shell leaves "\n" as two characters
     return word

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from config import TrainConfig, bending, sampling_settings
+from config import TrainConfig, bending
 from rollouts.group import Completion, Group, Prompt
 from rollouts.servers import ServerPool
 from training.batching import micro_batches
@@ -53,8 +53,7 @@ class Proofs:
                 few tokens of this version have none.
         """
         # With these, log-probs differ although the weights are the same.
-        settings = sampling_settings(self.config)
-        if self.config.rollout_fn or self.config.lora_dropout or bending(settings):
+        if self.config.rollout_fn or self.config.lora_dropout or bending(self.config):
             return
         for server in self.pool.serving:
             gap = gaps.get(server.number, 0.0)

@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.common import memory_mb, reset_peak
-from config import TrainConfig, UserError, bending, parse_args, sampling_settings
+from config import TrainConfig, UserError, bending, parse_args
 from rollouts.evaluation import Round
 from rollouts.group import Group, Prompt, can_teach
 from rollouts.rollouts import Rollouts
@@ -421,7 +421,7 @@ class Doctor:
 
 def is_bent(config: TrainConfig) -> bool:
     """True where a server does not sample from the policy itself."""
-    return bool(bending(sampling_settings(config)))
+    return bool(bending(config))
 
 
 def examine(config: TrainConfig) -> None:

@@ -8,7 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
-from typing import get_args
+from typing import get_args, get_type_hints
 
 import cloudpickle
 import pytest
@@ -72,12 +72,12 @@ def test_overrides(words, field, value):
     ("words", "message"),
     [
         (["--lerning_rate", "1"], "unknown field lerning_rate: did you mean learning_rate?"),
-        (["--bf16", "3"], "bf16=3: Input should be a valid boolean"),
+        (["--bf16", "3"], "bf16='3': Input should be a valid boolean"),
         (["--batch_size", "2.5"], "batch_size='2.5': Input should be a valid integer"),
         (["--loss_type", "ppo"], "loss_type='ppo': Input should be 'grpo', "),
         (
             ["--num_generations", "1"],
-            "num_generations=1: Input should be greater than or equal to 2",
+            "num_generations='1': Input should be greater than or equal to 2",
         ),
         (
             ["--sampling_params", "{"],
@@ -88,23 +88,26 @@ def test_overrides(words, field, value):
             ["--batch_size", "9", "--num_minibatches", "2"],
             "batch_size must be a multiple of num_minibatches",
         ),
-        (["--epsilon", "nan"], "epsilon=nan: Input should be a finite number"),
+        (["--epsilon", "nan"], "epsilon='nan': Input should be a finite number"),
         (
             ["--temperature", "0"],
-            "temperature=0.0: Input should be greater than or equal to 0.01",
+            "temperature='0': Input should be greater than or equal to 0.01",
         ),
         (["--delta", "1.1"], "delta must exceed 1 + epsilon_high"),
-        (["--fsdp_bf16", "true"], "fsdp_bf16 has no effect without use_fsdp"),
+        (["--fsdp_bf16", "true"], "fsdp_bf16 has no effect with use_fsdp=False"),
         (
             ["--stale_policy", "drop"],
             "unknown field stale_policy: it is gone, as groups train in their order",
         ),
-        (["--lora_rank", "8"], "no effect without use_peft"),
+        (["--lora_rank", "8"], "no effect with use_peft=False"),
         (["--reward_weights", "1,2"], "reward_weights must be as many as reward_funcs"),
-        (["--max_staleness", "-1"], "max_staleness=-1: Input should be greater than or equal to 0"),
+        (
+            ["--max_staleness", "-1"],
+            "max_staleness='-1': Input should be greater than or equal to 0",
+        ),
         (
             ["--max_staleness", "0", "--inflight_updates", "false"],
-            "inflight_updates has no effect without",
+            "inflight_updates has no effect with max_staleness=0",
         ),
         (["--max_dropped_batches", "3"], "unknown field max_dropped_batches: it is 10"),
         (
@@ -117,15 +120,18 @@ def test_overrides(words, field, value):
         ),
         (
             ["--correction_floor", "0.1"],
-            "correction_floor has no effect without a mask as off_policy_correction",
+            "correction_floor has no effect with off_policy_correction=truncate",
         ),
         (
             ["--log_completions_steps", "5", "--logged_groups", "0"],
-            "log_completions_steps has no effect without logged_groups",
+            "log_completions_steps has no effect with logged_groups=0",
         ),
-        (["--log_completions_steps", "5"], "log_completions_steps has no effect without use_wandb"),
+        (
+            ["--log_completions_steps", "5"],
+            "log_completions_steps has no effect with use_wandb=False and use_trackio=False",
+        ),
         (["--push_to_hub", "true"], "push_to_hub needs hub_repo_id"),
-        (["--eval_steps", "5"], "eval_steps has no effect without eval_dataset_id"),
+        (["--eval_steps", "5"], "eval_steps has no effect with eval_dataset_id=None"),
         (["--vllm_urls", "localhost:8000"], "give http://host:port, or @file"),
         (["--vllm_urls", "http://[1"], "give http://host:port, or @file"),
         (["--vllm_urls", "http://a:port"], "give http://host:port, or @file"),
@@ -135,8 +141,8 @@ def test_overrides(words, field, value):
             ["--lora_target_modules", "[]", "--use_peft", "true"],
             "lora_target_modules=[]: List should have at least 1 item",
         ),
-        (["--sync_timeout", "0"], "sync_timeout=0.0: Input should be greater than 0"),
-        (["--learning_rate", "inf"], "learning_rate=inf: Input should be a finite number"),
+        (["--sync_timeout", "0"], "sync_timeout='0': Input should be greater than 0"),
+        (["--learning_rate", "inf"], "learning_rate='inf': Input should be a finite number"),
         (
             ["--reward_funcs", "os.path.nothing"],
             "Invalid python path: No module named 'os.path.nothing'",
@@ -146,16 +152,16 @@ def test_overrides(words, field, value):
             "Invalid python path: No module named 'no_such_module'",
         ),
         (["--reward_funcs", "..f"], "Invalid python path: No module named 'f'"),
-        (["--wandb_project", "x"], "wandb_project has no effect without use_wandb"),
-        (["--hub_private", "false"], "hub_private has no effect without push_to_hub"),
+        (["--wandb_project", "x"], "wandb_project has no effect with use_wandb=False"),
+        (["--hub_private", "false"], "hub_private has no effect with push_to_hub=False"),
         (["--max_steps", "3", "--num_epochs", "2"], "num_epochs has no effect beside max_steps"),
         (
             ["--reference_decay", "0.5"],
-            "reference_decay has no effect without beta or a loss_fn, which may use a reference",
+            "reference_decay has no effect with beta=0.0 and loss_fn=None",
         ),
         (
             ["--beta", "0.1", "--reference_steps", "2"],
-            "reference_steps has no effect without reference_decay",
+            "reference_steps has no effect with reference_decay=None",
         ),
         (
             ["--beta", "0.1", "--reference_decay", "0.5", "--dtype", "bfloat16"],
@@ -170,16 +176,16 @@ def test_overrides(words, field, value):
         (["--dataset_split", "test"], "unknown field dataset_split: give dataset_id=name:subset"),
         (["stray"], "unknown field stray"),
         (["--model"], "unknown field model: did you mean model_id?"),
-        (["--top_k", "0"], "top_k=0: Input should be greater than or equal to 1"),
+        (["--top_k", "0"], "top_k='0': Input should be greater than 0"),
         (
             ["--warmup_ratio", "1.5"],
-            "warmup_ratio=1.5: Input should be less than or equal to 1",
+            "warmup_ratio='1.5': Input should be less than or equal to 1",
         ),
         (
             ["--lr_scheduler", "x"],
             "Input should be 'constant', 'linear' or 'cosine'",
         ),
-        (["--batch_size", "0"], "batch_size=0: Input should be greater than or equal to 1"),
+        (["--batch_size", "0"], "batch_size='0': Input should be greater than 0"),
         (
             ["--max_completion_len", "512", "--max_tokens_per_gpu", "512"],
             "max_tokens_per_gpu must exceed max_completion_len",
@@ -191,7 +197,7 @@ def test_overrides(words, field, value):
         (["--reward_funcs", "os.path.exists,os.path.exists"], "each needs a __name__ of its own"),
         (["--reward_funcs", "os.path"], "Input should be callable"),
         (["--epsilon", "1"], "epsilon must be below 1, but for loss_type=cispo"),
-        (["--kl_gradient", "reverse"], "kl_gradient has no effect without beta"),
+        (["--kl_gradient", "reverse"], "kl_gradient has no effect with beta=0.0"),
         (
             ["--advantage_fn", "os.path.exists", "--scale_rewards", "none"],
             "scale_rewards has no effect with advantage",
@@ -351,9 +357,14 @@ def test_strict_types(fields, message):
         make(**fields)
 
 
+HINTS = get_type_hints(TrainConfig, include_extras=True)
+
+
 def bounds_of(hint):
     if hasattr(hint, "__metadata__"):
-        limits = [limit for item in hint.__metadata__ for limit in getattr(item, "metadata", ())]
+        limits = [
+            limit for item in hint.__metadata__ for limit in getattr(item, "metadata", [item])
+        ]
         keys = ("ge", "gt", "le", "lt")
         yield from (
             (key, getattr(limit, key)) for limit in limits for key in keys if hasattr(limit, key)
@@ -362,12 +373,10 @@ def bounds_of(hint):
         yield from bounds_of(option)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, hint in config_module._HINTS.items() if [*bounds_of(hint)]]
-)
+@pytest.mark.parametrize("name", [name for name, hint in HINTS.items() if [*bounds_of(hint)]])
 def test_ranges(name):
     """They hold: next to each one side is taken and the other refused."""
-    hint = config_module._HINTS[name]
+    hint = HINTS[name]
     step = 1 if "int" in str(hint) else 1e-9
     inward = {"ge": step, "gt": step, "le": -step, "lt": -step}
     for key, bound in bounds_of(hint):
@@ -467,7 +476,7 @@ def test_help_shows_every_field(capsys, monkeypatch):
             field.name
         )
     for line in (
-        "  --batch_size OneOrMore (default 32)", "  --model_id PathOrName (required)",
+        "  --batch_size PositiveInt (default 32)", "  --model_id PathOrName (required)",
         "  --lr_scheduler Literal['constant', 'linear', 'cosine'] (default constant)",
         "  --stop Values[NonEmpty] | None (default none)",
     ):  # fmt: skip
@@ -480,14 +489,14 @@ def test_dotted_path_from_the_working_directory(write):
     assert function is sys.modules["my_rewards_module"].f
 
 
-@pytest.mark.parametrize("words", [["--stop"], ["--reward_weights", "-0.5,1"]])
-def test_a_missing_value_is_argparses_error(words, capsys):
-    with pytest.raises(SystemExit) as ended:
+@pytest.mark.parametrize("words", [["--stop"], ["--output_dir", "--use_peft", "true"]])
+def test_a_missing_value_is_told(words):
+    with pytest.raises(UserError, match=f"{words[0]} has no value: give one, after = where it"):
         parse_args(MUST + words)
-    assert ended.value.code == 2
-    assert f"argument {words[0]}: expected one argument" in " ".join(
-        capsys.readouterr().err.split()
+    config = parse_args(
+        [*MUST, "--reward_funcs", "os.path.exists,os.path.isfile", "--reward_weights", "-.5,1"]
     )
+    assert config.reward_weights == [-0.5, 1.0]
 
 
 def test_every_field_is_documented_and_read():
@@ -497,6 +506,5 @@ def test_every_field_is_documented_and_read():
     code = "".join(file.read_text() for file in files)
     source = (ROOT / "config.py").read_text()
     for name in names:
-        assert re.search(rf'config\.{name}\b|config\["{name}"\]|self\.{name}\b', code), name
         uses = len(re.findall(rf"\b{name}\b", code.replace(source, "")))
         assert uses, f"nothing outside config.py reads {name}"

@@ -454,7 +454,7 @@ def test_a_reference_of_another_name_is_whole(models):
 
 
 def test_what_cannot_have_a_base_in_4_bits(models):
-    with pytest.raises(UserError, match="base_4bit has no effect without use_peft"):
+    with pytest.raises(UserError, match="base_4bit has no effect with use_peft=False"):
         make_config("m", "http://x", base_4bit=True)
     with pytest.raises(UserError, match="base_4bit cannot be sharded: unset use_fsdp"):
         base_config("m", use_fsdp=True)
