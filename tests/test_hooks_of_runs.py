@@ -559,7 +559,7 @@ def test_a_teacher_of_another_vocabulary_is_refused(models, recipe, tmp_path):
     ):
         main(parse_args([recipe(server), "--reference_id", other, "--beta", "0.1"]))
     Path(other, "adapter_config.json").write_text("{}")
-    with pytest.raises(UserError, match="reference_id=.*other is a LoRA adapter: merge it first"):
+    with pytest.raises(UserError, match="reference_id=.*other has a LoRA adapter: merge it first"):
         load_processor(make_config(model_id=models["untied"], reference_id=other, beta=0.1))
     with pytest.raises(
         UserError, match="reference_id has no effect with beta=0.0 and loss_fn=None"

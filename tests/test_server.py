@@ -905,7 +905,9 @@ def test_another_model(models, servers, tmp_path):
 def test_unknown_model_is_refused_before_anything(tmp_path):
     from rollouts.processor import load_processor
 
-    with pytest.raises(ValueError, match="no such path, and no such model on the hub"):
+    with pytest.raises(
+        ValueError, match="model_id=.*nowhere, a folder here or a name on the hub: OSError"
+    ):
         load_processor(make_config(str(tmp_path / "nowhere"), "http://x"))
 
 

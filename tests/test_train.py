@@ -353,7 +353,10 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
             ["--reward_funcs", "broken"],
             r"error: reward broken on (dataset )?row \d+ (of eval_dataset_id )?raised ZeroDivisionError",
         ),
-        (["--model_id", "/nowhere"], "error: model_id=/nowhere: no such path"),
+        (
+            ["--model_id", "/nowhere"],
+            "error: model_id=/nowhere, a folder here or a name on the hub: ",
+        ),
         (
             ["--vllm_urls", "http://127.0.0.1:9", "--server_timeout", "0"],
             "error: no rollout server at http://127.0.0.1:9",
