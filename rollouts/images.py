@@ -12,7 +12,7 @@ from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Prompt
-from rollouts.processor import as_ids, as_text, beginning_of, tokenizer_of
+from rollouts.processor import as_ids, as_text, tokenizer_of, with_beginning
 from utils import naming
 
 PADDING_MARKS = {"image_sizes", "pixel_attention_mask"}  # inputs that tell the model its padding
@@ -30,7 +30,7 @@ class Images:
 
 
 def image_source(source: Any) -> Any:
-    """An image that `open_image` can open without the network.
+    """An image's bytes, path or base64, or a PIL image.
 
     A URL is fetched; of the dictionaries of `datasets` the bytes, the path or the URL is taken.
     """
@@ -38,43 +38,39 @@ def image_source(source: Any) -> Any:
         source = source.get("bytes") or source.get("path") or source.get("url") or source
     if isinstance(source, str | os.PathLike):
         source = str(source).removeprefix("file://")
-    if not isinstance(source, str) or not source.startswith(("http://", "https://")):
-        return source
-
-    reply = requests.get(source, timeout=30)
-    reply.raise_for_status()
-    return reply.content
+        if source.startswith(("http://", "https://")):
+            reply = requests.get(source, timeout=30)
+            reply.raise_for_status()
+            return reply.content
+    return source
 
 
 def open_image(source: Any) -> Any:
     """A PIL image, upright and in RGB, transparent pixels on a white ground.
 
     Args:
-        source: a PIL image, bytes, a path, a data URI or its base64 alone.
+        source: a PIL image, bytes, a path, a URL, a data URI or its base64 alone.
 
     Raises:
         ValueError: it has more than 8 bits a channel.
     """
     from PIL import Image, ImageOps
 
-    if isinstance(source, str) and not os.path.isfile(source):
-        try:
-            source = base64.b64decode(source.rpartition(",")[2], validate=True)
-        except ValueError:
-            raise ValueError(f"no file of an image, and no base64: {source:.100}") from None
-    if isinstance(source, bytes):
-        source = Image.open(io.BytesIO(source))
-    elif isinstance(source, str):
-        source = Image.open(source)
-    if not isinstance(source, Image.Image):
-        raise ValueError(f"no image, path, URL or bytes: {source!r:.100}")
-    if source.mode == "F" or source.mode.startswith("I"):  # which PIL would cut off
-        raise ValueError(f"it has an image of mode {source.mode}: save it with 8 bits a channel")
-    image = ImageOps.exif_transpose(source)
+    image = image_source(source)
+    with naming(f"no image, path, URL, bytes or base64: {source!r:.100}"):
+        if isinstance(image, str) and not os.path.isfile(image):
+            image = base64.b64decode(image.rpartition(",")[2], validate=True)
+        if isinstance(image, bytes):
+            image = io.BytesIO(image)
+        if not isinstance(image, Image.Image):
+            image = Image.open(image)
+
+    if image.mode[0] in "FI":  # of floats, or of more bits, which PIL would cut off
+        raise ValueError(f"it has an image of mode {image.mode}: save it with 8 bits a channel")
+    image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:  # which PIL would blacken
         ground = Image.new("RGBA", image.size, "white")
-        ground.alpha_composite(image.convert("RGBA"))
-        image = ground
+        image = Image.alpha_composite(ground, image.convert("RGBA"))
     return image.convert("RGB")
 
 
@@ -88,51 +84,29 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         sources = [image_source(source) for source in prompt.sources]
         images = [open_image(source) for source in sources]
         text, needs_beginning = as_text(processor, prompt.content, len(images), config)
-        num_places = _num_places(text, len(images), processor)
+        # Gemma3's templates write boi_token, others image_token.
+        marks = [getattr(processor, name, None) for name in ("boi_token", "image_token")]
+        num_places = max(text.count(mark) for mark in marks if mark)
+        if num_places != len(images):
+            raise ValueError(
+                f"its text has {num_places} places for its {len(images)} images: use chat "
+                "messages, and leave the marks of images to the chat template"
+            )
         batch = processor(
             text=[text], images=[images], add_special_tokens=False, return_tensors="pt"
         )
-        tokenizer = tokenizer_of(processor)
-        server_ids = as_ids(text, tokenizer, needs_beginning)
-        token_ids = batch["input_ids"][0].tolist()
-        token_ids = beginning_of(token_ids, tokenizer, needs_beginning) + token_ids
-        if num_places == 0 and token_ids == server_ids:
-            raise ValueError(
-                f"its prompt has no place for its {len(images)} images: use chat messages"
-            )
 
-    inputs = {
-        name: value
-        for name, value in batch.items()
-        if isinstance(value, Tensor) and name not in TEXT_INPUTS
-    }
-    return replace(
-        prompt,
-        token_ids=token_ids,
-        sources=sources,
-        images=Images(server_ids, len(token_ids), list(map(_data_uri, images)), inputs),
-    )
-
-
-def _num_places(text: str, num_images: int, processor: Any) -> int:
-    """The number of image placeholders in a text.
-
-    Raises:
-        ValueError: there are some, and not one for each image.
-    """
-    placeholder = getattr(processor, "boi_token", None) or getattr(processor, "image_token", None)
-    num_places = text.count(placeholder) if placeholder else 0
-    if num_places not in (0, num_images):
-        raise ValueError(
-            f"its text has {num_places} placeholders ({placeholder}) for its {num_images} images"
-        )
-    return num_places
-
-
-def _data_uri(image: Any) -> str:
-    buffer = io.BytesIO()
-    image.save(buffer, "png", compress_level=1)
-    return f"data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    tokenizer = tokenizer_of(processor)
+    token_ids = with_beginning(batch["input_ids"][0].tolist(), tokenizer, needs_beginning)
+    urls = []
+    for image in images:
+        file = io.BytesIO()
+        image.save(file, "png", compress_level=1)
+        urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    inputs = {name: batch[name] for name in batch if name not in TEXT_INPUTS}
+    server_ids = as_ids(text, tokenizer, needs_beginning)
+    processed = Images(server_ids, len(token_ids), urls, inputs)
+    return replace(prompt, token_ids=token_ids, sources=sources, images=processed)
 
 
 def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) -> Prompt | None:
@@ -155,20 +129,24 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
         UserError: images of several sizes, of a model that could not tell padding from pixels.
     """
     inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
-    names = inputs[0].keys()
     joined = {}
-    for name in names:
+    for name in inputs[0]:
         tensors = [values[name] for values in inputs]
         sizes = {tensor.shape[1:] for tensor in tensors}
-        if len(sizes) > 1 and names.isdisjoint(PADDING_MARKS):
-            raise UserError(
-                f"images with {name} of several sizes cannot be in one row: resize them to one size"
-            )
-        largest = [max(lengths) for lengths in zip(*sizes, strict=True)]
-        parts = []
-        for tensor in tensors:
-            part = tensor.new_zeros(len(tensor), *largest)
-            part[tuple(map(slice, tensor.shape))] = tensor
-            parts.append(part)
-        joined[name] = torch.cat(parts)
+        if len(sizes) > 1:
+            if PADDING_MARKS.isdisjoint(inputs[0]):
+                raise UserError(
+                    f"images with {name} of several sizes cannot be in one row: resize them to one "
+                    "size"
+                )
+            largest = torch.tensor([*sizes]).amax(0).tolist()
+            tensors = [_padded(tensor, largest) for tensor in tensors]
+        joined[name] = torch.cat(tensors)
     return joined
+
+
+def _padded(tensor: Tensor, sizes: list[int]) -> Tensor:
+    """A tensor with zeros behind its values: [n, *sizes]."""
+    padded = tensor.new_zeros(len(tensor), *sizes)
+    padded[tuple(map(slice, tensor.shape))] = tensor
+    return padded

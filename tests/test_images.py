@@ -275,9 +275,12 @@ def test_a_dataset_of_images(tmp_path):
 BROKEN = [
     (
         {"prompt": "a", "image": "nowhere.png"},
-        "dataset row 1: no file of an image, and no base64: nowhere.png",
+        "dataset row 1: no image, path, URL, bytes or base64: 'nowhere.png'",
     ),
-    ({"prompt": "a", "image": {"foo": 1}}, "dataset row 1: no image, path, URL or bytes"),
+    (
+        {"prompt": "a", "image": {"foo": 1}},
+        "dataset row 1: no image, path, URL, bytes or base64: {'foo': 1}",
+    ),
     ({"prompt": "a", "image": "b.png", "images": ["c.png"]}, "row 1: .*has images in two places"),
     ({"prompt": [{"content": "a"}]}, r"row 1: .*message without role or content: {'content': 'a'}"),
     ({"prompt": [{"role": "user"}]}, r"row 1: .*message without role or content: {'role': 'user'}"),
@@ -294,13 +297,16 @@ BROKEN = [
     (["prompt"], "row 1: it is no dictionary of columns"),
     (
         {"prompt": [{"role": "user", "content": "<|image_pad|>"}], "image": picture(0)},
-        "row 1: its text has 2 placeholders .*for its 1 images",
+        "row 1: its text has 2 places for its 1 images",
     ),
     (
         {"prompt": "a", "image": "/nowhere/a.png"},
-        "dataset row 1: no file of an image, and no base64: /nowhere/a.png",
+        "dataset row 1: no image, path, URL, bytes or base64: '/nowhere/a.png'",
     ),
-    ({"prompt": "a", "image": b"no image"}, "dataset row 1: UnidentifiedImageError: "),
+    (
+        {"prompt": "a", "image": b"no image"},
+        "dataset row 1: no image, .*: b'no image': UnidentifiedImageError: ",
+    ),
     (
         {"prompt": [{"role": "user", "content": [{"type": "image"}]}]},
         "row 1: .*has 0 images for the 1 places in its messages",
@@ -335,7 +341,7 @@ def test_images_without_a_vision_model_are_refused():
 
 
 def test_a_prompt_without_a_place_for_its_image_is_refused():
-    with pytest.raises(ValueError, match="row 0: its prompt has no place for its 1 images"):
+    with pytest.raises(ValueError, match="row 0: its text has 0 places for its 1 images"):
         load(rows, no_apply_chat_template=True)
 
 
