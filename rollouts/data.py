@@ -2,12 +2,12 @@
 
 import csv
 import hashlib
+import io
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,17 +36,32 @@ def load_rows(
     Raises:
         UserError: there are no rows, or reading fails.
     """
+    from datasets import Dataset, load_dataset
+
     name = getattr(source, "__name__", source)
-    collate_fn: Any = config.collate_fn
+    rows: Any
     with naming(f"dataset {name}"):
         if callable(source):
-            rows = _returned_rows(source)
+            rows = source()
         elif source.endswith((".jsonl", ".json")):
-            rows = _json_rows(Path(source))
+            rows = _json_rows(Path(source).read_text("utf-8-sig"))
         elif source.endswith(".csv"):
-            rows = _csv_rows(Path(source))
+            rows = _csv_rows(Path(source).read_text("utf-8-sig"))
+        elif source.endswith(".parquet"):
+            rows = Dataset.from_parquet(source)
         else:
-            rows = _table_rows(_table(source, split))
+            path, _, rest = source.partition(":")
+            subset, _, own_split = rest.partition(":")
+            rows = load_dataset(path, subset or None, split=own_split or split)
+
+        if isinstance(rows, Dataset):  # its images stay bytes and paths
+            rows = rows.with_format("arrow")[:].to_pylist()
+        # Not only what max_steps needs: a run that goes on may raise it.
+        rows = list(itertools.islice(rows, MOST_ROWS + 1))
+        if len(rows) > MOST_ROWS:
+            raise ValueError(f"it goes on after {MOST_ROWS} rows: let it end, or return fewer")
+
+    collate_fn: Any = config.collate_fn
     if collate_fn:
         with naming(f"dataset {name}, through collate_fn, which gets the list of all rows"):
             rows = collate_fn(rows)
@@ -55,28 +70,11 @@ def load_rows(
     return rows
 
 
-def _returned_rows(source: Callable[[], Any]) -> list[dict[str, Any]]:
-    """The rows that a function returns."""
-    rows = source()
-    if isinstance(rows, Mapping) or type(rows).__name__ == "DataFrame":
-        raise ValueError(f"it returned a {type(rows).__name__}, and no list of rows")
-    if hasattr(rows, "to_iterable_dataset"):
-        return _table_rows(rows)
-    if hasattr(rows, "__len__"):
-        return list(rows)
-    # Not only what max_steps needs: a run that goes on may raise it.
-    rows = list(itertools.islice(rows, MOST_ROWS + 1))
-    if len(rows) > MOST_ROWS:
-        raise ValueError(f"it goes on after {MOST_ROWS} rows: let it end, or return a list")
-    return rows
-
-
-def _json_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, one in a line, or a list of all.
+def _json_rows(text: str) -> list[dict[str, Any]]:
+    """The rows of a text, one in a line, or a list of all.
 
     `datasets` would turn strings that look like dates into dates.
     """
-    text = path.read_text("utf-8-sig")
     if text.lstrip().startswith("["):
         return json.loads(text)
     rows = []
@@ -87,46 +85,17 @@ def _json_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _csv_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, all of it as text: 007 is not 7, and NA is not nothing."""
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file))
+def _csv_rows(text: str) -> list[dict[str, Any]]:
+    """The rows of a table, all of it as text: 007 is not 7, and NA is not nothing."""
+    rows = list(csv.DictReader(io.StringIO(text, newline="")))
     for number, row in enumerate(rows):
         if None in row:  # the name of cells beyond the header's
             raise ValueError(f"row {number} has more cells than the header has names")
     return rows
 
 
-def _table(source: str, split: str) -> Any:
-    """A file, or `name:subset:split` of `datasets`, as a table."""
-    from datasets import load_dataset
-
-    if source.endswith(".parquet"):
-        return load_dataset("parquet", data_files=source, split="train")
-    name, subset, own_split = [*source.split(":", 2), "", ""][:3]
-    return load_dataset(name, subset or None, split=own_split or split)
-
-
-def _table_rows(table: Any) -> list[dict[str, Any]]:
-    """The rows of a `datasets` table, whose images stay bytes and paths."""
-    if len(table) == 0:
-        return []
-    rows = list(table.to_iterable_dataset().decode(False))
-    for row in rows:
-        for name, value in row.items():
-            if _is_chat(value):
-                row[name] = _without_nulls(value)
-    return rows
-
-
-def _is_chat(value: Any) -> bool:
-    """True for a list of messages."""
-    items = value if isinstance(value, list) else []
-    return items != [] and all(isinstance(item, dict) and "role" in item for item in items)
-
-
 def _without_nulls(value: Any) -> Any:
-    """Messages without the null values that columns of one type give to all their rows.
+    """A message without null values, which columns of one type give to all their rows.
 
     Else a tool would be called with the arguments of all others.
     """
@@ -168,13 +137,23 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
         ValueError: the row makes no prompt; the message says why.
     """
     if not isinstance(row, dict):
-        raise ValueError(f"it is no dictionary of columns: {row!r:.100}")
-    if "prompt" not in row:
-        raise ValueError(f"it has no `prompt` (string or chat messages), but {sorted(row)}")
-    content = row["prompt"]
+        raise ValueError(f"it is no dictionary of columns, as a list of rows has: {row!r:.100}")
+    content = row.get("prompt")
     if not isinstance(content, str | list) or content == []:
-        raise ValueError(f"its `prompt` is no string and no list of messages: {content!r:.100}")
-    columns = _columns(row, config)
+        raise ValueError(
+            f"its `prompt` is no string and no list of messages: {content!r:.100}; it has the "
+            f"columns {', '.join(map(str, row))}"
+        )
+    names = config.extra_columns
+    if names is None:
+        names = [name for name in row if name not in ("prompt", "image", "images")]
+    columns = {name: row[name] for name in names}
+    taken = columns.keys() & {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())}
+    if taken:
+        raise ValueError(
+            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
+        )
+
     places: list[Any] = []  # of images in messages, each with its image, or None
     if isinstance(content, list):
         content = [_message(message, places) for message in content]
@@ -185,26 +164,12 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     text, needs_beginning = as_text(processor, content, len(images), config)
     tokenizer = tokenizer_of(processor)
     token_ids = as_ids(text, tokenizer, needs_beginning)
-    unfilled = set(placeholder_ids(processor)) & set(token_ids)
-    if images:
-        unfilled.discard(processor.image_token_id)
-    if unfilled:
-        token = tokenizer.convert_ids_to_tokens(unfilled.pop())
-        raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
+    for placeholder in placeholder_ids(processor):
+        is_filled = images and placeholder == processor.image_token_id
+        if placeholder in token_ids and not is_filled:
+            token = tokenizer.convert_ids_to_tokens(placeholder)
+            raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
     return Prompt(index, token_ids, content, columns, images)
-
-
-def _columns(row: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """The columns that the rewards get; a ValueError where one has a name that is taken."""
-    names = config.extra_columns
-    if names is None:
-        names = [name for name in row if name not in ("prompt", "image", "images")]
-    taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())} & set(names)
-    if taken:
-        raise ValueError(
-            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
-        )
-    return {name: row[name] for name in names}
 
 
 def _message(message: Any, places: list[Any]) -> dict[str, Any]:
@@ -213,21 +178,21 @@ def _message(message: Any, places: list[Any]) -> dict[str, Any]:
     Raises:
         ValueError: it has no role or content, or a part of another kind.
     """
-    fields = message if isinstance(message, dict) else {}
-    content = fields.get("content")
-    if not fields.get("role") or (content in (None, []) and fields["role"] != "assistant"):
+    fields = _without_nulls(message) if isinstance(message, dict) else {}
+    content = fields.get("content", [])
+    if not fields.get("role") or (content == [] and fields["role"] != "assistant"):
         raise ValueError(f"it has a message without role or content: {message!r:.100}")
-    if content is None or isinstance(content, str):
+    if isinstance(content, str):
         return fields
 
-    parts = []  # without the keys that `datasets` adds for parts of other rows
+    parts = []
     for part in content:
         match part:
             case {"type": "text", "text": str(text)}:
                 parts.append({"type": "text", "text": text})
             case {"type": "image" | "image_url"}:
-                image = part.get("image") or part.get("url") or part.get("path")
-                places.append(image or part.get("image_url"))
+                images = [part.get(name) for name in ("image", "url", "path", "image_url")]
+                places.append(next(filter(None, images), None))
                 parts.append(IMAGE)
             case _:
                 raise ValueError(
@@ -242,17 +207,16 @@ def _images(row: dict[str, Any], places: list[Any]) -> list[Any]:
     Raises:
         ValueError: they are in two places, or their number is not that of the places.
     """
-    in_messages = [image for image in places if image]
-    found = [in_messages] if in_messages else []
+    images = [image for image in places if image is not None]
     for name in ("image", "images"):
         value = row.get(name)
-        if value is not None:
-            found.append([*value] if isinstance(value, list | tuple) else [value])
-    if len(found) > 1:
-        raise ValueError(
-            "it has images in two places of `image`, `images` and its messages: leave one"
-        )
-    images = found[0] if found else []
+        if value is None:
+            continue
+        if images:
+            raise ValueError(
+                "it has images in two places of `image`, `images` and its messages: leave one"
+            )
+        images = list(value) if isinstance(value, list | tuple) else [value]
     if len(places) not in (0, len(images)):
         raise ValueError(
             f"it has {len(images)} images for the {len(places)} places in its messages"
@@ -303,6 +267,16 @@ def _stand_in(value: Any) -> str:
     return repr(value) if isinstance(value, bytes) else type(value).__name__
 
 
+def _load_set(
+    field: str, source: Any, split: str, processor: Any, config: TrainConfig
+) -> list[Prompt]:
+    """The prompts of a data set, whose columns fit the rewards."""
+    with naming(field):
+        prompts = load_prompts(source, split, processor, config)
+        check_rewards(prompts, config)
+    return prompts
+
+
 def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
     """The prompts of `dataset_id`; those of several sets one after the other.
 
@@ -311,13 +285,10 @@ def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
     """
     found: list[Prompt] = []
     for name, source in config.train_sets.items():
-        with naming(f"dataset_id {name}") if name else nullcontext():
-            prompts = load_prompts(source, "train", processor, config)
-            check_rewards(prompts, config)
-        num_before = len(found)
-        for row, prompt in enumerate(prompts):
-            place = f"row {row} of dataset {name}" if name else ""
-            found.append(replace(prompt, index=num_before + row, set=name, place=place))
+        field = f"dataset_id {name}".strip()
+        for prompt in _load_set(field, source, "train", processor, config):
+            place = f"row {prompt.index} of dataset {name}" if name else ""
+            found.append(replace(prompt, index=len(found), set=name, place=place))
     return found
 
 
@@ -330,8 +301,6 @@ def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt
     sets = {"dataset_id": load_train_set(processor, config)}
     for name, source in config.eval_sets.items():
         field = f"eval_dataset_id {name}".strip()
-        with naming(field):
-            prompts = load_prompts(source, "test", processor, config)
-            check_rewards(prompts, config)
+        prompts = _load_set(field, source, "test", processor, config)
         sets[field] = [replace(p, place=f"row {p.index} of {field}") for p in prompts]
     return sets

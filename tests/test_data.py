@@ -132,7 +132,11 @@ def test_long_prompts_are_counted_and_left_out(capsys):
     ("source", "fields", "message"),
     [
         (lambda: [], {}, "has no rows"),
-        (lambda: [{"question": "x"}], {}, "row 0: it has no `prompt`.*question"),
+        (
+            lambda: [{"question": "x"}],
+            {},
+            "row 0: its `prompt` is no string.*: None; it has the columns question",
+        ),
         (lambda: [{"prompt": "x"}, {"prompt": 3}], {}, "row 1: its `prompt` is no string.*: 3"),
         (rows, {"extra_columns": ["label"]}, "row 0: KeyError: 'label'"),
         (
@@ -243,7 +247,7 @@ def test_several_sets(monkeypatch):
     assert prompts[4].set == "more"
     sets = {"a": lambda: rows, "b": lambda: [{}]}
     broken = make_config(dataset_id=sets, reward_funcs=[only_first])
-    with pytest.raises(UserError, match="^dataset_id b: dataset row 0: it has no `prompt`"):
+    with pytest.raises(UserError, match="^dataset_id b: dataset row 0: its `prompt` is no string"):
         load_train_set(make_tokenizer(), broken)
 
 

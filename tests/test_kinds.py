@@ -251,7 +251,9 @@ def test_csv_and_json_are_read(tmp_path):
     (tmp_path / "lines.json").write_text("\n".join(json.dumps(row) for row in table))
     assert len(prompts_of(str(tmp_path / "lines.json"))) == len(table)
     (tmp_path / "b.json").write_text('{"data": []}')
-    with pytest.raises(UserError, match="row 0: it has no `prompt`"):
+    with pytest.raises(
+        UserError, match="row 0: its `prompt` is no string.* it has the columns data"
+    ):
         prompts_of(str(tmp_path / "b.json"))
 
 
@@ -265,9 +267,12 @@ class DataFrame:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (lambda: DatasetDict(train=Dataset.from_list(rows())), "it returned a DatasetDict, and no"),
-        (DataFrame, "it returned a DataFrame, and no list of rows"),
-        (lambda: ["a", "b"], "row 0: it is no dictionary of columns: 'a'"),
+        (
+            lambda: DatasetDict(train=Dataset.from_list(rows())),
+            "row 0: it is no dictionary of columns, as a list of rows has: 'train'",
+        ),
+        (DataFrame, "row 0: it is no dictionary of columns, as a list of rows has: 'prompt'"),
+        (lambda: ["a", "b"], "row 0: it is no dictionary of columns, as a list of rows has: 'a'"),
     ],
 )
 def test_what_is_no_list_of_rows(source, message):
