@@ -37,7 +37,7 @@ from pydantic import (
     PositiveInt,
     ValidationError,
     ValidationInfo,
-)  # fmt: skip
+)
 from pydantic.dataclasses import dataclass
 from pydantic_core import ArgsKwargs
 
@@ -91,24 +91,15 @@ ADDRESS = r"^https?://([\w.-]+|\[[\w:]+\])(:\d+)?/?$"
 # Imports a str, but for a name that the recipe has.
 Function = Annotated[Callable[..., Any] | str, ImportString, BeforeValidator(_in_recipe)]
 NonEmpty = Annotated[str, Field(min_length=1)]
-TwoOrMore = Annotated[int, Field(ge=2)]
 # A path, in which ~ is the user's home, or a name on the hub.
 PathOrName = Annotated[str, AfterValidator(os.path.expanduser)]
 Source = PathOrName | Callable[[], Any]
 Sets = Annotated[dict[NonEmpty, Source], Field(min_length=1)]  # data sets by name
-ZeroToOne = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Correction = Literal[
-    "truncate", "mask", "sequence", "sequence_mask", "geometric", "geometric_mask", "none"
-]
 _STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
 
-# vLLM takes a temperature below 0.01 for 0.01, and refuses one above 2.
-Temperature = Annotated[float, Field(ge=0.01, le=2)]
-TemperatureOrZero = Annotated[float, Field(ge=0, le=2)]
-Seed = Annotated[int, Field(ge=-(10**18), le=10**18)]
 # vLLM's parameters that the trainer sets, and what takes their place.
 _OWN_PARAMETERS = {
     "n": "use the field num_generations", "max_tokens": "use the field max_completion_len",
@@ -116,13 +107,15 @@ _OWN_PARAMETERS = {
     "stop": "use the field stop",
 }  # fmt: skip
 # These are no matter of sampling: they change what is told of tokens, or whose they are.
-for _name in (
-    "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start",
-    "logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens",
-    "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
-    "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
-):  # fmt: skip
-    _OWN_PARAMETERS[_name] = "it is the trainer's own"
+_OWN_PARAMETERS |= dict.fromkeys(
+    (
+        "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start",
+        "logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens",
+        "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
+        "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
+    ),
+    "it is the trainer's own",
+)  # fmt: skip
 # Fields of earlier versions, and what takes their place.
 _GONE = {
     "stale_policy": "it is gone, as groups train in their order now: leave it out; a rollout_fn"
@@ -238,7 +231,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     eval_generations: PositiveInt = 1
     """Completions per held-out problem:
     `eval/accuracy` is avg@k, `eval/pass@k` the chance that one of k is right."""
-    eval_temperature: TemperatureOrZero = 0.0
+    eval_temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     """Sampling temperature of evaluations; 0 is greedy."""
     order_fn: Function | None = None
     """`f(prompts, history, count, rng) -> prompts`, those that come next: `recipes/curriculum.py`.
@@ -256,11 +249,12 @@ class TrainConfig(metaclass=_OneLineErrors):
     vllm_urls: list[str] = dataclasses.field(default_factory=lambda: ["http://127.0.0.1:8000"])
     """Addresses of the servers, or `@file` with one a line, which may change;
     their token is in `VLLM_API_KEY`."""
-    num_generations: TwoOrMore = 8
+    num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions per prompt: the group whose mean is the baseline."""
     max_completion_len: PositiveInt = 512
     """Tokens a completion may have."""
-    temperature: Temperature = 1.0
+    # vLLM takes one below 0.01 for 0.01, and refuses one above 2.
+    temperature: Annotated[float, Field(ge=0.01, le=2)] = 1.0
     """Sampling temperature; the trainer's log-probs are taken at the same one."""
     top_k: PositiveInt | None = None
     """Sample among the k likeliest tokens only; ratios are then inexact."""
@@ -339,7 +333,9 @@ class TrainConfig(metaclass=_OneLineErrors):
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Ratios are against the policy before the batch's first update (arXiv:2505.24298),
     or the server's log-probs."""
-    off_policy_correction: Correction = "truncate"
+    off_policy_correction: Literal[
+        "truncate", "mask", "sequence", "sequence_mask", "geometric", "geometric_mask", "none"
+    ] = "truncate"
     """A token's weight at `old_logprobs=trainer`, of w = p(trainer) / p(server).
     truncate: min(w, correction_cap), TIS. mask: w within floor and cap, else 0 (IcePop).
     sequence, geometric: of the product, or mean, of a completion's."""
@@ -381,7 +377,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after warm-up: constant, or falling to 0 behind the last step."""
-    warmup_ratio: ZeroToOne = 0.0
+    warmup_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Share of all steps over which the learning rate rises linearly."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay, of all weights but biases and norms."""
@@ -393,7 +389,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Keep AdamW's moments in 8 bits (needs torchao): about 2 bytes a weight in place of 8."""
     grad_norm: NonNegativeFloat = 1.0
     """Gradients are clipped to this global norm; 0 clips nothing."""
-    seed: Seed = 42
+    seed: Annotated[int, Field(ge=-(10**18), le=10**18)] = 42
     """Seeds the order of prompts, LoRA's start, dropout, and sampling at `max_staleness=0`."""
     use_fsdp: bool = False
     """Shard weights, gradients and optimizer state over the ranks (FSDP2)
@@ -490,7 +486,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             "scale_rewards has no effect with advantage_fn: leave it at its default, group": (
                 self.advantage_fn and self.scale_rewards != "group"
             ),
-            "num_epochs has no effect beside max_steps, which --max_steps none unsets": (
+            "num_epochs has no effect beside max_steps: leave it at 1.0, or unset max_steps": (
                 self.max_steps and self.num_epochs != 1
             ),
             "eval_temperature must be 0 or at least 0.01, which vLLM takes it for": (
@@ -685,7 +681,7 @@ def load_recipe(path: str) -> ModuleType:
     except (ImportError, SyntaxError) as error:
         raise UserError(f"recipe {path}: {error}") from error
 
-    if Path(module.__file__ or "") != file:
+    if Path(module.__file__ or "").resolve() != file:
         raise UserError(f"recipe {path}: another module has its name: rename it")
     if not isinstance(getattr(module, "config", None), TrainConfig):
         raise UserError(f"{path} defines no `config = TrainConfig(...)`")
@@ -734,7 +730,7 @@ def _help() -> str:
 
 
 def _parsed(word: str, annotation: str) -> Any:
-    """What a word of the command line stands for: nothing, JSON, a list, or itself."""
+    """A command line's word as None, JSON, a list, or itself."""
     if "None" in annotation and word.lower() in ("none", "null"):
         return None
     if word.startswith(("[", "{")):

@@ -54,7 +54,8 @@ def load_rows(
             subset, _, own_split = rest.partition(":")
             rows = load_dataset(path, subset or None, split=own_split or split)
 
-        if isinstance(rows, Dataset):  # its images stay bytes and paths
+        if isinstance(rows, Dataset) and rows.format["type"] is None:
+            # Images stay bytes and paths.
             rows = rows.with_format("arrow")[:].to_pylist()
         # Not only what max_steps needs: a run that goes on may raise it.
         rows = list(itertools.islice(rows, MOST_ROWS + 1))

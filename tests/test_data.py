@@ -87,6 +87,16 @@ def test_sources_give_the_same_prompts(tmp_path):
     assert prompts_of(str(tmp_path / "a.parquet")) == expected
 
 
+def test_a_table_is_taken_as_it_is_shown():
+    """With what its owner selected, and by its transform."""
+    table = Dataset.from_list(ROWS)
+    assert prompts_of(lambda: table.select([1]))[0].content == "12+30="
+    doubled = table.with_transform(lambda rows: {"prompt": [2 * text for text in rows["prompt"]]})
+    assert prompts_of(lambda: doubled)[0].content == "1+1=1+1="
+    with pytest.raises(UserError, match="has no rows"):
+        prompts_of(lambda: table.select([]))
+
+
 def test_columns_and_collate():
     assert [p.columns for p in prompts_of(rows, extra_columns=["level"])] == [
         {"level": 1},
