@@ -445,7 +445,6 @@ class TrainConfig(metaclass=_OneLineErrors):
     def __post_init__(self) -> None:
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
         is_masked = self.off_policy_correction.endswith("mask")
-        moves_reference = self.reference_decay is not None
         rules = {
             "reward_funcs: each needs a __name__ of its own, for its metric": (
                 "" in names or len(set(names)) < len(names)
@@ -474,10 +473,10 @@ class TrainConfig(metaclass=_OneLineErrors):
             ),
             "push_to_hub needs hub_repo_id (user/name)": self.push_to_hub and not self.hub_repo_id,
             "one of parts is the reference: unset reference_id and reference_decay": (
-                self.reference_is_a_part and (self.reference_id or moves_reference)
+                self.reference_is_a_part and (self.reference_id or self.reference_decay is not None)
             ),
             "reference_decay moves the initial policy: unset reference_id": (
-                moves_reference and self.reference_id
+                self.reference_decay is not None and self.reference_id
             ),
             "reference_decay: an average in bfloat16 rounds its steps away: set dtype=float32, or "
             "reference_decay=0, which copies": (

@@ -370,7 +370,7 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
                 "--server_timeout",
                 "500",
             ],
-            "error: dataset nowhere.jsonl: FileNotFoundError",
+            "error: dataset_id: dataset nowhere.jsonl: FileNotFoundError",
         ),
         (
             ["--max_completion_len", "127", "--max_tokens_per_gpu", "128"],
