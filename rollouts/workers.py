@@ -4,7 +4,6 @@ Run as a script, this file is a worker.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import pickle
@@ -14,8 +13,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
-from subprocess import DEVNULL, Popen, TimeoutExpired
+from subprocess import DEVNULL, Popen
 from typing import Any
 
 IMPORT_GRACE_S = 60.0
@@ -30,8 +30,8 @@ class CallPool:
 
     A stuck or dead worker is killed and replaced. Workers start when needed, with this process's
     `sys.path` and folder, and end with this process, however that ends. A function that they can
-    import keeps its module's globals from call to call; any other is sent with a copy of those that
-    it uses.
+    import keeps its module's globals from call to call; a lambda, a closure, or one of the main
+    script is sent with a copy of those that it uses.
     """
 
     def __init__(self, num_workers: int):
@@ -48,8 +48,10 @@ class CallPool:
 
         A function's first call in a worker may take `IMPORT_GRACE_S` more.
         """
+        import cloudpickle  # here, as a worker starts with the standard library only
+
         try:
-            message = _pickled(function, arguments)
+            message = cloudpickle.dumps((function, arguments))
         except Exception as error:  # a class's `__getstate__` may raise anything
             raise CallError(
                 f"cannot be sent to a worker: {error}; open clients in a module-level function"
@@ -57,37 +59,31 @@ class CallPool:
         return self._threads.submit(self._call, id(function), message, timeout_s).result()
 
     def _call(self, function_id: int, message: bytes, timeout_s: float) -> Any:
-        """Send a call to this thread's worker, and wait for the answer."""
-        worker = self._own_worker()
+        """The answer of this thread's worker, which is a new one where none is alive."""
+        thread_id = threading.get_ident()
+        with self._lock:
+            if self.is_closed:
+                raise CallError("was not called, as the pool of workers is closed")
+            worker = self._workers.get(thread_id)
+            if not worker or worker.poll() is not None:
+                worker = _Worker()
+                self._workers[thread_id] = worker
+
         grace_s = 0.0 if function_id in worker.imported else IMPORT_GRACE_S
         try:
             worker.connection.send_bytes(message)
             if not worker.connection.poll(timeout_s + grace_s):
                 worker.end()
                 raise CallError(f"took longer than {timeout_s:g} s")
-            succeeded, value = pickle.loads(worker.connection.recv_bytes())
+            succeeded, value = worker.connection.recv()
         except (EOFError, OSError):
-            with contextlib.suppress(TimeoutExpired):
-                worker.process.wait(1.0)  # for the exit code of its own end
             worker.end()
-            raise CallError(f"ended its process (exit code {worker.process.returncode})") from None
+            raise CallError(f"ended its process (exit code {worker.returncode})") from None
 
         worker.imported.add(function_id)
         if not succeeded:
             raise CallError(value)
         return value
-
-    def _own_worker(self) -> "_Worker":
-        """This thread's worker, a new one where none is alive."""
-        thread_id = threading.get_ident()
-        with self._lock:
-            if self.is_closed:
-                raise CallError("was not called, as the pool of workers is closed")
-            worker = self._workers.get(thread_id)
-            if not worker or worker.process.poll() is not None:
-                worker = _Worker()
-                self._workers[thread_id] = worker
-        return worker
 
     def close(self) -> None:
         """End all workers, those in a call too."""
@@ -97,38 +93,23 @@ class CallPool:
             worker.end()
 
 
-def _pickled(function: Callable[..., Any], arguments: dict[str, Any]) -> bytes:
-    """A call as bytes, if need be with the function's code.
+class _Worker(Popen):
+    """A worker process, at the other end of a connection."""
 
-    The code goes along where a worker could not import the function's module.
-    """
-    import cloudpickle  # here, as a worker starts with the standard library only
-
-    module = sys.modules.get(function.__module__)
-    if module:
-        package = module.__name__.partition(".")[0]
-        if not any(finder.find_spec(package, None) for finder in sys.meta_path):
-            cloudpickle.register_pickle_by_value(module)
-    return cloudpickle.dumps((function, arguments))
-
-
-class _Worker:
     def __init__(self) -> None:
         self.imported: set[int] = set()  # functions that have answered
         self.connection, theirs = Pipe()
         # -P keeps this folder out of sys.path; with -u a kill loses nothing printed.
         command = [sys.executable, "-P", "-u", __file__, str(theirs.fileno())]
-        self.process = Popen(
-            command, pass_fds=[theirs.fileno()], stdin=DEVNULL, start_new_session=True
-        )
+        super().__init__(command, pass_fds=[theirs.fileno()], stdin=DEVNULL, start_new_session=True)
         theirs.close()
-        self.connection.send_bytes(pickle.dumps(sys.path))
+        self.connection.send(sys.path)
 
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            # With the processes that a function may have started.
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        """Kill it, with the processes that a function may have started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
 
 
 def _answer(message: bytes, loop: asyncio.AbstractEventLoop) -> bytes:
@@ -159,7 +140,7 @@ if __name__ == "__main__":
     trainer = Connection(int(sys.argv[1]))
     # One loop for all calls: a client that a module keeps belongs to the loop it began in.
     loop = asyncio.new_event_loop()
-    with contextlib.suppress(EOFError, OSError):
-        sys.path[:] = pickle.loads(trainer.recv_bytes())
+    with suppress(EOFError, OSError):
+        sys.path[:] = trainer.recv()
         while True:
             trainer.send_bytes(_answer(trainer.recv_bytes(), loop))

@@ -183,6 +183,7 @@ def test_a_worker_starts_with_the_standard_library_only():
 
 
 def test_a_function_of_a_file_that_nothing_imports(pool, tmp_path, monkeypatch):
+    """It is sent whole, unless its module says that it can be imported."""
     path = tmp_path / "odd name.py"
     path.write_text(
         "class Twice:\n    def __call__(self, a): return 2 * a\ndef f(a): return 3 * a\ntwice = Twice()\n"
@@ -191,12 +192,12 @@ def test_a_function_of_a_file_that_nothing_imports(pool, tmp_path, monkeypatch):
     assert spec
     assert spec.loader
     module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "recipe_odd", module)
     spec.loader.exec_module(module)
     assert pool.call(module.f, {"a": 2}, 5) == 6
     assert pool.call(module.twice, {"a": 2}, 5) == 4
-    monkeypatch.delitem(sys.modules, "recipe_odd")
-    assert pool.call(module.f, {"a": 2}, 5) == 6
+    monkeypatch.setitem(sys.modules, "recipe_odd", module)  # as if it could be imported
+    with pytest.raises(CallError, match="cannot be imported by a worker: ModuleNotFoundError: No"):
+        pool.call(module.f, {"a": 2}, 5)
 
 
 ORPHAN = """
