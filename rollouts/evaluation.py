@@ -1,10 +1,12 @@
 """Held-out problems: sampling and scoring them, and their metrics."""
 
 import math
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from itertools import chain
 from typing import Any
+
+import torch
 
 from config import TrainConfig
 from rollouts.group import Group, RolloutFailed
@@ -20,33 +22,33 @@ class Round:
     """
 
     def __init__(self, run: Run | None, config: TrainConfig):
-        self._run: Any = run
         self._config = config
-        self.sets: dict[str, list[Group]] = {}  # by the name of their set
-        held_out = getattr(run, "held_out", {})
-        for name, prompts in held_out.items():
-            self.sets[name] = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
-        self._groups = list(chain.from_iterable(self.sets.values()))
+        self.sets: dict[str, list[Group]] = {}  # by their names
         self._threads = ThreadPoolExecutor(MAX_GROUPS)
-        self._answers = [self._threads.submit(self._fill, group) for group in self._groups]
+        self._answers: list[Future[None]] = []
+        if not run:
+            return
 
-    def _fill(self, group: Group) -> None:
-        """Sample and score a group; one whose rollouts fail stays empty."""
-        config = self._config
-        with suppress(RolloutFailed):
-            self._run.sample_and_score(
-                group, n=config.eval_generations, temperature=config.eval_temperature
-            )
+        instead: Any = {"n": config.eval_generations, "temperature": config.eval_temperature}
+        for name, prompts in run.held_out.items():
+            groups = [Group(prompt, id=number) for number, prompt in enumerate(prompts)]
+            self.sets[name] = groups
+            for group in groups:
+                answer = self._threads.submit(run.sample_and_score, group, **instead)
+                self._answers.append(answer)
 
     def is_complete(self) -> bool:
         """True once all groups are done; waits a second at most.
 
+        A group whose rollouts fail stays empty.
+
         Raises:
-            BaseException: the error of a group.
+            BaseException: another error of a group.
         """
-        done, running = wait(self._answers, 1, FIRST_EXCEPTION)
+        done, running = wait(self._answers, 1)
         for answer in done:
-            answer.result()
+            with suppress(RolloutFailed):
+                answer.result()
         return not running
 
     def close(self) -> None:
@@ -55,8 +57,9 @@ class Round:
 
     def metrics(self) -> dict[str, float]:
         """The `eval/...` of all groups, and `eval/<set>/...` of each named set."""
+        every_group = list(chain.from_iterable(self.sets.values()))
         metrics = {}
-        for set_name, groups in ({"": self._groups} | self.sets).items():
+        for set_name, groups in ({"": every_group} | self.sets).items():
             prefix = f"eval/{set_name}/" if set_name else "eval/"
             for name, value in held_out_metrics(groups, self._config).items():
                 metrics[prefix + name] = value
@@ -66,51 +69,38 @@ class Round:
 def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, float]:
     """The `reward`, `rewards/<function>`, `accuracy` and `pass@k` of held-out groups.
 
-    `accuracy` is the share of right completions, by `verdicts`. Of n = `eval_generations`
-    completions a problem, c of them right, `pass@k`, for k = 2, 4, ... and n, is the mean of
-    1 - C(n-c, k) / C(n, k) (arXiv:2107.03374), unbiased. Completions without a reward count in
-    none of them; where nothing says which are right, only rewards are given.
+    A completion is right where the function that `accuracy_func` names gives it 1 or more; else the
+    first function decides, if it gives nothing but 0 and 1, or `failed_reward`. If not, only
+    rewards are given. Completions without a reward count in none of them.
+
+    `accuracy` is the share of right completions. Of n = `eval_generations` completions a problem, c
+    of them right, `pass@k`, for k = 2, 4, ... and n, is the mean of 1 - C(n-c, k) / C(n, k)
+    (arXiv:2107.03374), unbiased.
     """
-    rewards = []
-    for group in groups:
-        rewards += [reward for reward in group.reward if not math.isnan(reward)]
-    values = {"reward": mean(rewards), **reward_means(groups, config)}
+    scored = [group for group in groups if group.reward]  # not those whose rollouts failed
+    rewards = torch.tensor([group.reward for group in scored], dtype=torch.float64)
+    metrics = {"reward": rewards.nanmean().item(), **reward_means(groups, config)}
 
-    verdicts_of_groups = verdicts(groups, config)
-    if verdicts_of_groups is None:
-        return values
-    values["accuracy"] = mean(list(chain.from_iterable(verdicts_of_groups)))
-    for k in tries(config.eval_generations):
-        chances = []
-        for found in verdicts_of_groups:
-            if len(found) >= k:
-                num_wrong = found.count(False)
-                chances.append(1 - math.comb(num_wrong, k) / math.comb(len(found), k))
-        values[f"pass@{k}"] = mean(chances)
-    return values
-
-
-def verdicts(groups: list[Group], config: TrainConfig) -> list[list[bool]] | None:
-    """For each group, which of its completions are right.
-
-    That function alone decides which `accuracy_func` names, right from a reward of 1 on; else the
-    first, if it gives nothing but 0 and 1, or `failed_reward`. None where it gives other numbers.
-    """
     functions: Any = config.reward_funcs
     names = [function.__name__ for function in functions]
-    number = names.index(config.accuracy_func) if config.accuracy_func else 0
-    found = []
-    for group in groups:
-        given = group.rewards[:, number : number + 1].flatten().tolist()  # or nothing, at a failure
-        found.append([reward for reward in given if not math.isnan(reward)])
-
-    is_binary = {0, 1, config.failed_reward}.issuperset(chain.from_iterable(found))
+    number = names.index(config.accuracy_func or names[0])
+    verdicts = []  # of each group's completions
+    for group in scored:
+        column = group.rewards[:, number]
+        verdicts.append(column[~column.isnan()].tolist())
+    every_verdict = list(chain.from_iterable(verdicts))
+    is_binary = {0, 1, config.failed_reward}.issuperset(every_verdict)
     if not is_binary and not config.accuracy_func:
-        return None
-    return [[reward >= 1 for reward in rewards] for rewards in found]
+        return metrics
 
-
-def tries(most: int) -> list[int]:
-    """The numbers 2, 4, 8, ... below `most`, and `most`, without 1."""
-    powers = [2**exponent for exponent in range(most.bit_length())]
-    return sorted({*powers, most} - {1})
+    metrics["accuracy"] = mean([float(verdict >= 1) for verdict in every_verdict])
+    for k in range(2, config.eval_generations + 1):
+        if k.bit_count() > 1 and k < config.eval_generations:  # no power of two, and not all
+            continue
+        chances = []
+        for of_group in verdicts:
+            num_wrong = sum(verdict < 1 for verdict in of_group)
+            if len(of_group) >= k:
+                chances.append(1 - math.comb(num_wrong, k) / math.comb(len(of_group), k))
+        metrics[f"pass@{k}"] = mean(chances)
+    return metrics
