@@ -22,7 +22,7 @@ def naming_function(name: str) -> Iterator[None]:
 
 
 def own_advantages(rewards: Tensor, groups: Sequence[Any], config: TrainConfig) -> Tensor:
-    """What `advantage_fn` gives the groups; 0 for completions without a reward.
+    """The advantages of `advantage_fn`; 0 for completions without a reward.
 
     Args:
         rewards: [groups, completions] float64, NaN for those without.
@@ -38,7 +38,6 @@ def own_advantages(rewards: Tensor, groups: Sequence[Any], config: TrainConfig) 
 
     has_reward = ~rewards.isnan()
     with naming(f"advantage_fn must return finite numbers {list(rewards.shape)}"):
-        has_shape = isinstance(advantages, Tensor) and advantages.shape == rewards.shape
-        if not has_shape or not advantages[has_reward].isfinite().all():
+        if advantages.shape != rewards.shape or not advantages[has_reward].isfinite().all():
             raise ValueError(f"it returned {advantages}")
     return torch.where(has_reward, advantages, 0.0)

@@ -10,6 +10,7 @@ from config import TrainConfig
 from prefix_attention import num_packed_tokens
 from rollouts.group import Completion, Group, Prompt, RolloutFailed
 from rollouts.workers import described
+from training.batching import groups_apart
 from vllm_client import Server, ServerError
 
 
@@ -32,15 +33,12 @@ def fill_by_rollout_fn(
         raise RolloutFailed(f"{where}: {described(error)}") from error
 
     try:
-        completions = [as_completion(rollout, prompt) for rollout in rollouts]
-        if len(completions) != sampling["n"]:
-            raise ValueError(f"it returned {len(completions)} completions, not {sampling['n']}")
-        group.fill(completions)
+        if len(rollouts) != sampling["n"]:
+            raise ValueError(f"{len(rollouts)} rollouts, not {sampling['n']}")
+        group.fill([as_completion(rollout, prompt) for rollout in rollouts])
         check_segments(group, server.forbidden, config)
-    except ValueError as error:
-        raise RolloutFailed(f"{where}: {error}") from error
-    except (AttributeError, TypeError) as error:
-        raise RolloutFailed(f"{where}: it returned no completions: {error}") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise RolloutFailed(f"{where}: it returned no completions to train: {error}") from error
 
 
 def as_completion(rollout: Completion | Sequence[Completion], prompt: Prompt) -> Completion:
@@ -75,29 +73,31 @@ def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) 
         config: max_tokens_per_gpu, share_prefix, and the loss, which may need whole completions.
     """
     own_prompt, completions = group.sequences
-    # With images, the prompt of every segment must begin with the group's.
-    num_fixed = len(own_prompt) if group.prompt.images else 0
+    fixed_ids = own_prompt[:0]  # with which every segment's prompt must begin
+    if group.prompt.images:
+        fixed_ids = own_prompt
     placeholders = torch.tensor(forbidden, dtype=torch.int64)
     for pairs in completions:
-        num_tokens = max(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
-        if config.weighs_whole_completions:  # all segments stand in one row
-            apart = {0} if num_fixed else ()  # as `micro_batches` packs groups with images
-            num_positions = num_packed_tokens([(own_prompt, [pairs])], config.share_prefix, apart)
+        rows = [[pair] for pair in pairs]
+        if config.weighs_whole_completions:
+            rows = [pairs]
+        for row in rows:
             # A position predicts the next token, so a row has one fewer than tokens.
-            num_tokens = max(num_tokens, num_positions + 1)
-        if num_tokens > config.max_tokens_per_gpu:
-            raise ValueError(
-                f"a completion has {num_tokens} tokens with its prompt: raise max_tokens_per_gpu"
+            num_positions = num_packed_tokens(
+                [(own_prompt, [row])], config.share_prefix, groups_apart([group])
             )
+            if num_positions >= config.max_tokens_per_gpu:
+                raise ValueError(
+                    f"a completion has {num_positions + 1} tokens with its prompt: raise "
+                    "max_tokens_per_gpu"
+                )
 
         for prompt_ids, token_ids in pairs:
-            begins_alike = torch.equal(prompt_ids[:num_fixed], own_prompt[:num_fixed])
-            if len(prompt_ids) == 0 or not begins_alike:
+            if not torch.equal(prompt_ids[: len(fixed_ids)], fixed_ids):
                 raise ValueError(
-                    "a segment's prompt is empty, or does not begin with the group's, which has "
-                    "images"
+                    "a segment's prompt does not begin with the group's, which has images"
                 )
-            text_ids = torch.cat([prompt_ids[num_fixed:], token_ids])
+            text_ids = torch.cat([prompt_ids[len(fixed_ids) :], token_ids])
             if torch.isin(text_ids, placeholders).any():
                 raise ValueError(
                     "a completion has a placeholder of an image, which no policy takes"

@@ -576,7 +576,10 @@ def test_advantages_of_ones_own():
     ("advantage_fn", "reason"),
     [
         (lambda rewards: rewards, r"raised TypeError: .*\(own_advantages.py:"),
-        (lambda rewards, groups: rewards.tolist(), r"it returned \["),
+        (
+            lambda rewards, groups: rewards.tolist(),
+            "AttributeError: 'list' object has no attribute 'shape'",
+        ),
         (lambda rewards, groups: rewards.mean(1), "it returned "),
         (
             lambda rewards, groups: rewards[0],
