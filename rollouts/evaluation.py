@@ -1,12 +1,10 @@
 """Held-out problems: sampling and scoring them, and their metrics."""
 
+import itertools
 import math
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from itertools import chain
 from typing import Any
-
-import torch
 
 from config import TrainConfig
 from rollouts.group import Group, RolloutFailed
@@ -57,7 +55,7 @@ class Round:
 
     def metrics(self) -> dict[str, float]:
         """The `eval/...` of all groups, and `eval/<set>/...` of each named set."""
-        every_group = list(chain.from_iterable(self.sets.values()))
+        every_group = list(itertools.chain.from_iterable(self.sets.values()))
         metrics = {}
         for set_name, groups in ({"": every_group} | self.sets).items():
             prefix = f"eval/{set_name}/" if set_name else "eval/"
@@ -77,20 +75,17 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
     of them right, `pass@k`, for k = 2, 4, ... and n, is the mean of 1 - C(n-c, k) / C(n, k)
     (arXiv:2107.03374), unbiased.
     """
-    scored = [group for group in groups if group.reward]  # not those whose rollouts failed
-    rewards = torch.tensor([group.reward for group in scored], dtype=torch.float64)
-    metrics = {"reward": rewards.nanmean().item(), **reward_means(groups, config)}
+    metrics = reward_means(groups, config)
+    number = 0
+    if config.accuracy_func:
+        number = list(metrics).index(f"rewards/{config.accuracy_func}") - 1  # behind `reward`
 
-    functions: Any = config.reward_funcs
-    names = [function.__name__ for function in functions]
-    number = names.index(config.accuracy_func or names[0])
     verdicts = []  # of each group's completions
-    for group in scored:
-        column = group.rewards[:, number]
-        verdicts.append(column[~column.isnan()].tolist())
-    every_verdict = list(chain.from_iterable(verdicts))
-    is_binary = {0, 1, config.failed_reward}.issuperset(every_verdict)
-    if not is_binary and not config.accuracy_func:
+    for group in groups:
+        found = group.rewards[:, number : number + 1]  # or nothing, where rollouts failed
+        verdicts.append(found[~found.isnan()].tolist())
+    every_verdict = list(itertools.chain.from_iterable(verdicts))
+    if not config.accuracy_func and not {0, 1, config.failed_reward}.issuperset(every_verdict):
         return metrics
 
     metrics["accuracy"] = mean([float(verdict >= 1) for verdict in every_verdict])
@@ -98,9 +93,9 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
         if k.bit_count() > 1 and k < config.eval_generations:  # no power of two, and not all
             continue
         chances = []
-        for of_group in verdicts:
-            num_wrong = sum(verdict < 1 for verdict in of_group)
-            if len(of_group) >= k:
-                chances.append(1 - math.comb(num_wrong, k) / math.comb(len(of_group), k))
+        for given in verdicts:
+            if len(given) >= k:
+                wrong = [verdict for verdict in given if verdict < 1]
+                chances.append(1 - math.comb(len(wrong), k) / math.comb(len(given), k))
         metrics[f"pass@{k}"] = mean(chances)
     return metrics

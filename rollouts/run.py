@@ -57,12 +57,11 @@ class Run:
         Raises:
             RolloutFailed: there are no completions, and no server is to blame.
         """
-        number = self.failures.begin("rollout_fn")
+        row = self.failures.begin("rollout_fn")
         try:
             sample_group(group, self.pool, self.processor, self.config, **instead)
         except RolloutFailed as error:
-            sample = {"prompt": group.prompt.content}
-            self.failures.note("rollout_fn", number, str(error), sample)
+            self.failures.note(row, str(error), group)
             raise
         self.scorer.score(group)
 

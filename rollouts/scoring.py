@@ -2,12 +2,13 @@
 
 import copy
 import inspect
+import itertools
 import json
 import math
 import threading
 import time
-from collections import Counter
-from collections.abc import Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from torch import Tensor
 
 from config import TrainConfig, UserError
 from rollouts.group import Group, Prompt
+from rollouts.sampling import sampling_params
 from rollouts.workers import CallError, CallPool
 from utils import naming
 
 REWARD_ARGUMENTS = ("prompts", "completions", "completion_ids")  # no column may have such a name
+LARGEST = 1e30  # of rewards, well within float32
 
 
 def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
@@ -37,36 +40,39 @@ def check_rewards(prompts: list[Prompt], config: TrainConfig) -> None:
     function: Any
     for function in config.reward_funcs:
         for columns, row in row_of_columns.items():
-            names = [*REWARD_ARGUMENTS, *columns]
-            given = f"which gives it {', '.join(names)}"
+            arguments = dict.fromkeys([*REWARD_ARGUMENTS, *columns])
+            given = f"which gives it {', '.join(arguments)}"
             with naming(f"reward {function.__name__} on dataset row {row}, {given}"):
-                check_signature(function, names, config)
+                for signature in signatures(function):
+                    # With a rollout_fn, the `info` of its rollouts may give it the missing ones.
+                    bind = signature.bind_partial if config.rollout_fn else signature.bind
+                    bind(**arguments)
         with naming(
             f"reward {function.__name__} cannot be sent to a worker (open clients inside it)"
         ):
             cloudpickle.dumps(function)
 
 
-def check_signature(function: Any, names: list[str], config: TrainConfig) -> None:
-    """Raise TypeError where a function does not take arguments of the `names`.
+def signatures(function: Any) -> list[inspect.Signature]:
+    """The signature of a reward, or of each function that it calls, as `best_of` does."""
+    return [inspect.signature(called) for called in getattr(function, "functions", [function])]
 
-    `best_of` has several functions, each of which is tried.
-    """
-    arguments = dict.fromkeys(names)
-    for called in getattr(function, "functions", [function]):
-        signature = inspect.signature(called)
-        if config.rollout_fn:
-            signature.bind_partial(**arguments)  # a rollout's `info` may give it the missing ones
-        else:
-            signature.bind(**arguments)
+
+def required(function: Any) -> list[str]:
+    """The parameters without which a reward cannot be called."""
+    names = []
+    for signature in signatures(function):
+        for name, parameter in signature.parameters.items():
+            is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+            if parameter.default is parameter.empty and not is_open:
+                names.append(name)
+    return names
 
 
 def decoded(group: Group, tokenizer: Any, config: TrainConfig) -> list[str]:
     """The texts of a group's completions, as `spoken`."""
-    kept = [*(config.sampling_params or {}).get("stop_token_ids", ())]
-    # Strings that are one token, as `</answer>` in some vocabularies.
-    added = tokenizer.get_added_vocab()
-    kept += [added[string] for string in config.stop or () if string in added]
+    sampling = sampling_params(config)
+    kept = [*sampling.get("stop", ()), *sampling.get("stop_token_ids", ())]
     texts = []
     for completion in group.completions:
         is_ended = completion.finish_reason == "stop"
@@ -75,9 +81,12 @@ def decoded(group: Group, tokenizer: Any, config: TrainConfig) -> list[str]:
 
 
 def spoken(
-    token_ids: Sequence[int], tokenizer: Any, is_ended: bool = True, kept: Collection[int] = ()
+    token_ids: Sequence[int],
+    tokenizer: Any,
+    is_ended: bool = True,
+    kept: Collection[int | str] = (),
 ) -> str:
-    """The text of sampled tokens, without those that end or pad it.
+    """The text of sampled tokens, without the special one that ended them.
 
     Other special tokens belong to it, as `<think>` and `<tool_call>` in some vocabularies.
 
@@ -85,21 +94,15 @@ def spoken(
         token_ids: of a completion, or of a turn.
         tokenizer: of the model.
         is_ended: False where the text was cut: its last token is no end.
-        kept: tokens that belong to the text even where they end it.
+        kept: tokens, as ids or strings, that belong to the text even where they end it.
     """
-    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}.difference(kept)
-    text_ids = [token_id for token_id in token_ids if token_id not in ends]
     last = token_ids[-1]
-    if is_ended and last not in ends and last in _special_ids(tokenizer).difference(kept):
-        text_ids.pop()  # the end of a turn, which not every tokenizer names
-    return tokenizer.decode(text_ids)
-
-
-@cache
-def _special_ids(tokenizer: Any) -> frozenset[int]:
-    """The ids of a tokenizer's special tokens."""
-    added = tokenizer.added_tokens_decoder.items()
-    return frozenset(token_id for token_id, token in added if token.special)
+    end = tokenizer.decode([last])
+    is_special = end != tokenizer.decode([last], skip_special_tokens=True)
+    is_end = is_special or last == tokenizer.eos_token_id
+    if is_ended and is_end and last not in kept and end not in kept:
+        return tokenizer.decode(token_ids[:-1])
+    return tokenizer.decode(token_ids)
 
 
 def mean(values: list[float]) -> float:
@@ -108,78 +111,75 @@ def mean(values: list[float]) -> float:
 
 
 def reward_means(groups: list[Group], config: TrainConfig) -> dict[str, float]:
-    """`rewards/<function>`: the mean reward of each function, NaN without any."""
-    scored = [group.rewards for group in groups if len(group.rewards)]
-    # With a row of NaN, as there may be no group.
-    none = torch.full((1, len(config.reward_funcs)), math.nan, dtype=torch.float64)
-    means = torch.cat([*scored, none]).nanmean(dim=0).tolist()
+    """The mean `reward`, and `rewards/<function>` of each function; NaN without any."""
     functions: Any = config.reward_funcs
-    names = [f"rewards/{function.__name__}" for function in functions]
+    names = ["reward", *[f"rewards/{function.__name__}" for function in functions]]
+    rows = [torch.empty(0, len(names), dtype=torch.float64)]
+    for group in groups:
+        if len(group.rewards):  # not where rollouts failed
+            reward = group.rewards.new_tensor(group.reward)
+            rows.append(torch.column_stack([reward, group.rewards]))
+    means = torch.cat(rows).nanmean(dim=0).tolist()
     return dict(zip(names, means, strict=True))
 
 
 def weighted(rewards: Tensor, config: TrainConfig) -> list[float]:
     """The weighted sum of each completion's rewards, NaN without any."""
-    weights = rewards.new_tensor(config.reward_weights or [1.0] * len(config.reward_funcs))
-    sums = (rewards * weights).nansum(dim=1)
-    return torch.where(rewards.isnan().all(dim=1), math.nan, sums).tolist()
-
-
-SAY_S = 60.0  # between failed calls that are printed
+    if config.reward_weights:
+        rewards = rewards * rewards.new_tensor(config.reward_weights)
+    sums = rewards.nansum(dim=1)
+    sums[rewards.isnan().all(dim=1)] = math.nan
+    return sums.tolist()
 
 
 class Failures:
     """Failed calls of one kind, kept in a file of the run. Thread-safe.
 
-    One in thousands is no reason to end a run, but many in a row are.
+    One in thousands is no reason to end a run, but a row of them is. The calls of each function are
+    counted off in rows of `batch_size`, at least 4, as they begin: quick failures end before slow
+    successes.
     """
 
     def __init__(self, kind: str, config: TrainConfig):
         self.kind = kind
         self.count = 0
-        self._most_in_a_row = max(config.batch_size, 4)
         self.path = Path(config.output_dir) / f"failed_{kind}.jsonl"
-        self._num_calls: Counter[str] = Counter()  # of each function
-        self._failed: dict[str, set[int]] = {}  # the numbers of its calls that failed
-        self._said_s = -math.inf  # when one was printed, on the monotonic clock
+        self._row_size = max(config.batch_size, 4)
+        self._numbers: dict[str, Iterator[int]] = defaultdict(itertools.count)  # of calls
+        self._num_failed: Counter[tuple[str, int]] = Counter()  # of each row
         self._lock = threading.Lock()
 
-    def begin(self, name: str) -> int:
-        """The number of a call of the function, which begins now."""
-        with self._lock:
-            self._num_calls[name] += 1
-            return self._num_calls[name]
+    def begin(self, name: str) -> tuple[str, int]:
+        """The row, by function and number, of a call that begins now."""
+        return name, next(self._numbers[name]) // self._row_size
 
-    def note(self, name: str, number: int, message: str, sample: dict[str, Any]) -> None:
-        """Write a failed call down, with what it was called for.
+    def note(self, row: tuple[str, int], message: str, group: Group) -> None:
+        """Write a failed call down, with the group that it was for.
 
         Raises:
-            UserError: max(batch_size, 4) calls that began one after the other have failed.
+            UserError: all calls of its row have failed.
         """
-        failed_call = {"error": message, **sample}
+        failed_call = {
+            "error": message,
+            "prompt": group.prompt.content,
+            "completions": group.texts,
+            "columns": group.prompt.columns,
+        }
         line = json.dumps(failed_call, ensure_ascii=False, default=repr, skipkeys=True)
         with self._lock:
             # Half a surrogate pair, which UTF-8 cannot hold, becomes JSON's escape of it.
             with self.path.open("a", encoding="utf-8", errors="backslashreplace") as file:
                 file.write(line + "\n")
             self.count += 1
-            failed = self._failed.setdefault(name, set())
-            failed.add(number)
-            # Not those that ended one after the other: quick failures overtake slow successes.
-            first = last = number
-            while first - 1 in failed:
-                first -= 1
-            while last + 1 in failed:
-                last += 1
-            now_s = time.monotonic()
-            if now_s > self._said_s + SAY_S:
-                print(f"{message} (counted in {self.kind}_failed, all in {self.path})", flush=True)
-                self._said_s = now_s
-            if last - first + 1 >= self._most_in_a_row:
-                raise UserError(
-                    f"{message}; so did {last - first + 1} calls in a row, see {self.path}; mend "
-                    "the cause, and go on with --resume_from_checkpoint auto"
-                )
+            self._num_failed[row] += 1
+            num_failed = self._num_failed[row]
+        if num_failed == 1:
+            print(f"{message} (counted in {self.kind}_failed, all in {self.path})", flush=True)
+        if num_failed == self._row_size:
+            raise UserError(
+                f"{message}; so did {num_failed} calls in a row, see {self.path}; mend the cause, "
+                "and go on with --resume_from_checkpoint auto"
+            )
 
 
 class Scorer:
@@ -203,105 +203,61 @@ class Scorer:
             UserError: a reward is no finite number, or a function keeps failing.
         """
         group.texts = decoded(group, self.tokenizer, self.config)
-        ids = [completion.token_ids.tolist() for completion in group.completions]
-
-        by_function = []
-        function: Any
-        for function in self.config.reward_funcs:
-            arguments = self._arguments(function, group, ids)
-            by_function.append(self._call(function, arguments, group))
-        group.rewards = torch.from_numpy(np.array(by_function, np.float64).T)  # NaN for None
+        columns = self._columns(group)
+        by_function = [
+            self._call(function, columns, group) for function in self.config.reward_funcs
+        ]
+        group.rewards = torch.from_numpy(np.stack(by_function, axis=1))
         group.reward = weighted(group.rewards, self.config)
-        if any(math.isinf(reward) for reward in group.reward):
-            raise UserError(f"the weighted sum of rewards on {group.prompt.where} is not finite")
         group.scored_s = time.monotonic()
 
-    def _arguments(self, function: Any, group: Group, ids: list[list[int]]) -> dict[str, Any]:
-        """A function's arguments: the group, dataset columns, and columns of `info`."""
-        num = len(group.completions)
-        arguments = {
-            "prompts": _copies(group.prompt.content, num),
+    def _columns(self, group: Group) -> dict[str, list[Any]]:
+        """The arguments of a group's rewards: itself, dataset columns, and columns of `info`."""
+        columns = {
             "completions": group.texts,
-            "completion_ids": ids,
+            "completion_ids": [completion.token_ids.tolist() for completion in group.completions],
         }
-        for name, value in group.prompt.columns.items():
-            arguments[name] = _copies(value, num)
+        for name, value in {"prompts": group.prompt.content, **group.prompt.columns}.items():
+            # Copies, so that a reward which changes one leaves the others alone.
+            columns[name] = [copy.deepcopy(value) for _ in group.completions]
 
-        info_names: dict[str, None] = {}  # in the order of their first completion
-        for completion in group.completions:
-            info_names |= dict.fromkeys(completion.info)
-        for name in info_names:
-            if name in arguments:
+        infos = [completion.info for completion in group.completions]
+        for name in dict.fromkeys(itertools.chain.from_iterable(infos)):
+            if name in columns:
                 raise UserError(f"rollout_fn on {group.prompt.where}: info has the column {name}")
-        if self.config.rollout_fn:
-            for name in required(function):
-                if name not in arguments and name not in info_names:
-                    self._say_once(
-                        f"reward {function.__name__} gets {name}=None: no info of some group has "
-                        f"{name}"
-                    )
-                    info_names[name] = None
+            columns[name] = [info.get(name) for info in infos]
+        return columns
 
-        for name in info_names:
-            arguments[name] = [completion.info.get(name) for completion in group.completions]
-        return arguments
+    def _call(self, function: Any, columns: dict[str, Any], group: Group) -> np.ndarray:
+        """A function's rewards, one per completion, NaN for None.
 
-    def _call(self, function: Any, arguments: dict[str, Any], group: Group) -> list[float | None]:
-        """A function's rewards, one per completion; all `failed_reward` after a failed call."""
+        `failed_reward` after a failed call; None for columns that no `info` has.
+        """
         num = len(group.completions)
         where = f"reward {function.__name__} on {group.prompt.where}"
-        number = self.failures.begin(function.__name__)
+        arguments = dict(columns)
+        for name in required(function):
+            if name not in columns:
+                self._say_once(
+                    f"reward {function.__name__} gets {name}=None: no info of some group has {name}"
+                )
+                arguments[name] = [None] * num
+
+        row = self.failures.begin(function.__name__)
         try:
             values = self._calls.call(function, arguments, self.config.reward_timeout)
         except CallError as error:
             if self._calls.is_closed:
                 raise
-            sample = {
-                "prompt": group.prompt.content,
-                "completions": group.texts,
-                "columns": group.prompt.columns,
-            }
-            self.failures.note(function.__name__, number, f"{where} {error}", sample)
-            return [self.config.failed_reward] * num
+            self.failures.note(row, f"{where} {error}", group)
+            values = [self.config.failed_reward] * num
 
-        if not isinstance(values, list | tuple) or len(values) != num:
-            raise UserError(
-                f"{where} must return a list of {num} numbers, one per completion, not "
-                f"{values!r:.100}"
-            )
-        rewards = []
-        for value in values:
-            reward = None if value is None else as_float(value)
-            if reward is not None and not math.isfinite(reward):
-                raise UserError(
-                    f"{where} returned {reward}, of a {type(value).__name__}: rewards are finite "
-                    "numbers or None"
-                )
-            rewards.append(reward)
+        with naming(
+            f"{where} must return a list of {num}, one per completion: numbers below 1e30, or None"
+        ):
+            rewards = np.array(values, np.float64)
+            num_none = sum(value is None for value in values)
+            num_usable = (np.abs(rewards) < LARGEST).sum()  # finite, and not NaN
+            if rewards.shape != (num,) or num_usable + num_none < num:
+                raise ValueError(f"it returned {values!r:.500}")
         return rewards
-
-
-def _copies(value: Any, num: int) -> list[Any]:
-    """Copies of a value, so that a reward which changes one leaves the others alone."""
-    return [copy.deepcopy(value) for _ in range(num)]
-
-
-def as_float(number: Any) -> float:
-    """A number as a float; infinity where no float is as large, NaN for what is no number."""
-    try:
-        return float(number.__float__())
-    except OverflowError:
-        return math.inf
-    except (AttributeError, TypeError, ValueError):
-        return math.nan
-
-
-def required(function: Any) -> list[str]:
-    """The parameters without which a function, or those of `best_of`, cannot be called."""
-    names = []
-    for called in getattr(function, "functions", [function]):
-        for parameter in inspect.signature(called).parameters.values():
-            is_open = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-            if parameter.default is parameter.empty and not is_open:
-                names.append(parameter.name)
-    return names

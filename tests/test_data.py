@@ -506,9 +506,9 @@ def test_spans_that_do_not_fit_are_refused(spans):
 
 WHOLE = Completion([5, 6], [-1.0, -1.0], "stop", 0)
 NO_ROLLOUTS = [
-    (lambda *_: [5, 6], "it returned no completions: 'int' object is not iterable"),
+    (lambda *_: [5], "it returned no completions to train: 'int' object is not iterable"),
     (lambda *_: None, "TypeError: 'NoneType' object is not iterable"),
-    (lambda *_: [WHOLE, WHOLE], "it returned 2 completions, not 1"),
+    (lambda *_: [WHOLE, WHOLE], "it returned no completions to train: 2 rollouts, not 1"),
     (lambda *_: [][0], "IndexError"),
     (lambda *_: [Completion([], [], "stop", 0)], "ValueError: a completion needs"),
     (
@@ -521,7 +521,7 @@ NO_ROLLOUTS = [
     ),
     (
         lambda *_: [Completion([5] * 20_000, [-1.0] * 20_000, "stop", 0)],
-        "a completion has 20001 tokens with its prompt: raise max_tokens_per_gpu",
+        "it returned no completions to train: a completion has 20001 tokens with its prompt: raise",
     ),
 ]
 
@@ -574,11 +574,12 @@ def test_weighted_rewards_and_none():
     [
         (
             short,
-            "reward short on dataset row 7 must return a list of 2 numbers, one per completion, not \\[",
+            "reward short on dataset row 7 must return a list of 2, one per completion: numbers below 1e30, or None: "
+            "it returned \\[1.0\\]",
         ),
-        (words, "reward words on dataset row 7 returned nan, of a str"),
-        (infinite, "returned inf"),
-        (scalar, "must return a list of 2 numbers, one per completion, not [0-9]"),
+        (words, "numbers below 1e30, or None: could not convert string to float: 'good'"),
+        (infinite, "it returned \\[1.0, inf\\]"),
+        (scalar, "TypeError: 'float' object is not iterable"),
     ],
 )
 def test_bad_rewards(function, message):

@@ -1,6 +1,7 @@
 """The metrics of a batch, from its tokens and its groups."""
 
 import math
+import sys
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from rollouts.group import CUT, Group, can_teach
-from rollouts.scoring import as_float, mean, reward_means
+from rollouts.scoring import mean, reward_means
 from training.batching import MicroBatch
 from training.mismatches import CompletionSums, Gaps
 from utils import over_ranks
@@ -117,10 +118,9 @@ def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dic
     versions_in_queue = [version - group.finished_version for group in groups]
     first_started_s = min(group.started_s for group in groups)
     return {
-        "reward": rewards.nanmean().item(),
+        **reward_means(groups, config),
         "reward_std": spread.nanmean().item(),
         "frac_reward_zero_std": ratio(num_without_spread, len(rewarded)),
-        **reward_means(groups, config),
         **completion_metrics(groups, version),
         **set_metrics(groups),
         **advantage_metrics(groups),
@@ -151,9 +151,9 @@ def info_metrics(groups: list[Group]) -> dict[str, float]:
     for group in groups:
         for completion in group.completions:
             for name, value in completion.info.items():
-                number = as_float(value)  # True counts as 1
-                if isinstance(value, int | float) and math.isfinite(number):
-                    values.setdefault(name, []).append(number)
+                # True counts as 1.
+                if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+                    values.setdefault(name, []).append(float(value))
     return {f"info/{name}": sum(found) / len(found) for name, found in values.items()}
 
 
