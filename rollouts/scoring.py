@@ -86,7 +86,7 @@ def spoken(
     is_ended: bool = True,
     kept: Collection[int | str] = (),
 ) -> str:
-    """The text of sampled tokens, without the special one that ended them.
+    """The text of sampled tokens, without those that end or pad it.
 
     Other special tokens belong to it, as `<think>` and `<tool_call>` in some vocabularies.
 
@@ -96,13 +96,15 @@ def spoken(
         is_ended: False where the text was cut: its last token is no end.
         kept: tokens, as ids or strings, that belong to the text even where they end it.
     """
+    ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
     last = token_ids[-1]
     end = tokenizer.decode([last])
     is_special = end != tokenizer.decode([last], skip_special_tokens=True)
-    is_end = is_special or last == tokenizer.eos_token_id
-    if is_ended and is_end and last not in kept and end not in kept:
-        return tokenizer.decode(token_ids[:-1])
-    return tokenizer.decode(token_ids)
+    if is_ended and is_special:
+        ends.add(last)  # the end of a turn, which not every tokenizer names
+    if end in kept:
+        ends.discard(last)
+    return tokenizer.decode([each for each in token_ids if each not in ends or each in kept])
 
 
 def mean(values: list[float]) -> float:

@@ -131,7 +131,7 @@ def test_special_tokens_are_part_of_a_text():
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     thought = "<think>a</think><answer>b</answer>"
-    for end in ("", "<eos>", "<|turn_end|>"):
+    for end in ("", "<eos>", "<|turn_end|>", "<eos><eos>"):
         assert spoken(ids(thought + end), tokenizer, is_ended=end != "") == thought
     assert format_reward([thought]) == [1.0]
     cut = "<think>a</think>"  # a special token, and no end
@@ -139,7 +139,8 @@ def test_special_tokens_are_part_of_a_text():
     (stop_id,) = ids("</answer>")
     for kept in (stop_id, "</answer>"):
         assert spoken(ids(thought), tokenizer, is_ended=True, kept=[kept]) == thought
-    assert spoken(ids("a<eos>[user]b<eos>"), tokenizer) == "a<eos>[user]b"
+    assert spoken(ids("a<eos>[user]b<eos>"), tokenizer) == "a[user]b"
+    assert spoken(ids("a<eos>"), tokenizer, kept=["<eos>"]) == "a<eos>"
 
 
 def test_what_a_run_stops_at_is_part_of_a_text():
