@@ -25,11 +25,16 @@ from train import main
 from utils import exits, naming
 from vllm_client import ServerError
 
-# What a file has of a group; its prompt is found again in the data.
+# What a file has of a group, beside its segments; its prompt is found again in the data.
 FIELDS = (
-    "completions", "rewards", "started_version", "finished_version", "trained_version", "server",
-    "started_s", "sampled_s", "scored_s",
-)  # fmt: skip
+    "rewards",
+    "started_version",
+    "trained_version",
+    "server",
+    "started_s",
+    "sampled_s",
+    "scored_s",
+)
 MUST_BE_EQUAL = ("batch_size", "num_generations", "temperature", "reward_funcs")  # in both runs
 
 
@@ -56,7 +61,7 @@ def write(folder, step, groups):
     saved = []
     for group in groups:
         fields = {name: getattr(group, name) for name in FIELDS}
-        saved.append((group.prompt.index, group.prompt.token_ids, fields))
+        saved.append((group.prompt.index, group.prompt.token_ids, group.segments, fields))
     path = file_of(folder, step)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
@@ -94,9 +99,10 @@ class Replay:
         step = first // self.run.config.batch_size + 1
         groups = []
         path = file_of(self.folder, step)
-        for number, (row, token_ids, fields) in enumerate(torch.load(path, weights_only=False)):
-            prompt = Prompt(row, token_ids, "", {})
-            groups.append(Group(prompt, id=first + number, **fields))
+        for number, (row, ids, segments, fields) in enumerate(torch.load(path, weights_only=False)):
+            group = Group(Prompt(row, ids, "", {}), id=first + number, **fields)
+            group.fill(segments)
+            groups.append(group)
         return groups
 
     def fill(self, group):

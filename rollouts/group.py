@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ ENVIRONMENT = -2  # an environment wrote it, so it does not train
 
 CUT = ("length", "repetition")  # finish reasons of completions that did not end by themselves
 MAX_COMPLETIONS = 1 << 20  # of a group, for `rollout_number`
+NO_REWARDS = torch.empty(0, 0, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class Completion:
     """Tokens that continue a prompt, by a policy or an environment.
 
     Lists are taken as tensors; a ValueError names a column of another length than the tokens. A
-    rollout whose history was rewritten has several segments: this one, the last, and `earlier`.
+    rollout whose history was rewritten is a list of them, its segments.
     """
 
     token_ids: Any  # [n] int64, with the end-of-sequence token, where one was sampled
@@ -61,20 +63,19 @@ class Completion:
     weight_versions: Any  # [n] int64, the policy that sampled it, or ENVIRONMENT; an int is of all
     info: dict[str, Any] = field(default_factory=dict)  # an environment's columns for the rewards
     prompt_ids: Any = None  # [m] int64, its own prompt; None where that is the prompt of its group
-    earlier: list["Completion"] = field(default_factory=list)  # the rollout's other segments
 
     def __post_init__(self) -> None:
+        num_tokens = len(self.token_ids)
+        if num_tokens == 0:
+            raise ValueError("a completion needs tokens")
+        if isinstance(self.weight_versions, int):
+            self.weight_versions = [self.weight_versions] * num_tokens
         self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
         self.sampler_logprobs = torch.as_tensor(self.sampler_logprobs, dtype=torch.float32)
-        if isinstance(self.weight_versions, int):
-            self.weight_versions = torch.full((len(self.token_ids),), self.weight_versions)
         self.weight_versions = torch.as_tensor(self.weight_versions, dtype=torch.int64)
         if self.prompt_ids is not None:
             self.prompt_ids = torch.as_tensor(self.prompt_ids, dtype=torch.int64)
 
-        num_tokens = len(self.token_ids)
-        if num_tokens == 0:
-            raise ValueError("a completion needs tokens")
         for name in ("sampler_logprobs", "weight_versions"):
             num_values = len(getattr(self, name))
             if num_values != num_tokens:
@@ -86,11 +87,6 @@ class Completion:
     def loss_mask(self) -> Tensor:
         """True on the tokens that a policy sampled: [n] bool."""
         return self.weight_versions != ENVIRONMENT
-
-    @property
-    def segments(self) -> list["Completion"]:
-        """All segments of the rollout, this one the last."""
-        return [*self.earlier, self]
 
     def then(self, environment_ids: Sequence[int], reply: "Completion") -> "Completion":
         """Join this turn, the environment's answer and the next turn."""
@@ -113,7 +109,6 @@ class Completion:
             weight_versions=torch.cat([self.weight_versions, no_versions, reply.weight_versions]),
             finish_reason=reply.finish_reason,
             info=self.info | reply.info,
-            earlier=self.earlier + reply.earlier,
         )
 
 
@@ -138,13 +133,12 @@ class Group:
     """
 
     prompt: Prompt
+    # Of each rollout the last segment, with the `info` of all
     completions: list[Completion] = field(default_factory=list)
 
     # Of each completion, from its scoring on:
     texts: list[str] = field(default_factory=list)  # decoded, for rewards and people
-    rewards: Tensor = field(  # [completions, functions] float64, NaN for none
-        default_factory=lambda: torch.empty(0, 0, dtype=torch.float64)
-    )
+    rewards: Tensor = NO_REWARDS  # [completions, functions] float64, NaN for none
     reward: list[float] = field(default_factory=list)  # their weighted sum, NaN without any
     advantages: list[float] = field(default_factory=list)
 
@@ -156,72 +150,66 @@ class Group:
     started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0
-
-    # Of each completion token, from `fill`; and log-probs [n], nats, under a part's reference:
-    tokens: TokenColumns = field(init=False, repr=False)
-    ref_logprobs: Tensor | None = None
-
-    # Of each completion, from `fill`: tokens, tokens that a policy sampled, policies (ascending).
-    lengths: list[int] = field(init=False, repr=False)
-    num_sampled: list[int] = field(init=False, repr=False)
-    versions: list[list[int]] = field(init=False, repr=False)
-    sequences: Sequences = field(init=False, repr=False)
-    num_positions: int | None = None  # of a row that holds it alone, once they are counted
+    ref_logprobs: Tensor | None = None  # of each completion token, nats, under a part's reference
 
     def __post_init__(self) -> None:
         if self.completions:
             self.fill(self.completions)
 
-    def fill(self, completions: list[Completion]) -> None:
-        """Take the completions, and join the columns of their tokens.
+    def fill(self, rollouts: Sequence[Completion | Sequence[Completion]]) -> None:
+        """Take the rollouts, each a completion or the list of its segments.
 
-        This is done once, in the rollout's thread; all others read columns.
+        The columns of their tokens are joined once, in the rollout's thread; all others read them.
+
+        Raises:
+            ValueError: a rollout has no segment.
         """
+        # Of each rollout: segments, tokens, tokens that a policy sampled, policies (ascending).
+        self.completions = []
+        self.segments: list[list[Completion]] = []
+        self.lengths: list[int] = []
+        self.num_sampled: list[int] = []
+        self.versions: list[list[int]] = []
+        self.num_tokens = 0  # of all segments with their prompts, as if nothing were shared
+        self.num_positions: int | None = None  # of a row that holds it alone, once counted
+
         own_prompt = as_tokens(self.prompt.token_ids)
-        all_segments = []
-        completions_pairs = []
-        for completion in completions:
+        all_segments: list[Completion] = []
+        pairs_of_rollouts = []
+        for rollout in rollouts:
+            segments = [rollout] if isinstance(rollout, Completion) else list(rollout)
+            if not segments:
+                raise ValueError("a rollout without a completion")
+            info: dict[str, Any] = {}
             pairs = []
-            for segment in completion.segments:
+            for segment in segments:
+                info |= segment.info
                 prompt_ids = own_prompt if segment.prompt_ids is None else segment.prompt_ids
                 pairs.append((prompt_ids, segment.token_ids))
-                all_segments.append(segment)
-            completions_pairs.append(pairs)
+                self.num_tokens += len(prompt_ids) + len(segment.token_ids)
+            pairs_of_rollouts.append(pairs)
+            all_segments += segments
 
-        self.completions = completions
-        self.num_positions = None
-        self.sequences = (own_prompt, completions_pairs)
-        self.lengths = []
-        for pairs in completions_pairs:
-            self.lengths.append(sum(len(token_ids) for _, token_ids in pairs))
-        numbers = torch.arange(len(completions))
+            versions = torch.cat([segment.weight_versions for segment in segments])
+            sampled = versions[versions != ENVIRONMENT]
+            self.completions.append(replace(segments[-1], info=info))
+            self.segments.append(segments)
+            self.lengths.append(len(versions))
+            self.num_sampled.append(len(sampled))
+            self.versions.append(sampled.unique().tolist())
+
+        self.sequences: Sequences = (own_prompt, pairs_of_rollouts)
+        numbers = torch.arange(len(self.lengths))
         self.tokens = TokenColumns(
             completion=numbers.repeat_interleave(torch.tensor(self.lengths)),
             sampler_logprobs=torch.cat([segment.sampler_logprobs for segment in all_segments]),
             weight_versions=torch.cat([segment.weight_versions for segment in all_segments]),
         )
 
-        self.num_sampled = []
-        self.versions = []
-        for versions in self.tokens.weight_versions.split(self.lengths):
-            sampled = versions[versions != ENVIRONMENT]
-            self.num_sampled.append(len(sampled))
-            self.versions.append(sampled.unique().tolist())
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all segments with their prompts, as if nothing were shared."""
-        _, completions = self.sequences
-        total = 0
-        for pairs in completions:
-            total += sum(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in pairs)
-        return total
-
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token of the group."""
-        oldest = [versions[0] for versions in self.versions if versions]
-        return min(oldest, default=self.started_version)
+        return min(chain.from_iterable(self.versions), default=self.started_version)
 
 
 def rollout_number(group: Group, number: Any) -> Any:
@@ -248,13 +236,13 @@ def can_teach(group: Group, config: TrainConfig) -> bool:
     So it is where its rewards differ. An `advantage_fn` is asked, about the group alone, until the
     group has its advantages.
     """
-    if config.advantage_fn and group.advantages:
+    if not config.advantage_fn:
+        valid = {reward for reward in group.reward if not math.isnan(reward)}
+        return len(valid) > 1
+    if group.advantages:
         return any(group.advantages)
-    if config.advantage_fn:
-        rewards = torch.tensor([group.reward], dtype=torch.float64)
-        return bool(own_advantages(rewards, [group], config).any())
-    valid = {reward for reward in group.reward if not math.isnan(reward)}
-    return len(valid) > 1
+    rewards = torch.tensor([group.reward], dtype=torch.float64)
+    return bool(own_advantages(rewards, [group], config).any())
 
 
 class RolloutFailed(UserError):
@@ -267,13 +255,9 @@ Span = tuple[int, int, int]  # a policy version, and the tokens from start to en
 def version_spans(weight_versions: Tensor) -> list[Span]:
     """The runs of tokens that one policy sampled, of versions [n]."""
     versions, sizes = weight_versions.unique_consecutive(return_counts=True)
-    spans = []
-    start = 0
-    for version, size in zip(versions.tolist(), sizes.tolist(), strict=True):
-        if version != ENVIRONMENT:
-            spans.append((version, start, start + size))
-        start += size
-    return spans
+    ends = sizes.cumsum(0)
+    runs = torch.stack([versions, ends - sizes, ends], dim=1).tolist()
+    return [(version, start, end) for version, start, end in runs if version != ENVIRONMENT]
 
 
 def spans_to_versions(spans: Sequence[Span], num_tokens: int) -> Tensor:

@@ -1,14 +1,13 @@
 """Completions of a recipe's own `rollout_fn`: joined, and checked."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from config import TrainConfig
 from prefix_attention import num_packed_tokens
-from rollouts.group import Completion, Group, Prompt, RolloutFailed
+from rollouts.group import Group, RolloutFailed
 from rollouts.workers import described
 from training.batching import groups_apart
 from vllm_client import Server, ServerError
@@ -35,33 +34,10 @@ def fill_by_rollout_fn(
     try:
         if len(rollouts) != sampling["n"]:
             raise ValueError(f"{len(rollouts)} rollouts, not {sampling['n']}")
-        group.fill([as_completion(rollout, prompt) for rollout in rollouts])
+        group.fill(rollouts)
         check_segments(group, server.forbidden, config)
     except (AttributeError, TypeError, ValueError) as error:
         raise RolloutFailed(f"{where}: it returned no completions to train: {error}") from error
-
-
-def as_completion(rollout: Completion | Sequence[Completion], prompt: Prompt) -> Completion:
-    """A rollout as one completion: its last segment, with the `earlier` ones.
-
-    The `info` of all segments is joined; prompts equal to the group's become None.
-
-    Raises:
-        ValueError: the rollout has no segment.
-    """
-    parts = [rollout] if isinstance(rollout, Completion) else rollout
-    segments = []
-    info: dict[str, Any] = {}
-    for part in parts:
-        for segment in part.segments:
-            prompt_ids = segment.prompt_ids
-            if prompt_ids is not None and prompt_ids.tolist() == prompt.token_ids:
-                prompt_ids = None
-            segments.append(replace(segment, prompt_ids=prompt_ids, earlier=[]))
-            info |= segment.info
-    if not segments:
-        raise ValueError("a rollout without a completion")
-    return replace(segments[-1], info=info, earlier=segments[:-1])
 
 
 def check_segments(group: Group, forbidden: Sequence[int], config: TrainConfig) -> None:

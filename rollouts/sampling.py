@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from config import TrainConfig
@@ -72,10 +71,9 @@ def sample_on(
     if config.rollout_fn:
         fill_by_rollout_fn(group, server, sampling, config)
     else:
-        completions = server.generate(group.prompt.token_ids, sampling, group.prompt.images)
-        group.fill([replace(completion, prompt_ids=None) for completion in completions])
+        group.fill(server.generate(group.prompt.token_ids, sampling, group.prompt.images))
 
-    if (group.tokens.weight_versions == FOREIGN).any():
+    if group.oldest_version == FOREIGN:
         error = ServerLost("it sampled with weights of its own: was it restarted?")
         pool.lose(server, error)
         raise error

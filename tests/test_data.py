@@ -274,7 +274,7 @@ def test_batch_metrics():
     groups[1].started_s, groups[1].sampled_s, groups[1].scored_s = 11.0, 15.0, 16.0
     groups[0].advantages, groups[1].advantages = [0.0, 0.0], [0.75, -1.75]
     groups[0].texts, groups[1].texts = ["2", "3"], ["2", "2"]
-    last.info.update(turns=3, done=True, said="4")
+    groups[1].completions[1].info.update(turns=3, done=True, said="4")
     groups[1].completions[0].info["turns"] = 1
     metrics = batch_metrics(groups, 5, make_config(reward_funcs=[only_first]))
     assert metrics == {
@@ -409,12 +409,19 @@ def test_a_long_conversation_stays_one():
     assert shown[1]["content"].startswith("['y', ")
 
 
+def test_a_held_out_group_that_was_refused_has_no_samples():
+    """As where a `rollout_fn` gave it completions that are too long: it has them, and no rewards."""
+    (group, _) = make_groups()
+    assert batch_samples([group], make_config(reward_funcs=[right])) == []
+
+
 def test_samples_have_their_tokens():
     (group, _) = make_groups()
     group.texts, group.rewards, group.reward = ["a", "b"], table([[1.0], [0.0]]), [1.0, 0.0]
     long = group.completions[0].token_ids.tolist()
     segment = Completion([40, 41], [-0.126, -math.inf], "stop", 3, prompt_ids=[5, 6])
-    group.completions[0] = Completion(long, [-0.5] * len(long), "stop", 4, earlier=[segment])
+    last = Completion(long, [-0.5] * len(long), "stop", 4)
+    group.fill([[segment, last], group.completions[1]])
     tokenizer = make_tokenizer()
     config = make_config(reward_funcs=[right])
     mismatches = {rollout_number(group, 1): 0.25, rollout_number(group, 2): 0.5}

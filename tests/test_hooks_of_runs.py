@@ -572,8 +572,9 @@ def test_a_reference_server_is_the_reference(models, tmp_path):
     """A real one at another temperature than 1, against the reference within the trainer; it keeps its temperature."""
     prompt, completions = [5, 6, 7, 8], [[9, 10], [([5, 6, 7, 8], [11, 12, 13]), ([5, 6, 9], [10])]]
     sampled = [Completion(ids, [-1.0] * len(ids), "stop", 0) for ids in [[9, 10], [11, 12, 13]]]
-    last = Completion([10], [-1.0], "stop", 0, prompt_ids=[5, 6, 9], earlier=sampled[1:])
-    group = Group(Prompt(0, prompt, "", {}), [sampled[0], last])
+    last = Completion([10], [-1.0], "stop", 0, prompt_ids=[5, 6, 9])
+    group = Group(Prompt(0, prompt, "", {}))
+    group.fill([sampled[0], [sampled[1], last]])
     config = make_config(model_id=models["tied"], beta=0.1, temperature=0.7)
     row = pack([(prompt, completions)])[0]
     with process_group(60) as device:

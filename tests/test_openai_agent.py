@@ -22,7 +22,7 @@ from config import TrainConfig, UserError
 from recipes.openai_agent import hermes_calls, trained
 from rollouts.data import make_prompt
 from rollouts.group import Group, Prompt, version_spans
-from rollouts.own_rollouts import as_completion, fill_by_rollout_fn
+from rollouts.own_rollouts import fill_by_rollout_fn
 from vllm_client import Server, ServerLost
 
 SAMPLING = {"n": 1, "max_tokens": 200, "temperature": 1.0}
@@ -150,9 +150,10 @@ def test_stripped_thinking_and_compaction_are_segments(scripted, tokenizer):
     check(scripted, tokenizer, segments, [first, "five", "six"])
     assert "hm" not in tokenizer.decode(segments[1].prompt_ids)
     assert tokenizer.decode(segments[1].prompt_ids).count("four") == 1
-    completion = as_completion(segments, Prompt(0, [5], "", {}))
-    assert len(completion.segments) == 3
-    assert completion.info["messages"][-1]["content"] == "six"
+    group = Group(Prompt(0, [5], "", {}))
+    group.fill([segments])
+    assert len(group.segments[0]) == 3
+    assert group.completions[0].info["messages"][-1]["content"] == "six"
 
 
 def test_two_agents_in_parallel(scripted, tokenizer):

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import answer_in, read
+from helpers import answer_in, make_tokenizer, read
 from test_gradients import assert_same, make_config, make_policy, trainable
 from test_hooks_of_runs import assert_identical, weights
 from transformers import AutoModelForCausalLM
@@ -16,10 +16,11 @@ from config import UserError, parse_args
 from recipes.replay import replaying
 from rollouts.group import Completion, Group, Prompt
 from rollouts.images import Images
-from rollouts.own_rollouts import as_completion, check_segments
+from rollouts.own_rollouts import check_segments
 from train import main, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
 from training.metrics import batch_metrics
+from training.samples import TokenTexts, batch_samples
 from utils import process_group
 
 ADVANTAGES = [[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8]]
@@ -45,6 +46,12 @@ def completion(ids, reason="stop", version=0, **fields):
     return Completion(ids, [-3.0] * len(ids), reason, version, **fields)
 
 
+def filled(prompt, rollouts, **fields):
+    group = Group(prompt, **fields)
+    group.fill(rollouts)
+    return group
+
+
 def make_groups(kind):
     """Two groups of three rollouts of three turns: joined; as segments that go on; or with the first turn rewritten."""
     groups = []
@@ -68,8 +75,8 @@ def make_groups(kind):
                 completion(second, prompt_ids=history),
                 completion(third, reason, prompt_ids=[*history, *second, *two]),
             ]
-            rollouts.append(as_completion(segments, prompt))
-        groups.append(Group(prompt, rollouts, advantages=advantages))
+            rollouts.append(segments)
+        groups.append(filled(prompt, rollouts, advantages=advantages))
     return groups
 
 
@@ -144,11 +151,10 @@ def test_a_tree_costs_what_its_tokens_cost():
 def test_versions_are_of_segments():
     """The second segment was sampled by a later policy: tokens of the trained one are compared, older ones are not."""
     (group, _) = make_groups("rewritten")
-    completions = []
-    for c in group.completions:
-        second = dataclasses.replace(c.earlier[1], weight_versions=2)
-        completions.append(dataclasses.replace(c, earlier=[c.earlier[0], second]))
-    group.fill(completions)
+    rollouts = []
+    for first, second, third in group.segments:
+        rollouts.append([first, dataclasses.replace(second, weight_versions=2), third])
+    group.fill(rollouts)
     group.trained_version, group.reward, group.server = 2, [1.0, 0.0, 0.0], 3
     assert group.oldest_version == 0
     (micro,) = micro_batches([group], 1000, make_config("m", batch_size=2))
@@ -175,7 +181,7 @@ def test_versions_are_of_segments():
 def test_losses_that_look_at_a_whole_rollout(fields, looks_at_others):
     """For these its segments stay in one row, padded or not, or it is refused."""
     own = Prompt(0, [5, 6], "", {})
-    rollout = as_completion([completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)], own)
+    rollout = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
     for share_prefix, size in ((True, 2 + 19 + 20 + 19 + 1), (False, 2 * 39 + 1)):
         config = make_config("m", max_tokens_per_gpu=size - 1, share_prefix=share_prefix, **fields)
         assert config.weighs_whole_completions == looks_at_others
@@ -184,26 +190,37 @@ def test_losses_that_look_at_a_whole_rollout(fields, looks_at_others):
             if looks_at_others
             else nullcontext()
         ):
-            check_segments(Group(own, [rollout]), [], config)
+            check_segments(filled(own, [rollout]), [], config)
         check_segments(
-            Group(own, [rollout]), [], dataclasses.replace(config, max_tokens_per_gpu=size)
+            filled(own, [rollout]), [], dataclasses.replace(config, max_tokens_per_gpu=size)
         )
 
 
-def test_segments_of_segments():
-    """Whatever the lists, each segment once, and the last word of an environment."""
+def test_rollouts_are_completions_or_lists_of_segments():
+    """Rewards and logs see the last segment, with the info of all; and the last word of an environment."""
     own = Prompt(0, [5, 6], "", {})
     one, two, three = (
         completion([n], prompt_ids=[n, n], info={"a": n, str(n): n}) for n in (7, 8, 9)
     )
-    nested = as_completion([as_completion([one, two], own), three], own)
-    assert [segment.token_ids.tolist() for segment in nested.segments] == [[7], [8], [9]]
-    assert nested.info == {"a": 9, "7": 7, "8": 8, "9": 9}
-    assert Group(own, [nested, as_completion(nested, own)]).num_sampled == [3, 3]
-    reply = dataclasses.replace(three, prompt_ids=[7, 7, 7, 4], earlier=[two])
-    joined = one.then([4], reply)
-    assert [segment.token_ids.tolist() for segment in joined.segments] == [[8], [7, 4, 9]]
-    assert joined.info["a"] == 9
+    group = filled(own, [(one, two, three), three])
+    assert [len(segments) for segments in group.segments] == [3, 1]
+    assert [last.token_ids.tolist() for last in group.completions] == [[9], [9]]
+    assert group.completions[0].info == {"a": 9, "7": 7, "8": 8, "9": 9}
+    assert group.completions[1].info == {"a": 9, "9": 9}
+    assert three.info == {"a": 9, "9": 9}
+    assert group.num_sampled == [3, 1]
+    assert group.num_tokens == 3 * 3 + 3
+
+
+def test_a_segment_of_the_groups_prompt_has_no_own():
+    """As a server gives it: in the logs only prompts that differ are shown."""
+    own = Prompt(0, [5, 6], "", {})
+    first, other = completion([7], prompt_ids=[5, 6]), completion([8], prompt_ids=[5, 7])
+    group = filled(own, [[first, other, completion([9])]])
+    group.texts, group.reward, group.rewards = ["x"], [0.0], torch.zeros(1, 1)
+    config, texts = make_config("m"), TokenTexts(make_tokenizer())
+    (sample,) = batch_samples([group], config, texts)
+    assert ["prompt" in part for part in sample["earlier"]] == [False, True]
 
 
 def test_equal_prompts_with_images_stay_apart():
@@ -224,8 +241,8 @@ def test_equal_prompts_with_images_stay_apart():
 
 def test_what_no_row_takes_is_refused():
     own = Prompt(0, [5, 6], "", {})
-    rollout = as_completion([completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)], own)
-    check_segments(Group(own, [rollout]), [], make_config("m", max_tokens_per_gpu=40))
+    rollout = [completion([7] * 20), completion([8] * 20, prompt_ids=[9] * 20)]
+    check_segments(filled(own, [rollout]), [], make_config("m", max_tokens_per_gpu=40))
     for fields, size in (
         ({"max_tokens_per_gpu": 39}, 40),
         ({"max_tokens_per_gpu": 60, "loss_type": "grpo"}, 61),
@@ -233,22 +250,22 @@ def test_what_no_row_takes_is_refused():
         with pytest.raises(
             ValueError, match=f"a completion has {size} tokens with its prompt: raise max_tokens"
         ):
-            check_segments(Group(own, [rollout]), [], make_config("m", **fields))
+            check_segments(filled(own, [rollout]), [], make_config("m", **fields))
     check_segments(
-        Group(own, [rollout]), [], make_config("m", max_tokens_per_gpu=61, loss_type="grpo")
+        filled(own, [rollout]), [], make_config("m", max_tokens_per_gpu=61, loss_type="grpo")
     )
     with pytest.raises(ValueError, match="a placeholder of an image"):
-        check_segments(Group(own, [rollout]), [9], make_config("m"))
+        check_segments(filled(own, [rollout]), [9], make_config("m"))
     sees = dataclasses.replace(own, images=Images([5], 1, [], {}))
     check_segments(
-        Group(sees, [as_completion([completion([7], prompt_ids=[5, 6, 8])], sees)]),
+        filled(sees, [[completion([7], prompt_ids=[5, 6, 8])]]),
         [5],
         make_config("m"),
     )
     with pytest.raises(ValueError, match="a rollout without a completion"):
-        as_completion([], own)
+        filled(own, [[]])
     with pytest.raises(ValueError, match="does not begin with the group's, which has images"):
-        check_segments(Group(sees, [rollout]), [5], make_config("m"))
+        check_segments(filled(sees, [rollout]), [5], make_config("m"))
 
 
 def forgets(server, prompt, sampling):

@@ -191,7 +191,7 @@ def completion_metrics(groups: list[Group], version: int) -> dict[str, float]:
             num_versions += len(versions)
         for completion in group.completions:
             num_clipped += completion.finish_reason in CUT
-            num_segments += len(completion.segments)
+        num_segments += sum(map(len, group.segments))
 
     num_completions = len(lengths)
     return {

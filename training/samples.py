@@ -76,10 +76,12 @@ def batch_samples(
     samples = []
     for group in groups:
         of_prompt = prompt_fields(group)
-        for number, completion in enumerate(group.completions):
+        # A held-out group whose rollouts were refused may have completions, and no texts.
+        for number, text in enumerate(group.texts):
+            completion = group.completions[number]
             sample = {
                 **of_prompt,
-                "completion": group.texts[number],
+                "completion": text,
                 "reward": group.reward[number],
                 "rewards": dict(zip(names, group.rewards[number].tolist(), strict=True)),
             }
@@ -92,8 +94,9 @@ def batch_samples(
             sample["finish_reason"] = completion.finish_reason
             sample["info"] = shortened_info(completion.info)
             sample |= token_fields(completion, texts)
-            if texts and completion.earlier:
-                sample["earlier"] = [segment_fields(part, texts) for part in completion.earlier]
+            earlier = group.segments[number][:-1]
+            if texts and earlier:
+                sample["earlier"] = [segment_fields(part, group, texts) for part in earlier]
             samples.append(sample)
     return samples
 
@@ -123,11 +126,12 @@ def token_fields(completion: Completion, texts: TokenTexts | None) -> dict[str, 
     return fields
 
 
-def segment_fields(segment: Completion, texts: TokenTexts) -> dict[str, Any]:
-    """The fields of a segment before the last, with the end of its prompt."""
+def segment_fields(segment: Completion, group: Group, texts: TokenTexts) -> dict[str, Any]:
+    """The fields of a segment before the last, with the end of a prompt of its own."""
     fields = token_fields(segment, texts)
-    if segment.prompt_ids is not None:
-        end = segment.prompt_ids[-MAX_SHOWN:]  # a token has a character, as a rule
+    own_prompt = segment.prompt_ids
+    if own_prompt is not None and own_prompt.tolist() != group.prompt.token_ids:
+        end = own_prompt[-MAX_SHOWN:]  # a token has a character, as a rule
         fields["prompt"] = texts.tokenizer.decode(end)[-MAX_SHOWN:]
     return fields
 
