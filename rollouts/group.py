@@ -53,8 +53,8 @@ class Prompt:
 class Completion:
     """Tokens that continue a prompt, by a policy or an environment.
 
-    Lists are taken as tensors; a ValueError names a column of another length than the tokens. A
-    rollout whose history was rewritten is a list of them, its segments.
+    Lists are taken as tensors; a ValueError tells of columns of several lengths. A rollout whose
+    history was rewritten is a list of completions, its segments.
     """
 
     token_ids: Any  # [n] int64, with the end-of-sequence token, where one was sampled
@@ -65,23 +65,20 @@ class Completion:
     prompt_ids: Any = None  # [m] int64, its own prompt; None where that is the prompt of its group
 
     def __post_init__(self) -> None:
-        num_tokens = len(self.token_ids)
-        if num_tokens == 0:
-            raise ValueError("a completion needs tokens")
         if isinstance(self.weight_versions, int):
-            self.weight_versions = [self.weight_versions] * num_tokens
+            self.weight_versions = [self.weight_versions] * len(self.token_ids)
         self.token_ids = torch.as_tensor(self.token_ids, dtype=torch.int64)
         self.sampler_logprobs = torch.as_tensor(self.sampler_logprobs, dtype=torch.float32)
         self.weight_versions = torch.as_tensor(self.weight_versions, dtype=torch.int64)
         if self.prompt_ids is not None:
             self.prompt_ids = torch.as_tensor(self.prompt_ids, dtype=torch.int64)
 
-        for name in ("sampler_logprobs", "weight_versions"):
-            num_values = len(getattr(self, name))
-            if num_values != num_tokens:
-                raise ValueError(
-                    f"a completion needs {name} for its {num_tokens} tokens, and has {num_values}"
-                )
+        counts = [len(self.token_ids), len(self.sampler_logprobs), len(self.weight_versions)]
+        if len(set(counts)) > 1 or counts[0] == 0:
+            raise ValueError(
+                "a completion needs tokens, and as many sampler_logprobs and weight_versions: it "
+                f"has {counts}"
+            )
 
     @property
     def loss_mask(self) -> Tensor:
@@ -99,14 +96,14 @@ class Completion:
                 raise ValueError("a reply is joined to a turn that it was not sampled for")
 
         no_logprobs = torch.zeros(len(between))
-        no_versions = torch.full((len(between),), ENVIRONMENT)
+        versions = torch.full_like(between, ENVIRONMENT)
         return replace(
             self,
             token_ids=torch.cat([before_reply, reply.token_ids]),
             sampler_logprobs=torch.cat(
                 [self.sampler_logprobs, no_logprobs, reply.sampler_logprobs]
             ),
-            weight_versions=torch.cat([self.weight_versions, no_versions, reply.weight_versions]),
+            weight_versions=torch.cat([self.weight_versions, versions, reply.weight_versions]),
             finish_reason=reply.finish_reason,
             info=self.info | reply.info,
         )
@@ -119,10 +116,6 @@ class TokenColumns:
     completion: Tensor  # int64, the number of its completion within the group
     sampler_logprobs: Tensor  # float32, nats
     weight_versions: Tensor  # int64, the policy version that sampled it, or ENVIRONMENT
-
-
-# A prompt, and of each completion its segments as (prompt, tokens): what `pack` takes as a group.
-Sequences = tuple[Tensor, list[list[tuple[Tensor, Tensor]]]]
 
 
 @dataclass(eq=False)
@@ -198,7 +191,7 @@ class Group:
             self.num_sampled.append(len(sampled))
             self.versions.append(sampled.unique().tolist())
 
-        self.sequences: Sequences = (own_prompt, pairs_of_rollouts)
+        self.sequences = (own_prompt, pairs_of_rollouts)  # `pack` takes this as a group
         numbers = torch.arange(len(self.lengths))
         self.tokens = TokenColumns(
             completion=numbers.repeat_interleave(torch.tensor(self.lengths)),
@@ -249,18 +242,15 @@ class RolloutFailed(UserError):
     """A group got no completions, and its servers are not to blame; the message says why."""
 
 
-Span = tuple[int, int, int]  # a policy version, and the tokens from start to end that it sampled
-
-
-def version_spans(weight_versions: Tensor) -> list[Span]:
-    """The runs of tokens that one policy sampled, of versions [n]."""
+def version_spans(weight_versions: Tensor) -> list[tuple[int, int, int]]:
+    """The runs of tokens that one policy sampled: (version, start, end), of versions [n]."""
     versions, sizes = weight_versions.unique_consecutive(return_counts=True)
     ends = sizes.cumsum(0)
     runs = torch.stack([versions, ends - sizes, ends], dim=1).tolist()
     return [(version, start, end) for version, start, end in runs if version != ENVIRONMENT]
 
 
-def spans_to_versions(spans: Sequence[Span], num_tokens: int) -> Tensor:
+def spans_to_versions(spans: Sequence[tuple[int, int, int]], num_tokens: int) -> Tensor:
     """A policy version for each token: [num_tokens] int64, ENVIRONMENT between the spans.
 
     Raises:
