@@ -137,12 +137,13 @@ class Group:
 
     id: int = 0  # its place in the order of admission
     started_version: int = -1  # the policy version when its request was sent, -1 before
-    finished_version: int = 0  # the policy version when its rewards were known
+    finished_version: int = -1  # the policy version when its rewards were known, -1 before
     trained_version: int = -1  # the policy version that it trains, -1 before
     server: int = 0  # the number of the server that sampled it
     started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0
+    dropped: str = ""  # why it does not train: `zero_advantage` or `failed`
     ref_logprobs: Tensor | None = None  # of each completion token, nats, under a part's reference
 
     def __post_init__(self) -> None:
@@ -215,9 +216,7 @@ class Batch:
     """The groups that a step trained, and those dropped meanwhile."""
 
     groups: list[Group] = field(default_factory=list)
-    dropped: dict[str, list[Group]] = field(
-        default_factory=lambda: {"zero_advantage": [], "failed": []}
-    )
+    dropped: list[Group] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     # mean |trainer - server| of completions, nats a token, by `rollout_number`
     mismatches: dict[int, float] = field(default_factory=dict)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from itertools import chain
 from typing import Any
 
 import torch
@@ -229,8 +228,8 @@ class Rollouts:
 
         num_tokens = sum(group.num_tokens for group in batch.groups)
         self.num_tokens += num_tokens
-        ended = [*batch.groups, *chain.from_iterable(batch.dropped.values())]
-        self.order.add_to_history(sorted(ended, key=lambda group: group.id))
+        ended = sorted([*batch.groups, *batch.dropped], key=lambda group: group.id)
+        self.order.add_to_history(ended)
 
         elapsed_s = time.monotonic() - self.clock_s
         num_sampled = self.stream.num_sampled_tokens - self.sampled_before

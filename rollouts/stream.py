@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any
 
 from config import TrainConfig, UserError
@@ -48,14 +47,14 @@ class GroupStream:
         self._choose = choose
         self._fill = fill
         self._threads = ThreadPoolExecutor(MAX_GROUPS, thread_name_prefix="rollout")
+        self._num_batches = 0  # of the whole run, for whose groups there was room until now
+        self._room = threading.Semaphore(0)  # groups that may begin
         self._admitting = threading.Lock()
         self._changed = threading.Condition()  # guards all that follows
         self.num_sampled_tokens = 0  # since the stream was made
         self._waiting = deque(waiting)  # chosen, and not yet admitted
         self._next_number = next_number
         self._queue: deque[Group] = deque()  # admitted, and neither taken nor dropped
-        self._running: set[int] = set()  # numbers of those that have no rewards yet
-        self._num_taken = 0  # of the whole run
         self._batch = Batch()  # the one under way
         self._told_s = time.monotonic()  # when a batch ended, or the user was reminded
         self._failure: BaseException | None = None
@@ -63,15 +62,18 @@ class GroupStream:
     def advance_to(self, version: int) -> None:
         """Admit the groups that policy `version`, now on the servers, allows."""
         if self.version < 0:  # a run that goes on has trained a batch for each version before
-            self._num_taken = version * self.config.batch_size
+            self._num_batches = version
         self.version = version
+        while self._num_batches < min(version + self.config.max_staleness + 1, self.num_steps):
+            self._num_batches += 1
+            self._room.release(self.config.batch_size)
         self._admit()
 
     def _admit(self) -> None:
-        """Begin as many groups as the policy allows."""
+        """Begin as many groups as there is room for."""
         # `choose` may be a user's, and slow: rollouts go on meanwhile.
         with self._errors_close(), self._admitting:
-            while self._has_room():
+            while self._room.acquire(blocking=False):
                 if not self._waiting:
                     chosen = self._choose(self._next_number)
                     with self._changed:
@@ -80,44 +82,35 @@ class GroupStream:
                 with self._changed:
                     group = self._waiting.popleft()
                     self._queue.append(group)
-                    self._running.add(group.id)
-                self._threads.submit(self._work, group)
-
-    def _has_room(self) -> bool:
-        """True where the policy allows another group."""
-        with self._changed:
-            num_batches = min(self.version + self.config.max_staleness + 1, self.num_steps)
-            limit = num_batches * self.config.batch_size
-            return not self._failure and self._num_taken + len(self._queue) < limit
+                self._threads.submit(self._work, group)  # an error, once the stream is closed
 
     def _work(self, group: Group) -> None:
         """Fill a group, in a thread of its own; one that is of no use is dropped, and replaced."""
         with self._errors_close():
-            reason = ""
             try:
                 self._fill(group)
-                group.finished_version = self.version
                 if self.config.drop_zero_advantage and not can_teach(group, self.config):
-                    reason = "zero_advantage"
+                    group.dropped = "zero_advantage"
             except RolloutFailed:
-                reason = "failed"
+                group.dropped = "failed"
 
             with self._changed:
-                self._running.remove(group.id)
                 self._changed.notify_all()
-                if reason != "failed":
+                if group.dropped != "failed":
                     self.num_sampled_tokens += sum(group.num_sampled)
-                if not reason:
+                if not group.dropped:
+                    group.finished_version = self.version  # `take` may have it
                     return
                 self._queue.remove(group)
-                self._batch.dropped[reason].append(group)
-                num_dropped = sum(map(len, self._batch.dropped.values()))
+                self._batch.dropped.append(group)
+                num_dropped = len(self._batch.dropped)
             if num_dropped >= MAX_DROPPED_BATCHES * self.config.batch_size:
                 raise UserError(
                     f"nothing to learn: {num_dropped} groups of this step were dropped, as their"
                     " rollouts failed, or all advantages within each were 0; look at the rewards,"
                     " or take other prompts"
                 )
+            self._room.release()
             self._admit()
 
     @contextmanager
@@ -131,36 +124,35 @@ class GroupStream:
     def take(self) -> Group | None:
         """Take the next group for the batch; None if it is not there in a second.
 
+        Once a minute the user is told how many have come, and which is waited for.
+
         Raises:
             BaseException: the first that sampling or scoring raised, or that closed the stream.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or self._is_ready(), timeout=1)
+            is_ready = self._changed.wait_for(self._is_ready, timeout=1)
             if self._failure:
                 raise self._failure
-            if not self._is_ready():
-                self._remind()
-                return None
-            group = self._queue.popleft()
-            self._num_taken += 1
-            self._batch.groups.append(group)
-            group.trained_version = self.version
-            return group
+            if is_ready:
+                group = self._queue.popleft()
+                self._batch.groups.append(group)
+                group.trained_version = self.version
+                return group
+
+            if self._queue and time.monotonic() > self._told_s + 60:
+                self._told_s = time.monotonic()
+                print(
+                    f"waiting for rollouts and rewards: {len(self._batch.groups)} of "
+                    f"{self.config.batch_size} groups have come; the oldest at work is of "
+                    f"{self._queue[0].prompt.where}",
+                    flush=True,
+                )
+            return None
 
     def _is_ready(self) -> bool:
-        """True where the first group of the queue has its rewards."""
-        return bool(self._queue) and self._queue[0].id not in self._running
-
-    def _remind(self) -> None:
-        """Tell the user once a minute how many groups have come, and which is waited for."""
-        if self._running and time.monotonic() > self._told_s + 60:
-            self._told_s = time.monotonic()
-            print(
-                f"waiting for rollouts and rewards: {len(self._batch.groups)} of "
-                f"{self.config.batch_size} groups have come; the oldest at work is of "
-                f"{self._queue[0].prompt.where}",
-                flush=True,
-            )
+        """True where the first group of the queue has its rewards, or the stream has failed."""
+        is_first_ready = bool(self._queue) and self._queue[0].finished_version >= 0
+        return is_first_ready or self._failure is not None
 
     @property
     def missing(self) -> int:
@@ -173,18 +165,19 @@ class GroupStream:
             batch = self._batch
             self._batch = Batch()
             self._told_s = time.monotonic()
-            for reason, groups in batch.dropped.items():
-                batch.metrics[f"groups/dropped_{reason}"] = len(groups)
-            batch.metrics["queue/ready"] = len(self._queue) - len(self._running)
-            batch.metrics["queue/running"] = len(self._running)
+            reasons = [group.dropped for group in batch.dropped]
+            for reason in ("zero_advantage", "failed"):
+                batch.metrics[f"groups/dropped_{reason}"] = reasons.count(reason)
+            num_running = sum(group.finished_version < 0 for group in self._queue)
+            batch.metrics["queue/ready"] = len(self._queue) - num_running
+            batch.metrics["queue/running"] = num_running
             return batch
 
     def state(self) -> dict[str, Any]:
         """What a run that goes on needs: number and row of each group of no ended batch."""
         with self._changed:
             batch = self._batch
-            dropped = chain.from_iterable(batch.dropped.values())
-            groups = [*batch.groups, *dropped, *self._queue, *self._waiting]
+            groups = [*batch.groups, *batch.dropped, *self._queue, *self._waiting]
             rows = sorted((group.id, group.prompt.index) for group in groups)
             return {"open": rows, "next": self._next_number}
 

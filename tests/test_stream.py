@@ -80,9 +80,7 @@ class Trainer:
         batch = self.stream.end_batch()
         assert batch.groups == taken
         self.trained += [(version, group) for group in taken]
-        self.dropped += [
-            (group.id, reason) for reason, groups in batch.dropped.items() for group in groups
-        ]
+        self.dropped += [(group.id, group.dropped) for group in batch.dropped]
         return [group.id for group in taken]
 
     def run(self):
@@ -255,7 +253,7 @@ def test_between_ready_groups_there_is_time_for_other_things():
     """A signal, and a server that is back, are noticed before each group, also where none is waited for."""
     trainer = Trainer(0, max_staleness=0)
     trainer.stream.advance_to(0)
-    while trainer.stream._running:
+    while any(group.finished_version < 0 for group in trainer.stream._queue):
         time.sleep(0.01)
     rollouts: Any = SimpleNamespace(
         stop=threading.Event(), failure=None, pool=SimpleNamespace(returned=[])

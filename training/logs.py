@@ -159,11 +159,10 @@ class RunLog:
             logged, self.config, self._token_texts, batch.mismatches
         )
 
-        for reason, groups in batch.dropped.items():
-            for group in groups:
-                rows["dropped"].append(
-                    {"group": group.id, "row": group.prompt.index, "reason": reason}
-                )
+        for group in batch.dropped:
+            rows["dropped"].append(
+                {"group": group.id, "row": group.prompt.index, "reason": group.dropped}
+            )
 
         for name, groups in held_out.items():
             for sample in batch_samples(groups, self.config):
