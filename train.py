@@ -408,8 +408,7 @@ def main(config: TrainConfig) -> None:
                         trained, gaps = train_batch(
                             policy, reference, optimizer, scheduler, shares, config, device
                         )
-                    rollouts.check(gaps.by_server)
-                    batch = rollouts.end_batch(gaps.by_completion)
+                    batch = rollouts.end_batch(gaps)
                     step += 1
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, step)

@@ -32,6 +32,7 @@ from recipes.rewards import exact_match
 from rollouts.rollouts import Rollouts
 from train import arriving_shares, train_batch
 from training.metrics import batch_metrics
+from training.mismatches import Gaps
 from training.model import build_policy, share_prefixes
 from training.optimizer import build_optimizer
 from utils import process_group, timed
@@ -121,7 +122,7 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
             with timed("time/train_s", parts):
                 shares = arriving_shares(rollouts, config)
                 train_batch(policy, None, optimizer, scheduler, shares, config, device)
-            batch = rollouts.end_batch({})
+            batch = rollouts.end_batch(Gaps({}, {}))
             with timed("time/sync_s", parts):
                 rollouts.publish(policy, version + 1)
         parts |= batch_metrics(batch.groups, version, config) | batch.metrics

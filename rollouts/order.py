@@ -3,9 +3,11 @@
 import math
 import random
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from config import TrainConfig
 from rollouts.group import Group, Prompt
@@ -37,37 +39,35 @@ class Order:
 
     def choose(self, first: int) -> list[Group]:
         """The next `batch_size` groups, by the number of the first."""
-        choose = self._own if self.config.order_fn else self._shuffled
-        prompts = choose(first)
-        return [Group(prompt, id=number) for number, prompt in enumerate(prompts, first)]
+        numbers = range(first, first + self.config.batch_size)
+        if self.config.order_fn:
+            prompts = self._own(first)
+        else:
+            prompts = [self._shuffled(number) for number in numbers]
+        return [Group(prompt, id=number) for number, prompt in zip(numbers, prompts, strict=True)]
 
-    def _shuffled(self, first: int) -> list[Prompt]:
-        """The next prompts, over as many epochs as it takes; each has a permutation of its own."""
-        chosen: list[Prompt] = []
-        while len(chosen) < self.config.batch_size:
-            epoch, start = divmod(first + len(chosen), len(self.prompts))
-            generator = torch.Generator().manual_seed(self.config.seed + epoch)
-            numbers = torch.randperm(len(self.prompts), generator=generator)[start:]
-            missing = self.config.batch_size - len(chosen)
-            chosen += [self.prompts[number] for number in numbers[:missing].tolist()]
-        return chosen
+    def _shuffled(self, number: int) -> Prompt:
+        """The prompt of a group; each epoch has a permutation of its own."""
+        epoch, place = divmod(number, len(self.prompts))
+        row = permutation(len(self.prompts), self.config.seed + epoch)[place]
+        return self.prompts[int(row)]
 
     def _own(self, first: int) -> list[Prompt]:
         """The prompts that `order_fn` chooses.
 
         The generator is seeded by the number, so that a resumed run chooses alike.
         """
-        config = self.config
-        order_fn: Any = config.order_fn
-        rng = random.Random(f"{config.seed} {first}")
+        num = self.config.batch_size
+        known = set(map(id, self.prompts))
+        order_fn: Any = self.config.order_fn
+        rng = random.Random(f"{self.config.seed} {first}")
         with naming_function("order_fn"):
             # A copy, as groups end meanwhile.
-            chosen = order_fn(list(self.prompts), dict(self.history), config.batch_size, rng)
-        known = {prompt.index: prompt for prompt in self.prompts}
-        with naming(f"order_fn must return {config.batch_size} of the prompts that it gets"):
-            is_known = [known.get(prompt.index) is prompt for prompt in chosen]
-            if len(chosen) != config.batch_size or not all(is_known):
-                raise ValueError(f"it returned {len(chosen)} of which {sum(is_known)} are known")
+            chosen = order_fn(list(self.prompts), dict(self.history), num, rng)
+        with naming(f"order_fn must return {num} of the prompts that it gets"):
+            num_known = sum(id(prompt) in known for prompt in chosen)
+            if len(chosen) != num or num_known != num:
+                raise ValueError(f"it returned {len(chosen)} of which {num_known} are known")
         return list(chosen)
 
     def add_to_history(self, groups: Sequence[Group]) -> None:
@@ -79,3 +79,9 @@ class Order:
             rewards = [reward for reward in group.reward if not math.isnan(reward)]
             before = self.history.get(group.prompt.index, [])
             self.history[group.prompt.index] = [*before, rewards][-GROUPS_KEPT:]
+
+
+@lru_cache(maxsize=1)
+def permutation(num: int, seed: int) -> Tensor:
+    """The numbers below `num`, shuffled."""
+    return torch.randperm(num, generator=torch.Generator().manual_seed(seed))

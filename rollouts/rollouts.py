@@ -5,7 +5,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -22,6 +21,7 @@ from rollouts.proofs import Proofs
 from rollouts.run import open_run
 from rollouts.stream import GroupStream
 from training.batching import tokens_alone
+from training.mismatches import Gaps
 from utils import Stopped, broadcast_object, gather_objects, is_main, timed
 from vllm_client import Server
 from weights.group import gpu_of
@@ -43,17 +43,6 @@ class Word(Enum):
     STOP = "stop"  # the run ends: by a signal, a failure, or as there are no more groups
 
 
-@dataclass(frozen=True)
-class Opened:
-    """What all ranks need to know of what rank 0 has opened."""
-
-    num_steps: int
-    example: Prompt | None  # of images, where any prompt has some
-    probe_prompt: Prompt
-    sends_adapter: bool  # alone, as servers take it
-    servers_sleep: bool  # while the trainer trains
-
-
 class Rollouts:
     """Groups for the training loop, and its policy for the servers.
 
@@ -69,32 +58,32 @@ class Rollouts:
         self.failure: Exception | None = None  # what ended one of them, on rank 0
         self.version = -1  # of the policy that was published last
         self.proofs: Any = None  # of servers against that policy
-        before: dict[str, Any] = {"num_tokens": 0, "step": 0, "open": [], "next": 0, "history": {}}
-        before |= resumed or {}
-        if resumed and "next" not in resumed:
+        before = resumed or {"num_tokens": 0, "step": 0, "open": [], "next": 0, "history": {}}
+        if "next" not in before:
             raise UserError("resume_from_checkpoint: it is of an earlier version of this trainer")
         self.num_tokens = before["num_tokens"]  # that were trained, prompts included
-        # On rank 0, from `_open` on:
-        self.run: Any = None
-        self.pool: Any = None
-        self.order: Any = None  # of the prompts
+        self.run: Any = None  # on rank 0
+        self.pool: Any = None  # on rank 0
 
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
-        opened: Any = self._open(before, gpus) if is_main() else None
-        opened = broadcast_object(opened)
-        self.num_steps = opened.num_steps
-        self.example = opened.example
-        self.probe_prompt = opened.probe_prompt
-        self.sends_adapter = opened.sends_adapter
-        self.servers_sleep = opened.servers_sleep
+        opened = broadcast_object(self._open(before, gpus) if is_main() else None)
+        # An adapter is sent alone, where servers take it; they may sleep while the trainer trains.
+        self.num_steps, self.probe_prompt, self.sends_adapter, self.servers_sleep = opened
+        self.example = self.probe_prompt if self.probe_prompt.images else None
         self._restart_clocks()
 
-    def _open(self, before: dict[str, Any], gpus: list[str | None]) -> Opened:
+    def _open(
+        self, before: dict[str, Any], gpus: list[str | None]
+    ) -> tuple[int, Prompt, bool, bool]:
         """Put the run together, and connect its servers. On rank 0.
 
         Args:
             before: the state of the run that this one resumes.
             gpus: of all ranks.
+
+        Returns:
+            The number of steps, a prompt (with images, where any has some), whether servers take
+            an adapter alone, and whether they sleep: all ranks need these.
         """
         config = self.config
         print(describe(config))
@@ -108,10 +97,7 @@ class Rollouts:
                 " rows (a dataset's function must return them each time), the servers'"
                 " --max-model-len, and max_tokens_per_gpu, or another output_dir"
             )
-        example = None
-        if config.freeze_vision_tower or hasattr(run.processor, "image_processor"):
-            example = image_example(run.prompts, run.processor, config)
-
+        example = image_example(run.prompts, run.processor, config)
         self.pool.connect(self.device, gpus)
 
         num_batches = config.num_epochs * len(run.prompts) / config.batch_size
@@ -129,13 +115,8 @@ class Rollouts:
             before["next"],
         )  # fmt: skip
         run.exits.callback(self.stream.close)
-        return Opened(
-            num_steps,
-            example,
-            probe_prompt=example or run.prompts[0],
-            sends_adapter=self.pool.sends_adapter,
-            servers_sleep=any(server.about.can_sleep for server in self.pool.servers),
-        )
+        servers_sleep = any(server.about.can_sleep for server in self.pool.servers)
+        return num_steps, example or run.prompts[0], self.pool.sends_adapter, servers_sleep
 
     # -- Groups, from here to the trainer --
 
@@ -208,20 +189,19 @@ class Rollouts:
         except Exception as error:
             self.failure = self.failure or error
 
-    def end_batch(self, mismatches: dict[int, float]) -> Batch:
+    def end_batch(self, gaps: Gaps) -> Batch:
         """The batch of groups trained and dropped, with metrics, on rank 0.
 
         Args:
-            mismatches: as in `Batch`; the trainer has measured them.
+            gaps: of trainer and servers; servers are left out by them, as `Proofs.check` says.
         """
         if not is_main():
             return Batch()
+        self.proofs.check(gaps.by_server)
         batch = self.stream.end_batch()
-        batch.mismatches = mismatches
-        rewards = []
-        for group in batch.groups:
-            rewards += group.reward
-        if all(math.isnan(reward) for reward in rewards):
+        batch.mismatches = gaps.by_completion
+        rewards = torch.tensor([group.reward for group in batch.groups])
+        if rewards.isnan().all():
             self.failure = UserError(
                 "no reward function gave any completion of this batch a number: nothing to learn"
             )
@@ -326,11 +306,6 @@ class Rollouts:
         for _ in weights:  # every rank gathers all
             pass
         return []
-
-    def check(self, by_server: dict[int, float]) -> None:
-        """Leave out servers by their tokens' log-probs, as `Proofs.check`."""
-        if is_main():
-            self.proofs.check(by_server)
 
     def state(self) -> dict[str, Any]:
         """What a later run needs from here to go on, on rank 0."""

@@ -131,8 +131,8 @@ def test_any_error_saves_the_last_whole_step(hooked, tmp_path, monkeypatch, plac
 
 def test_an_update_that_is_not_counted_yet_is_not_saved(hooked, tmp_path, monkeypatch):
     """Between the optimizer's step and the end of its batch: step 2's folder must not get step 3's weights."""
-    check = failing(Rollouts.check, 3, KeyError("no such"))
-    monkeypatch.setattr(Rollouts, "check", check)
+    end_batch = failing(Rollouts.end_batch, 3, KeyError("no such"))
+    monkeypatch.setattr(Rollouts, "end_batch", end_batch)
     with pytest.raises(KeyError):
         main(parse_args(hooked(tmp_path / "run")))
     assert not list((tmp_path / "run").glob("checkpoint-*"))
