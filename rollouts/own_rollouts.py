@@ -1,4 +1,4 @@
-"""Completions of a recipe's own `rollout_fn`: joined, and checked."""
+"""Completions of a recipe's own `rollout_fn`: asked for, and checked."""
 
 from collections.abc import Sequence
 from typing import Any
