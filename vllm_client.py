@@ -18,7 +18,7 @@ import requests
 import torch
 
 from config import UserError
-from rollouts.group import CUT, ENVIRONMENT, FOREIGN, Completion, spans_to_versions
+from rollouts.group import CUT, FOREIGN, Completion
 from server.messages import (
     About,
     ConnectRequest,
@@ -73,13 +73,16 @@ def completion_of(message: Sampled) -> Completion:
     if len(logprobs) != num_tokens or not logprobs.isfinite().all():
         raise ValueError(f"of {num_tokens} tokens some log-probs are missing, or no finite numbers")
 
-    spans = [
-        (int(name) if name.isdecimal() else FOREIGN, start, end)
-        for name, start, end in message.weight_versions
-    ]
-    versions = spans_to_versions(spans, num_tokens)
-    if versions.eq(ENVIRONMENT).any():
-        raise ValueError(f"of {num_tokens} tokens some have no weight version")
+    misfit = ValueError(f"{num_tokens} tokens have the weight versions {message.weight_versions}")
+    versions = np.empty(num_tokens, np.int64)  # cheaper to start than torch, for so few
+    num_known = 0
+    for name, start, end in message.weight_versions:
+        if not num_known == start <= end <= num_tokens:
+            raise misfit
+        versions[start:end] = int(name) if name.isdecimal() else FOREIGN
+        num_known = end
+    if num_known < num_tokens:
+        raise misfit
     return Completion(token_ids, logprobs, message.finish_reason, versions)
 
 

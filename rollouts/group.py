@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -247,19 +246,3 @@ def version_spans(weight_versions: Tensor) -> list[tuple[int, int, int]]:
     ends = sizes.cumsum(0)
     runs = torch.stack([versions, ends - sizes, ends], dim=1).tolist()
     return [(version, start, end) for version, start, end in runs if version != ENVIRONMENT]
-
-
-def spans_to_versions(spans: Sequence[tuple[int, int, int]], num_tokens: int) -> Tensor:
-    """A policy version for each token: [num_tokens] int64, ENVIRONMENT between the spans.
-
-    Raises:
-        ValueError: the spans are out of order, overlap, or leave the tokens.
-    """
-    versions = np.full(num_tokens, ENVIRONMENT)  # cheaper to start than torch, for so few
-    last_end = 0
-    for version, start, end in spans:
-        if not last_end <= start <= end <= num_tokens:
-            raise ValueError(f"{num_tokens} tokens have the spans of versions {list(spans)}")
-        versions[start:end] = version
-        last_end = end
-    return torch.from_numpy(versions)

@@ -135,18 +135,19 @@ class Rollouts:
         groups: list[Group] = []
 
         def look() -> Word | None:
+            nonlocal num_tokens
             group = self.stream.take()
             if not group:
                 # There may be groups for fewer steps than the run has.
                 return Word.STOP if self.version >= self.stream.num_steps else None
             groups.append(group)
-            if self.stream.missing == 0:
-                if self.servers_sleep:  # before any rank trains
-                    self.pool.fall_asleep()
-                return Word.COMPLETE
-            num_found = sum(tokens_alone(group, self.config) for group in groups)
-            is_enough = num_found >= num_tokens and not self.servers_sleep
-            return Word.ENOUGH if is_enough else None
+            num_tokens -= tokens_alone(group, self.config)
+            if self.stream.missing > 0:
+                is_enough = num_tokens <= 0 and not self.servers_sleep
+                return Word.ENOUGH if is_enough else None
+            if self.servers_sleep:  # before any rank trains
+                self.pool.fall_asleep()
+            return Word.COMPLETE
 
         started_s = time.monotonic()
         word = self._wait(look)

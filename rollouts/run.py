@@ -78,12 +78,12 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     pool = ServerPool(config, tokenizer, placeholder_ids(load_model_config(config)[0]))
 
     sets = data.load_data_sets(processor, config)
-    limit = "the servers' --max-model-len"
-    longest = pool.wait_until_ready(sampling_params(config))
-    if longest >= config.max_tokens_per_gpu:
-        limit = "max_tokens_per_gpu"
-        longest = config.max_tokens_per_gpu
-    max_len = longest - config.max_completion_len
+    limits = {
+        "max_tokens_per_gpu": config.max_tokens_per_gpu,
+        "the servers' --max-model-len": pool.wait_until_ready(sampling_params(config)),
+    }
+    limit = min(limits, key=limits.__getitem__)
+    max_len = limits[limit] - config.max_completion_len
     prompts, *held_out = [
         data.leave_out_long(found, max_len, config, field, limit) for field, found in sets.items()
     ]

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from array import array
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -33,16 +34,16 @@ from rollouts.group import (
     Group,
     Prompt,
     rollout_number,
-    spans_to_versions,
     version_spans,
 )
 from rollouts.order import Order
 from rollouts.processor import load_processor
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer, check_rewards, required, weighted
+from server.messages import Sampled
 from training.metrics import batch_metrics
 from training.samples import TokenTexts, batch_samples
-from vllm_client import Server
+from vllm_client import Server, completion_of
 
 ROWS = [
     {"prompt": "1+1=", "answer": "2", "level": 1},
@@ -496,19 +497,32 @@ SPANS = [
 ]
 
 
+def sampled(spans):
+    """A message of three tokens."""
+    named = [(str(version) if version >= 0 else "default", *span) for version, *span in spans]
+    ids, logprobs = array("i", [5, 6, 7]).tobytes(), array("f", [-1.0] * 3).tobytes()
+    return Sampled("stop", ids, logprobs, named)
+
+
 @pytest.mark.parametrize(("spans", "versions"), SPANS, ids=str)
 def test_spans_of_versions(spans, versions):
-    """To a version for each token and back; between spans an environment wrote."""
-    assert spans_to_versions(spans, 3).tolist() == versions
+    """Between spans an environment wrote; a server's completion has none of it."""
     assert version_spans(torch.tensor(versions)) == spans
+    if ENVIRONMENT not in versions:
+        assert completion_of(sampled(spans)).weight_versions.tolist() == versions
 
 
 @pytest.mark.parametrize(
-    "spans", [[(0, 0, 4)], [(0, 1, 3), (1, 0, 1)], [(0, 0, 2), (1, 1, 3)], [(0, -1, 1)]], ids=str
-)
+    "spans",
+    [
+        [], [(0, 0, 4)], [(0, 0, 2)], [(0, 1, 3), (1, 0, 1)], [(0, 0, 2), (1, 1, 3)],
+        [(0, -1, 1)], [(0, 0, 1), (1, 2, 3)], [(0, 0, 3), (1, 3, 2)],
+    ],
+    ids=str,
+)  # fmt: skip
 def test_spans_that_do_not_fit_are_refused(spans):
-    with pytest.raises(ValueError, match="3 tokens have the spans of versions"):
-        spans_to_versions(spans, 3)
+    with pytest.raises(ValueError, match="3 tokens have the weight versions"):
+        completion_of(sampled(spans))
 
 
 WHOLE = Completion([5, 6], [-1.0, -1.0], "stop", 0)
