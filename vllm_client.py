@@ -73,10 +73,11 @@ def completion_of(message: Sampled) -> Completion:
     if len(logprobs) != num_tokens or not logprobs.isfinite().all():
         raise ValueError(f"of {num_tokens} tokens some log-probs are missing, or no finite numbers")
 
-    misfit = ValueError(f"{num_tokens} tokens have the weight versions {message.weight_versions}")
+    spans = message.weight_versions
+    misfit = ValueError(f"of {num_tokens} tokens some have no weight version, or several: {spans}")
     versions = np.empty(num_tokens, np.int64)  # cheaper to start than torch, for so few
     num_known = 0
-    for name, start, end in message.weight_versions:
+    for name, start, end in spans:
         if not num_known == start <= end <= num_tokens:
             raise misfit
         versions[start:end] = int(name) if name.isdecimal() else FOREIGN

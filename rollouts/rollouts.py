@@ -170,15 +170,13 @@ class Rollouts:
 
     def _next_word(self, look: Callable[[], Word | None]) -> Word:
         """Look until there is a word for all ranks. On rank 0."""
-        try:
+        with self.noting_failure():
             while not self.stop.is_set() and not self.failure:
                 if self.pool.returned:
                     return Word.RESYNC
                 word = look()
                 if word:
                     return word
-        except Exception as error:
-            self.failure = error
         return Word.STOP
 
     @contextmanager

@@ -521,7 +521,7 @@ def test_spans_of_versions(spans, versions):
     ids=str,
 )  # fmt: skip
 def test_spans_that_do_not_fit_are_refused(spans):
-    with pytest.raises(ValueError, match="3 tokens have the weight versions"):
+    with pytest.raises(ValueError, match="of 3 tokens some have no weight version, or several"):
         completion_of(sampled(spans))
 
 

@@ -5,6 +5,7 @@ import math
 import random
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,7 +257,10 @@ def test_between_ready_groups_there_is_time_for_other_things():
     while any(group.finished_version < 0 for group in trainer.stream._queue):
         time.sleep(0.01)
     rollouts: Any = SimpleNamespace(
-        stop=threading.Event(), failure=None, pool=SimpleNamespace(returned=[])
+        stop=threading.Event(),
+        failure=None,
+        pool=SimpleNamespace(returned=[]),
+        noting_failure=nullcontext,
     )
     rollouts.pool.returned = ["a server"]
     assert (
