@@ -170,7 +170,9 @@ class Group:
         all_segments: list[Completion] = []
         pairs_of_rollouts = []
         for rollout in rollouts:
-            segments = [rollout] if isinstance(rollout, Completion) else list(rollout)
+            if isinstance(rollout, Completion):
+                rollout = [rollout]
+            segments = list(rollout)
             if not segments:
                 raise ValueError("a rollout without a completion")
             info: dict[str, Any] = {}

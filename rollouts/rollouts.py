@@ -69,7 +69,9 @@ class Rollouts:
         opened = broadcast_object(self._open(before, gpus) if is_main() else None)
         # An adapter is sent alone, where servers take it; they may sleep while the trainer trains.
         self.num_steps, self.probe_prompt, self.sends_adapter, self.servers_sleep = opened
-        self.example = self.probe_prompt if self.probe_prompt.images else None
+        self.example: Prompt | None = None
+        if self.probe_prompt.images:
+            self.example = self.probe_prompt
         self._restart_clocks()
 
     def _open(
