@@ -145,16 +145,7 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
             f"its `prompt` is no string and no list of messages: {content!r:.100}; it has the "
             f"columns {', '.join(map(str, row))}"
         )
-    names = config.extra_columns
-    if names is None:
-        names = [name for name in row if name not in ("prompt", "image", "images")]
-    columns = {name: row[name] for name in names}
-    taken = columns.keys() & {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())}
-    if taken:
-        raise ValueError(
-            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
-        )
-
+    columns = _columns(row, config)
     places: list[Any] = []  # of images in messages, each with its image, or None
     if isinstance(content, list):
         content = [_message(message, places) for message in content]
@@ -171,6 +162,19 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
             token = tokenizer.convert_ids_to_tokens(placeholder)
             raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
     return Prompt(index, token_ids, content, columns, images)
+
+
+def _columns(row: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
+    """The columns that the rewards get; a ValueError where one has a name that is taken."""
+    names = config.extra_columns
+    if names is None:
+        names = [name for name in row if name not in ("prompt", "image", "images")]
+    taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())} & set(names)
+    if taken:
+        raise ValueError(
+            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
+        )
+    return {name: row[name] for name in names}
 
 
 def _message(message: Any, places: list[Any]) -> dict[str, Any]:

@@ -84,29 +84,40 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         sources = [image_source(source) for source in prompt.sources]
         images = [open_image(source) for source in sources]
         text, needs_beginning = as_text(processor, prompt.content, len(images), config)
-        # Gemma3's templates write boi_token, others image_token.
-        marks = [getattr(processor, name, None) for name in ("boi_token", "image_token")]
-        num_places = max(text.count(mark) for mark in marks if mark)
-        if num_places != len(images):
-            raise ValueError(
-                f"its text has {num_places} places for its {len(images)} images: use chat "
-                "messages, and leave the marks of images to the chat template"
-            )
+        _check_places(text, len(images), processor)
         batch = processor(
             text=[text], images=[images], add_special_tokens=False, return_tensors="pt"
         )
 
     tokenizer = tokenizer_of(processor)
     token_ids = with_beginning(batch["input_ids"][0].tolist(), tokenizer, needs_beginning)
-    urls = []
-    for image in images:
-        file = io.BytesIO()
-        image.save(file, "png", compress_level=1)
-        urls.append(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}")
+    urls = [_data_uri(image) for image in images]
     inputs = {name: batch[name] for name in batch if name not in TEXT_INPUTS}
     server_ids = as_ids(text, tokenizer, needs_beginning)
-    processed = Images(server_ids, len(token_ids), urls, inputs)
-    return replace(prompt, token_ids=token_ids, sources=sources, images=processed)
+    return replace(
+        prompt,
+        token_ids=token_ids,
+        sources=sources,
+        images=Images(server_ids, len(token_ids), urls, inputs),
+    )
+
+
+def _check_places(text: str, num_images: int, processor: Any) -> None:
+    """Raise ValueError where a text has another number of places than of images."""
+    # Gemma3's templates write boi_token, others image_token.
+    marks = [getattr(processor, name, None) for name in ("boi_token", "image_token")]
+    num_places = max(text.count(mark) for mark in marks if mark)
+    if num_places != num_images:
+        raise ValueError(
+            f"its text has {num_places} places for its {num_images} images: use chat messages, "
+            "and leave the marks of images to the chat template"
+        )
+
+
+def _data_uri(image: Any) -> str:
+    file = io.BytesIO()
+    image.save(file, "png", compress_level=1)
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) -> Prompt | None:

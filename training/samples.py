@@ -94,9 +94,10 @@ def batch_samples(
             sample["finish_reason"] = completion.finish_reason
             sample["info"] = shortened_info(completion.info)
             sample |= token_fields(completion, texts)
-            earlier = group.segments[number][:-1]
-            if texts and earlier:
-                sample["earlier"] = [segment_fields(part, group, texts) for part in earlier]
+            if texts and len(group.segments[number]) > 1:
+                sample["earlier"] = [
+                    segment_fields(part, group, texts) for part in group.segments[number][:-1]
+                ]
             samples.append(sample)
     return samples
 
