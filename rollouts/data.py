@@ -156,11 +156,12 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     text, needs_beginning = as_text(processor, content, len(images), config)
     tokenizer = tokenizer_of(processor)
     token_ids = as_ids(text, tokenizer, needs_beginning)
-    for placeholder in placeholder_ids(processor):
-        is_filled = images and placeholder == processor.image_token_id
-        if placeholder in token_ids and not is_filled:
-            token = tokenizer.convert_ids_to_tokens(placeholder)
-            raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
+    unfilled = set(placeholder_ids(processor)) & set(token_ids)
+    if images:
+        unfilled.discard(processor.image_token_id)
+    if unfilled:
+        token = tokenizer.convert_ids_to_tokens(unfilled.pop())
+        raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
     return Prompt(index, token_ids, content, columns, images)
 
 

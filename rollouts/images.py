@@ -93,12 +93,16 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
     token_ids = with_beginning(batch["input_ids"][0].tolist(), tokenizer, needs_beginning)
     urls = [_data_uri(image) for image in images]
     inputs = {name: batch[name] for name in batch if name not in TEXT_INPUTS}
-    server_ids = as_ids(text, tokenizer, needs_beginning)
     return replace(
         prompt,
         token_ids=token_ids,
         sources=sources,
-        images=Images(server_ids, len(token_ids), urls, inputs),
+        images=Images(
+            server_ids=as_ids(text, tokenizer, needs_beginning),
+            num_tokens=len(token_ids),
+            urls=urls,
+            inputs=inputs,
+        ),
     )
 
 
