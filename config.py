@@ -79,9 +79,10 @@ def _in_recipe(path: Any, info: ValidationInfo) -> Any:
 
     `.f` is `f`: there is no relative import.
     """
-    if isinstance(path, str):
-        return getattr(info.context, path, path.lstrip("."))
-    return path
+    if not isinstance(path, str):
+        return path
+    path = path.lstrip(".")
+    return getattr(info.context, path, path)
 
 
 # The types of the fields, which `--help` calls by these names.
@@ -468,10 +469,12 @@ class TrainConfig(metaclass=_OneLineErrors):
                 self.clip_low >= 1 and self.loss_type != "cispo"
             ),
             "delta must exceed 1 + epsilon_high": self.delta and self.delta <= 1 + self.clip_high,
-            "base_4bit cannot be sharded: unset use_fsdp, each rank holds it whole": (
-                self.base_4bit and self.use_fsdp
-            ),
+            "base_4bit cannot be sharded: unset use_fsdp": self.base_4bit and self.use_fsdp,
             "push_to_hub needs hub_repo_id (user/name)": self.push_to_hub and not self.hub_repo_id,
+            "vllm_urls names no server: set it": not self.vllm_urls and not self.parts,
+            "parts takes functions f(run), or objects as Teacher(url), and no class": (
+                any(map(inspect.isclass, self.parts))
+            ),
             "one of parts is the reference: unset reference_id and reference_decay": (
                 self.reference_is_a_part and (self.reference_id or self.reference_decay is not None)
             ),
@@ -488,9 +491,7 @@ class TrainConfig(metaclass=_OneLineErrors):
             "num_epochs has no effect beside max_steps: leave it at 1.0, or unset max_steps": (
                 self.max_steps and self.num_epochs != 1
             ),
-            "eval_temperature must be 0 or at least 0.01, which vLLM takes it for": (
-                0 < self.eval_temperature < 0.01
-            ),
+            "eval_temperature must be 0, or at least 0.01": 0 < self.eval_temperature < 0.01,
         }
         for url in self.vllm_urls:
             message = f"vllm_urls={url}: give http://host:port, or @file with one a line"
@@ -705,11 +706,13 @@ def parse_args(argv: list[str]) -> TrainConfig:
         values |= vars(recipe.config)
     while words:
         flag, equals, word = words.pop(0).partition("=")
-        name = flag.lstrip("-").replace("-", "_")
-        if name in _FIELDS and not equals:
-            if not words or words[0].startswith("--"):
-                raise UserError(f"--{name} has no value: give one, after = where it begins with --")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--"):
+            raise UserError(f"unknown word {flag}: fields are given as --field value")
+        if not equals and words and not words[0].startswith("--"):
             word = words.pop(0)
+        elif not equals and name in _FIELDS:
+            raise UserError(f"--{name} has no value: give one, after = where it begins with --")
         values[name] = _parsed(word, TrainConfig.__annotations__.get(name, ""))
 
     # Not strict: words stand for numbers.
@@ -732,9 +735,11 @@ def _parsed(word: str, annotation: str) -> Any:
     """A command line's word as None, JSON, a list, or itself."""
     if "None" in annotation and word.lower() in ("none", "null"):
         return None
-    if word.startswith(("[", "{")):
+    is_list = annotation.startswith(("list", "Values"))
+    is_dict = "dict" in annotation or "Sets" in annotation
+    if (is_list and word.startswith("[")) or (is_dict and word.startswith("{")):
         with suppress(ValueError):
             return json.loads(word)
-    if annotation.startswith(("list", "Values")):
+    if is_list:
         return word.replace("\\n", "\n").split(",")  # a shell leaves "\n" as two characters
     return word

@@ -28,6 +28,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -489,7 +490,8 @@ def our_run(run: Run, groups: list[Group], model: Path, folder: Path) -> Result:
     saved = folder / "saved"
     for first in range(0, len(groups), BATCH):
         write(saved, 1 + first // BATCH, groups[first : first + BATCH])
-    (saved / "config.json").write_text(json.dumps(to_json(config)))
+    first_run = replace(config, parts=["recipes.replay.save"])
+    (saved / "config.json").write_text(json.dumps(to_json(first_run)))
     train(replaying(config, saved))
     metrics = [
         json.loads(line) for line in (folder / "ours" / "metrics.jsonl").read_text().splitlines()

@@ -120,7 +120,8 @@ def saved_squares(model: str, folder: Path, is_old: bool) -> None:
         lines.append(json.dumps({"step": 1 + index // 4, "group": encoded}) + "\n")
         steps.setdefault(1 + index // 4, []).append((index, prompt_ids))
     folder.mkdir()
-    settings = {"batch_size": 4, "num_generations": 2, "temperature": 1.0}
+    settings: dict[str, Any] = {"batch_size": 4, "num_generations": 2, "temperature": 1.0}
+    settings["parts"] = ["recipes.replay.save"]
     (folder / "config.json").write_text(json.dumps({**settings, "reward_funcs": ["r.mean_id"]}))
     if is_old:
         (folder / "rollouts.jsonl").write_text("".join(lines))

@@ -5,10 +5,12 @@
 
 The first saves all that it trains, about 20 bytes a token. Where nothing else is changed, the
 second ends with the same weights, to the bit; losses, advantages and weights of rewards may change.
+Replay only folders that you trust: its files are pickles.
 """
 
 import json
 import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -46,8 +48,10 @@ def file_of(folder, step):
 def save(run):
     """A part of the first run: writes a file a step."""
     folder = run.config.output_dir
-    if run.before["step"] == 0 and file_of(folder, 1).exists():
-        raise UserError(f"{folder} has the rollouts of an earlier run: take another output_dir")
+    rollouts = file_of(folder, 1).parent
+    if run.before["step"] == 0 and rollouts.exists():  # of an earlier run
+        shutil.rmtree(f"{rollouts}.old", ignore_errors=True)
+        rollouts.rename(f"{rollouts}.old")
 
     def save_step(step, metrics, groups):
         if groups:  # step 0 evaluates, and has none
@@ -128,6 +132,8 @@ def check_settings(folder, config):
     with naming(f"replay: {folder} has no run with --parts recipes.replay.save"):
         theirs = json.loads((Path(folder) / "config.json").read_text())
     ours = to_json(config)
+    if "recipes.replay.save" not in theirs["parts"]:
+        raise UserError(f"replay: {folder} has a run without --parts recipes.replay.save")
     for settings in (theirs, ours):  # recipes may have the same function in files of other names
         settings["reward_funcs"] = [path.rpartition(".")[2] for path in settings["reward_funcs"]]
     for name in MUST_BE_EQUAL:
@@ -139,6 +145,8 @@ def replaying(config, folder):
     """A recipe's config as a replay of the run in `folder`, which drops and evaluates nothing."""
     if Path(folder).absolute() == Path(config.output_dir).absolute():
         raise UserError("replay: set another output_dir than the folder that is replayed")
+    if config.reference_is_a_part:
+        raise UserError("replay asks no server: leave the Teacher out, and set reference_id")
     kept = [part for part in config.parts if part is not save]
     return replace(
         config, parts=[*kept, Replay(folder)], vllm_urls=[], order_fn=None,

@@ -16,7 +16,7 @@ import torch
 from config import UserError
 from rollouts.data import leave_out_long
 from rollouts.group import RolloutFailed
-from rollouts.processor import placeholder_ids, tokenizer_of
+from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
 from rollouts.sampling import on_one_server
 from rollouts.servers import ServerPool
 from server.messages import Sampled, SampleRequest
@@ -38,8 +38,11 @@ class Teacher:
     gives_ref_logprobs = True  # so that the trainer loads no reference
 
     def __init__(self, *urls, model_id=None):
+        if not urls:
+            raise UserError("Teacher needs the address of a server: Teacher('http://host:port')")
         self.urls = [*urls]
         self.model_id = model_id
+        self.__qualname__ = f"Teacher({model_id})"  # a run that goes on must have the same
 
     def __call__(self, run):
         """Connect the servers, and ask them for each group that was sampled."""
@@ -49,6 +52,8 @@ class Teacher:
         if placeholder_ids(load_model_config(config)[0]):
             raise UserError("Teacher: with images the trainer needs its own reference_id")
 
+        if self.model_id:  # of the same vocabulary
+            load_processor(replace(config, reference_id=self.model_id, parts=[]))
         theirs = replace(
             config, vllm_urls=self.urls, model_id=self.model_id or config.model_id, parts=[],
             top_k=None, sampling_params=None,  # as nothing is sampled there

@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import io
 import itertools
 import json
 import os
@@ -46,17 +45,18 @@ def load_rows(
         elif source.endswith((".jsonl", ".json")):
             rows = _json_rows(Path(source).read_text("utf-8-sig"))
         elif source.endswith(".csv"):
-            rows = _csv_rows(Path(source).read_text("utf-8-sig"))
+            rows = _csv_rows(source)
         elif source.endswith(".parquet"):
             rows = Dataset.from_parquet(source)
         else:
-            path, _, rest = source.partition(":")
-            subset, _, own_split = rest.partition(":")
+            parts = [source] if os.path.exists(source) else source.split(":", 2)
+            path, subset, own_split = [*parts, "", ""][:3]
             rows = load_dataset(path, subset or None, split=own_split or split)
 
         if isinstance(rows, Dataset) and rows.format["type"] is None:
             # Images stay bytes and paths.
             rows = rows.with_format("arrow")[:].to_pylist()
+            rows = [{name: _without_nulls(value) for name, value in row.items()} for row in rows]
         # Not only what max_steps needs: a run that goes on may raise it.
         rows = list(itertools.islice(rows, MOST_ROWS + 1))
         if len(rows) > MOST_ROWS:
@@ -86,24 +86,27 @@ def _json_rows(text: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _csv_rows(text: str) -> list[dict[str, Any]]:
+def _csv_rows(path: str) -> list[dict[str, Any]]:
     """The rows of a table, all of it as text: 007 is not 7, and NA is not nothing."""
-    rows = list(csv.DictReader(io.StringIO(text, newline="")))
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        rows = list(csv.DictReader(file))
     for number, row in enumerate(rows):
         if None in row:  # the name of cells beyond the header's
             raise ValueError(f"row {number} has more cells than the header has names")
     return rows
 
 
-def _without_nulls(value: Any) -> Any:
-    """A message without null values, which columns of one type give to all their rows.
+def _without_nulls(value: Any, is_chat: bool = False) -> Any:
+    """A column's value without null values in messages, which its type gives to all of them.
 
     Else a tool would be called with the arguments of all others.
     """
     if isinstance(value, list):
-        return [_without_nulls(item) for item in value]
+        return [_without_nulls(item, is_chat) for item in value]
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+        is_chat = is_chat or "role" in value
+        kept = {key: item for key, item in value.items() if item is not None or not is_chat}
+        return {key: _without_nulls(item, is_chat) for key, item in kept.items()}
     return value
 
 
@@ -184,11 +187,11 @@ def _message(message: Any, places: list[Any]) -> dict[str, Any]:
     Raises:
         ValueError: it has no role or content, or a part of another kind.
     """
-    fields = _without_nulls(message) if isinstance(message, dict) else {}
-    content = fields.get("content", [])
-    if not fields.get("role") or (content == [] and fields["role"] != "assistant"):
+    fields = message if isinstance(message, dict) else {}
+    content = fields.get("content")
+    if not fields.get("role") or (content in (None, []) and fields["role"] != "assistant"):
         raise ValueError(f"it has a message without role or content: {message!r:.100}")
-    if isinstance(content, str):
+    if content is None or isinstance(content, str):
         return fields
 
     parts = []

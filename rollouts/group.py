@@ -142,7 +142,8 @@ class Group:
     started_s: float = 0.0  # when its request was sent, on the monotonic clock
     sampled_s: float = 0.0
     scored_s: float = 0.0
-    dropped: str = ""  # why it does not train: `zero_advantage` or `failed`
+    dropped: str = ""  # `zero_advantage` or `failed` where it does not train, and why
+    why: str = ""
     ref_logprobs: Tensor | None = None  # of each completion token, nats, under a part's reference
 
     def __post_init__(self) -> None:

@@ -110,7 +110,7 @@ def _check_places(text: str, num_images: int, processor: Any) -> None:
     """Raise ValueError where a text has another number of places than of images."""
     # Gemma3's templates write boi_token, others image_token.
     marks = [getattr(processor, name, None) for name in ("boi_token", "image_token")]
-    num_places = max(text.count(mark) for mark in marks if mark)
+    num_places = max((text.count(mark) for mark in marks if mark), default=0)
     if num_places != num_images:
         raise ValueError(
             f"its text has {num_places} places for its {num_images} images: use chat messages, "

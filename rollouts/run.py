@@ -5,7 +5,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from config import TrainConfig, UserError
+from config import TrainConfig
 from rollouts import data
 from rollouts.group import Group, Prompt, RolloutFailed
 from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
@@ -102,6 +102,4 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     part: Any
     for part in config.parts:
         part(run)
-    if not config.vllm_urls and run.fill == run.sample_and_score:
-        raise UserError("vllm_urls names no server, and no part samples without: set it")
     return run

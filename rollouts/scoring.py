@@ -96,15 +96,17 @@ def spoken(
         is_ended: False where the text was cut: its last token is no end.
         kept: tokens, as ids or strings, that belong to the text even where they end it.
     """
+
+    def is_kept(token_id: int) -> bool:
+        return token_id in kept or tokenizer.decode([token_id]) in kept
+
     ends = {tokenizer.eos_token_id, tokenizer.pad_token_id}
-    last = token_ids[-1]
-    end = tokenizer.decode([last])
-    is_special = end != tokenizer.decode([last], skip_special_tokens=True)
-    if is_ended and is_special:
-        ends.add(last)  # the end of a turn, which not every tokenizer names
-    if end in kept:
-        ends.discard(last)
-    return tokenizer.decode([each for each in token_ids if each not in ends or each in kept])
+    text_ids = [each for each in token_ids if each not in ends or is_kept(each)]
+    last = token_ids[-1:]
+    is_special = tokenizer.decode(last) != tokenizer.decode(last, skip_special_tokens=True)
+    if is_ended and is_special and text_ids[-1:] == last and not is_kept(last[0]):
+        text_ids.pop()  # the end of a turn, which not every tokenizer names
+    return tokenizer.decode(text_ids)
 
 
 def mean(values: list[float]) -> float:
@@ -257,9 +259,10 @@ class Scorer:
         with naming(
             f"{where} must return a list of {num}, one per completion: numbers below 1e30, or None"
         ):
-            rewards = np.array(values, np.float64)
-            num_none = sum(value is None for value in values)
-            num_usable = (np.abs(rewards) < LARGEST).sum()  # finite, and not NaN
-            if rewards.shape != (num,) or num_usable + num_none < num:
+            given = [value.__float__() for value in values if value is not None]
+            is_usable = all(abs(number) < LARGEST for number in given)  # finite, and not NaN
+            if len(values) != num or not is_usable:
                 raise ValueError(f"it returned {values!r:.500}")
+            rewards = np.full(num, math.nan)
+            rewards[[value is not None for value in values]] = given
         return rewards

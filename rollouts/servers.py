@@ -215,6 +215,8 @@ class ServerPool:
 
             if self._is_closed.is_set():
                 raise ServerError("the run has ended")
+            if not self.servers:
+                raise ServerError("vllm_urls names no server, and a group asks for one")
             gives_up_s = self._all_lost_s + self.config.server_timeout
             if not self.serving and not self.returned and time.monotonic() > gives_up_s:
                 why = "; ".join(server.why_out for server in self.servers)

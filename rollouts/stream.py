@@ -91,8 +91,10 @@ class GroupStream:
                 self._fill(group)
                 if self.config.drop_zero_advantage and not can_teach(group, self.config):
                     group.dropped = "zero_advantage"
-            except RolloutFailed:
+                    group.why = "all its advantages are 0"
+            except RolloutFailed as error:
                 group.dropped = "failed"
+                group.why = str(error)
 
             with self._changed:
                 self._changed.notify_all()
@@ -106,9 +108,8 @@ class GroupStream:
                 num_dropped = len(self._batch.dropped)
             if num_dropped >= MAX_DROPPED_BATCHES * self.config.batch_size:
                 raise UserError(
-                    f"nothing to learn: {num_dropped} groups of this step were dropped, as their"
-                    " rollouts failed, or all advantages within each were 0; look at the rewards,"
-                    " or take other prompts"
+                    f"nothing to learn: {num_dropped} groups of this step were dropped, the last as"
+                    f" {group.why}: look at dropped.jsonl and the rewards, or take other prompts"
                 )
             self._room.release()
             self._admit()

@@ -71,3 +71,7 @@ def large(**_):
 
 def largest(**_):
     return [1.0, 1.7e308]
+
+
+def numbers_as_text(**_):
+    return ["1.0", "2"]

@@ -174,7 +174,11 @@ def test_overrides(words, field, value):
             "reference_decay moves the initial policy: unset reference_id",
         ),
         (["--dataset_split", "test"], "unknown field dataset_split: give dataset_id=name:subset"),
-        (["stray"], "unknown field stray"),
+        (["--stray", "1"], "unknown field stray"),
+        (
+            ["--seed", "3", "batch_size", "4"],
+            "unknown word batch_size: fields are given as --field",
+        ),
         (["--model"], "unknown field model: did you mean model_id?"),
         (["--top_k", "0"], "top_k='0': Input should be greater than 0"),
         (
@@ -239,7 +243,8 @@ def write(tmp_path, monkeypatch):
 
 def test_recipe_and_its_own_functions(write):
     path = write("own_functions.py", RECIPE % "")
-    config = parse_args([path, "--reward_funcs", "other,os.path.exists", "--beta", "0.1"])
+    config = parse_args([path, "--reward_funcs", ".other,os.path.exists", "--beta", "0.1"])
+    assert parse_args([path, "--reward_funcs", "other"]).reward_funcs == config.reward_funcs[:1]
     assert config.reward_funcs == [sys.modules["own_functions"].other, os.path.exists]
     assert (config.learning_rate, config.beta) == (2e-5, 0.1)
     saved = json.loads(json.dumps(to_json(config)))

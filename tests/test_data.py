@@ -598,7 +598,10 @@ def test_weighted_rewards_and_none():
             "reward short on dataset row 7 must return a list of 2, one per completion: numbers below 1e30, or None: "
             "it returned \\[1.0\\]",
         ),
-        (words, "numbers below 1e30, or None: could not convert string to float: 'good'"),
+        (
+            words,
+            "numbers below 1e30, or None: AttributeError: 'str' object has no attribute '__float__'",
+        ),
         (infinite, "it returned \\[1.0, inf\\]"),
         (scalar, "TypeError: 'float' object is not iterable"),
     ],

@@ -656,12 +656,30 @@ def test_what_a_reference_server_cannot_do(models, recipe, vlm):
         make_config(reference_urls=["http://x"])
 
 
+def nothing_new(run):
+    """A part that changes nothing."""
+
+
 def test_a_part_without_servers(models, recipe):
-    """It gives the groups itself; without it the run ends before the policy is loaded."""
+    """It gives the groups itself; a group that asks for a server ends the run."""
     path = recipe(SimpleNamespace(url="http://127.0.0.1:1"))
-    config = replace(parse_args([path]), vllm_urls=[])
-    with pytest.raises(UserError, match="vllm_urls names no server, and no part samples without"):
-        main(config)
+    with pytest.raises(UserError, match="vllm_urls names no server: set it"):
+        replace(parse_args([path]), vllm_urls=[])
+    with pytest.raises(ServerError, match="vllm_urls names no server, and a group asks for one"):
+        main(replace(parse_args([path]), vllm_urls=[], parts=[nothing_new]))
+    with pytest.raises(UserError, match=r"parts takes functions f\(run\), or objects as Teacher"):
+        make_config(parts=[Teacher], beta=0.1)
+    with pytest.raises(UserError, match="Teacher needs the address of a server"):
+        Teacher()
+
+
+def test_saved_rollouts_of_an_earlier_run(models, recipe, tmp_path):
+    """They are kept as .old, as the logs are: a start that is repeated is not refused."""
+    with fake_server(models["untied"], answer_in(0.0)) as server:
+        for _ in range(2):
+            main(parse_args([recipe(server), *SAVE, "--max_steps", "1"]))
+    assert file_of(tmp_path / "run", 1).exists()
+    assert (tmp_path / "run" / "rollouts.old" / "000001.pt").exists()
 
 
 # -- Replay -----------------------------------------------------------------------------------------------------------
@@ -791,12 +809,15 @@ def test_what_cannot_be_replayed(models, recipe, tmp_path):
     with fake_server(models["untied"], answer_in(0.0)) as server:
         path = Path(recipe(server))
         main(parse_args([str(path), *SAVE, "--max_steps", "1"]))
-        with pytest.raises(UserError, match="has the rollouts of an earlier run: take another"):
-            main(parse_args([str(path), *SAVE]))
+        main(parse_args([str(path), "--output_dir", str(tmp_path / "without"), "--max_steps", "1"]))
     words = [str(path), "--output_dir", str(tmp_path / "again")]
     run = tmp_path / "run"
     with pytest.raises(UserError, match="replay: set another output_dir than the folder"):
         replaying(parse_args([str(path)]), run)
+    with pytest.raises(UserError, match="without has a run without --parts recipes.replay.save"):
+        main(replaying(parse_args(words), tmp_path / "without"))
+    with pytest.raises(UserError, match="replay asks no server: leave the Teacher out"):
+        replaying(replace(parse_args([*words, "--beta", "1"]), parts=[Teacher("http://x")]), run)
     with pytest.raises(UserError, match="nowhere has no run with --parts recipes.replay.save"):
         main(replaying(parse_args(words), tmp_path / "nowhere"))
     for option, value, had in (

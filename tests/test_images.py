@@ -145,7 +145,9 @@ def test_prompts_of_mixed_rows():
 def test_a_saved_group_gets_its_images_back(tmp_path):
     """They are not in the file: a replay processes them anew."""
     prompts, processor = load(rows), build_processor()
-    config = make_config(output_dir=str(tmp_path), batch_size=1, num_generations=2)
+    config = make_config(
+        output_dir=str(tmp_path), batch_size=1, num_generations=2, parts=["recipes.replay.save"]
+    )
     sampled = Completion([5, 6], [-1.0, -0.5], "stop", 0)
     group = Group(
         with_images(prompts[2], processor, config),

@@ -140,6 +140,8 @@ def test_special_tokens_are_part_of_a_text():
     for kept in (stop_id, "</answer>"):
         assert spoken(ids(thought), tokenizer, is_ended=True, kept=[kept]) == thought
     assert spoken(ids("a<eos>[user]b<eos>"), tokenizer) == "a[user]b"
+    turns = "a<|turn_end|>b<|turn_end|>"  # a special token that is not the tokenizer's end
+    assert spoken(ids(turns), tokenizer) == "a<|turn_end|>b"
     assert spoken(ids("a<eos>"), tokenizer, kept=["<eos>"]) == "a<eos>"
 
 
@@ -216,8 +218,9 @@ def test_what_a_float_can_be_made_of_is_a_reward():
         score(make_groups(), make_config(reward_funcs=[some_rewards.other_numbers]))
         == [[1.0, 0.5]] * 2
     )
-    with pytest.raises(UserError, match="must return a list of 2, .*: setting an array"):
-        score(make_groups(), make_config(reward_funcs=[some_rewards.arrays]))
+    for wrong in (some_rewards.arrays, some_rewards.numbers_as_text):
+        with pytest.raises(UserError, match="must return a list of 2, one per completion"):
+            score(make_groups(), make_config(reward_funcs=[wrong]))
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,9 @@ def test_arguments_that_parquet_adds_are_not_given(tmp_path):
     from_parquet, from_jsonl = (
         prompts_of(str(tmp_path / name), tokenizer) for name in ("a.parquet", "a.jsonl")
     )
+    (tmp_path / "b.jsonl").write_text(json.dumps(row(city="Rome", days=None)) + "\n")
+    (as_written,) = prompts_of(str(tmp_path / "b.jsonl"), tokenizer)
+    assert '{"city": "Rome", "days": null}' in tokenizer.decode(as_written.token_ids)
     from_function = prompts_of(lambda: Dataset.from_list(rows), tokenizer)
     assert [p.token_ids for p in from_function] == [p.token_ids for p in from_jsonl]
     assert '{"city": "Rome"}' in tokenizer.decode(from_parquet[0].token_ids)

@@ -161,7 +161,12 @@ class RunLog:
 
         for group in batch.dropped:
             rows["dropped"].append(
-                {"group": group.id, "row": group.prompt.index, "reason": group.dropped}
+                {
+                    "group": group.id,
+                    "row": group.prompt.index,
+                    "reason": group.dropped,
+                    "why": group.why,
+                }
             )
 
         for name, groups in held_out.items():

@@ -25,7 +25,7 @@ MAY_CHANGE = frozenset({
     "on_step", "save_steps",
     "keep_last_n", "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id",
     "reward_workers", "accuracy_func", "reward_timeout", "share_prefix",
-    "eval_generations", "eval_temperature", "torch_compile", "parts",
+    "eval_generations", "eval_temperature", "torch_compile",
 })  # fmt: skip
 
 
