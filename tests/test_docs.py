@@ -199,6 +199,7 @@ def check_options(command):
             "dpo",
             "score",
             "plain_loop",
+            "replay",
         )  # test_recipes.py, test_stream.py
     elif words[1] != "train.py":  # whose fields are tested as flags
         source = (ROOT / words[1]).read_text()
