@@ -435,7 +435,7 @@ class TrainConfig(metaclass=_OneLineErrors):
     """Keep this many of the run's last checkpoints; None keeps all."""
     resume_from_checkpoint: PathOrName | None = None
     """A `checkpoint-<step>` to go on from,
-    or `auto`: the newest one in `output_dir`, if there is one."""
+    or `auto`: the one of the largest step in `output_dir`, if there is one."""
     push_to_hub: bool = False
     """Upload the last checkpoint to the Hugging Face hub."""
     hub_repo_id: str | None = None

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from rollouts.group import Group
 from rollouts.own_advantages import own_advantages
 from rollouts.rollouts import Rollouts
 from training.batching import Dealer, MicroBatch, Share
-from training.checkpoints import Checkpoints, find_start, locked
+from training.checkpoints import Checkpoints, run_folder
 from training.hooks import check_functions, trial_groups
 from training.logs import RunLog
 from training.metrics import TokenSums
@@ -373,10 +372,9 @@ def main(config: TrainConfig) -> None:
     config = with_bf16(config)
     if config.loss_fn or config.on_step:
         check_functions(config)
-    checkpoint, resumed = find_start(config)
     with (
         process_group(config.collective_timeout) as device,
-        locked(Path(config.output_dir)),
+        run_folder(config) as (checkpoint, resumed),
         closing(Rollouts(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):
@@ -390,7 +388,7 @@ def main(config: TrainConfig) -> None:
         num_updates = rollouts.num_steps * config.updates_per_batch
         optimizer, scheduler = build_optimizer(policy, num_updates, config)
         checkpoints = Checkpoints(config, policy, optimizer, scheduler, rollouts, reference)
-        step = checkpoints.resume(checkpoint)
+        step = checkpoints.resume(checkpoint, resumed)
         num_skipped = 0
         log = RunLog(config, rollouts.num_steps, resumed, rollouts.noting_failure, rollouts.run)
         with closing(log), checkpoints.saving(rollouts, log):

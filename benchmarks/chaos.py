@@ -33,7 +33,7 @@ from benchmarks.common import report
 from benchmarks.local_server import local_server
 from config import TrainConfig, parse_args
 from rollouts.data import leave_out_long, load_prompts
-from training.resume import find_checkpoint
+from training.checkpoints import find_start
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -149,7 +149,7 @@ def bad_inputs(model: str) -> tuple[int, int]:
     config = TrainConfig(model_id=model, dataset_id="d", reward_funcs=["os.path.exists"])
 
     def start(words: list[str]) -> None:
-        find_checkpoint(parse_args([recipe, *words]))
+        find_start(parse_args([recipe, *words]))
 
     tried: list[Callable[[], Any]] = [partial(start, command) for command in commands]
 

@@ -305,7 +305,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def old_route(self, path: str, host: str, data: bytes) -> bytes:
         """The answer of a server that older checkouts speak with."""
-        from utils import VLLM_VERSIONS
+        from server.messages import VLLM_VERSIONS
 
         if path == "/version":
             return json.dumps({"version": VLLM_VERSIONS[0]}).encode()

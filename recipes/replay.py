@@ -10,7 +10,6 @@ Replay only folders that you trust: its files are pickles.
 
 import json
 import os
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -48,10 +47,6 @@ def file_of(folder, step):
 def save(run):
     """A part of the first run: writes a file a step."""
     folder = run.config.output_dir
-    rollouts = file_of(folder, 1).parent
-    if run.before["step"] == 0 and rollouts.exists():  # of an earlier run
-        shutil.rmtree(f"{rollouts}.old", ignore_errors=True)
-        rollouts.rename(f"{rollouts}.old")
 
     def save_step(step, metrics, groups):
         if groups:  # step 0 evaluates, and has none

@@ -11,7 +11,7 @@ from rollouts.group import Completion, Group, Prompt
 from rollouts.servers import ServerPool
 from training.batching import micro_batches
 from training.model import token_logprobs
-from utils import broadcast_object
+from utils import call_on_main
 from vllm_client import ANSWER_TIMEOUT_S, CONTROL_TIMEOUT_S, Server, ServerError, State
 
 MISMATCH = (
@@ -70,7 +70,7 @@ class Proofs:
             is_first: at the first sync all must agree, or it is a ServerError.
         """
         with ThreadPoolExecutor(64) as threads:
-            probes = broadcast_object(list(threads.map(self._probe, servers)))
+            probes = call_on_main(lambda: list(threads.map(self._probe, servers)))
 
         # LoRA's dropout would differ from the server, and move the random state of the step.
         self.policy.eval()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from rollouts.run import open_run
 from rollouts.stream import GroupStream
 from training.batching import tokens_alone
 from training.mismatches import Gaps
-from utils import Stopped, broadcast_object, gather_objects, is_main, timed
+from utils import Stopped, call_on_main, gather_objects, is_main, timed
 from vllm_client import Server
 from weights.group import gpu_of
 from weights.publish import adapter_weights, published_weights
@@ -66,7 +67,7 @@ class Rollouts:
         self.pool: Any = None  # on rank 0
 
         gpus = gather_objects(gpu_of(device))  # of all ranks: a server may share one of them
-        opened = broadcast_object(self._open(before, gpus) if is_main() else None)
+        opened: Any = call_on_main(partial(self._open, before, gpus))
         # An adapter is sent alone, where servers take it; they may sleep while the trainer trains.
         self.num_steps, self.probe_prompt, self.sends_adapter, self.servers_sleep = opened
         self.example: Prompt | None = None
@@ -165,7 +166,7 @@ class Rollouts:
         came back.
         """
         while True:
-            word = broadcast_object(self._next_word(look) if is_main() else None)
+            word = call_on_main(partial(self._next_word, look))
             if word is not Word.RESYNC:
                 return word
             self.proofs.prove(self._send(only_returned=True))
@@ -277,8 +278,8 @@ class Rollouts:
             policy, version, self.pool, self.probe_prompt, self.config, self.device
         )
         with ExitStack() as while_sending:
-            if is_main() and not self.config.inflight_updates:
-                while_sending.enter_context(self.pool.drained(self.stop))
+            if not self.config.inflight_updates:
+                call_on_main(lambda: while_sending.enter_context(self.pool.drained(self.stop)))
             returned = self._send()
             if is_first:
                 # A server that does not agree ends the run before anything is sampled.

@@ -295,7 +295,7 @@ def run(
         for url, (words, env) in servers.items():
             log = folder / f"server-{len(running)}.log"
             if log.exists():
-                log.rename(f"{log}.old")  # as the trainer does with an earlier run's
+                log.rename(f"{log}.old")
             print(f"starting the rollout server at {url} (log: {log})", flush=True)
             running.append(LocalServer(url, popen(words, log, os.environ | env), log))
         for server in running:

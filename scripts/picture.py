@@ -78,7 +78,6 @@ RECORDS = {
     "terminal.py": "what is printed",
     "trackers.py": "wandb, trackio",
     "hooks.py": "tries your functions",
-    "heartbeat.py": "is rank 0 alive?",
 }
 POLICY = {
     "model.py": "load, DDP, FSDP2",
@@ -89,7 +88,6 @@ POLICY = {
     "vision.py": "models that see",
     "rare_attention.py": "a few model families",
     "checkpoints.py": "save, load",
-    "resume.py": "finds a checkpoint",
     "intact.py": "checks checkpoints",
 }
 PREFIXES = {
@@ -115,7 +113,7 @@ CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "evaluation.py", "trackers.py", "vision.py", "thumbnails.py",
     "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
-    "adapter.py", "resume.py", "heartbeat.py", "own_advantages.py",
+    "adapter.py", "own_advantages.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file

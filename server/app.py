@@ -24,10 +24,10 @@ from server.messages import (
     SleepRequest,
     Updated,
     UpdateRequest,
+    api_token,
 )  # fmt: skip
 from server.receiver import COMING, FAILED, GIVEN_UP, LOADED, LOADS_NOW, WHOLE
 from server.sample import abort, begin, replies
-from utils import api_token
 
 MAX_BODY_BYTES = 64 << 20  # of a request: a prompt with its images
 POLL_S = 5e-3  # between looks how far an update is

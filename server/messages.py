@@ -1,8 +1,20 @@
 """Messages of trainer and server over HTTP: requests are JSON, completions msgpack."""
 
+import os
+
 import msgspec
 
 from weights.group import Meeting
+
+VLLM_VERSIONS = ("0.32.0", "0.33.0")  # that were tried; requirements.txt has the first
+
+
+def api_token() -> str:
+    """The secret that servers and trainer share; empty where there is none.
+
+    This is `VLLM_API_KEY`, without a line's end.
+    """
+    return os.environ.get("VLLM_API_KEY", "").strip()
 
 
 class Request(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):

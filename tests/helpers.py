@@ -165,6 +165,11 @@ def answer_in(seconds):
     return lambda prompt_ids, number: (said(prompt_ids, number), seconds * rng.uniform(0.1, 2))
 
 
+def saved_state(checkpoint):
+    """What a checkpoint says of its run, beside weights and optimizer."""
+    return torch.load(checkpoint / "trainer" / "state.pt", weights_only=True)
+
+
 def read(folder, name):
     return [
         json.loads(line) for line in (folder / "run" / f"{name}.jsonl").read_text().splitlines()

@@ -17,12 +17,13 @@ from helpers import ENV, ROOT, answer_in
 
 from config import TrainConfig, UserError, describe, parse_args
 from rollouts.servers import ServerPool
+from server.messages import VLLM_VERSIONS
 from train import main
 from training import model as builders
+from training.checkpoints import find_start
 from training.model import build_policy, share_prefixes, with_bf16
 from training.optimizer import build_optimizer
-from training.resume import find_checkpoint
-from utils import VLLM_VERSIONS, process_group
+from utils import process_group
 from vllm_client import ServerError
 
 # -- versions, drivers, ranks ----------------------------------------------------------------------------------------
@@ -345,11 +346,11 @@ def test_a_run_goes_on_with_the_other_bf16(models, recipe, tmp_path):
         command = [recipe(server), "--max_steps", "1", "--resume_from_checkpoint", "auto"]
         main(parse_args([*command, "--use_fsdp", "true", "--fsdp_bf16", "true"]))
     saved = tmp_path / "run" / "checkpoint-1"
-    assert find_checkpoint(parse_args([*command, "--bf16", "true"])) == saved
-    assert find_checkpoint(parse_args([*command, "--use_fsdp", "true", "--bf16", "true"])) == saved
+    assert find_start(parse_args([*command, "--bf16", "true"]))[0] == saved
+    assert find_start(parse_args([*command, "--use_fsdp", "true", "--bf16", "true"]))[0] == saved
     for other in ([], ["--use_fsdp", "true"], ["--bf16", "false"]):
         with pytest.raises(
             UserError,
             match="was trained with bf16=True, not False: use that, or another output_dir",
         ):
-            find_checkpoint(parse_args([*command, *other]))
+            find_start(parse_args([*command, *other]))

@@ -329,6 +329,14 @@ def test_out_of_memory_names_the_cure(models, recipe, monkeypatch):
     assert (done.returncode, done.stderr) == (1, "error: tried to allocate 7 GiB; lower\n")
 
 
+def test_an_error_without_a_message_is_said_by_its_name():
+    code = "from utils import exits\nwith exits({ValueError: ''}):\n    raise ValueError"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "error: ValueError()\n")
+
+
 MORTAL = """
 import os, signal, sys, torch
 def due(): return os.path.exists({flag!r})
@@ -513,8 +521,8 @@ def test_a_rank_that_dies_ends_all(models, recipe, rank):
 @pytest.mark.parametrize(
     ("rank", "cause"),
     [
-        (0, "error on rank 1: no sign of life from rank 0 for 6 s"),
-        (1, "error on rank 0: another rank has"),
+        (0, "error on rank 1: another rank has not answered"),
+        (1, "error on rank 0: another rank has not answered"),
     ],
 )
 def test_a_rank_that_is_stopped_ends_all(models, recipe, rank, cause):
@@ -536,6 +544,27 @@ def test_a_rank_that_is_stopped_ends_all(models, recipe, rank, cause):
         output, _ = run.communicate(timeout=60)
         assert run.returncode != 0
         assert cause in output
+
+
+def test_a_rank_that_refuses_a_model_alone_ends_all(models, recipe):
+    """The other one waits for it in a collective of the comparison, up to `collective_timeout`."""
+    with fake_server(models["untied"], answer_in(0.05)) as server:
+        path = Path(recipe(server))
+        alone = (
+            "import torch, torch.distributed as dist, training.model\n"
+            "training.model.ALONE_S = 3.0\n"
+            "def attach(model, **_):\n"
+            "    group = dist.new_group()\n"
+            "    if dist.get_rank() == 1: raise ValueError('the culprit')\n"
+            "    dist.all_reduce(torch.ones(1), group=group)\n"
+            "training.model.attach = attach\n"
+        )
+        path.write_text(alone + path.read_text())
+        started_s = time.monotonic()
+        done = on_forked_ranks(2, ROOT / "train.py", path, "--collective_timeout", 120)
+    assert done.returncode == 1
+    assert time.monotonic() - started_s < 100
+    assert "ValueError: the culprit" in done.stderr
 
 
 def test_the_first_cause_is_printed_last(models, recipe):

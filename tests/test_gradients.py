@@ -555,7 +555,9 @@ def test_optimizer_and_schedules():
 
 
 @pytest.mark.parametrize(
-    "found", [{"temperature": 0.9, "top_p": 0.6}, {"top_p": 0.6}, {"top_k": 5}], ids=str
+    "found",
+    [{"temperature": 0.9, "top_p": 0.6}, {"top_p": 0.6}, {"top_k": 5}, {"min_p": 0.1}],
+    ids=str,
 )
 def test_a_generation_config_that_could_not_be_saved(models, tmp_path, found):
     """Sampling without do_sample, as some models have it: the checkpoint after all of the training would fail."""

@@ -674,12 +674,12 @@ def test_a_part_without_servers(models, recipe):
 
 
 def test_saved_rollouts_of_an_earlier_run(models, recipe, tmp_path):
-    """They are kept as .old, as the logs are: a start that is repeated is not refused."""
+    """They are kept with its logs: a start that is repeated is not refused."""
     with fake_server(models["untied"], answer_in(0.0)) as server:
         for _ in range(2):
             main(parse_args([recipe(server), *SAVE, "--max_steps", "1"]))
     assert file_of(tmp_path / "run", 1).exists()
-    assert (tmp_path / "run" / "rollouts.old" / "000001.pt").exists()
+    assert file_of(tmp_path / "run.1", 1).exists()
 
 
 # -- Replay -----------------------------------------------------------------------------------------------------------

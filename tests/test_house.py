@@ -15,21 +15,21 @@ ROOMS = {
     },
     "training": {
         "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "rare_attention", "vision", "checkpoints", "logs", "samples", "thumbnails", "mismatches", "metrics", "terminal", "trackers",
-        "hooks", "heartbeat", "intact", "resume",
+        "hooks", "intact",
     },
     "weights": {"publish", "group", "cuda_ipc"},
     "server": {"app", "sample", "messages", "receiver", "adapter", "whole"},
 }  # fmt: skip
 FLOORS = {  # of a file, or else of its room
     "train": 6, "rollouts": 5, "training": 5, "vllm_client": 4, "vllm_server": 4, "weights": 3, "server": 3,
-    "rollouts.group": 3, "rollouts.workers": -1, "rollouts.own_advantages": 2, "training.heartbeat": -1, "prefix_attention": 2, "utils": 1, "config": 0,
+    "rollouts.group": 3, "rollouts.workers": -1, "rollouts.own_advantages": 2, "prefix_attention": 2, "utils": 1, "config": 0,
 }  # fmt: skip
 FILE_LINES, FUNCTION_LINES = 450, 60
 FILE_LIMITS = {  # a library that nobody must read, fields that are their own documentation
     "prefix_attention": 1300,
     "config": 820,
 }
-ALL_NODES = 41_750  # of the syntax tree, without annotations and docstrings
+ALL_NODES = 41_000  # of the syntax tree, without annotations and docstrings
 
 
 def files():

@@ -202,7 +202,8 @@ def test_one_gpu_is_shared(my_recipe):
 
 def test_a_run_without_servers(my_recipe):
     with open(my_recipe, "a") as file:
-        file.write("from dataclasses import replace\nconfig = replace(config, vllm_urls=[])\n")
+        file.write("from dataclasses import replace\n")
+        file.write("config = replace(config, vllm_urls=[], parts=['recipes.replay.save'])\n")
     ((_, words),) = made(my_recipe)
     assert "--vllm_urls" not in words
 

@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from fake_server import fake_server
-from helpers import ROOT, answer_in, on_forked_ranks, read
+from helpers import ROOT, answer_in, on_forked_ranks, read, saved_state
 from test_hooks import make_config
 
 from config import parse_args
 from rollouts.group import Prompt
 from rollouts.order import Order
 from train import main
-from training.resume import read_state
 
 PROMPTS = [
     Prompt(index, [5 + index], f"prompt {index}", {}) for index in (0, 1, 3, 4)
@@ -108,7 +107,7 @@ def test_dropped_groups_are_in_the_history(models, recipe, tmp_path):
         main(parse_args([str(path), "--max_steps", "3"]))
     dropped = read(tmp_path, "dropped")
     assert dropped
-    state = read_state(tmp_path / "run" / "checkpoint-3")
+    state = saved_state(tmp_path / "run" / "checkpoint-3")
     counts = [len(groups) for groups in state["history"].values()]
     assert max(counts) < 8  # none is forgotten
     assert sum(counts) == 3 * 6 + len(dropped) == state["next"] - len(state["open"])

@@ -13,25 +13,26 @@ from pathlib import Path
 import pytest
 import torch
 from fake_server import fake_server
-from helpers import ENV, RECIPE, ROOT, answer_in, free_port, on_forked_ranks, read
+from helpers import ENV, RECIPE, ROOT, answer_in, free_port, on_forked_ranks, read, saved_state
 from safetensors.torch import load_file
 from test_prefix_models import make_model as make_family
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import train
 import training.model
 import vllm_client
-from config import parse_args
+from config import UserError, parse_args
 from prefix_attention import _bare_logits
+from rollouts.rollouts import Rollouts
 from train import main
 from training.checkpoints import (
     Checkpoints,
     _detached,
     _remove,
+    find_start,
 )
 from training.logs import _cut_files
 from training.model import with_bf16
-from training.resume import fault_of, find_checkpoint, read_state
 from weights.publish import published_weights
 
 
@@ -152,8 +153,13 @@ def test_a_moving_reference_is_the_same_on_shards(start, tmp_path, own):
         torch.testing.assert_close(weight, expected[name], rtol=2e-3, atol=1e-3)
 
 
+def chosen(command):
+    """The checkpoint that a command goes on from."""
+    return find_start(with_bf16(parse_args(command)))[0]
+
+
 def test_auto_and_keep_last(start, tmp_path):
-    """`auto` starts anew where there is nothing, and goes on from the newest whole checkpoint."""
+    """`auto` starts anew where there is nothing, and goes on from the checkpoint of the largest step."""
     main(
         parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 2))
     )
@@ -162,10 +168,7 @@ def test_auto_and_keep_last(start, tmp_path):
         "checkpoint-3",
         "checkpoint-4",
     ]
-    assert (
-        find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto"))))
-        == folder / "checkpoint-4"
-    )
+    assert chosen(start("--resume_from_checkpoint", "auto")) == folder / "checkpoint-4"
     (folder / "checkpoint-9.part").mkdir()
     (folder / "checkpoint-8").mkdir()  # of something else
     (folder / "checkpoint-of-9").mkdir()
@@ -186,15 +189,56 @@ def test_auto_and_keep_last(start, tmp_path):
     assert not (folder / "checkpoint-3").exists()
 
 
-def test_an_earlier_runs_checkpoints_are_not_counted(start, tmp_path):
-    """`keep_last_n` is of one run, also of one that was resumed."""
-    main(parse_args(start("--save_steps", 1, "--max_steps", 2)))
+def test_a_new_run_moves_an_earlier_one_away(start, tmp_path, monkeypatch, capsys):
+    """All of it; what others have put there stays. A run that came to no step leaves nothing to keep."""
+    folder = tmp_path / "run"
+
+    def fail(*_):
+        raise UserError("not now")
+
+    for number in ("1", "2"):
+        main(parse_args(start("--save_steps", 1, "--max_steps", 2)))
+        (folder / "server-0.log").touch()
+        before = {path.name: path.read_bytes() for path in folder.glob("*.json*")}
+        with monkeypatch.context() as patch:
+            patch.setattr(train, "build_policy", fail)
+            with pytest.raises(UserError, match="not now"):
+                main(parse_args(start()))
+        assert len(read(tmp_path, "metrics")) == 2  # a run that cannot start moves nothing
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Rollouts, "publish", fail)
+            with pytest.raises(UserError, match="not now"):
+                main(parse_args(start()))
+        aside = tmp_path / f"run.{number}"
+        assert f"{folder} has an earlier run, which goes to {aside}" in capsys.readouterr().out
+        assert {path.name: path.read_bytes() for path in aside.glob("*.json*")} == before
+        assert [path.name for path in sorted(aside.glob("checkpoint-*"))] == [
+            "checkpoint-1", "checkpoint-2"
+        ]  # fmt: skip
+        assert not list(folder.glob("checkpoint-*"))
+        assert (folder / "server-0.log").exists()
+
     main(parse_args(start("--max_steps", 3)))
+    assert not (tmp_path / "run.3").exists()
     main(
         parse_args(start("--resume_from_checkpoint", "auto", "--save_steps", 1, "--keep_last_n", 1))
     )
-    names = sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*"))
-    assert names == ["checkpoint-1", "checkpoint-2", "checkpoint-4"]
+    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-4"]
+
+
+def test_a_run_from_another_folders_checkpoint_is_a_new_one(start, tmp_path):
+    """It leaves that folder as it is, and moves away what its own has."""
+    main(parse_args(start("--max_steps", 2)))
+    other = tmp_path / "other"
+    options = ["--output_dir", other, "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-2"]
+    for _ in range(2):
+        main(parse_args(start(*options, "--max_steps", 3)))
+    assert weights(other, 3)
+    assert weights(tmp_path / "other.1", 3)
+    assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
+    main(parse_args(start(*options, "--max_steps", 2)))  # nothing is left to train, but it is saved
+    assert weights(other, 2)
 
 
 def test_a_longer_schedule_counts_from_the_first_step(start, tmp_path):
@@ -218,32 +262,48 @@ def test_forwards_do_not_reach_what_is_saved(tmp_path):
     assert_identical(loaded.state_dict(), model.state_dict())
 
 
-def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path):
-    """What a run left behind when it was told to go on from an earlier checkpoint is older than that one from then."""
-    main(parse_args(start("--save_steps", 2)))
-    earlier = tmp_path / "run" / "checkpoint-2"
-    main(parse_args(start("--resume_from_checkpoint", earlier, "--max_steps", 2)))
-    assert (
-        find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto")))) == earlier
-    )
-    assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2]
-    later = read_state(tmp_path / "run" / "checkpoint-4")["saved_s"]
-    main(parse_args(start("--resume_from_checkpoint", "auto")))
-    assert read_state(tmp_path / "run" / "checkpoint-4")["saved_s"] > later
+def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path, capsys):
+    """What a run leaves behind, as it is told to go on from an earlier checkpoint, gets another name."""
+    folder = tmp_path / "run"
+    for _ in range(2):
+        main(parse_args(start("--save_steps", 2, "--resume_from_checkpoint", "auto")))
+        back = ["--resume_from_checkpoint", folder / "checkpoint-2"]
+        main(parse_args(start(*back, "--max_steps", 2)))
+        later = folder / "checkpoint-4"
+        assert f"{later} is later, and gets the ending .old" in capsys.readouterr().out
+        assert [path.name for path in sorted(folder.glob("checkpoint-*"))] == [
+            "checkpoint-2", "checkpoint-4.old"
+        ]  # fmt: skip
+        command = start("--resume_from_checkpoint", "auto")
+        assert chosen(command) == folder / "checkpoint-2"
+        assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2]
 
 
-def test_auto_leaves_an_earlier_run_alone(start, tmp_path, capsys):
-    """One that starts anew in its folder, and dies before it saves, does not go on from the other's end."""
-    main(parse_args(start("--max_steps", 2)))
-    (tmp_path / "run" / "run_id").write_text("another")  # as a start does
-    assert find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto")))) is None
-    assert "are of an earlier run than its last: name one" in capsys.readouterr().out
-    named = str(tmp_path / "run" / "checkpoint-2")
-    main(parse_args(start("--max_steps", 3, "--resume_from_checkpoint", named)))
-    assert (
-        find_checkpoint(with_bf16(parse_args(start("--resume_from_checkpoint", "auto"))))
-        == tmp_path / "run" / "checkpoint-3"
+def test_all_ranks_go_on_from_rank_0s_checkpoint(start, tmp_path):
+    """Others may see another folder for some seconds, over NFS: here rank 1 sees no checkpoint of step 4."""
+    path = Path(start()[0])
+    plain = path.read_text()
+    run(1, start("--save_steps", 2))
+    hidden = (
+        "import os, pathlib\nglob = pathlib.Path.glob\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    pathlib.Path.glob = lambda *a: (p for p in glob(*a) if not p.match('checkpoint-4*'))\n"
     )
+    path.write_text(hidden + plain)
+    run(2, start("--resume_from_checkpoint", "auto", "--max_steps", 5))
+    assert [row["step"] for row in read(tmp_path, "metrics")] == [1, 2, 3, 4, 5]
+
+
+def test_a_last_write_that_takes_longer_than_a_collective(start, tmp_path):
+    path = Path(start()[0])
+    slow = (
+        "import time, transformers\nsave = transformers.PreTrainedModel.save_pretrained\n"
+        "def slow(*arguments, **more):\n    time.sleep(15)\n    save(*arguments, **more)\n"
+        "transformers.PreTrainedModel.save_pretrained = slow\n"
+    )
+    path.write_text(slow + path.read_text())
+    run(2, start("--max_steps", 1, "--collective_timeout", 10))
+    assert weights(tmp_path / "run", 1)
 
 
 def test_two_runs_in_one_folder(start, tmp_path):
@@ -301,11 +361,11 @@ def test_a_cut_off_line_is_dropped(start, tmp_path):
     [
         (
             ["--resume_from_checkpoint", "/nowhere"],
-            "resume_from_checkpoint=/nowhere: no such folder",
+            "resume_from_checkpoint: /nowhere/trainer/state.pt cannot be read: .*No such file",
         ),
         (
             ["--resume_from_checkpoint", ""],
-            "resume_from_checkpoint=.: no such folder",
+            "resume_from_checkpoint: trainer/state.pt cannot be read: .*No such file",
         ),  # a shell's unset variable
         (["--resume_from_checkpoint", "auto", "--seed", 7], "was trained with seed=42, not 7"),
         (
@@ -492,7 +552,7 @@ def test_a_reader_that_ends_with_ctrl_c(start, tmp_path):
     run.send_signal(signal.SIGINT)
     assert run.wait(30) == 0
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
-    assert fault_of(saved) is None
+    assert AutoModelForCausalLM.from_pretrained(saved)
 
 
 def test_a_disk_that_is_full(start, tmp_path, monkeypatch):
@@ -504,7 +564,9 @@ def test_a_disk_that_is_full(start, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(ValueError, match="checkpoint-4 cannot be written.*: the disk is full"):
+    with pytest.raises(
+        ValueError, match="checkpoint-4 cannot be written.*: .*No space left on device"
+    ):
         main(parse_args(start("--resume_from_checkpoint", "auto")))
     assert_identical(weights(tmp_path / "run", 2), expected)
     assert [path.name for path in (tmp_path / "run").glob("checkpoint-*")] == ["checkpoint-2"]
@@ -535,7 +597,7 @@ def test_a_signal_saves_and_ends(start, tmp_path, ranks, number):
     assert "Traceback" not in output.replace(
         'Traceback (most recent call last):\n  File "<frozen runpy>', ""
     )
-    (saved,) = {path.name for path in (tmp_path / "run").glob("checkpoint-*")} - {"checkpoint-20"}
+    (saved,) = (path.name for path in (tmp_path / "run").glob("checkpoint-*"))
     assert 2 <= int(saved.removeprefix("checkpoint-")) <= 19
     run(ranks, start("--max_steps", 20, "--resume_from_checkpoint", "auto"))
     if ranks == 1:
@@ -654,7 +716,7 @@ def test_an_order_with_drops_goes_on(start, tmp_path, max_staleness):
     main(parse_args(command))
     num_dropped = []
     for step in range(1, 7):
-        state = read_state(tmp_path / "run" / f"checkpoint-{step}")
+        state = saved_state(tmp_path / "run" / f"checkpoint-{step}")
         numbers = {number for number, _ in state["open"]}
         num_ended = state["next"] - len(numbers)
         num_dropped.append(num_ended - 6 * step)

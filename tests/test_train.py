@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from build_tiny import build
-from helpers import ENV, ROOT, on_forked_ranks, server, torchrun
+from helpers import ENV, ROOT, on_forked_ranks, saved_state, server, torchrun
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import utils
@@ -18,7 +18,6 @@ from config import parse_args
 from prefix_attention import completion_logprobs, pack
 from recipes.tool_calculator import calculate
 from train import main
-from training.resume import read_state
 
 RECIPE = """
 import os
@@ -307,8 +306,8 @@ def test_wandb_offline(recipe, tmp_path):
     )
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
     wandb_id = run.name.removeprefix("run-").removesuffix(".wandb")
-    assert read_state(saved)["wandb_id"] == wandb_id
-    steps = str(1 + read_state(saved)["step"])
+    assert saved_state(saved)["wandb_id"] == wandb_id
+    steps = str(1 + saved_state(saved)["step"])
     options = ["--use_wandb", "true", "--log_completions_steps", "1", "--max_steps", steps]
     done = on_forked_ranks(
         1,

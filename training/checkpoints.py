@@ -1,16 +1,16 @@
-"""Checkpoints: saved in the background, found again, and resumed from."""
+"""Checkpoints: the one that a run goes on from, and those that it saves in the background."""
 
 import copy
-import errno
 import json
 import os
 import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import partial
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -27,21 +27,129 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from tqdm import tqdm
 
-from config import TrainConfig, UserError, to_json
-from training.intact import TRAINER
-from training.resume import find_checkpoint, read_state, states_in
-from utils import Stopped, broadcast_object, gather_objects, is_main
+from config import TrainConfig, UserError, changed_fields, to_json
+from utils import (
+    Stopped,
+    all_ranks_meet,
+    broadcast_object,
+    gather_objects,
+    is_main,
+    naming,
+    wait_on_all_ranks,
+)
 from weights.publish import host_weights, unwrap
 
+TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's shards and state.pt
 MEETING_S = 10.0  # in which all ranks that have an error meet, to save what there is
+WRITTEN = (  # by a run in its `output_dir`, beside the logs of servers
+    "checkpoint-*", "config.json", "run_id", "run.html", "images", "rollouts", "completions.jsonl",
+    "held_out.jsonl", "dropped.jsonl", "failed_rewards.jsonl", "failed_rollouts.jsonl",
+    "metrics.jsonl",  # the last one: by it an earlier run is known
+)  # fmt: skip
+# A run that goes on may change these settings. None changes the mathematics, except those that
+# say how long the run is.
+MAY_CHANGE = frozenset({
+    "vllm_urls", "server_timeout", "request_timeout", "sync_timeout", "collective_timeout",
+    "max_concurrent_requests", "max_logprob_mismatch", "max_tokens_per_gpu", "max_steps",
+    "num_epochs", "use_fsdp", "gradient_checkpoint", "fsdp_offload", "fsdp_shard_size",
+    "output_dir", "log_steps", "logged_groups", "log_completions_steps", "eval_steps",
+    "eval_dataset_id", "use_wandb", "use_trackio", "wandb_project",
+    "on_step", "save_steps",
+    "keep_last_n", "hub_private", "resume_from_checkpoint", "push_to_hub", "hub_repo_id",
+    "reward_workers", "accuracy_func", "reward_timeout", "share_prefix",
+    "eval_generations", "eval_temperature", "torch_compile",
+})  # fmt: skip
+
+# -- Before a run ----------------------------------------------------------------------------------
+
+
+@contextmanager
+def run_folder(config: TrainConfig) -> Iterator[tuple[Path | None, dict[str, Any] | None]]:
+    """Keep other runs out of `output_dir`, and choose the checkpoint that this one goes on from.
+
+    Yields the checkpoint and its state, as `find_start`. Collective: rank 0 chooses for all.
+
+    Raises:
+        UserError: the folder or the checkpoint cannot be used.
+    """
+    folder = Path(config.output_dir)
+    with ExitStack() as lock, ExitStack() as probing:
+        probe = checkpoint = state = None
+        if is_main():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(FileLock(folder / "lock").acquire(timeout=0))
+            except Timeout:
+                raise UserError(
+                    f"output_dir={folder} has another run in it: end it first"
+                ) from None
+            except OSError as error:
+                raise UserError(
+                    f"output_dir={folder} cannot be written: {error.strerror}"
+                ) from None
+
+            checkpoint, state = find_start(config)
+            probe = probing.enter_context(TemporaryDirectory(".part", "checkpoint-", folder))
+
+        probe, checkpoint, state = broadcast_object((probe, checkpoint, state))
+        if not all(gather_objects(Path(probe).is_dir())):
+            raise UserError(
+                f"output_dir={folder} is not one folder for all ranks: use a disk that they share"
+            )
+        probing.close()
+        yield checkpoint, state
 
 
 def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]:
-    """The checkpoint that the run continues, and its state; None, None where it starts anew."""
-    if config.resume_from_checkpoint is None:
+    """The checkpoint that `resume_from_checkpoint` names, and the `state` of its saving.
+
+    `auto` is the one of the largest step in `output_dir`. None, None where the run starts anew.
+
+    Raises:
+        UserError: a file cannot be read, or the run had other settings.
+    """
+    wanted: Any = config.resume_from_checkpoint
+    if wanted == "auto":
+        found = checkpoints_in(Path(config.output_dir))
+        wanted = found[max(found)] if found else None
+    if wanted is None:
         return None, None
-    checkpoint = find_checkpoint(config)
-    return checkpoint, read_state(checkpoint) if checkpoint else None
+
+    checkpoint = Path(wanted)
+    file = checkpoint / TRAINER / "state.pt"
+    with naming(f"resume_from_checkpoint: {file} cannot be read"):
+        state = torch.load(file, weights_only=True)
+    file = checkpoint / TRAINER / "config.json"
+    with naming(f"resume_from_checkpoint: {file} cannot be read"):
+        before = json.loads(file.read_text())
+
+    now = to_json(config)
+    # `use_fsdp` may change, and by default decides which of the two kinds of bf16 is on.
+    for settings in (before, now):
+        settings["bf16"] = bool(settings.pop("fsdp_bf16", False) or settings.get("bf16"))
+    changed = changed_fields(config)
+    for name, value in now.items():
+        # A run from before there was such a field had its default.
+        old = before.get(name, "its default" if name in changed else value)
+        if name not in MAY_CHANGE and old != value:
+            raise UserError(
+                f"{checkpoint} was trained with {name}={old}, not {value}: "
+                "use that, or another output_dir"
+            )
+    return checkpoint, state
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """The folder's checkpoints by their steps; those of other trainers are left out."""
+    found = {}
+    for path in folder.glob("checkpoint-*"):
+        step = path.name.removeprefix("checkpoint-")
+        if step.isdecimal() and (path / TRAINER).is_dir():
+            found[int(step)] = path
+    return found
+
+
+# -- In a run --------------------------------------------------------------------------------------
 
 
 class Checkpoints:
@@ -63,14 +171,13 @@ class Checkpoints:
         self.scheduler = scheduler
         self.processor: Any = getattr(rollouts.run, "processor", None)  # on rank 0
         self.averages = reference.weights if config.reference_decay is not None else {}
-        self.steps: list[int] = []  # that this run has saved, and the run that it goes on with
+        self._saved = 0  # the last step that has a checkpoint in the folder
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._last_failed = False
-        # The writers' collectives must not meet the trainer's.
-        self._group = dist.new_group(
-            backend="gloo", timeout=timedelta(seconds=config.collective_timeout)
-        )
+        # The writers' collectives must not meet the trainer's. They may take as long as a disk
+        # does: `_wait` notices a rank that does not answer.
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
         self._meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=MEETING_S))
 
         get_optimizer_state_dict(policy, optimizer)  # fills AdamW's state by a step
@@ -81,32 +188,17 @@ class Checkpoints:
         optimizer.register_step_pre_hook(partial(self._note_update, True))
         optimizer.register_step_post_hook(partial(self._note_update, False))
 
-        if is_main():
-            for left in self.folder.glob("checkpoint-*.part"):
-                shutil.rmtree(left, ignore_errors=True)  # a crash left it
-        self._check_folder()
-
     def _note_update(self, begins: bool, *_: Any) -> None:
         self._is_updating = begins
 
-    def _check_folder(self) -> None:
-        """Raise a UserError unless every rank sees rank 0's new folder."""
-        probe: Any = nullcontext()
-        if is_main():
-            probe = TemporaryDirectory(".part", "checkpoint-", self.folder)
-        with probe as made:
-            if not all(gather_objects(Path(broadcast_object(made)).is_dir())):
-                raise UserError(
-                    f"output_dir={self.folder} is not one folder for all ranks: "
-                    "use a disk that they share"
-                )
+    def resume(self, checkpoint: Path | None, state: dict[str, Any] | None) -> int:
+        """Load optimizer and schedule, and take over the folder.
 
-    def resume(self, checkpoint: Path | None) -> int:
-        """Load optimizer and schedule; returns the step, 0 without a checkpoint.
-
-        Any number of ranks may have written the optimizer's shards.
+        Returns the step, 0 without a checkpoint. Any number of ranks may have written the shards.
         """
-        if not checkpoint:
+        if not checkpoint or not state:
+            if is_main():
+                _make_way(self.folder, 0)
             return 0
         if is_main():
             print(f"going on from {checkpoint}", flush=True)
@@ -116,30 +208,21 @@ class Checkpoints:
             dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
         except dcp.CheckpointException as error:
             raise UserError(
-                f"the optimizer's state of {checkpoint} cannot be loaded, perhaps by this number "
-                f"of ranks: {_in_a_line(error)}"
+                f"the optimizer's state in {checkpoint / TRAINER} cannot be loaded, perhaps by "
+                f"this number of ranks: {_in_a_line(error)}"
             ) from None
         set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
 
-        state = read_state(checkpoint)
         self.scheduler.load_state_dict(state["scheduler"])
         # This run may be longer, and its schedule, the same for all groups, another.
         factor = self.scheduler.lr_lambdas[0]
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * factor(self.scheduler.last_epoch)
 
-        states, _ = states_in(self.folder)
-        for other in states.values():
-            if other["run_id"] == state["run_id"] and other["step"] <= state["step"]:
-                self.steps.append(other["step"])
-        self.steps.sort()
-
-        if is_main() and checkpoint.resolve().parent == self.folder.resolve():
-            # It is the newest from now on: `auto` must not leap to later ones, which were left.
-            part = checkpoint / TRAINER / "state.part"
-            torch.save({**state, "saved_s": time.time()}, part)
-            _sync(part)
-            part.rename(part.with_suffix(".pt"))
+        if checkpoint.resolve().parent == self.folder.resolve():
+            self._saved = state["step"]
+        if is_main():
+            _make_way(self.folder, self._saved)
         return state["step"]
 
     def _shards(self) -> dict[str, Any]:
@@ -160,7 +243,7 @@ class Checkpoints:
             self._shards(), checkpoint_id=part / TRAINER, process_group=self._group
         )
         state = {**state, "step": step, "scheduler": self.scheduler.state_dict()}
-        self.steps.append(step)
+        self._saved = step
         self._writing = self._pool.submit(
             self._write, part, written, _detached(self.policy), weights, state
         )
@@ -181,7 +264,7 @@ class Checkpoints:
             error = raised
 
         step = rollouts.version
-        if error and not (self._can_save(step) and self._all_ranks_meet()):
+        if error and not (self._can_save(step) and all_ranks_meet(self._meeting, MEETING_S)):
             raise error
         try:
             self.finish(step, rollouts.state() | log.state(), step == rollouts.num_steps)
@@ -193,15 +276,7 @@ class Checkpoints:
         """True where `step` is not saved yet, and no update of the next one is in the weights."""
         num_updates = step * self.config.updates_per_batch
         is_whole = not self._is_updating and self.scheduler.last_epoch == num_updates
-        return is_whole and step > 0 and step not in self.steps[-1:]
-
-    def _all_ranks_meet(self) -> bool:
-        """True where every rank comes here, and so has an error, within some seconds."""
-        try:
-            dist.monitored_barrier(self._meeting, timedelta(seconds=MEETING_S))
-        except RuntimeError:
-            return False
-        return True
+        return is_whole and step > 0 and step != self._saved
 
     def finish(self, step: int, state: dict[str, Any], is_last: bool) -> None:
         """Save this step unless it was saved, again if that fails.
@@ -209,7 +284,7 @@ class Checkpoints:
         The run's last one is pushed to the hub, too. Raises as `save`.
         """
         self._wait()
-        while step > 0 and step not in self.steps[-1:]:  # `_wait` takes a failed one out
+        while step > 0 and step != self._saved:  # `_wait` forgets one that failed
             self.save(step, state)
             self._wait()
 
@@ -230,13 +305,15 @@ class Checkpoints:
         """
         if not self._writing:
             return
+        wait_on_all_ranks(self._writing)
         error = self._writing.exception()
         self._writing = None
-        own_cause = _in_a_line(error) if error else None
 
+        own_cause = _in_a_line(error) if error else None
         causes = [cause for cause in gather_objects(own_cause) if cause]
         if causes:
-            path = self.folder / f"checkpoint-{self.steps.pop()}"
+            path = self.folder / f"checkpoint-{self._saved}"
+            self._saved = 0
             failure = f"{path} cannot be written, checkpoints before it are whole: {causes[0]}"
             if self._last_failed:
                 raise UserError(failure)
@@ -262,9 +339,7 @@ class Checkpoints:
             (part / "README.md").unlink(missing_ok=True)
             self.processor.save_pretrained(part)
             (part / TRAINER / "config.json").write_text(json.dumps(to_json(self.config)))
-            torch.save({**state, "saved_s": time.time()}, part / TRAINER / "state.pt")
-            # A second time, for when state.pt is damaged.
-            (part / TRAINER / "run_id").write_text(state["run_id"])
+            torch.save(state, part / TRAINER / "state.pt")
             for file in [*part.rglob("*"), part]:
                 _sync(file)
 
@@ -276,8 +351,40 @@ class Checkpoints:
         tqdm.write(f"saved {path}")
 
         if self.config.keep_last_n:
-            for step in self.steps[: -self.config.keep_last_n]:
-                _remove(self.folder / f"checkpoint-{step}")
+            found = checkpoints_in(self.folder)
+            for step in sorted(found)[: -self.config.keep_last_n]:
+                _remove(found[step])
+
+
+def _make_way(folder: Path, step: int) -> None:
+    """Rename what is in the way of a run that goes on from `step`, or with 0 starts anew.
+
+    Later checkpoints get the ending .old. Of an earlier run everything goes to `<folder>.1`, or
+    the next number that is free.
+    """
+    for left in folder.glob("checkpoint-*.part"):
+        shutil.rmtree(left, ignore_errors=True)  # a crash left it
+    found = checkpoints_in(folder)
+
+    if step:
+        for later, path in found.items():
+            if later > step:
+                print(f"{path} is later, and gets the ending .old", flush=True)
+                _remove(path.with_suffix(".old"))
+                path.rename(path.with_suffix(".old"))
+        return
+
+    has_metrics = any(path.stat().st_size for path in folder.glob("metrics.jsonl"))
+    if not found and not has_metrics:
+        return  # no run has come to its first step here
+    names = (Path(f"{folder.resolve()}.{number}") for number in count(1))
+    aside = next(name for name in names if not name.exists())
+    print(f"{folder} has an earlier run, which goes to {aside}", flush=True)
+    with naming(f"output_dir={folder} has an earlier run that cannot be moved: take another"):
+        aside.mkdir()
+        for name in WRITTEN:
+            for path in folder.glob(name):
+                path.rename(aside / path.name)
 
 
 def _detached(policy: nn.Module) -> Any:
@@ -296,8 +403,6 @@ def _in_a_line(error: BaseException) -> str:
     if isinstance(error, dcp.CheckpointException):  # of the first rank that failed
         error = next(iter(error.failures.values()))[0]
     text = str(error.__cause__ or error).strip() or repr(error)
-    if os.strerror(errno.ENOSPC) in text:
-        return "the disk is full"
     return text.splitlines()[0]
 
 
@@ -312,19 +417,3 @@ def _remove(path: Path) -> None:
     if path.exists():
         renamed = path.rename(path.with_name(f"{path.name}-{time.time_ns()}.part"))
         shutil.rmtree(renamed, ignore_errors=True)
-
-
-def locked(folder: Path) -> AbstractContextManager[Any]:
-    """Make the folder, and keep other runs out.
-
-    They are kept out while the block, or the process, lasts. Only rank 0 does so.
-    """
-    if not is_main():
-        return nullcontext()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return FileLock(folder / "lock").acquire(timeout=0)
-    except Timeout:
-        raise UserError(f"output_dir={folder} has another run in it: end it first") from None
-    except OSError as error:
-        raise UserError(f"output_dir={folder} cannot be written: {error.strerror}") from None

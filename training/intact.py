@@ -6,7 +6,6 @@ from pathlib import Path
 
 from config import UserError
 
-TRAINER = "trainer"  # the folder of a checkpoint that holds the optimizer's shards and state.pt
 NO_WEIGHT = re.compile(r"(\.attn|\.attention)\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 MOST_NAMES = 3  # of each kind, in a message
 

@@ -89,8 +89,6 @@ class RunLog:
         (folder / "config.json").write_text(json.dumps(to_json(config), indent=2) + "\n")
         if resumed:
             _cut_files(folder, resumed["step"])
-        else:
-            _rename_files(folder)
         self._files = {}
         for name in FILES:
             self._files[name] = parts.enter_context(_path(folder, name).open("ab", 0))
@@ -211,16 +209,6 @@ class RunLog:
 
 def _path(folder: Path, name: str) -> Path:
     return folder / f"{name}.jsonl"
-
-
-def _rename_files(folder: Path) -> None:
-    """Give the logs of an earlier run the ending .old."""
-    if _path(folder, "metrics").exists():
-        print(f"{folder} has an earlier run: its logs get the ending .old", flush=True)
-    for name in (*FILES, "failed_rewards", "failed_rollouts"):
-        path = _path(folder, name)
-        if path.exists():
-            path.rename(f"{path}.old")
 
 
 def _cut_files(folder: Path, step: int) -> None:

@@ -43,8 +43,10 @@ from training.lora import add_lora
 from training.low_memory import in_4bit, use_differentiable_layout
 from training.moving_reference import MovingReference
 from training.vision import freeze_unused, frozen_modules, run_tower_always
-from utils import gather_objects, is_main, naming
+from utils import all_ranks_meet, gather_objects, is_main, naming
 from weights.publish import unwrap
+
+ALONE_S = 60.0  # in which other ranks have ended the comparison that this one has refused
 
 # -- Policy and reference --------------------------------------------------------------------------
 
@@ -91,11 +93,15 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
         return config
 
     refusal = None
+    # A rank that refuses alone may have left the others in a forward, where they wait for it.
+    meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=ALONE_S))
     try:
         _attach(policy, config, example, verify=True)
     except ValueError as error:
-        refusal = str(error)
-    reasons = [reason for reason in gather_objects(refusal) if reason]
+        refusal = error
+    if not all_ranks_meet(meeting, ALONE_S) and refusal:
+        raise refusal
+    reasons = [reason for reason in gather_objects(refusal and str(refusal)) if reason]
     if reasons and is_main():
         print(f"share_prefix is off, each prompt is forwarded once per completion: {reasons[0]}")
     return replace(config, share_prefix=not reasons)
@@ -222,10 +228,9 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
             )
         attention = attention or "eager"  # transformers would take sdpa
 
-    local = Path(config.model_id)
-    # A local path is made absolute, as an adapter names its model by it.
-    model_id = local.resolve() if local.exists() else config.model_id
-    source = checkpoint or model_id
+    source: Any = checkpoint or config.model_id
+    if Path(source).exists():
+        source = Path(source).resolve()  # as an adapter names its model by it
     quantization = None
     if config.base_4bit:
         quantization = in_4bit(config)
@@ -245,17 +250,14 @@ def load_model(config: TrainConfig, checkpoint: Path | None = None, on_meta: boo
         check_complete(source, found["missing_keys"], found["unexpected_keys"], reshaped)
     if config.base_4bit:
         use_differentiable_layout(model)
-    _allow_saving(model)
     _turn_noise_off(model)
-    return model
-
-
-def _allow_saving(model: Any) -> None:
-    """Set `do_sample` for generation defaults of sampling, or saving would fail."""
     generation: Any = getattr(model, "generation_config", None)
-    for name, usual in (("temperature", 1.0), ("top_p", 1.0), ("top_k", 50)):
-        if getattr(generation, name, None) not in (None, usual):
-            generation.do_sample = True
+    try:
+        if generation:
+            generation.validate(strict=True)
+    except ValueError:  # defaults of sampling could not be saved without this
+        generation.do_sample = True
+    return model
 
 
 def _turn_noise_off(model: nn.Module) -> None:
@@ -299,53 +301,23 @@ def parallelize(model: Any, config: TrainConfig, device: torch.device) -> Any:
     return model
 
 
+@torch.no_grad()
 def _spread(model: Any, config: TrainConfig, device: torch.device) -> None:
-    """Give each rank its part of rank 0's weights: all of them, or a shard. Collective."""
-    whole = _take_values(model)
-    if config.use_fsdp:
-        _shard(model, config, device)
-    _make_room(model, config, device)
-    _fill(model, whole, device)
-    if whole:
-        # Names that `tie_weights` joined, of which the checkpoint has two tensors.
-        raise UserError(
-            f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: "
-            "untie them"
-        )
-
-
-def _take_values(model: Any) -> dict[str, Tensor]:
-    """Leave only shapes in a model; returns rank 0's tensors by name."""
-    whole = {}
+    """Give each rank its part of rank 0's weights and buffers: all, or a shard. Collective."""
+    whole: dict[str, Tensor] = {}
     if is_main():  # only rank 0 holds a whole model
-        whole = {
-            name: tensor.detach()
-            for name, tensor in chain(model.named_parameters(), model.named_buffers())
-        }
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            whole[name] = tensor.detach()
     model.to("meta")
     base_model(model).tie_weights()  # to another device each of two tied ones goes by itself
-    return whole
+    if config.use_fsdp:
+        _shard(model, config, device)
 
-
-def _make_room(model: Any, config: TrainConfig, device: torch.device) -> None:
-    """Allocate memory for this rank's part of a model.
-
-    With `fsdp_offload` weights lie on the CPU, and all else on `device`.
-    """
-    weights_device = "cpu" if config.fsdp_offload else device
-
-    def empty(tensor: Tensor) -> Tensor:
-        return torch.empty_like(
-            tensor, device=weights_device if isinstance(tensor, nn.Parameter) else device
-        )
-
-    model._apply(empty)
+    model.to_empty(device="cpu" if config.fsdp_offload else device)
     base_model(model).tie_weights()
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
 
-
-@torch.no_grad()
-def _fill(model: nn.Module, whole: dict[str, Tensor], device: torch.device) -> None:
-    """Fill a model from rank 0's tensors, taken out of `whole`. Collective."""
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_main():
             values = whole.pop(name).to(device)
@@ -353,13 +325,19 @@ def _fill(model: nn.Module, whole: dict[str, Tensor], device: torch.device) -> N
             values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
 
         if isinstance(tensor, DTensor):
-            tensor.to_local().copy_(
-                distribute_tensor(values, tensor.device_mesh, tensor.placements).to_local()
-            )
+            shard = distribute_tensor(values, tensor.device_mesh, tensor.placements)
+            tensor.to_local().copy_(shard.to_local())
         else:
             dist.broadcast(values, 0)
             tensor.copy_(values)
         del values  # as there may be no room for two
+
+    if whole:
+        # Names that `tie_weights` joined, of which the checkpoint has two tensors.
+        raise UserError(
+            f"model_id={config.model_id} holds {', '.join(whole)} beside what they are tied to: "
+            "untie them"
+        )
 
 
 def _layers(model: Any) -> list[nn.Module]:
