@@ -24,8 +24,7 @@ from training.batching import Dealer, MicroBatch, Share
 from training.checkpoints import Checkpoints, run_folder
 from training.hooks import check_functions, trial_groups
 from training.logs import RunLog
-from training.metrics import TokenSums
-from training.mismatches import Gaps
+from training.metrics import Gaps, TokenSums
 from training.model import (
     build_policy,
     build_reference,

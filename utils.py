@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from config import UserError
@@ -138,16 +137,6 @@ def gather_objects(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def over_ranks(values: dict[str, Tensor], op: Any = dist.ReduceOp.SUM) -> dict[str, float]:
-    """Each 0-d value reduced over all ranks.
-
-    Collective: every rank calls it, with the same names.
-    """
-    stacked = torch.stack([value.double() for value in values.values()])
-    dist.all_reduce(stacked, op)
-    return dict(zip(values, stacked.tolist(), strict=True))
 
 
 # -- Errors and clocks -----------------------------------------------------------------------------

@@ -31,8 +31,7 @@ from config import TrainConfig
 from recipes.rewards import exact_match
 from rollouts.rollouts import Rollouts
 from train import arriving_shares, train_batch
-from training.metrics import batch_metrics
-from training.mismatches import Gaps
+from training.metrics import Gaps, batch_metrics
 from training.model import build_policy, share_prefixes
 from training.optimizer import build_optimizer
 from utils import process_group, timed

@@ -22,7 +22,7 @@ from rollouts.proofs import Proofs
 from rollouts.run import open_run
 from rollouts.stream import GroupStream
 from training.batching import tokens_alone
-from training.mismatches import Gaps
+from training.metrics import Gaps
 from utils import Stopped, call_on_main, gather_objects, is_main, timed
 from vllm_client import Server
 from weights.group import gpu_of

@@ -32,7 +32,7 @@ from rollouts.rollouts import Rollouts
 from train import arriving_shares, train_batch
 from training.batching import Share
 from training.hooks import check_loss
-from training.mismatches import Gaps
+from training.metrics import Gaps
 from training.model import build_policy, build_reference, share_prefixes, with_bf16
 from training.optimizer import build_optimizer
 from utils import Stopped, process_group

@@ -71,12 +71,8 @@ SERVERS = {
 RECORDS = {
     "batching.py": "rows, for the ranks",
     "metrics.py": "of a step",
-    "mismatches.py": "trainer and server",
     "logs.py": "files of a run",
-    "samples.py": "logged completions",
-    "thumbnails.py": "logged images",
     "terminal.py": "what is printed",
-    "trackers.py": "wandb, trackio",
     "hooks.py": "tries your functions",
 }
 POLICY = {
@@ -111,7 +107,7 @@ SERVING = {
 }
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
-    "images.py", "evaluation.py", "trackers.py", "vision.py", "thumbnails.py",
+    "images.py", "evaluation.py", "vision.py",
     "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
     "adapter.py", "own_advantages.py",
 }  # fmt: skip

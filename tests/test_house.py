@@ -14,7 +14,7 @@ ROOMS = {
         "servers", "sending", "addresses", "proofs", "rollouts", "run", "evaluation",
     },
     "training": {
-        "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "rare_attention", "vision", "checkpoints", "logs", "samples", "thumbnails", "mismatches", "metrics", "terminal", "trackers",
+        "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "rare_attention", "vision", "checkpoints", "logs", "metrics", "terminal",
         "hooks", "intact",
     },
     "weights": {"publish", "group", "cuda_ipc"},

@@ -365,10 +365,7 @@ NO_ROW: Any = None
 def test_sums_over_servers_count_beyond_float32(monkeypatch):
     """In float32 a count of ones stays at 2^24, and the mean difference grows with each further token."""
     monkeypatch.setattr("torch.distributed.all_reduce", lambda *_, **__: None)
-    monkeypatch.setattr(
-        "training.metrics.over_ranks", lambda sums, op=None: {k: v.item() for k, v in sums.items()}
-    )
-    monkeypatch.setattr("training.mismatches.gather_objects", lambda value: [value])
+    monkeypatch.setattr("training.metrics.gather_objects", lambda value: [value])
     sums = TokenSums(torch.device("cpu"))
     many = 2**22
     logprobs = torch.full((many,), -1.0)

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_server import fake_server
-from helpers import ROOT, on_forked_ranks, read, said
+from helpers import ROOT, on_forked_ranks, on_ranks, read, said
 
 from config import TrainConfig, parse_args
 from rollouts.group import Group, Prompt
@@ -23,7 +24,6 @@ from train import (
 from training.batching import Dealer, MicroBatch
 from training.hooks import check_loss, trial_groups
 from training.metrics import TokenSums
-from training.mismatches import CompletionSums
 from utils import process_group
 
 NAN = math.nan
@@ -443,14 +443,42 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
     assert (metrics["entropy"], metrics["kl"]) == pytest.approx((0.5, 1.0))
 
 
-def test_a_completion_on_two_ranks(monkeypatch):
-    """Its segments' tokens count alike; a filler row's count nothing."""
-    other_rank = [(5, 3.0, 1.0), (9, 0.0, 0.0)]
-    monkeypatch.setattr("training.mismatches.gather_objects", lambda own: [own, other_rank])
-    sums = CompletionSums()
-    sums.add(torch.tensor([5, 5, 8]), torch.tensor([1.0, 2.0, 0.5]), torch.ones(3))
-    assert sums.means() == {5: 2.0, 8: 0.5}
-    assert CompletionSums().means() == {5: 3.0}  # of a rank without rows
+def one_token(servers, rollouts, sampler_logprobs):
+    """A row of one completion token each, all of which train."""
+    no_row: Any = None
+    ones = torch.ones(len(sampler_logprobs))
+    return MicroBatch(
+        no_row, ones, ones, rows(*sampler_logprobs), torch.tensor(servers), torch.tensor(rollouts)
+    )
+
+
+def sum_on_two_ranks():
+    """Names in another order on each rank, one of them on one rank alone; a completion on both."""
+    with process_group(60) as device:
+        rank = dist.get_rank()
+        sums = TokenSums(device)
+        names = [("loss/a", 1.0), ("loss/b", 10.0)]
+        of_loss = dict(names if rank == 0 else [*reversed(names), ("loss/c", 4.0)])
+        loss_sums = {name: torch.tensor(value) for name, value in of_loss.items()}
+        row = one_token(
+            [[0, 1, 1], [1]][rank], [[5, 5, 8], [5]][rank], [[-1, -2, -0.5], [-3]][rank]
+        )
+        sums.add(loss_sums, row.mask, torch.zeros_like(row.mask), row, True)
+        metrics, (_, by_completion) = sums.metrics()
+        assert [metrics[f"loss/{name}"] for name in "abc"] == [0.5, 5.0, 1.0]
+        assert metrics["sampling/sampling_logp_difference/max"] == 3
+        assert by_completion == {5: 2.0, 8: 0.5}
+
+
+def test_sums_on_two_ranks(tmp_path):
+    on_ranks(2, tmp_path, "test_loss.sum_on_two_ranks")
+
+
+def test_a_rank_without_rows():
+    with process_group(60) as device:
+        metrics, gaps = TokenSums(device).metrics()
+    assert gaps == ({}, {})
+    assert math.isnan(metrics["sampling/current_logp_difference"])
 
 
 def test_a_masked_infinity_stays_out():

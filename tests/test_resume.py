@@ -31,7 +31,7 @@ from training.checkpoints import (
     _remove,
     find_start,
 )
-from training.logs import _cut_files
+from training.logs import cut_after
 from training.model import with_bf16
 from weights.publish import published_weights
 
@@ -344,7 +344,7 @@ def test_lines_end_where_json_says(tmp_path):
     path = tmp_path / "completions.jsonl"
     rows = [{"step": step, "completion": "a\u2028b\x85c\x0bd"} for step in (1, 2, 3)]
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    _cut_files(tmp_path, 2)
+    cut_after(path, 2)
     assert [json.loads(line) for line in path.read_text().split("\n")[:-1]] == rows[:2]
 
 

@@ -19,8 +19,8 @@ from rollouts.images import Images
 from rollouts.own_rollouts import check_segments
 from train import main, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
+from training.logs import TokenTexts, batch_samples
 from training.metrics import batch_metrics
-from training.samples import TokenTexts, batch_samples
 from utils import process_group
 
 ADVANTAGES = [[0.9, -0.4, -0.5], [-1.1, 0.3, 0.8]]

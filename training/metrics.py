@@ -1,8 +1,12 @@
 """The metrics of a batch, from its tokens and its groups."""
 
 import math
+import statistics
 import sys
+from collections import Counter, defaultdict
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,11 +15,16 @@ from config import TrainConfig
 from rollouts.group import CUT, Group, can_teach
 from rollouts.scoring import mean, reward_means
 from training.batching import MicroBatch
-from training.mismatches import CompletionSums, Gaps
-from utils import over_ranks
-from vllm_client import MAX_SERVERS
+from utils import gather_objects
 
 MIN_COMPARED = 32  # tokens by which a server is compared with the trainer: as many as a probe has
+
+
+class Gaps(NamedTuple):
+    """Means of |log p trainer - log p server|, nats a token, before the batch's first update."""
+
+    by_server: dict[int, float]  # over tokens that the current policy sampled: numerics alone
+    by_completion: dict[int, float]  # over all that train, with staleness; by `rollout_number`
 
 
 class TokenSums:
@@ -31,9 +40,9 @@ class TokenSums:
         zero = torch.zeros((), dtype=torch.float64, device=device)  # float32 counts to 2^24
         self.totals = {name: zero.clone() for name in names}
         self.max_gap = torch.zeros((), device=device)
-        self.by_completion = CompletionSums()
-        # Sums of |Δ|, and tokens: at 0 of older policies, at 1 + n of current tokens of server n.
-        self.by_server = torch.zeros(2, 1 + MAX_SERVERS, dtype=torch.float64, device=device)
+        # Of each token its server, as in a `MicroBatch`, its completion, |Δ|, and 1 if it trains.
+        nothing = torch.zeros(0, dtype=torch.int64, device=device)
+        self.compared = [(nothing, nothing, nothing, nothing)]
 
     def add(
         self, loss_sums: dict[str, Tensor], entropy: Tensor, trainer_logprobs: Tensor,
@@ -68,138 +77,120 @@ class TokenSums:
         self.totals["weight_square"] += weight.square().sum()
         self.max_gap = torch.maximum(self.max_gap, distance.max())
         if compares_servers:
-            distances_and_counts = torch.stack([distance, mask]).to(self.by_server.dtype)
-            self.by_server.index_add_(1, micro_batch.servers.long(), distances_and_counts)
-            self.by_completion.add(micro_batch.rollouts, distance, mask)
+            self.compared.append((micro_batch.servers, micro_batch.rollouts, distance, mask))
 
     def metrics(self) -> tuple[dict[str, float], Gaps]:
         """Means over all ranks' tokens, and mean |Δ| by server and completion. Collective.
 
         Servers are compared by tokens of the current policy, if they have `MIN_COMPARED` of them.
         """
-        dist.all_reduce(self.by_server)
-        gaps, counts = self.by_server.tolist()
-        num_current = sum(counts[1:])
-        totals = over_ranks(self.totals)
+        servers, completions, *columns = map(torch.cat, zip(*self.compared, strict=True))
+        of_servers = over_ranks(sums_by(servers - 1, columns))
+        of_completions = over_ranks(sums_by(completions, columns))
+        per_token = over_ranks({name: value.item() for name, value in self.per_token.items()})
+        totals = over_ranks({name: value.item() for name, value in self.totals.items()})
+        dist.all_reduce(self.max_gap, dist.ReduceOp.MAX)
+
         num_tokens = max(totals["tokens"], 1)
-
-        metrics = {name: value / num_tokens for name, value in over_ranks(self.per_token).items()}
+        metrics = {name: value / num_tokens for name, value in per_token.items()}
         metrics["loss"] = totals["loss"]
-        metrics["sampling/current_logp_difference"] = ratio(sum(gaps[1:]), num_current)
-        metrics["sampling/stale_logp_difference"] = ratio(gaps[0], counts[0])
-        metrics["sampling/current_share"] = num_current / max(sum(counts), 1)
-        largest = {"sampling/sampling_logp_difference/max": self.max_gap}
-        metrics |= over_ranks(largest, dist.ReduceOp.MAX)
-        squares = max(num_tokens * totals["weight_square"], 1e-30)
-        metrics["sampling/effective_sample_size"] = totals["weight"] ** 2 / squares
+        stale = of_servers.pop(-1, np.zeros(2))
+        current = sum(of_servers.values(), np.zeros(2))
+        metrics["sampling/current_logp_difference"] = ratio(*current)
+        metrics["sampling/stale_logp_difference"] = ratio(*stale)
+        metrics["sampling/current_share"] = ratio(current[1], max(current[1] + stale[1], 1))
+        metrics["sampling/sampling_logp_difference/max"] = self.max_gap.item()
+        squares = max(totals["weight_square"], 1e-30)
+        metrics["sampling/effective_sample_size"] = totals["weight"] ** 2 / squares / num_tokens
+        return metrics, Gaps(means(of_servers, MIN_COMPARED), means(of_completions, 1))
 
-        gap_of_server = {}
-        for place in range(1, len(gaps)):
-            if counts[place] >= MIN_COMPARED:
-                gap_of_server[place - 1] = gaps[place] / counts[place]
-        return metrics, Gaps(gap_of_server, self.by_completion.means())
+
+def sums_by(keys: Tensor, columns: list[Tensor]) -> dict[int, np.ndarray]:
+    """The sums [C] of C columns [N] over the tokens of each key [N]."""
+    found, places = keys.unique(return_inverse=True)
+    sums = torch.zeros(len(found), len(columns), dtype=torch.float64, device=keys.device)
+    sums.index_add_(0, places, torch.stack(columns, dim=1).double())
+    return dict(zip(found.tolist(), sums.cpu().numpy(), strict=True))
+
+
+def over_ranks(values: dict[Any, Any]) -> dict[Any, Any]:
+    """The sum over all ranks of each name's values. Collective.
+
+    A rank may lack a name, or have another order: a loss gives sums as it likes.
+    """
+    totals: dict[Any, Any] = defaultdict(float)
+    for of_rank in gather_objects(values):
+        for name, value in of_rank.items():
+            totals[name] = totals[name] + value
+    return totals
+
+
+def means(sums: dict[int, np.ndarray], least: float) -> dict[int, float]:
+    """The mean |Δ| of each key with `least` tokens, from the sums of |Δ| and of tokens."""
+    found = {}
+    for key, (distance, count) in sums.items():
+        if count >= least:
+            found[key] = ratio(distance, count)
+    return found
 
 
 def ratio(total: float, count: float) -> float:
     """total / count, NaN of nothing."""
-    return total / count if count else math.nan
+    return float(total / count) if count else math.nan
 
 
 def batch_metrics(groups: list[Group], version: int, config: TrainConfig) -> dict[str, float]:
     """Rewards, lengths, staleness and times of a batch that trained policy `version`."""
-    rewards = torch.tensor([group.reward for group in groups], dtype=torch.float64)
-    deviations = rewards - rewards.nanmean(dim=1, keepdim=True)
-    spread = deviations.square().nanmean(dim=1).sqrt()  # NaN in groups without a reward
-    rewarded = [groups[number] for number in spread.isfinite().nonzero()[:, 0].tolist()]
+    values: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for name, of_group in group_values(group, version, config).items():
+            values[name] += of_group
 
-    num_groups = len(groups)
-    num_without_spread = sum(not can_teach(group, config) for group in rewarded)
-    versions_in_flight = [group.finished_version - group.started_version for group in groups]
-    versions_in_queue = [version - group.finished_version for group in groups]
+    metrics = {name: mean(found) for name, found in values.items()}
+    metrics["advantages/max_abs"] = max(values["advantages/mean_abs"], default=math.nan)
+    metrics["staleness/max"] = float(max(values["staleness/mean"]))
+    for name, num_groups in Counter(group.prompt.set for group in groups).items():
+        if name:
+            metrics[f"sets/{name}/groups"] = float(num_groups)
+
     first_started_s = min(group.started_s for group in groups)
-    return {
-        **reward_means(groups, config),
-        "reward_std": spread.nanmean().item(),
-        "frac_reward_zero_std": ratio(num_without_spread, len(rewarded)),
-        **completion_metrics(groups, version),
-        **set_metrics(groups),
-        **advantage_metrics(groups),
-        **info_metrics(groups),
-        "staleness/in_flight": sum(versions_in_flight) / num_groups,
-        "staleness/in_queue": sum(versions_in_queue) / num_groups,
-        "time/generate_s": max(group.sampled_s for group in groups) - first_started_s,
-        "time/reward_s": sum(group.scored_s - group.sampled_s for group in groups),
+    metrics["time/generate_s"] = max(group.sampled_s for group in groups) - first_started_s
+    metrics["time/reward_s"] = sum(group.scored_s - group.sampled_s for group in groups)
+    return reward_means(groups, config) | metrics
+
+
+def group_values(group: Group, version: int, config: TrainConfig) -> dict[str, list[Any]]:
+    """Values of a group and of its completions, for the means of a batch."""
+    values: dict[str, list[Any]] = {
+        "reward_std": [],
+        "frac_reward_zero_std": [],
+        "advantages/mean_abs": list(map(abs, group.advantages)),
+        "advantages/share_positive": [],
+        "completions/different": [len(set(group.texts)) / len(group.completions)],
+        "completions/mean_length": group.lengths,
+        "completions/clipped_ratio": [],
+        "completions/weight_versions": list(map(len, group.versions)),
+        "completions/segments": list(map(len, group.segments)),
+        "staleness/mean": [],
+        "staleness/in_flight": [group.finished_version - group.started_version],
+        "staleness/in_queue": [version - group.finished_version],
     }
+    rewards = [reward for reward in group.reward if not math.isnan(reward)]
+    if rewards:
+        values["reward_std"].append(statistics.pstdev(rewards))
+        values["frac_reward_zero_std"].append(not can_teach(group, config))
+    for advantage in group.advantages:
+        values["advantages/share_positive"].append(advantage > 0)
+    if group.prompt.set:
+        values[f"sets/{group.prompt.set}/reward"] = rewards
+        values[f"sets/{group.prompt.set}/mean_length"] = group.lengths
 
-
-def advantage_metrics(groups: list[Group]) -> dict[str, float]:
-    """How large a batch's advantages are, before the weights of stale tokens."""
-    advantages: list[float] = []
-    for group in groups:
-        advantages += group.advantages
-    sizes = [abs(advantage) for advantage in advantages]
-    return {
-        "advantages/mean_abs": mean(sizes),
-        "advantages/max_abs": max(sizes, default=math.nan),
-        "advantages/share_positive": mean([float(advantage > 0) for advantage in advantages]),
-    }
-
-
-def info_metrics(groups: list[Group]) -> dict[str, float]:
-    """The mean of each number that environments put into `info`, over those that are finite."""
-    values: dict[str, list[float]] = {}
-    for group in groups:
-        for completion in group.completions:
-            for name, value in completion.info.items():
-                # True counts as 1.
-                if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
-                    values.setdefault(name, []).append(float(value))
-    return {f"info/{name}": sum(found) / len(found) for name, found in values.items()}
-
-
-def set_metrics(groups: list[Group]) -> dict[str, float]:
-    """The mean reward and length of each of several data sets, and its number of groups."""
-    sets: dict[str, list[Group]] = {}
-    for group in groups:
-        if group.prompt.set:
-            sets.setdefault(group.prompt.set, []).append(group)
-
-    metrics = {}
-    for name, of_set in sets.items():
-        rewards = torch.tensor([group.reward for group in of_set], dtype=torch.float64)
-        lengths = [length for group in of_set for length in group.lengths]
-        metrics[f"sets/{name}/reward"] = rewards.nanmean().item()
-        metrics[f"sets/{name}/mean_length"] = sum(lengths) / len(lengths)
-        metrics[f"sets/{name}/groups"] = float(len(of_set))
-    return metrics
-
-
-def completion_metrics(groups: list[Group], version: int) -> dict[str, float]:
-    """Lengths and staleness of a batch's completions."""
-    lengths = []
-    staleness = []
-    num_versions = 0
-    num_clipped = 0
-    num_segments = 0
-    shares_different = []
-    for group in groups:
-        lengths += group.lengths
-        shares_different.append(len(set(group.texts)) / len(group.completions))
-        for versions in group.versions:
-            oldest = versions[0] if versions else version
-            staleness.append(version - oldest)
-            num_versions += len(versions)
-        for completion in group.completions:
-            num_clipped += completion.finish_reason in CUT
-        num_segments += sum(map(len, group.segments))
-
-    num_completions = len(lengths)
-    return {
-        "staleness/mean": sum(staleness) / num_completions,
-        "staleness/max": float(max(staleness)),
-        "completions/mean_length": sum(lengths) / num_completions,
-        "completions/clipped_ratio": num_clipped / num_completions,
-        "completions/weight_versions": num_versions / num_completions,
-        "completions/segments": num_segments / num_completions,
-        "completions/different": mean(shares_different),
-    }
+    for versions in group.versions:
+        values["staleness/mean"].append(version - min(versions, default=version))
+    for completion in group.completions:
+        values["completions/clipped_ratio"].append(completion.finish_reason in CUT)
+        for name, value in completion.info.items():
+            # True counts as 1.
+            if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+                values.setdefault(f"info/{name}", []).append(float(value))
+    return values
