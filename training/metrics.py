@@ -35,10 +35,9 @@ class TokenSums:
     """
 
     def __init__(self, device: torch.device):
-        self.per_token: dict[str, Tensor] = {}  # become means over tokens
-        names = ("loss", "tokens", "weight", "weight_square")
-        zero = torch.zeros((), dtype=torch.float64, device=device)  # float32 counts to 2^24
-        self.totals = {name: zero.clone() for name in names}
+        # In float64, as float32 counts to 2^24.
+        self.per_token: dict[str, Any] = defaultdict(float)  # become means over tokens
+        self.totals: dict[str, Any] = defaultdict(float)
         self.max_gap = torch.zeros((), device=device)
         # Of each token its server, as in a `MicroBatch`, its completion, |Δ|, and 1 if it trains.
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
@@ -70,11 +69,11 @@ class TokenSums:
             "sampling/kl": (gap.expm1() - gap).sum(),
         }
         for name, value in sums.items():
-            self.per_token[name] = self.per_token.get(name, 0.0) + value.detach().double()
+            self.per_token[name] += value.detach().double()
 
-        self.totals["tokens"] += mask.sum()
-        self.totals["weight"] += weight.sum()
-        self.totals["weight_square"] += weight.square().sum()
+        self.totals["tokens"] += mask.sum().double()
+        self.totals["weight"] += weight.sum().double()
+        self.totals["weight_square"] += weight.square().sum().double()
         self.max_gap = torch.maximum(self.max_gap, distance.max())
         if compares_servers:
             self.compared.append((micro_batch.servers, micro_batch.rollouts, distance, mask))
@@ -87,8 +86,8 @@ class TokenSums:
         servers, completions, *columns = map(torch.cat, zip(*self.compared, strict=True))
         of_servers = over_ranks(sums_by(servers - 1, columns))
         of_completions = over_ranks(sums_by(completions, columns))
-        per_token = over_ranks({name: value.item() for name, value in self.per_token.items()})
-        totals = over_ranks({name: value.item() for name, value in self.totals.items()})
+        per_token = over_ranks({name: float(value) for name, value in self.per_token.items()})
+        totals = over_ranks({name: float(value) for name, value in self.totals.items()})
         dist.all_reduce(self.max_gap, dist.ReduceOp.MAX)
 
         num_tokens = max(totals["tokens"], 1)

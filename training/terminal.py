@@ -11,6 +11,7 @@ from rollouts.scoring import mean
 PRINTED = (
     "loss", "grad_norm", "kl", "frac_reward_zero_std", "completions/mean_length", "time/step_s",
 )  # fmt: skip
+LIVE = {"reward": "reward", "eval/reward": "eval"}  # names in the live line
 WINDOW = 5  # steps whose mean is compared with that of the first ones
 WARNINGS = {
     "no_signal": (
@@ -37,31 +38,29 @@ class Terminal:
         self.config = config
         self.num_steps = num_steps
         self.recent_s = deque[float](maxlen=50)  # seconds of steps, with their evaluations
-        self.held_out: list[str] = []  # the last evaluation's reward, for the live line
+        self.last: dict[str, float] = {}  # the last value of each metric
         self.values: dict[str, list[float]] = {"reward": [], "entropy": []}  # the finite ones
         self.told: set[str] = set()  # names of warnings
-        self.has_shown = False  # a step, or an evaluation
         self.bar = tqdm(disable=None, bar_format="{desc}")
 
     def close(self) -> None:
         """End the live line, and say where all of the run can be seen."""
         self.bar.close()
-        if self.has_shown:  # else it ended before its first step
+        if self.last:  # else it ended before its first step
             folder = self.config.output_dir
             print(f"curves and completions on a page: `python scripts/show.py {folder} --html`")
 
     def show(self, step: int, metrics: dict[str, float]) -> None:
         """Renew the live line; print one every `log_steps` and after an evaluation."""
-        self.has_shown = True
         self._warn(step, metrics)
+        self.last |= metrics
         head = f"step {step}/{self.num_steps}"
         pace = self._pace(step, metrics)
         live = []
-        if "reward" in metrics:
-            live.append(f"reward {metrics['reward']:.4g}")
-        if "eval/reward" in metrics:
-            self.held_out = [f"eval {metrics['eval/reward']:.4g}"]
-        self.bar.set_description_str(" · ".join([head, *live, *self.held_out, *pace]))
+        for name, label in LIVE.items():
+            if name in self.last:
+                live.append(f"{label} {self.last[name]:.4g}")
+        self.bar.set_description_str(" · ".join([head, *live, *pace]))
 
         if step % self.config.log_steps == 0 or "eval/reward" in metrics:
             names = self._printed_names(metrics)
@@ -69,29 +68,12 @@ class Terminal:
             tqdm.write(" · ".join([head, *shown, *pace]))
 
     def _warn(self, step: int, metrics: dict[str, float]) -> None:
-        """Print each warning that holds, once."""
-        config = self.config
-        has_other_signal = config.advantage_fn or config.loss_fn or config.beta
-        has_none = metrics.get("frac_reward_zero_std") == 1 and not has_other_signal
-        fallen = self._fallen(metrics)
-        tests = {
-            "no_signal": step == 1 and has_none,
-            "cut": metrics.get("completions/clipped_ratio", 0.0) > MAX_CUT,
-            "collapse": fallen != "",
-        }
-        for name, holds in tests.items():
-            if holds and name not in self.told:
-                self.told.add(name)
-                text = WARNINGS[name]
-                tqdm.write(text.format(config=config, metrics=metrics, fallen=fallen))
-
-    def _fallen(self, metrics: dict[str, float]) -> str:
-        """Names which of reward and entropy is below a tenth of its start.
+        """Print each warning that holds, once.
 
         A policy that learns to be sure has little entropy too, and a higher reward. Means of
         `WINDOW` steps are compared, as one batch may have no solved problem.
         """
-        found = []
+        fallen = []
         learns = False
         for name, values in self.values.items():
             if math.isfinite(metrics.get(name, math.nan)):
@@ -101,9 +83,22 @@ class Terminal:
             first = mean(values[:WINDOW])
             last = mean(values[-WINDOW:])
             if first > 0 and last < first / 10:
-                found.append(f"{name} fell from {first:.3g} to {last:.3g}")
+                fallen.append(f"{name} fell from {first:.3g} to {last:.3g}")
             learns = learns or (name == "reward" and last > first)
-        return "" if learns else ", ".join(found)
+
+        config = self.config
+        has_other_signal = config.advantage_fn or config.loss_fn or config.beta
+        has_none = metrics.get("frac_reward_zero_std") == 1 and not has_other_signal
+        tests = {
+            "no_signal": step == 1 and has_none,
+            "cut": metrics.get("completions/clipped_ratio", 0.0) > MAX_CUT,
+            "collapse": fallen and not learns,
+        }
+        for name, holds in tests.items():
+            if holds and name not in self.told:
+                self.told.add(name)
+                known = {"config": config, "metrics": metrics, "fallen": ", ".join(fallen)}
+                tqdm.write(WARNINGS[name].format(**known))
 
     def _pace(self, step: int, metrics: dict[str, float]) -> list[str]:
         """The time left, the tokens a second, and the waiting times."""
