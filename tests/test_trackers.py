@@ -5,6 +5,8 @@ import math
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from helpers import ENV, ROOT
@@ -94,6 +96,41 @@ def test_wandb_and_trackio_get_the_same(tmp_path):
         assert name in ("timestamp", "step") or name.encode() in written, name
 
 
+@pytest.mark.parametrize(("package", "key"), [("wandb", "id"), ("trackio", "name")])
+def test_a_tracker_gets_metrics_and_a_table(monkeypatch, tmp_path, package, key):
+    """Of a package with the interface of both, which need not be installed."""
+    opened: list[Any] = []
+    sent: list[Any] = []
+
+    def init(**options):
+        opened.append(options[key])
+        return SimpleNamespace(**{key: "mine"})
+
+    tracker = SimpleNamespace(
+        init=init, log=lambda values, step: sent.append((step, values)), finish=lambda: sent.append("end"),
+        Table=lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data],
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, package, tracker)
+    options = {f"use_{package}": True, "log_completions_steps": 2}
+    with process_group(60):
+        log = RunLog(config_of(tmp_path, **options), 4)
+        for step in (1, 2):
+            log.step(step, dict(TIMES), Batch([scored([0.0, 1.0])]))
+        state = log.state()
+        log.close()
+        RunLog(config_of(tmp_path, **options), 4, state | {"step": 2}).close()
+    assert opened == [None, "mine"]
+    assert sent[2:] == ["end", "end"]
+    (_, first), (step, second) = sent[:2]
+    assert step == 2
+    assert (first["train/reward"], first["time/train_s"]) == (0.5, 1.0)
+    assert "completions/table" not in first
+    table = second["completions/table"]
+    assert [(row["completion"], row["reward"]) for row in table] == [("b", 0.0), ("b", 1.0)]
+    assert table[0]["rewards"] == "{'len': 0.0}"
+    assert "advantage" in table[0]
+
+
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
 def test_a_missing_package_is_named_at_once(monkeypatch, tmp_path, package):
     """Before servers are waited for, ten minutes long, and weights are loaded."""
@@ -178,6 +215,8 @@ WRITTEN = """
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 sys.path[:0] = [{root!r}]
 from recipes import trackers
 from rollouts.group import Completion, Group, Prompt
