@@ -740,6 +740,7 @@ def _parsed(word: str, annotation: str) -> Any:
     if (is_list and word.startswith("[")) or (is_dict and word.startswith("{")):
         with suppress(ValueError):
             return json.loads(word)
+        return word  # which is refused
     if is_list:
         return word.replace("\\n", "\n").split(",")  # a shell leaves "\n" as two characters
     return word

@@ -175,6 +175,7 @@ def test_overrides(words, field, value):
         ),
         (["--dataset_split", "test"], "unknown field dataset_split: give dataset_id=name:subset"),
         (["--stray", "1"], "unknown field stray"),
+        (["--stop", "[1"], "stop='[1': Input should be a valid list"),
         (
             ["--seed", "3", "batch_size", "4"],
             "unknown word batch_size: fields are given as --field",
