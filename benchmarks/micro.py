@@ -34,7 +34,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import training.rare_attention  # noqa: F401  # for fp32 where there is a GPU
 from benchmarks.common import (
     Rows,
     Skipped,

@@ -39,7 +39,6 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-import training.rare_attention  # noqa: F401  # for fp32 where there is a GPU
 from benchmarks.common import Rows, device_here, durations, median, memory_mb, report, reset_peak
 from prefix_attention import NAME, PackedBatch, _attention, attach, completion_logprobs, pack
 from recipes.flash4 import use_flash_attention_4

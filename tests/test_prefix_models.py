@@ -11,7 +11,6 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-import training.rare_attention  # noqa: F401  # for half of the families below
 from prefix_attention import attach, completion_logprobs, pack
 
 VOCAB = 97

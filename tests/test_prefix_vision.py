@@ -6,7 +6,6 @@ import transformers
 from test_prefix_models import assert_equal_gradients, gradients
 
 import prefix_attention
-import training.rare_attention  # noqa: F401  # for what images need
 from prefix_attention import attach, completion_logprobs, pack
 
 IMAGE = 90
