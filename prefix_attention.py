@@ -988,8 +988,6 @@ def completion_logprobs(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
     base = base_model(model)
-    if base.get_output_embeddings() is None:
-        raise ValueError(f"{type(base).__name__} has no language-model head")
     if getattr(base.forward, "func", None) is not _forward:  # is reached through every wrapper
         base.forward = wraps(base.forward)(partial(_forward, base, base.forward))
     inputs = _inputs(base, row, images, inputs_embeds)
@@ -1162,6 +1160,8 @@ def _inputs(
     base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None
 ) -> dict[str, Any]:
     """A model's arguments for a row: token ids, or features instead."""
+    if base.get_output_embeddings() is None:
+        raise ValueError(f"{type(base).__name__} has no language-model head")
     inputs = {"use_cache": False, **images}
     if row.tree is not None:
         inputs |= _shared_inputs(base, row, images)

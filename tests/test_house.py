@@ -14,7 +14,7 @@ ROOMS = {
         "servers", "sending", "addresses", "proofs", "rollouts", "run", "evaluation",
     },
     "training": {
-        "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "rare_attention", "vision", "checkpoints", "logs", "samples", "thumbnails", "mismatches", "metrics", "terminal", "trackers",
+        "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "vision", "checkpoints", "logs", "samples", "thumbnails", "mismatches", "metrics", "terminal", "trackers",
         "hooks", "heartbeat", "intact", "resume",
     },
     "weights": {"publish", "group", "cuda_ipc"},
@@ -26,7 +26,7 @@ FLOORS = {  # of a file, or else of its room
 }  # fmt: skip
 FILE_LINES, FUNCTION_LINES = 450, 60
 FILE_LIMITS = {  # a library that nobody must read, fields that are their own documentation
-    "prefix_attention": 1300,
+    "prefix_attention": 1200,
     "config": 820,
 }
 ALL_NODES = 43_100  # of the syntax tree, without annotations and docstrings
