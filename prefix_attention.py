@@ -97,8 +97,11 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> Self:
         """The same row on `device`."""
-        tensors = {name: each for name, each in vars(self).items() if isinstance(each, Tensor)}
-        return replace(self, **{name: each.to(device) for name, each in tensors.items()})
+        moved: Any = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                moved[name] = value.to(device)
+        return replace(self, **moved)
 
 
 class _Sequence(NamedTuple):
@@ -157,8 +160,7 @@ def pack(
             if _num_tokens([*rows[-1], *unit], share_prefix) > budget:
                 rows.append([])
             rows[-1] += unit
-    lay_out = _shared if share_prefix else _padded
-    return [lay_out(row) for row in rows if row]
+    return [_laid_out(row, share_prefix) for row in rows if row]
 
 
 def num_packed_tokens(
@@ -179,34 +181,30 @@ def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterato
         family = group if group in apart else -1
         sequences = []
         for number, completion in enumerate(completions):
-            for prompt, tokens in _segments(prompt_ids, completion):
-                if not prompt.numel():
+            pairs = [(prompt_ids, completion)]
+            is_tensor = isinstance(completion, Tensor)
+            if not is_tensor and len(completion) and isinstance(completion[0], tuple):
+                pairs = completion
+            for pair in pairs:
+                prompt, tokens = map(as_tokens, pair)
+                if not len(prompt):
                     raise ValueError(
                         f"group {group} has an empty prompt: "
                         "nothing predicts the first completion token"
                     )
-                num_tokens = prompt.numel() + tokens.numel()
+                num_tokens = len(prompt) + len(tokens)
                 if num_tokens - 1 > budget:
-                    where = f"completion {number} of group {group}"
-                    total = f"{num_tokens} tokens with its prompt"
-                    raise ValueError(f"{where} has {total}, over {budget}")
-                if tokens.numel():
-                    ids = torch.cat([prompt, tokens[:-1]]).numpy()
-                    sequences.append(
-                        _Sequence(family, ids, tokens, group, num_completions + number, place)
+                    raise ValueError(
+                        f"completion {number} of group {group} has {num_tokens} tokens "
+                        f"with its prompt, over {budget}"
                     )
-                place += tokens.numel()
+                if len(tokens):
+                    ids = torch.cat([prompt, tokens[:-1]]).numpy()
+                    numbers = (group, num_completions + number, place)
+                    sequences.append(_Sequence(family, ids, tokens, *numbers))
+                place += len(tokens)
         num_completions += len(completions)
         yield sequences
-
-
-def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]]:
-    """A completion's own segments, or itself behind its group's prompt."""
-    pairs = [(prompt_ids, completion)]
-    is_tensor = isinstance(completion, Tensor)
-    if not is_tensor and len(completion) and isinstance(completion[0], tuple):
-        pairs = completion
-    return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in pairs]
 
 
 def _units(group: list[_Sequence], share_prefix: bool, budget: float) -> Iterator[list[_Sequence]]:
@@ -251,72 +249,58 @@ def _num_tokens(sequences: list[_Sequence], share_prefix: bool) -> int:
     return len(lengths) * max(lengths, default=0)
 
 
-def _padded(sequences: list[_Sequence]) -> PackedBatch:
-    """A right-padded line for every sequence, for any model's own attention."""
-    lines = [torch.from_numpy(sequence.ids) for sequence in sequences]
-    ids = pad_sequence(lines, batch_first=True)
-    mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
-    positions = (mask.cumsum(1) - 1) * mask
-    cells = {}
-    for number, sequence in enumerate(sequences):
-        end = number * ids.shape[1] + len(sequence.ids)
-        cells[sequence.place] = torch.arange(end - len(sequence.tokens), end)
-    prompts = [sequence.group for sequence in sequences]
-    return PackedBatch(ids, positions, mask, None, **_columns(sequences, cells, prompts))
+def _laid_out(sequences: list[_Sequence], share_prefix: bool) -> PackedBatch:
+    """Sequences as one line of segments, or as right-padded lines for any model's own attention.
 
-
-def _shared(sequences: list[_Sequence]) -> PackedBatch:
-    """One line of segments, by level: so a level's calls copy no queries."""
-    ordered = _in_order(sequences)
-    ids = []
-    positions = []
+    Segments stand by level: so a level's calls copy no queries.
+    """
+    ordered = [(0, 0, sequence) for sequence in sequences]
+    if share_prefix:
+        ordered = _in_order(sequences)
+    longest = max(len(sequence.ids) for sequence in sequences)
     starts = {}
     start = 0
+    ids = []
+    positions = []
     for _, depth, sequence in sorted(ordered, key=itemgetter(0)):
+        own = torch.from_numpy(sequence.ids[depth:])
         starts[sequence.place] = start
-        start += len(sequence.ids) - depth
-        ids.append(torch.from_numpy(sequence.ids[depth:]))
-        positions.append(torch.arange(depth, len(sequence.ids)))
+        start += len(own) if share_prefix else longest
+        ids.append(own)
+        positions.append(torch.arange(depth, depth + len(own)))
 
     plan = []
-    groups: list[set[int]] = []  # below each root
+    prompts: list[int | None] = []
     for level, depth, sequence in ordered:
         plan.append((starts[sequence.place], len(sequence.ids) - depth, depth, 0))
         if level == 0:
-            groups.append(set())
-        groups[-1].add(sequence.group)
-    prompts = [below.pop() if len(below) == 1 else None for below in groups]
+            prompts.append(sequence.group)
+        elif prompts[-1] != sequence.group:
+            prompts[-1] = None
 
     segments = torch.tensor(plan)
-    cells = {}
+    columns: dict[int, list[Tensor]] = {}  # the fields from `cells` on, by the sequences' places
     for (_, _, sequence), path in zip(ordered, _paths(segments), strict=True):
         places = torch.cat([torch.arange(run.start, run.stop) for run in path])
-        cells[sequence.place] = places[len(places) - len(sequence.tokens) :]
-
-    tree = Tree(segments[segments[:, 1] > 0])  # no length: the beginning of another sequence
-    columns = _columns(sequences, cells, prompts)
-    return PackedBatch(torch.cat(ids)[None], torch.cat(positions)[None], None, tree, **columns)
-
-
-def _columns(
-    sequences: list[_Sequence], cells: dict[int, Tensor], prompts: list[Any]
-) -> dict[str, Any]:
-    """The fields from `cells` on, by the sequences' places."""
-    columns: dict[str, list[Tensor]] = {}
-    for sequence in sorted(sequences, key=attrgetter("place")):
-        tokens = sequence.tokens
-        values = {
-            "cells": cells[sequence.place],
-            "targets": tokens,
-            "group": torch.full_like(tokens, sequence.group),
-            "completion": torch.full_like(tokens, sequence.completion),
-            "index": torch.arange(sequence.place, sequence.place + len(tokens)),
-        }
-        for name, column in values.items():
-            columns.setdefault(name, []).append(column)
+        num_tokens = len(sequence.tokens)
+        columns[sequence.place] = [
+            places[len(places) - num_tokens :],
+            sequence.tokens,
+            torch.full((num_tokens,), sequence.group),
+            torch.full((num_tokens,), sequence.completion),
+            torch.arange(sequence.place, sequence.place + num_tokens),
+        ]
+    in_place = [columns[place] for place in sorted(columns)]
     # no views: one that is sent to a rank would take its whole storage along
-    joined: dict[str, Any] = {name: torch.cat(parts) for name, parts in columns.items()}
-    return joined | {"prompts": prompts}
+    joined = [torch.cat(parts) for parts in zip(*in_place, strict=True)]
+
+    if share_prefix:
+        tree = Tree(segments[segments[:, 1] > 0])  # no length: the beginning of another sequence
+        row = (torch.cat(ids)[None], torch.cat(positions)[None], None, tree)
+        return PackedBatch(*row, *joined, prompts)
+    mask = pad_sequence([torch.ones_like(line) for line in ids], batch_first=True)
+    lines = (pad_sequence(ids, batch_first=True), pad_sequence(positions, batch_first=True))
+    return PackedBatch(*lines, mask, None, *joined, prompts)
 
 
 # -- Attention over a row of segments --------------------------------------------------------------
@@ -346,12 +330,11 @@ def _paths(segments: Tensor) -> list[list[range]]:
     return paths
 
 
-def _cut(segments: Tensor, kinds: Tensor) -> Tensor:
-    """Segments cut where the kinds [T] of neighbours differ; the last column has the kind."""
-    kind_of = kinds.tolist()
+def _cut(segments: Tensor, kinds: list[int]) -> Tensor:
+    """Segments cut where the kinds of neighbours differ; the last column has the kind."""
     cut = []
     for start, length, depth, _ in segments.tolist():
-        for kind, run in groupby(range(start, start + length), key=kind_of.__getitem__):
+        for kind, run in groupby(range(start, start + length), key=kinds.__getitem__):
             num_tokens = len(list(run))
             cut.append((start, num_tokens, depth, kind))
             start += num_tokens
@@ -697,7 +680,7 @@ class _Handover:
     def __init__(self, layer: int, above: Sequence[Any], read: Tensor | None = None):
         self.layers = {layer: self}
         self.above = above
-        self.read = read  # by the run that leaves this state
+        self.read: Any = read  # by the run that leaves this state
         # the last inputs of the convolution [B, channels, K - 1]
         self.inputs: Tensor | None = None
         # the state of the delta rule [B, heads, d_k, d_v], in a list of one
@@ -750,14 +733,13 @@ def _delta_net(
     if tree is None:
         return forward(hidden_states, **more)
     forks = {path[-2].stop for path in _paths(tree.segments) if len(path) > 1}
-    num_forks = torch.zeros(hidden_states.shape[1] + 1, dtype=torch.int64)
-    num_forks[list(forks)] = 1
+    num_forks = accumulate(place in forks for place in range(hidden_states.shape[1]))
     states: dict[int, _Handover] = {}  # by the place behind which they stand
     outs: dict[int, Tensor] = {}  # by the place where they begin
     leaves = []
-    for path in _paths(_cut(tree.segments, num_forks.cumsum(0))):
+    for path in _paths(_cut(tree.segments, list(num_forks))):
         own = path[-1]
-        above = [states[run.stop] for run in path[-2:-1]]
+        above: Any = [states[run.stop] for run in path[-2:-1]]
         inputs = hidden_states[:, own.start : own.stop]
         if above and own.stop not in forks:
             leaves.append((own, inputs[0], above[0]))
@@ -770,7 +752,7 @@ def _delta_net(
 
     if leaves:
         runs, parts, above = zip(*leaves, strict=True)
-        batch = pad_sequence(parts, batch_first=True)
+        batch = pad_sequence(list(parts), batch_first=True)
         if batch.shape[1] == 1:  # as above
             batch = F.pad(batch, (0, 0, 0, 1))
         for run, out in zip(runs, forward(batch, _Handover(layer, above)), strict=True):
@@ -804,10 +786,6 @@ def attach(
         OutOfMemoryError: there is no room for the comparison.
     """
     base = base_model(model)
-    refused = f"{type(base).__name__} cannot share prefixes: {{}}; go without (share_prefix=False)"
-    reason = _refusal(base)
-    if reason:
-        raise ValueError(refused.format(reason))
     for module in base.modules():
         is_delta_net = type(module).__name__.endswith("GatedDeltaNet")
         if is_delta_net and getattr(module.forward, "func", None) is not _delta_net:
@@ -819,6 +797,7 @@ def attach(
     base.shares_prefixes = True  # on the model: its config may be that of one that is not attached
     base.shares_images = example is not None or base.config.model_type in VISION
     try:
+        _refuse(base)
         _use(base, NAME)
         if verify:
             _verify(model, example)
@@ -827,7 +806,9 @@ def attach(
     except Exception as error:  # whatever a model that nobody tried does with a row of segments
         _use(base, before)
         base.shares_prefixes = False
-        raise ValueError(refused.format(" ".join(str(error).split()))) from error
+        reason = " ".join(str(error).split())
+        refused = f"{type(base).__name__} cannot share prefixes: {reason}"
+        raise ValueError(f"{refused}; go without (share_prefix=False)") from error
     return model
 
 
@@ -846,24 +827,27 @@ def base_model(model: Any) -> Any:
     return model
 
 
-def _refusal(base: Any) -> str | None:
-    """The reason why prefixes cannot be shared, of those that short texts would not show."""
+def _refuse(base: Any) -> None:
+    """Refuse what short texts would not show.
+
+    Raises:
+        ValueError: the reason.
+    """
     config = base.config.get_text_config(decoder=True)
     known = {"full_attention", "sliding_attention", "linear_attention"}
     odd = set(getattr(config, "layer_types", None) or ()) - known
     if odd:
-        return f"layers of type {', '.join(sorted(odd))} do not see a whole prefix"
+        raise ValueError(f"layers of type {', '.join(sorted(odd))} do not see a whole prefix")
     rope = re.search("longrope|dynamic", str(getattr(config, "rope_parameters", None)))
     if rope:
-        return f"{rope[0]} position embeddings depend on the longest text of a batch"
+        raise ValueError(f"{rope[0]} position embeddings depend on the longest text of a batch")
     is_used = getattr(config, "use_sliding_window", True)
     if is_used and getattr(config, "sliding_window", None) is not None:
         kinds = {type(module) for module in base.modules() if "Attention" in type(module).__name__}
         if not any("sliding_window=" in inspect.getsource(kind) for kind in kinds):
-            return (
+            raise ValueError(
                 "its sliding window is in the mask alone and does not reach the attention function"
             )
-    return None
 
 
 def _use(base: Any, name: str) -> None:
@@ -873,25 +857,14 @@ def _use(base: Any, name: str) -> None:
 
 
 def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> None:
-    """Compare three groups of random words, shared, with plain rows through eager attention."""
+    """Compare log-probs and gradients of shared rows with those of plain ones."""
     base = base_model(model)
-    vocab_size = base.config.get_text_config(decoder=True).vocab_size
-    words = range(vocab_size // 2, vocab_size * 3 // 4)  # placeholders of images stand at the ends
-    draw = random.Random(0).choices
-    groups: list[Any] = []
-    for num, *lengths in ((9, 5, 2, 7), (8, 6, 3), (7, 5, 4)):
-        groups.append((draw(words, k=num), [draw(words, k=length) for length in lengths]))
-    images: dict[str, Any] = {}
-    if example:
-        groups[2] = (example[0], groups[2][1])
-        images = example[1]
-
     gradients = {weight: weight.grad for weight in base.parameters()}
     was_training = model.training
     model.eval()  # dropout would be another one every time
     try:
-        plain = _trial(model, "eager", groups, images)
-        shared = _trial(model, NAME, groups, images)
+        plain = _trial(model, "eager", example)
+        shared = _trial(model, NAME, example)
     finally:
         model.train(was_training)
         for weight, gradient in gradients.items():
@@ -914,9 +887,22 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
         )
 
 
-def _trial(model: Any, attention: str, groups: Groups, images: dict[str, Any]) -> list[Tensor]:
-    """Log-probs of the groups, then this rank's gradients, where weights have any."""
+def _trial(
+    model: Any, attention: str, example: tuple[list[int], dict[str, Any]] | None
+) -> list[Tensor]:
+    """Log-probs of three groups of random words, then this rank's gradients."""
     base = base_model(model)
+    vocab_size = base.config.get_text_config(decoder=True).vocab_size
+    words = range(vocab_size // 2, vocab_size * 3 // 4)  # placeholders of images stand at the ends
+    draw = random.Random(0).choices
+    groups: list[Any] = []
+    for num, *lengths in ((9, 5, 2, 7), (8, 6, 3), (7, 5, 4)):
+        groups.append((draw(words, k=num), [draw(words, k=length) for length in lengths]))
+    images: dict[str, Any] = {}
+    if example:
+        groups[2] = (example[0], groups[2][1])
+        images = example[1]
+
     base.zero_grad()
     _use(base, attention)
     device = device_of(base)
@@ -924,13 +910,8 @@ def _trial(model: Any, attention: str, groups: Groups, images: dict[str, Any]) -
     inputs: dict[str, Any] = {}
     for name, value in images.items():  # as often as the third group's prompt is there
         inputs[name] = torch.cat([value.to(device)] * row.prompts.count(2))
-
     with torch.enable_grad():  # whatever the caller's mode
-        if row.tree is not None:
-            logprobs = completion_logprobs(model, row, **inputs)
-        else:
-            logits = model(**_inputs(base, row, inputs)).logits.flatten(0, 1)[row.cells]
-            logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
+        logprobs = completion_logprobs(model, row, **inputs)
         if logprobs.requires_grad:
             logprobs.backward(torch.linspace(-1, 1, len(logprobs)).to(logprobs))
     results = [logprobs.detach()]
@@ -1022,15 +1003,12 @@ def _check_logits(base: Any, original: Any, inputs: dict[str, Any]) -> None:
     hook = base.base_model.register_forward_hook(lambda *call: outputs.append(call[-1]))
     if "logits_to_keep" in inspect.signature(original).parameters:
         inputs = inputs | {"logits_to_keep": 1}
-    try:
-        theirs = original(**inputs).logits[:, -1].float()
-    finally:
-        hook.remove()
+    theirs = original(**inputs).logits[:, -1].float()
+    hook.remove()
     ours = _logits(base, outputs[0].last_hidden_state[:, -1]).float()
     if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True):
-        raise ValueError(
-            f"{type(base).__name__} changes its logits after the head in an unknown way"
-        )
+        name = type(base).__name__
+        raise ValueError(f"{name} changes its logits after the head in an unknown way")
 
 
 @torch.compiler.disable
@@ -1195,7 +1173,7 @@ def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[
     tree: Any = row.tree
     positions = row.position_ids
     if images and kind in WHOLE_IMAGES:
-        tree = Tree(_cut(tree.segments, _kinds(base, row.input_ids[0])))
+        tree = Tree(_cut(tree.segments, _kinds(base, row.input_ids[0]).tolist()))
     if any(name.endswith("_grid_thw") for name in images):
         positions = _rope_positions(base, row, tree, images)
     says_nothing = row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)  # 4-D: handed through
@@ -1216,8 +1194,8 @@ def _rope_positions(base: Any, row: PackedBatch, tree: Tree, images: dict[str, A
     """M-RoPE positions [3, 1, T]: the model's own of roots, and shifted by their images below."""
     paths = _paths(tree.segments)
     roots = [row.input_ids[0, path[0].start : path[0].stop] for path in paths if len(path) == 1]
-    ids = pad_sequence(roots, batch_first=True)
-    mask = pad_sequence([torch.ones_like(root) for root in roots], batch_first=True)
+    ids = pad_sequence(roots, batch_first=True, padding_value=-2)
+    mask = (ids >= 0).long()
     of_roots, deltas = base.model.get_rope_index(
         ids, _kinds(base, ids), **images, attention_mask=mask
     )

@@ -108,7 +108,7 @@ def make_policy(config, device):
             if "lora_B" in name:
                 torch.nn.init.normal_(weight, std=0.05)
     if config.share_prefix:
-        attach(model)
+        attach(model, verify=False)  # other ranks have no weights yet
     return parallelize(model, config, device)
 
 

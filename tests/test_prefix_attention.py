@@ -872,8 +872,8 @@ def in_row(batch):
 def from_zero(shared):
     """Positions begin at 0 in every segment."""
 
-    def broken(sequences):
-        batch = shared(sequences)
+    def broken(*args):
+        batch = shared(*args)
         positions = [torch.arange(length) for length in in_row(batch)]
         return dataclasses.replace(batch, position_ids=torch.cat(positions)[None])
 
@@ -883,8 +883,8 @@ def from_zero(shared):
 def too_early(shared):
     """A branch does not see the last token before it."""
 
-    def broken(sequences):
-        batch = shared(sequences)
+    def broken(*args):
+        batch = shared(*args)
         segments = batch.tree.segments.clone()
         segments[:, 2] = (segments[:, 2] - 1).clamp(min=0)
         return dataclasses.replace(batch, tree=Tree(segments))
@@ -895,8 +895,8 @@ def too_early(shared):
 def reordered(shared):
     """The tokens of segments stand in the opposite order."""
 
-    def broken(sequences):
-        batch = shared(sequences)
+    def broken(*args):
+        batch = shared(*args)
         pieces = batch.input_ids[0].split(in_row(batch))
         return dataclasses.replace(batch, input_ids=torch.cat(pieces[::-1])[None])
 
@@ -906,8 +906,8 @@ def reordered(shared):
 def one_before(shared):
     """Tokens are predicted a place too early."""
 
-    def broken(sequences):
-        batch = shared(sequences)
+    def broken(*args):
+        batch = shared(*args)
         return dataclasses.replace(batch, cells=(batch.cells - 1).clamp(min=0))
 
     return broken
@@ -939,14 +939,14 @@ MUTATIONS: list[tuple[str, str, Any, str, Any]] = [
     ("causality", "Llama", OURS, "_flash_on_cpu",
      lambda right: lambda kernel, q, block, scale: right(kernel, q, block._replace(is_causal=False), scale)),
     ("the pieces of a call", "Llama", OURS, "_calls", swapped),
-    ("positions", "Llama", OURS, "_shared", from_zero),
+    ("positions", "Llama", OURS, "_laid_out", from_zero),
     ("where a branch leaves its path", "Llama", OURS, "_paths", uncut),
     ("the root", "Llama", OURS, "_pieces_by_level",
      lambda right: lambda segments: {level: pieces for level, pieces in right(segments).items() if level[0] < 2}),
     ("who sees what", "Llama", OURS, "_pieces_by_level", run_together),
-    ("the depth", "Llama", OURS, "_shared", too_early),
-    ("the order of tokens", "Llama", OURS, "_shared", reordered),
-    ("the cells", "Llama", OURS, "_shared", one_before),
+    ("the depth", "Llama", OURS, "_laid_out", too_early),
+    ("the order of tokens", "Llama", OURS, "_laid_out", reordered),
+    ("the cells", "Llama", OURS, "_laid_out", one_before),
     ("the window", "Mistral", OURS, "_seen",
      lambda right: lambda distance, sees_all, window: right(distance, sees_all, window + 1)),
     ("the loop's mask", "Gemma2", OURS, "_seen",
