@@ -133,9 +133,11 @@ def as_tokens(ids: Tokens) -> Tensor:
 
 
 def pack(
-    groups: Groups, max_tokens: int | None = None, share_prefix: bool = True,
+    groups: Groups,
+    max_tokens: int | None = None,
+    share_prefix: bool = True,
     apart: Collection[int] = (),
-) -> list[PackedBatch]:  # fmt: skip
+) -> list[PackedBatch]:
     """Lay groups out as forwards of at most `max_tokens` positions.
 
     What several sequences of a row begin with is forwarded once: prompts, what these have in
@@ -164,7 +166,9 @@ def pack(
 
 
 def num_packed_tokens(
-    groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()
+    groups: Groups,
+    share_prefix: bool = True,
+    apart: Collection[int] = (),
 ) -> int:
     """Positions of a single row of all groups."""
     row: list[_Sequence] = []
@@ -181,30 +185,34 @@ def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterato
         family = group if group in apart else -1
         sequences = []
         for number, completion in enumerate(completions):
-            pairs = [(prompt_ids, completion)]
-            is_tensor = isinstance(completion, Tensor)
-            if not is_tensor and len(completion) and isinstance(completion[0], tuple):
-                pairs = completion
-            for pair in pairs:
-                prompt, tokens = map(as_tokens, pair)
+            for prompt, tokens in _segments(prompt_ids, completion):
                 if not len(prompt):
                     raise ValueError(
                         f"group {group} has an empty prompt: "
                         "nothing predicts the first completion token"
                     )
-                num_tokens = len(prompt) + len(tokens)
-                if num_tokens - 1 > budget:
+                if len(prompt) + len(tokens) - 1 > budget:
                     raise ValueError(
-                        f"completion {number} of group {group} has {num_tokens} tokens "
-                        f"with its prompt, over {budget}"
+                        f"completion {number} of group {group} has {len(prompt) + len(tokens)} "
+                        f"tokens with its prompt, over {budget}"
                     )
                 if len(tokens):
                     ids = torch.cat([prompt, tokens[:-1]]).numpy()
-                    numbers = (group, num_completions + number, place)
-                    sequences.append(_Sequence(family, ids, tokens, *numbers))
+                    sequences.append(
+                        _Sequence(family, ids, tokens, group, num_completions + number, place)
+                    )
                 place += len(tokens)
         num_completions += len(completions)
         yield sequences
+
+
+def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]]:
+    """A completion's own segments, or itself behind its group's prompt."""
+    pairs = [(prompt_ids, completion)]
+    is_tensor = isinstance(completion, Tensor)
+    if not is_tensor and len(completion) and isinstance(completion[0], tuple):
+        pairs = completion
+    return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in pairs]
 
 
 def _units(group: list[_Sequence], share_prefix: bool, budget: float) -> Iterator[list[_Sequence]]:
@@ -270,7 +278,7 @@ def _laid_out(sequences: list[_Sequence], share_prefix: bool) -> PackedBatch:
         positions.append(torch.arange(depth, depth + len(own)))
 
     plan = []
-    prompts: list[int | None] = []
+    prompts: list[Any] = []
     for level, depth, sequence in ordered:
         plan.append((starts[sequence.place], len(sequence.ids) - depth, depth, 0))
         if level == 0:
@@ -292,14 +300,14 @@ def _laid_out(sequences: list[_Sequence], share_prefix: bool) -> PackedBatch:
         ]
     in_place = [columns[place] for place in sorted(columns)]
     # no views: one that is sent to a rank would take its whole storage along
-    joined = [torch.cat(parts) for parts in zip(*in_place, strict=True)]
+    joined: Any = [torch.cat(parts) for parts in zip(*in_place, strict=True)]
 
     if share_prefix:
         tree = Tree(segments[segments[:, 1] > 0])  # no length: the beginning of another sequence
-        row = (torch.cat(ids)[None], torch.cat(positions)[None], None, tree)
+        row: Any = (torch.cat(ids)[None], torch.cat(positions)[None], None, tree)
         return PackedBatch(*row, *joined, prompts)
     mask = pad_sequence([torch.ones_like(line) for line in ids], batch_first=True)
-    lines = (pad_sequence(ids, batch_first=True), pad_sequence(positions, batch_first=True))
+    lines: Any = (pad_sequence(ids, batch_first=True), pad_sequence(positions, batch_first=True))
     return PackedBatch(*lines, mask, None, *joined, prompts)
 
 
@@ -463,7 +471,10 @@ def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> t
 
 
 def _flash_on_cpu(
-    kernel: Any, tensors: Sequence[Tensor], block: _Block, scale: float
+    kernel: Any,
+    tensors: Sequence[Tensor],
+    block: _Block,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     """Call a kernel for [pieces, H, L, ...] with [pieces * L, H, ...]."""
     pieces = [tensor.unflatten(0, (block.num_pieces, -1)) for tensor in tensors]
@@ -483,7 +494,12 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 
 @torch.library.custom_op("prefix_attention::cascade", mutates_args=())
 def _cascade(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    plan: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention [T, H, D] of a row, and its log-sum-exp [T, H]."""
     out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
@@ -508,9 +524,15 @@ _cascade.register_fake(
 
 @torch.library.custom_op("prefix_attention::cascade_backward", mutates_args=())
 def _cascade_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: the sum of every block's."""
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape, dtype=_wide(k))
@@ -567,9 +589,14 @@ _cascade.register_autograd(_differentiate, setup_context=_save)
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    tree: Tree | None = None, **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    tree: Tree | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, T, D] -> [B, T, H, D]."""
     dtype = _computed_in(query)
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
@@ -586,18 +613,32 @@ def _attention(
     if options.get("dropout"):
         raise ValueError("rows that share prefixes have no dropout in attention: set it to 0")
 
-    head_size = value.shape[-1]
-    pad = query.shape[-1] - head_size
     window = options.get("sliding_window")
-    fits = pad >= 0 and _has_kernel(query.device, dtype, query.shape[-1]) and not has_softcap
-    if not fits or (window is not None and _longest(tree) > window):
-        return _loop(module, query, key, value, tree, options).transpose(1, 2), None
-    if pad:  # the kernels want one head size
-        value = F.pad(value, (0, pad))
+    fits = (
+        value.shape[-1] <= query.shape[-1]
+        and _has_kernel(query.device, dtype, query.shape[-1])
+        and not has_softcap
+    )
+    if fits and (window is None or _longest(tree) <= window):
+        return _in_kernels(query, key, value, tree, options), None
+    return _loop(module, query, key, value, tree, options).transpose(1, 2), None
+
+
+def _in_kernels(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tree,
+    options: dict[str, Any],
+) -> Tensor:
+    """The cascade of a row: [1, T, H, D_v]."""
+    head_size = value.shape[-1]
+    if head_size < query.shape[-1]:  # the kernels want one head size
+        value = F.pad(value, (0, query.shape[-1] - head_size))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    out, _ = _cascade(q, k, v, sinks, tree.segments, scale)
-    return out[None, ..., :head_size], None
+    out, _ = _cascade(q, k, v, options.get("s_aux"), tree.segments, scale)
+    return out[None, ..., :head_size]
 
 
 def _has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
@@ -618,7 +659,12 @@ def _longest(tree: Tree) -> int:
 
 
 def _attend(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, options: dict[str, Any]
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    options: dict[str, Any],
 ) -> Tensor:
     """Attention [B, H, L, D] to the keys that are seen, [.., L, K] of bool.
 
@@ -635,7 +681,12 @@ def _attend(
 
 @torch.compiler.disable  # which could not follow it
 def _loop(
-    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, tree: Tree, options: dict[str, Any]
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tree: Tree,
+    options: dict[str, Any],
 ) -> Tensor:
     """`_attend` of a row, `QUERY_BLOCK` queries of a segment at a time: [1, H, T, D].
 
@@ -724,7 +775,11 @@ class _Handover:
 
 @torch.compiler.disable
 def _delta_net(
-    forward: Any, layer: int, hidden_states: Tensor, tree: Tree | None = None, **more: Any
+    forward: Any,
+    layer: int,
+    hidden_states: Tensor,
+    tree: Tree | None = None,
+    **more: Any,
 ) -> Tensor:
     """The forward of a gated delta net that takes a tree.
 
@@ -767,7 +822,9 @@ WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their imag
 
 
 def attach(
-    model: Any, verify: bool = True, example: tuple[list[int], dict[str, Any]] | None = None
+    model: Any,
+    verify: bool = True,
+    example: tuple[list[int], dict[str, Any]] | None = None,
 ) -> Any:
     """Swap shared-prefix attention into a Hugging Face causal language model, in place.
 
@@ -828,11 +885,7 @@ def base_model(model: Any) -> Any:
 
 
 def _refuse(base: Any) -> None:
-    """Refuse what short texts would not show.
-
-    Raises:
-        ValueError: the reason.
-    """
+    """Raise a ValueError for what short texts would not show."""
     config = base.config.get_text_config(decoder=True)
     known = {"full_attention", "sliding_attention", "linear_attention"}
     odd = set(getattr(config, "layer_types", None) or ()) - known
@@ -872,6 +925,15 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
 
     is_half = _computed_in(base.get_output_embeddings().weight) in HALF
     limit = 5e-2 if is_half else 1e-4
+    errors = _errors(plain, shared, is_half)
+    if not all(error <= limit for error in errors):  # NaN is over it, too
+        raise ValueError(
+            f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}"
+        )
+
+
+def _errors(plain: list[Tensor], shared: list[Tensor], is_half: bool) -> list[float]:
+    """Relative errors of log-probs, and a tenth of those of gradients."""
     # a random model's log-probs are all nearly the same
     spread = plain[0].std().item() if is_half else 1.0
     errors = [(shared[0] - plain[0]).abs().mean().item() / spread]
@@ -880,24 +942,29 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
     least = 0.01 * max(norms, default=0.0) or 1.0
     for right, found, norm in zip(plain[1:], shared[1:], norms, strict=True):
         error = (found - right).double().norm().item() / max(norm, least)
-        errors.append(error / 10)  # they amplify rounding
-    if not all(error <= limit for error in errors):  # NaN is over it, too
-        raise ValueError(
-            f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}"
-        )
+        errors.append(error / 10)
+    return errors
+
+
+def _trial_groups(config: Any) -> list[Any]:
+    """Three groups of random words."""
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    words = range(vocab_size // 2, vocab_size * 3 // 4)  # placeholders of images stand at the ends
+    draw = random.Random(0).choices
+    groups = []
+    for num, *lengths in ((9, 5, 2, 7), (8, 6, 3), (7, 5, 4)):
+        groups.append((draw(words, k=num), [draw(words, k=length) for length in lengths]))
+    return groups
 
 
 def _trial(
-    model: Any, attention: str, example: tuple[list[int], dict[str, Any]] | None
+    model: Any,
+    attention: str,
+    example: tuple[list[int], dict[str, Any]] | None,
 ) -> list[Tensor]:
-    """Log-probs of three groups of random words, then this rank's gradients."""
+    """Log-probs of the trial's groups, then this rank's gradients."""
     base = base_model(model)
-    vocab_size = base.config.get_text_config(decoder=True).vocab_size
-    words = range(vocab_size // 2, vocab_size * 3 // 4)  # placeholders of images stand at the ends
-    draw = random.Random(0).choices
-    groups: list[Any] = []
-    for num, *lengths in ((9, 5, 2, 7), (8, 6, 3), (7, 5, 4)):
-        groups.append((draw(words, k=num), [draw(words, k=length) for length in lengths]))
+    groups = _trial_groups(base.config)
     images: dict[str, Any] = {}
     if example:
         groups[2] = (example[0], groups[2][1])
@@ -943,9 +1010,14 @@ class _Asked(NamedTuple):
 
 
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
-    forbidden: Sequence[int] = (), inputs_embeds: Tensor | None = None, **images: Any,
-) -> Any:  # fmt: skip
+    model: Any,
+    row: PackedBatch,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    forbidden: Sequence[int] = (),
+    inputs_embeds: Tensor | None = None,
+    **images: Any,
+) -> Any:
     """log p(token | what is before) for every completion token of a row.
 
     Args:
@@ -978,7 +1050,11 @@ def completion_logprobs(
 
 
 def _forward(
-    base: Any, original: Any, *args: Any, asked: _Asked | None = None, **inputs: Any
+    base: Any,
+    original: Any,
+    *args: Any,
+    asked: _Asked | None = None,
+    **inputs: Any,
 ) -> Any:
     """A model's forward; with `asked` it gives log-probs and entropies, each [N]."""
     if asked is None:
@@ -1025,7 +1101,10 @@ def _in_chunks(base: Any, hidden: Tensor, asked: _Asked) -> tuple[Tensor, ...]:
 
 
 def _token_stats(
-    base: Any, hidden: Tensor, targets: Tensor, asked: _Asked
+    base: Any,
+    hidden: Tensor,
+    targets: Tensor,
+    asked: _Asked,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of a chunk, each [n]."""
     logits = _logits(base, hidden)
@@ -1123,9 +1202,13 @@ def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, 
 
 @_fused
 def _derive(
-    logits: Tensor, targets: Tensor, normalizers: Tensor, entropies: Tensor,
-    g: Tensor, h: Tensor | None,
-) -> Tensor:  # fmt: skip
+    logits: Tensor,
+    targets: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor,
+    g: Tensor,
+    h: Tensor | None,
+) -> Tensor:
     """g·(onehot - p) - h·p·(log p + entropy) [n, V]; g and h [n, 1] are gradients."""
     logp = logits - normalizers if logits.is_cuda else logits
     slope = g
@@ -1135,7 +1218,10 @@ def _derive(
 
 
 def _inputs(
-    base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None
+    base: Any,
+    row: PackedBatch,
+    images: dict[str, Any],
+    inputs_embeds: Tensor | None = None,
 ) -> dict[str, Any]:
     """A model's arguments for a row: token ids, or features instead."""
     if base.get_output_embeddings() is None:

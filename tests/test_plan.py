@@ -80,7 +80,7 @@ def test_less_is_changed_first():
 
     long = Variants(replace(config, max_completion_len=4096), Qwen3Config(**shape))
     assert long.best(2.5, Placement.ELSEWHERE) is None
-    shorter: Any = long.with_shorter_completions(2.5, Placement.ELSEWHERE)
+    shorter: Any = long.with_shorter_completions(3, Placement.ELSEWHERE)
     assert 256 <= shorter.changes["max_completion_len"] < 4096
     assert f"--max_completion_len {shorter.changes['max_completion_len']}" in shorter.command([])
     assert shorter.changes["fsdp_offload"]
