@@ -300,15 +300,17 @@ def _laid_out(sequences: list[_Sequence], share_prefix: bool) -> PackedBatch:
         ]
     in_place = [columns[place] for place in sorted(columns)]
     # no views: one that is sent to a rank would take its whole storage along
-    joined: Any = [torch.cat(parts) for parts in zip(*in_place, strict=True)]
+    joined: list[Any] = [torch.cat(parts) for parts in zip(*in_place, strict=True)]
 
     if share_prefix:
         tree = Tree(segments[segments[:, 1] > 0])  # no length: the beginning of another sequence
         row: Any = (torch.cat(ids)[None], torch.cat(positions)[None], None, tree)
-        return PackedBatch(*row, *joined, prompts)
+        fields: Any = (*row, *joined, prompts)
+        return PackedBatch(*fields)
     mask = pad_sequence([torch.ones_like(line) for line in ids], batch_first=True)
     lines: Any = (pad_sequence(ids, batch_first=True), pad_sequence(positions, batch_first=True))
-    return PackedBatch(*lines, mask, None, *joined, prompts)
+    fields = (*lines, mask, None, *joined, prompts)
+    return PackedBatch(*fields)
 
 
 # -- Attention over a row of segments --------------------------------------------------------------
