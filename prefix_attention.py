@@ -7,56 +7,49 @@
 `pack` lays sequences into rows without padding, in which what several begin with stands once.
 `attach` teaches a Hugging Face model to run such a row. `completion_logprobs` applies the head only
 where a completion token is predicted, and never holds the logits of a whole row. Needs only torch
-and transformers, and can be copied alone. A few families also need training/rare_attention.py.
+and transformers, and can be copied alone.
 """
 
 import inspect
 import math
 import random
+import re
+import sys
 from array import array
-from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, partial
-from itertools import accumulate, chain, groupby, pairwise
-from operator import attrgetter
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial, wraps
+from itertools import accumulate, groupby, pairwise
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "shared_prefix"  # of the attention function in transformers
-HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 1 << 28}  # logits that the head holds at a time
+HEAD_CHUNK = {"cpu": 1 << 22, "cuda": 3 << 26}  # logits that the head holds at a time
 NEVER = -1e15  # a logit as good as -inf, but finite: 0·inf would make the entropy NaN
 HALF = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels on a GPU
-MIN_SAVED = 0.05  # of the tokens below a fork: less would only make more and smaller kernel calls
+QUERY_BLOCK = 512  # queries at a time where no flash kernel takes them
 # On the CPU, calls of at most SMALL² scores, which cost more than their work, are joined.
 SMALL = 64
 
 Tokens = Sequence[int] | Tensor  # a tensor is [n] int64, on the CPU
 Groups = Sequence[tuple[Tokens, Sequence[Any]]]  # (prompt_ids, [completion_ids, ...]), see `pack`
 
-RARE: Any = None  # the module training/rare_attention.py, which puts itself here: see `_rare`
 
-
-def _rare() -> Any:
-    """The only way to what few families need."""
-    if not RARE:
-        raise ValueError("attention that few models need: import training.rare_attention first")
-    return RARE
-
-
-def _computed_in(dtype: torch.dtype, kind: str) -> torch.dtype:
-    """The dtype of products on a kind of device: autocast's, or that of their factors."""
-    if torch.is_autocast_enabled(kind):
-        return torch.get_autocast_dtype(kind)
-    return dtype
+def _computed_in(tensor: Tensor) -> torch.dtype:
+    """The dtype of products with a tensor: autocast's, or its own."""
+    if torch.is_autocast_enabled(tensor.device.type):
+        return torch.get_autocast_dtype(tensor.device.type)
+    return tensor.dtype
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -68,28 +61,34 @@ _fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 
 
 # -- Rows ------------------------------------------------------------------------------------------
+# A row is a list of sequences, depth first. Each goes on from the one before, behind what both
+# begin with: that many tokens of it are its depth. The places in the row of all tokens that it
+# sees, those of its own segment last, are its path.
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """The segments of a row, depth first; an object, which FSDP2 and DDP leave on the host."""
+
+    # [S, 4] int64 on the CPU: where a segment starts, its length, how many tokens of the path of
+    # the segment before come before it, and 1 where its tokens also see later ones of it (an image)
+    segments: Tensor
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One forward's worth of tokens.
+    """One forward's worth of tokens: R rows of T positions, with N completion tokens."""
 
-    R rows of T positions, one or padded ones, hold N completion tokens. `segments` has for each
-    start, length, parent or -1, how many of the parent's tokens come before it, and 1 where its
-    tokens also see later ones of it (an image; 0 here).
-    """
-
-    input_ids: Tensor  # [R, T] int64
-    position_ids: Tensor  # [R, T] int64; they restart in every segment where it branches off
-    attention_mask: Tensor | None  # [R, T] int64, 1 on tokens, by length; None with segments
-    segments: Tensor | None  # [S, 5] int64 on the CPU; None in padded rows
-    row: Tensor  # [N] int64, and `position`: where the logits that predict a token stand
-    position: Tensor
+    input_ids: Tensor  # [R, T] int64; one row, or padded ones
+    position_ids: Tensor  # [R, T] int64; they restart in every segment at its depth
+    attention_mask: Tensor | None  # [R, T] int64, 1 on tokens, by length; None with a tree
+    tree: Tree | None  # None in padded rows
+    cells: Tensor  # [N] int64, where the logits that predict a token stand, among R·T positions
     targets: Tensor  # [N] int64, the completion tokens
     group: Tensor  # [N] int64, number of the group among all given to `pack`
     completion: Tensor  # [N] int64, number of the completion among all given to `pack`
     index: Tensor  # [N] int64, place among all tokens given, in the order group, completion, token
-    prompts: list[Any]  # for every root, whose prompt it begins with: a group, None for several
+    prompts: list[Any]  # whose prompt begins each sequence of depth 0: a group, None for several
 
     @property
     def num_tokens(self) -> int:
@@ -97,12 +96,33 @@ class PackedBatch:
         return self.input_ids.numel()
 
     def to(self, device: torch.device | str) -> Self:
-        """The same row on `device`; attention reads `segments` on the CPU."""
+        """The same row on `device`."""
         moved: Any = {}
         for name, value in vars(self).items():
-            if hasattr(value, "to") and name != "segments":
+            if isinstance(value, Tensor):
                 moved[name] = value.to(device)
         return replace(self, **moved)
+
+
+class _Sequence(NamedTuple):
+    """A completion's prompt, or a segment's, and its tokens but the last."""
+
+    family: int  # sequences of other families share nothing with it
+    ids: Any  # [n] int64, of numpy
+    tokens: Tensor  # those that are predicted
+    group: int
+    completion: int
+    place: int  # of its first token among all completion tokens
+
+    def num_common(self, other: "_Sequence") -> int:
+        """With how many tokens that may be shared both begin."""
+        if self.family != other.family:
+            return 0
+        shortest = min(len(self.ids), len(other.ids))
+        differ = self.ids[:shortest] != other.ids[:shortest]
+        if differ.any():
+            return int(differ.argmax())
+        return shortest
 
 
 def as_tokens(ids: Tokens) -> Tensor:
@@ -113,15 +133,16 @@ def as_tokens(ids: Tokens) -> Tensor:
 
 
 def pack(
-    groups: Groups, max_tokens: int | None = None, share_prefix: bool = True,
+    groups: Groups,
+    max_tokens: int | None = None,
+    share_prefix: bool = True,
     apart: Collection[int] = (),
-) -> list[PackedBatch]:  # fmt: skip
+) -> list[PackedBatch]:
     """Lay groups out as forwards of at most `max_tokens` positions.
 
-    What several sequences of a row begin with is forwarded once, but where that saves less than
-    `MIN_SAVED`: prompts, what these have in common, a history that goes on or branches. A group
-    goes where it adds the fewest tokens; one over the budget is split into completions, and these
-    into segments. The last token of a completion predicts nothing.
+    What several sequences of a row begin with is forwarded once: prompts, what these have in
+    common, a history that goes on or branches. Groups stay in order; one over the budget is split
+    into completions, and these into segments. The last token of a completion predicts nothing.
 
     Args:
         groups: `(prompt_ids, completions)` of one prompt each. A completion is its tokens, or with
@@ -135,44 +156,25 @@ def pack(
         ValueError: an empty prompt, or a completion that with its prompt exceeds `max_tokens`.
     """
     budget = math.inf if max_tokens is None else max_tokens
-    rows: list[_Row] = []
-    empty = _Row(is_padded=not share_prefix)
+    rows: list[list[_Sequence]] = [[]]
     for group in _sequences(groups, apart, budget):
-        for unit, alone in _units(group, empty, budget):
-            _add_unit(rows, unit, alone, budget)
-    return [row.batch() for row in rows]
+        for unit in _units(group, share_prefix, budget):
+            if _num_tokens([*rows[-1], *unit], share_prefix) > budget:
+                rows.append([])
+            rows[-1] += unit
+    return [_laid_out(row, share_prefix) for row in rows if row]
 
 
 def num_packed_tokens(
-    groups: Groups, share_prefix: bool = True, apart: Collection[int] = ()
+    groups: Groups,
+    share_prefix: bool = True,
+    apart: Collection[int] = (),
 ) -> int:
     """Positions of a single row of all groups."""
-    sequences = _sequences(groups, apart, math.inf)
-    return _Row(not share_prefix).with_units(*sequences).num_tokens
-
-
-SHARES_WITH_ALL = -1  # a family of sequences; others are numbers of groups
-
-
-class _Sequence(NamedTuple):
-    """A completion's prompt, or a segment's, and its tokens but the last."""
-
-    key: tuple[int, bytes]  # the family that may share, and the ids: neighbours in order are alike
-    ids: Any  # [n] int64, of numpy
-    tokens: Tensor  # those that are predicted
-    group: int
-    completion: int
-    place: int  # of its first token among all completion tokens
-
-    def num_common(self, other: "_Sequence") -> int:
-        """With how many tokens that may be shared both begin."""
-        if self.key[0] != other.key[0]:
-            return 0
-        shortest = min(len(self.ids), len(other.ids))
-        differ = self.ids[:shortest] != other.ids[:shortest]
-        if differ.any():
-            return int(differ.argmax())
-        return shortest
+    row: list[_Sequence] = []
+    for group in _sequences(groups, apart, math.inf):
+        row += group
+    return _num_tokens(row, share_prefix)
 
 
 def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterator[list[_Sequence]]:
@@ -180,27 +182,26 @@ def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterato
     num_completions = 0
     place = 0
     for group, (prompt_ids, completions) in enumerate(groups):
-        family = group if group in apart else SHARES_WITH_ALL
+        family = group if group in apart else -1
         sequences = []
         for number, completion in enumerate(completions):
             for prompt, tokens in _segments(prompt_ids, completion):
-                if not prompt.numel():
+                if not len(prompt):
                     raise ValueError(
                         f"group {group} has an empty prompt: "
                         "nothing predicts the first completion token"
                     )
-                num_tokens = prompt.numel() + tokens.numel()
-                if num_tokens - 1 > budget:
-                    where = f"completion {number} of group {group}"
-                    total = f"{num_tokens} tokens with its prompt"
-                    raise ValueError(f"{where} has {total}, over {budget}")
-                if tokens.numel():
-                    ids = torch.cat([prompt, tokens[:-1]]).numpy()
-                    key = (family, ids.tobytes())
-                    sequences.append(
-                        _Sequence(key, ids, tokens, group, num_completions + number, place)
+                if len(prompt) + len(tokens) - 1 > budget:
+                    raise ValueError(
+                        f"completion {number} of group {group} has {len(prompt) + len(tokens)} "
+                        f"tokens with its prompt, over {budget}"
                     )
-                place += tokens.numel()
+                if len(tokens):
+                    ids = torch.cat([prompt, tokens[:-1]]).numpy()
+                    sequences.append(
+                        _Sequence(family, ids, tokens, group, num_completions + number, place)
+                    )
+                place += len(tokens)
         num_completions += len(completions)
         yield sequences
 
@@ -214,221 +215,147 @@ def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]
     return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in pairs]
 
 
-def _units(
-    group: list[_Sequence], empty: "_Row", budget: float
-) -> Iterator[tuple[list[_Sequence], "_Row"]]:
-    """The largest parts of a group that fit, each with a row."""
-    if group and not empty.is_padded:
-        row = empty.with_units(group)
-        if row.num_tokens <= budget:
-            yield group, row
-            return
+def _units(group: list[_Sequence], share_prefix: bool, budget: float) -> Iterator[list[_Sequence]]:
+    """The largest parts of a group that fit: itself, its completions, or their segments."""
+    if share_prefix and _num_tokens(group, share_prefix) <= budget:
+        yield group
+        return
 
     for _, segments in groupby(group, key=attrgetter("completion")):
         completion = list(segments)
-        row = empty.with_units(completion)
-        if row.num_tokens <= budget:
-            yield completion, row
+        if _num_tokens(completion, share_prefix) <= budget:
+            yield completion
         else:
             for sequence in completion:
-                yield [sequence], empty.with_units([sequence])
+                yield [sequence]
 
 
-def _add_unit(rows: list["_Row"], unit: list[_Sequence], alone: "_Row", budget: float) -> None:
-    """Put a unit where it adds the fewest tokens, or into `alone`."""
-    place = len(rows)
-    fewest = math.inf
-    for number, row in enumerate(rows):
-        if row.is_padded and number < len(rows) - 1:  # these keep the order
-            continue
-        wider = row.with_units(unit)
-        num_added = wider.num_tokens - row.num_tokens
-        if wider.num_tokens <= budget and num_added < fewest:
-            place = number
-            alone = wider
-            fewest = num_added
-    rows[place : place + 1] = [alone]
+def _in_order(sequences: list[_Sequence]) -> list[tuple[int, int, _Sequence]]:
+    """Sequences depth first, the longest before its branches, as (level, depth, sequence)."""
+    ordered = []
+    waiting = [(0, 0, sequences)] if sequences else []
+    while waiting:
+        level, depth, below = waiting.pop()
+        longest = max(below, key=lambda sequence: len(sequence.ids))
+        ordered.append((level, depth, longest))
+        branches: dict[tuple[int, ...], list[_Sequence]] = {}  # by where they leave the longest
+        for sequence in below:
+            if sequence is not longest:
+                fork = longest.num_common(sequence)
+                branches.setdefault((fork, *sequence.ids[fork : fork + 1]), []).append(sequence)
+        for leave in sorted(branches):  # the last to leave comes next
+            fork = leave[0]
+            waiting.append((level + 1 if fork else 0, fork, branches[leave]))
+    return ordered
 
 
-@dataclass(eq=False)  # a key of dictionaries
-class _Branch:
-    """A sequence in a row: a segment from `depth` on."""
-
-    sequence: _Sequence
-    depth: int
-    above: "list[_Branch]"  # the branches that hold the tokens before, the nearest first
-
-    @classmethod
-    def of(cls, sequence: _Sequence, neighbours: "list[_Branch]") -> Self:
-        """The branch off a neighbour, where that saves enough."""
-        depth = 0
-        path: list[_Branch] = []
-        for neighbour in neighbours:
-            num_common = sequence.num_common(neighbour.sequence)
-            if num_common > depth:
-                depth = num_common
-                path = [neighbour, *neighbour.above]
-
-        # A fork moves up to a near end of the prompt or branch above, or to 0, but not from the end
-        # of the prompt, nor where groups are apart to 0: images would be forwarded twice.
-        num_tokens = len(sequence.ids)
-        prompt_length = num_tokens - len(sequence.tokens) + 1
-        forks = [prompt_length]
-        forks += [branch.depth for branch in path]
-        for fork in sorted(forks, reverse=True):
-            may_move = depth != prompt_length if fork else sequence.key[0] == SHARES_WITH_ALL
-            least = MIN_SAVED * (num_tokens - fork)
-            if may_move and 0 < depth - fork < least:
-                depth = fork
-        return cls(sequence, depth, [branch for branch in path if branch.depth < depth])
-
-    @property
-    def length(self) -> int:
-        """Tokens that it adds; 0 for the beginning of another sequence."""
-        return len(self.sequence.ids) - self.depth
-
-    @property
-    def order(self) -> tuple[int, int, int, int]:
-        """By level, then what sees the same of a parent together."""
-        parent = self.above[0].sequence.place if self.above else -1
-        return len(self.above), parent, self.depth, self.sequence.place
-
-    def cells(self, starts: "dict[_Branch, int]") -> list[tuple[int, int]]:
-        """Runs of places that predict its sequence's tokens, as (first, length)."""
-        cells = []
-        stop = len(self.sequence.ids)
-        first = stop - len(self.sequence.tokens)
-        for segment in (self, *self.above):  # from the last token back to the first
-            begin = max(first, segment.depth)
-            if begin < stop:
-                cells.append((starts[segment] + begin - segment.depth, stop - begin))
-                stop = begin
-        return cells[::-1]
+def _num_tokens(sequences: list[_Sequence], share_prefix: bool) -> int:
+    """Positions of a forward of these sequences."""
+    if share_prefix:
+        return sum(len(sequence.ids) - depth for _, depth, sequence in _in_order(sequences))
+    lengths = [len(sequence.ids) for sequence in sequences]
+    return len(lengths) * max(lengths, default=0)
 
 
-@dataclass
-class _Row:
-    """Sequences that are forwarded together, as branches sorted by their keys."""
+def _laid_out(sequences: list[_Sequence], share_prefix: bool) -> PackedBatch:
+    """Sequences as one line of segments, or as right-padded lines for any model's own attention.
 
-    is_padded: bool
-    branches: list[_Branch] = field(default_factory=list)
+    Segments stand by level: so a level's calls copy no queries.
+    """
+    ordered = [(0, 0, sequence) for sequence in sequences]
+    if share_prefix:
+        ordered = _in_order(sequences)
+    longest = max(len(sequence.ids) for sequence in sequences)
+    starts = {}
+    start = 0
+    ids = []
+    positions = []
+    for _, depth, sequence in sorted(ordered, key=itemgetter(0)):
+        own = torch.from_numpy(sequence.ids[depth:])
+        starts[sequence.place] = start
+        start += len(own) if share_prefix else longest
+        ids.append(own)
+        positions.append(torch.arange(depth, depth + len(own)))
 
-    def with_units(self, *units: Iterable[_Sequence]) -> "_Row":
-        """The row with more sequences: a unit's longest first, and the others branch off."""
-        branches = list(self.branches)
-        for unit in units:
-            for sequence in sorted(unit, key=lambda sequence: len(sequence.ids), reverse=True):
-                place = bisect_left(branches, sequence.key, key=attrgetter("sequence.key"))
-                # with one of its neighbours it has the most in common
-                neighbours = [] if self.is_padded else branches[max(place - 1, 0) : place + 1]
-                branches.insert(place, _Branch.of(sequence, neighbours))
-        return _Row(self.is_padded, branches)
+    plan = []
+    prompts: list[Any] = []
+    for level, depth, sequence in ordered:
+        plan.append((starts[sequence.place], len(sequence.ids) - depth, depth, 0))
+        if level == 0:
+            prompts.append(sequence.group)
+        elif prompts[-1] != sequence.group:
+            prompts[-1] = None
 
-    @cached_property
-    def num_tokens(self) -> int:
-        """Positions of its forward."""
-        lengths = [branch.length for branch in self.branches]
-        if self.is_padded:
-            return len(lengths) * max(lengths, default=0)
-        return sum(lengths)
+    segments = torch.tensor(plan)
+    columns: dict[int, list[Tensor]] = {}  # the fields from `cells` on, by the sequences' places
+    for (_, _, sequence), path in zip(ordered, _paths(segments), strict=True):
+        places = torch.cat([torch.arange(run.start, run.stop) for run in path])
+        num_tokens = len(sequence.tokens)
+        columns[sequence.place] = [
+            places[len(places) - num_tokens :],
+            sequence.tokens,
+            torch.full((num_tokens,), sequence.group),
+            torch.full((num_tokens,), sequence.completion),
+            torch.arange(sequence.place, sequence.place + num_tokens),
+        ]
+    in_place = [columns[place] for place in sorted(columns)]
+    # no views: one that is sent to a rank would take its whole storage along
+    joined: list[Any] = [torch.cat(parts) for parts in zip(*in_place, strict=True)]
 
-    def batch(self) -> PackedBatch:
-        """The tensors of its forward."""
-        self.branches.sort(key=attrgetter("sequence.place"))
-        if self.is_padded:
-            return self._padded()
-        return self._shared()
-
-    def _padded(self) -> PackedBatch:
-        """A right-padded line for every sequence, for any model's own attention."""
-        lines = [torch.from_numpy(branch.sequence.ids) for branch in self.branches]
-        ids = pad_sequence(lines, batch_first=True)
-        positions = pad_sequence([torch.arange(len(line)) for line in lines], batch_first=True)
-        mask = pad_sequence([torch.ones_like(line) for line in lines], batch_first=True)
-        starts = dict.fromkeys(self.branches, 0)
-        prompts = [branch.sequence.group for branch in self.branches]
-        columns = self._columns(range(len(lines)), starts, prompts)
-        return PackedBatch(ids, positions, mask, None, **columns)
-
-    def _shared(self) -> PackedBatch:
-        """One line of segments, parents before children."""
-        segments = [branch for branch in self.branches if branch.length > 0]
-        segments.sort(key=attrgetter("order"))
-        numbers = {}
-        starts = {}
-        plan = []
-        start = 0
-        for number, segment in enumerate(segments):
-            numbers[segment] = number
-            starts[segment] = start
-            fork = (-1, 0)  # of a root
-            if segment.above:
-                parent = segment.above[0]
-                fork = (numbers[parent], segment.depth - parent.depth)
-            plan.append((start, segment.length, *fork, 0))
-            start += segment.length
-
-        ids = [torch.from_numpy(segment.sequence.ids[segment.depth :]) for segment in segments]
-        positions = _ranges([(segment.depth, segment.length) for segment in segments])
-        lines = [0] * len(self.branches)
-        columns = self._columns(lines, starts, self._prompts(segments))
-        return PackedBatch(
-            torch.cat(ids)[None], positions[None], None, torch.tensor(plan), **columns
-        )
-
-    def _columns(self, lines: Sequence[int], starts: dict[_Branch, int], prompts: list[Any]) -> Any:
-        """The fields from `row` on; `lines` has each branch's row."""
-        sequences = [branch.sequence for branch in self.branches]
-        sizes = torch.tensor([len(sequence.tokens) for sequence in sequences])
-        groups = [sequence.group for sequence in sequences]
-        completions = [sequence.completion for sequence in sequences]
-        cells = [branch.cells(starts) for branch in self.branches]
-        return {  # no views: one that is sent to a rank would take its whole storage along
-            "row": torch.tensor([*lines]).repeat_interleave(sizes),
-            "position": _ranges(list(chain.from_iterable(cells))),
-            "targets": torch.cat([sequence.tokens for sequence in sequences]),
-            "group": torch.tensor(groups).repeat_interleave(sizes),
-            "completion": torch.tensor(completions).repeat_interleave(sizes),
-            "index": _ranges([(sequence.place, len(sequence.tokens)) for sequence in sequences]),
-            "prompts": prompts,
-        }
-
-    def _prompts(self, segments: list[_Branch]) -> list[int | None]:
-        """For every root the one group below it, or None."""
-        below: dict[_Branch, set[Any]] = {each: set() for each in segments if not each.above}
-        for branch in self.branches:
-            below[[branch, *branch.above][-1]].add(branch.sequence.group)
-        return [groups.pop() if len(groups) == 1 else None for groups in below.values()]
-
-
-def _ranges(pairs: list[tuple[int, int]]) -> Tensor:
-    """Every `range(start, start + length)`, joined: [sum of lengths] int64."""
-    starts, lengths = torch.tensor(pairs).T
-    shifts = starts - lengths.cumsum(0) + lengths
-    return torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
+    if share_prefix:
+        tree = Tree(segments[segments[:, 1] > 0])  # no length: the beginning of another sequence
+        row: Any = (torch.cat(ids)[None], torch.cat(positions)[None], None, tree)
+        fields: Any = (*row, *joined, prompts)
+        return PackedBatch(*fields)
+    mask = pad_sequence([torch.ones_like(line) for line in ids], batch_first=True)
+    lines: Any = (pad_sequence(ids, batch_first=True), pad_sequence(positions, batch_first=True))
+    fields = (*lines, mask, None, *joined, prompts)
+    return PackedBatch(*fields)
 
 
 # -- Attention over a row of segments --------------------------------------------------------------
-# The cascade: every segment attends causally to itself, then to what it sees of its parent, of its
-# parent's parent, and so on. A softmax over all keys equals the softmaxes over blocks of keys,
-# merged by their log-sum-exps: exactly. On CUDA a level is one kernel call, which copies parents'
-# keys; or several, each of about as many as the row's tokens. The kernels' log-sum-exp has no
-# gradient, so autograd cannot go through the merge. But flash attention's backward makes
-# p = exp(q·k - lse) again, and needs only rowsum(grad·out) besides: from the *merged* output and
-# log-sum-exp it computes the block's part of the whole gradient. As an operator the cascade takes
-# `segments` as data, also compiled.
+# The cascade: every segment attends causally to itself, then to each run of its path above it, from
+# the root down. A softmax over all keys equals the softmaxes over blocks of keys, merged by their
+# log-sum-exps: exactly. On CUDA a level is one kernel call, which copies keys from above; or
+# several, each of about as many as the row's tokens. The kernels' log-sum-exp has no gradient, so
+# autograd cannot go through the merge. But flash attention's backward makes p = exp(q·k - lse)
+# again, and needs only rowsum(grad·out) besides: from the *merged* output and log-sum-exp it
+# computes the block's part of the whole gradient. As an operator the cascade takes the segments as
+# data, also compiled.
 
 
-def _paths(plan: Tensor) -> list[list[range]]:
-    """Of each segment its tokens, then those it sees of its parents."""
-    paths: list[list[range]] = []
-    for start, length, parent, num_seen, _ in plan.tolist():
-        path = [range(start, start + length)]
-        if parent >= 0:
-            path += paths[parent]
-            path[1] = path[1][:num_seen]
+def _paths(segments: Tensor) -> list[list[range]]:
+    """For each segment the runs of the row that it sees, from the root down, its own last."""
+    paths = []
+    path: list[range] = []
+    for start, length, depth, _ in segments.tolist():
+        above = []
+        for run in path:
+            seen = run[:depth]
+            if seen:
+                above.append(seen)
+            depth -= len(seen)
+        path = [*above, range(start, start + length)]
         paths.append(path)
     return paths
+
+
+def _cut(segments: Tensor, kinds: list[int]) -> Tensor:
+    """Segments cut where the kinds of neighbours differ; the last column has the kind."""
+    cut = []
+    for start, length, depth, _ in segments.tolist():
+        for kind, run in groupby(range(start, start + length), key=kinds.__getitem__):
+            num_tokens = len(list(run))
+            cut.append((start, num_tokens, depth, kind))
+            start += num_tokens
+            depth += num_tokens
+    return torch.tensor(cut)
+
+
+def _in_row(segments: Tensor) -> list[tuple[list[range], bool]]:
+    """Paths in the order of the row, and which of them end in an image that sees itself whole."""
+    paths = sorted(zip(segments.tolist(), _paths(segments), strict=True))
+    return [(path, bool(segment[3])) for segment, path in paths]
 
 
 Piece = tuple[range, range]  # tokens of a row: queries, and the keys that they see
@@ -448,11 +375,11 @@ class _Block(NamedTuple):
 @lru_cache(maxsize=16)
 def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
     """The kernel calls of a row, once for both passes of all layers."""
-    segments = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5)
+    segments = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 4)
     blocks = []
     for (level, sees_all), pieces in sorted(_pieces_by_level(segments).items()):
         is_causal = level == 0 and not sees_all
-        for call in _calls(pieces, int(segments[-1, :2].sum()), is_cuda):
+        for call in _calls(pieces, int(segments[:, 1].sum()), is_cuda):
             queries = [piece[0] for piece in call]
             keys = [piece[1] for piece in call]
             lengths = [
@@ -472,14 +399,14 @@ def _cumulative(pieces: Sequence[range], device: torch.device) -> Tensor:
     return torch.tensor(starts, dtype=torch.int32).to(device)
 
 
-def _pieces_by_level(plan: Tensor) -> dict[tuple[int, int], list[Piece]]:
+def _pieces_by_level(segments: Tensor) -> dict[tuple[int, bool], list[Piece]]:
     """Pieces by level (0: of a segment itself) and whether queries see later keys."""
-    levels: dict[tuple[int, int], list[Piece]] = {}
-    for segment, path in zip(plan.tolist(), _paths(plan), strict=True):
-        own = path[0]
-        levels.setdefault((0, segment[4]), []).append((own, own))
-        for level, keys in enumerate(path[1:], 1):
-            pieces = levels.setdefault((level, 0), [])
+    levels: dict[tuple[int, bool], list[Piece]] = {}
+    for path, sees_all in _in_row(segments):
+        own = path[-1]
+        levels.setdefault((0, sees_all), []).append((own, own))
+        for level, keys in enumerate(path[:-1], 1):
+            pieces = levels.setdefault((level, False), [])
             queries = own
             if pieces and pieces[-1][1] == keys and pieces[-1][0].stop == own.start:
                 queries = range(pieces.pop()[0].start, own.stop)
@@ -546,7 +473,10 @@ def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> t
 
 
 def _flash_on_cpu(
-    kernel: Any, tensors: Sequence[Tensor], block: _Block, scale: float
+    kernel: Any,
+    tensors: Sequence[Tensor],
+    block: _Block,
+    scale: float,
 ) -> tuple[Tensor, ...]:
     """Call a kernel for [pieces, H, L, ...] with [pieces * L, H, ...]."""
     pieces = [tensor.unflatten(0, (block.num_pieces, -1)) for tensor in tensors]
@@ -566,7 +496,12 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
 
 @torch.library.custom_op("prefix_attention::cascade", mutates_args=())
 def _cascade(
-    q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, plan: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sink: Tensor | None,
+    plan: Tensor,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention [T, H, D] of a row, and its log-sum-exp [T, H]."""
     out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
@@ -591,9 +526,15 @@ _cascade.register_fake(
 
 @torch.library.custom_op("prefix_attention::cascade_backward", mutates_args=())
 def _cascade_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, plan: Tensor,
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    plan: Tensor,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v: the sum of every block's."""
     dq = q.new_empty(q.shape)
     dk = k.new_empty(k.shape, dtype=_wide(k))
@@ -650,40 +591,55 @@ _cascade.register_autograd(_differentiate, setup_context=_save)
 
 
 def _attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    tree: Tree | None = None,
     **options: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, T, D] -> [B, T, H, D]."""
-    dtype = _computed_in(query.dtype, query.device.type)
+    dtype = _computed_in(query)
     query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    plan = options.get("segments")
     sinks = options.get("s_aux")
     has_softcap = options.get("softcap") is not None
-    if plan is None and sinks is None and not has_softcap:
+    if tree is None and sinks is None and not has_softcap:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    if tree is None:
+        seen = attention_mask
+        if seen is None:
+            ones = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+            seen = ones.tril(key.shape[2] - query.shape[2])
+        return _attend(module, query, key, value, seen, options).transpose(1, 2), None
+    if options.get("dropout"):
+        raise ValueError("rows that share prefixes have no dropout in attention: set it to 0")
 
-    scale = options.get("scaling")
-    if scale is None:
-        scale = query.shape[-1] ** -0.5
-
-    head_size = query.shape[-1]
-    fits = value.shape[-1] <= head_size and _has_kernel(query.device, dtype, head_size)
-    if plan is not None and fits and not has_softcap:
-        window = options.get("sliding_window")
-        if window is None or _longest(plan) <= window:
-            return _in_kernels(query, key, value, sinks, plan, scale), None
-    return _rare().attention(query, key, value, attention_mask, scale, options), None
+    window = options.get("sliding_window")
+    fits = (
+        value.shape[-1] <= query.shape[-1]
+        and _has_kernel(query.device, dtype, query.shape[-1])
+        and not has_softcap
+    )
+    if fits and (window is None or _longest(tree) <= window):
+        return _in_kernels(query, key, value, tree, options), None
+    return _loop(module, query, key, value, tree, options).transpose(1, 2), None
 
 
 def _in_kernels(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, plan: Tensor, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    tree: Tree,
+    options: dict[str, Any],
 ) -> Tensor:
     """The cascade of a row: [1, T, H, D_v]."""
     head_size = value.shape[-1]
     if head_size < query.shape[-1]:  # the kernels want one head size
         value = F.pad(value, (0, query.shape[-1] - head_size))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    out, _ = _cascade(q, k, v, sinks, plan, scale)
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    out, _ = _cascade(q, k, v, options.get("s_aux"), tree.segments, scale)
     return out[None, ..., :head_size]
 
 
@@ -695,111 +651,224 @@ def _has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
 
 
 @torch.compiler.disable
-def _longest(plan: Tensor) -> int:
+def _longest(tree: Tree) -> int:
     """Tokens of the longest path from a root to a leaf."""
-    return max(sum(map(len, path)) for path in _paths(plan))
+    return max(sum(map(len, path)) for path in _paths(tree.segments))
+
+
+# What no flash kernel takes: windows that bind (Mistral, Gemma, gpt-oss), softcaps (Gemma2), fp32
+# on a GPU; in ordinary batches softcaps and sinks.
+
+
+def _attend(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    seen: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """Attention [B, H, L, D] to the keys that are seen, [.., L, K] of bool.
+
+    With a softcap or sinks by the model's own function, which is given next to the layer.
+    """
+    if options.get("softcap") is None and options.get("s_aux") is None:
+        scale = options.get("scaling")
+        return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
+    smallest = torch.finfo(q.dtype).min  # finite: padding may see nothing
+    mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, smallest)
+    file = sys.modules[type(module).forward.__module__]
+    return file.eager_attention_forward(module, q, k, v, mask, **options)[0].transpose(1, 2)
+
+
+@torch.compiler.disable  # which could not follow it
+def _loop(
+    module: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tree: Tree,
+    options: dict[str, Any],
+) -> Tensor:
+    """`_attend` of a row, `QUERY_BLOCK` queries of a segment at a time: [1, H, T, D].
+
+    Each block works on copies of the keys that it sees, which are made again in backward.
+    """
+    window = options.get("sliding_window") or q.shape[2]
+    row = torch.arange(q.shape[2], device=q.device)  # so that the host never waits for the device
+    outs = []
+    for path, sees_all in _in_row(tree.segments):
+        context = torch.cat([row[run.start : run.stop] for run in path])
+        shift = path[-1].stop - len(context)  # from a place on the path to one in the row
+
+        for first in range(path[-1].start - shift, len(context), QUERY_BLOCK):
+            stop = min(first + QUERY_BLOCK, len(context))
+            oldest = max(first - window + 1, 0)
+            newest = len(context) if sees_all else stop
+            keys = context[oldest:newest]
+            queries = q[:, :, shift + first : shift + stop]
+            seen = _seen(row[first:stop, None] - row[oldest:newest], sees_all, window)
+            tensors = (queries, k[:, :, keys], v[:, :, keys], seen)
+            outs.append(checkpoint(_attend, module, *tensors, options, use_reentrant=False))
+    return torch.cat(outs, dim=2)
+
+
+def _seen(distance: Tensor, sees_all: bool, window: int) -> Tensor:
+    """Keys that are seen, of those `distance` [L, K] before their query."""
+    mask = (distance >= 0) | sees_all
+    return mask & (distance < window)
+
+
+# -- Gated delta nets: recurrent layers, whose state goes from a segment to those below it ---------
+
+
+class _Handover:
+    """A gated delta net's cache: takes the states from above, keeps the last one.
+
+    Up to transformers 5.20 the net reads its attributes, from 5.21 on it calls `get_...`.
+    """
+
+    record_past = True  # the way that does not update states in place
+
+    def __init__(self, layer: int, above: Sequence[Any], read: Tensor | None = None):
+        self.layers = {layer: self}
+        self.above = above
+        self.read: Any = read  # by the run that leaves this state
+        # the last inputs of the convolution [B, channels, K - 1]
+        self.inputs: Tensor | None = None
+        # the state of the delta rule [B, heads, d_k, d_v], in a list of one
+        self.recurrent_states: list[Tensor] = []
+        if above:
+            self.inputs = torch.cat([state.inputs for state in above])
+            recurrent = [state.recurrent_states[0] for state in above]
+            self.recurrent_states = [torch.cat(recurrent)]
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Called by the net."""
+        return self.inputs is not None
+
+    def is_recording_past(self, _: int) -> bool:
+        """Called by the net."""
+        return self.record_past
+
+    def get_conv_state(self, _: int, **__: Any) -> Tensor | None:
+        """Called by the net."""
+        return self.inputs
+
+    def get_recurrent_state(self, _: int, **__: Any) -> Tensor | None:
+        """Called by the net."""
+        return self.recurrent_states[0] if self.recurrent_states else None
+
+    def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
+        """Called by the net: inputs with those before."""
+        num_past = conv_kernel_size - 1
+        if self.inputs is None:
+            seen = F.pad(inputs, (num_past, 0))
+        else:
+            seen = torch.cat([self.inputs, inputs], -1)
+
+        self.inputs = seen[..., seen.shape[-1] - num_past :]
+        return seen
+
+    def update_recurrent_state(self, state: Tensor, _: int, **__: Any) -> None:
+        """Called by the net."""
+        self.recurrent_states = [state]
+
+
+@torch.compiler.disable
+def _delta_net(
+    forward: Any,
+    layer: int,
+    hidden_states: Tensor,
+    tree: Tree | None = None,
+    **more: Any,
+) -> Tensor:
+    """The forward of a gated delta net that takes a tree.
+
+    Segments run from fork to fork, roots without forks whole; what is left of them in one batch.
+    """
+    if tree is None:
+        return forward(hidden_states, **more)
+    forks = {path[-2].stop for path in _paths(tree.segments) if len(path) > 1}
+    num_forks = accumulate(place in forks for place in range(hidden_states.shape[1]))
+    states: dict[int, _Handover] = {}  # by the place behind which they stand
+    outs: dict[int, Tensor] = {}  # by the place where they begin
+    leaves = []
+    for path in _paths(_cut(tree.segments, list(num_forks))):
+        own = path[-1]
+        above: Any = [states[run.stop] for run in path[-2:-1]]
+        inputs = hidden_states[:, own.start : own.stop]
+        if above and own.stop not in forks:
+            leaves.append((own, inputs[0], above[0]))
+            continue
+        if above and len(own) == 1:  # would take decoding kernels: with what was read before
+            inputs = torch.cat([above[0].read, inputs], 1)
+            above = above[0].above
+        states[own.stop] = _Handover(layer, above, inputs)
+        outs[own.start] = forward(inputs, states[own.stop])[0, -len(own) :]
+
+    if leaves:
+        runs, parts, above = zip(*leaves, strict=True)
+        batch = pad_sequence(list(parts), batch_first=True)
+        if batch.shape[1] == 1:  # as above
+            batch = F.pad(batch, (0, 0, 0, 1))
+        for run, out in zip(runs, forward(batch, _Handover(layer, above)), strict=True):
+            outs[run.start] = out[: len(run)]
+    return torch.cat([outs[start] for start in sorted(outs)])[None]
 
 
 # -- attach ----------------------------------------------------------------------------------------
 
-# Types of language models that do without training/rare_attention.py, if flash kernels take them.
-COMMON = frozenset({
-    "llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "qwen3_moe", "glm4", "deepseek_v3",
-    "granite", "smollm3",
-})  # fmt: skip
-# Compared with one plain row per completion by the tests; any other type is when it is attached.
-TESTED = COMMON | {
-    "gemma2", "gemma3_text", "gpt_oss", "cohere2", "qwen3_next", "qwen3_5_text", "qwen2_5_vl",
-    "qwen3_vl", "gemma3",
-}  # fmt: skip
-VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})  # with images (LLaVA's text: any)
+VISION = frozenset({"qwen2_5_vl", "qwen3_vl", "gemma3", "llava"})  # whose images the tests compare
 WHOLE_IMAGES = frozenset({"gemma3"})  # whose image tokens see all of their image
-Example = tuple[list[int], dict[str, Any]]  # tokens of a prompt with images, and these as inputs
 
 
-def attach(model: Any, verify: bool = False, example: Example | None = None) -> Any:
+def attach(
+    model: Any,
+    verify: bool = True,
+    example: tuple[list[int], dict[str, Any]] | None = None,
+) -> Any:
     """Swap shared-prefix attention into a Hugging Face causal language model, in place.
 
     Ordinary batches go through sdpa from now on. Dropout outside attention (LoRA's) falls on a
-    prompt once for all its completions. Auxiliary losses of a mixture of experts, which would count
-    a prompt once, are refused.
+    prompt once for all its completions.
 
     Args:
         model: wrapped (DDP, FSDP2, peft) or not; returned.
         verify: compare log-probs and gradients of a few random groups with one plain row per
-            completion; types outside `TESTED` always are. Collective where the model is sharded.
+            completion; False leaves it out. Collective where the model is sharded.
         example: the tokens of a prompt with images, and what the processor makes of these, to
             compare, too; types outside `VISION` need one.
 
     Raises:
-        ValueError: shared prefixes would not be exact for this model; names the reason. Or
-            training/rare_attention.py must be imported first, see `needs_rare_attention`.
+        ValueError: shared prefixes would not be exact for this model; names the reason.
         OutOfMemoryError: there is no room for the comparison.
     """
     base = base_model(model)
-    refused = f"{type(base).__name__} cannot share prefixes: {{}}; go without (share_prefix=False)"
-    reason = _refusal(base)
-    if reason:
-        raise ValueError(refused.format(reason))
-    if needs_rare_attention(base):
-        _rare().prepare(base)
-    _LogprobHead.of(base)
+    for module in base.modules():
+        is_delta_net = type(module).__name__.endswith("GatedDeltaNet")
+        if is_delta_net and getattr(module.forward, "func", None) is not _delta_net:
+            module.forward = partial(_delta_net, module.forward, module.layer_idx)
+
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = base.config.get_text_config(decoder=True)._attn_implementation
-    _use(base, NAME)
-    if not hasattr(base, "shares_prefixes"):
-        base.register_forward_pre_hook(_plan_on_host, with_kwargs=True)
     base.shares_prefixes = True  # on the model: its config may be that of one that is not attached
-    kind = base.config.model_type
-    base.shares_images = example is not None or kind in VISION
-    if verify or kind not in TESTED or (example and kind not in VISION):
-        try:
+    base.shares_images = example is not None or base.config.model_type in VISION
+    try:
+        _refuse(base)
+        _use(base, NAME)
+        if verify:
             _verify(model, example)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever a model that nobody tried does with a row of segments
-            _use(base, before)
-            base.shares_prefixes = False
-            raise ValueError(refused.format(" ".join(str(error).split()))) from error
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever a model that nobody tried does with a row of segments
+        _use(base, before)
+        base.shares_prefixes = False
+        reason = " ".join(str(error).split())
+        refused = f"{type(base).__name__} cannot share prefixes: {reason}"
+        raise ValueError(f"{refused}; go without (share_prefix=False)") from error
     return model
-
-
-def needs_rare_attention(model: Any) -> bool:
-    """Tells for which models training/rare_attention.py must be imported before `attach`.
-
-    Types outside `COMMON`, windows, and on a GPU what no flash kernel takes: fp32, odd head sizes,
-    and anything on a GPU older than Ampere.
-    """
-    base = base_model(model)
-    config = base.config.get_text_config(decoder=True)
-    if config.model_type not in COMMON or _has_window(config):
-        return True
-    if not torch.cuda.is_available():
-        return False
-    head_size = config.hidden_size // config.num_attention_heads
-    for name in ("head_dim", "qk_head_dim"):  # the first may be of the rotated part alone
-        head_size = getattr(config, name, None) or head_size
-    dtype = _computed_in(next(base.parameters()).dtype, "cuda")
-    return not _has_kernel(torch.device("cuda"), dtype, head_size)
-
-
-def _has_window(config: Any) -> bool:
-    is_used = getattr(config, "use_sliding_window", True)
-    return is_used and getattr(config, "sliding_window", None) is not None
-
-
-def is_delta_net(module: nn.Module) -> bool:
-    """Tells a recurrent layer of Qwen3-Next or Qwen3.5."""
-    return type(module).__name__.endswith("GatedDeltaNet")
-
-
-def _plan_on_host(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    # FSDP2 and DDP send every tensor to their device, where each layer would wait for the GPU
-    # to read the plan.
-    if inputs.get("segments") is not None:
-        inputs["segments"] = inputs["segments"].cpu()
-    return args, inputs
 
 
 def base_model(model: Any) -> Any:
@@ -817,53 +886,23 @@ def base_model(model: Any) -> Any:
     return model
 
 
-def _refusal(base: Any) -> str | None:
-    """The reason why prefixes cannot be shared, or None."""
-    if getattr(base.config, "is_encoder_decoder", False):
-        return "it is an encoder-decoder"
-    if not base._can_set_attn_implementation():
-        return "its attention cannot be replaced through transformers' AttentionInterface"
+def _refuse(base: Any) -> None:
+    """Raise a ValueError for what short texts would not show."""
     config = base.config.get_text_config(decoder=True)
     known = {"full_attention", "sliding_attention", "linear_attention"}
     odd = set(getattr(config, "layer_types", None) or ()) - known
     if odd:
-        return f"layers of type {', '.join(sorted(odd))} do not see a whole prefix"
-    ropes = getattr(config, "rope_parameters", None) or {}
-    for rope in (ropes, *ropes.values()):
-        if isinstance(rope, dict) and rope.get("rope_type") in ("longrope", "dynamic"):
-            kind = rope["rope_type"]
-            return f"{kind} position embeddings depend on the longest text of a batch"
-    if _has_window(config) and config.model_type not in TESTED:
+        raise ValueError(f"layers of type {', '.join(sorted(odd))} do not see a whole prefix")
+    rope = re.search("longrope|dynamic", str(getattr(config, "rope_parameters", None)))
+    if rope:
+        raise ValueError(f"{rope[0]} position embeddings depend on the longest text of a batch")
+    is_used = getattr(config, "use_sliding_window", True)
+    if is_used and getattr(config, "sliding_window", None) is not None:
         kinds = {type(module) for module in base.modules() if "Attention" in type(module).__name__}
         if not any("sliding_window=" in inspect.getsource(kind) for kind in kinds):
-            return (
+            raise ValueError(
                 "its sliding window is in the mask alone and does not reach the attention function"
             )
-    if getattr(config, "output_router_logits", False):
-        return (
-            "output_router_logits adds an auxiliary loss that counts forwarded tokens, prompts once"
-        )
-    for name, module in base.named_modules():
-        reason = _refusal_of_module(base, name, module)
-        if reason:
-            return reason
-    return None
-
-
-def _refusal_of_module(base: Any, name: str, module: nn.Module) -> str | None:
-    parent, _, last = name.rpartition(".")
-    share = getattr(module, "attention_dropout", 0.0)
-    if isinstance(module, nn.Dropout) and "att" in last:
-        share = module.p
-    if isinstance(share, float) and share > 0:
-        return f"dropout in attention ({name})"
-
-    kind = type(module).__name__
-    is_recurrent = any(word in kind for word in ("Mamba", "Recurrent", "SSM"))
-    is_recurrent |= isinstance(module, nn.Conv1d | nn.RNNBase)
-    if is_recurrent and not is_delta_net(base.get_submodule(parent)):
-        return f"{name or 'it'} ({kind}) carries a state from token to token"
-    return None
 
 
 def _use(base: Any, name: str) -> None:
@@ -872,75 +911,27 @@ def _use(base: Any, name: str) -> None:
     base.set_attn_implementation({"": name} | names)
 
 
-def _verify(model: Any, example: Example | None) -> None:
-    """Compare shared rows with plain ones through eager attention."""
+def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> None:
+    """Compare log-probs and gradients of shared rows with those of plain ones."""
     base = base_model(model)
-    groups = _trial_groups(base.config)
-    images: dict[str, Any] = {}
-    if example:
-        groups[2] = (example[0], groups[2][1])
-        images = example[1]
     gradients = {weight: weight.grad for weight in base.parameters()}
     was_training = model.training
     model.eval()  # dropout would be another one every time
     try:
-        plain = _trial(model, "eager", groups, images)
-        shared = _trial(model, NAME, groups, images)
+        plain = _trial(model, "eager", example)
+        shared = _trial(model, NAME, example)
     finally:
         model.train(was_training)
         for weight, gradient in gradients.items():
             weight.grad = gradient
 
-    is_half = _LogprobHead.of(base).dtype in HALF
+    is_half = _computed_in(base.get_output_embeddings().weight) in HALF
     limit = 5e-2 if is_half else 1e-4
     errors = _errors(plain, shared, is_half)
     if not all(error <= limit for error in errors):  # NaN is over it, too
         raise ValueError(
             f"log-probs or gradients differ from plain rows by {max(errors):.2g}, over {limit:.0e}"
         )
-
-
-def _trial_groups(config: Any) -> list[tuple[list[int], list[list[int]]]]:
-    """Three groups of random words."""
-    kinds = ("image_token_id", "video_token_id", "audio_token_id")
-    placeholders = [getattr(config, kind, None) for kind in kinds]
-    vocab_size = min(config.get_text_config(decoder=True).vocab_size, 1000)
-    words = sorted(set(range(vocab_size)).difference(placeholders))
-    generator = random.Random(0)
-    groups = []
-    for lengths in ((9, 5, 2, 7), (4, 6, 3), (6, 5, 3)):
-        texts = [generator.choices(words, k=length) for length in lengths]
-        groups.append((texts[0], texts[1:]))
-    return groups
-
-
-def _trial(model: Any, attention: str, groups: Groups, images: dict[str, Any]) -> list[Tensor]:
-    """Log-probs of the groups, then this rank's gradients, where weights have any."""
-    base = base_model(model)
-    base.zero_grad()
-    _use(base, attention)
-    device = device_of(base)
-    row = pack(groups, share_prefix=attention == NAME, apart={2})[0].to(device)
-    inputs: dict[str, Any] = {}
-    for name, value in images.items():  # as often as the third group's prompt is there
-        inputs[name] = torch.cat([value.to(device)] * row.prompts.count(2))
-
-    with torch.enable_grad():  # whatever the caller's mode
-        if row.segments is not None:
-            logprobs = completion_logprobs(model, row, **inputs)
-        else:
-            logits = model(**_inputs(base, row, inputs)).logits[row.row, row.position]
-            logprobs = -F.cross_entropy(logits.float(), row.targets, reduction="none")
-        if logprobs.requires_grad:
-            logprobs.backward(torch.linspace(-1, 1, len(logprobs)).to(logprobs))
-    results = [logprobs.detach()]
-    for weight in base.parameters():
-        gradient: Any = weight.grad
-        if hasattr(gradient, "to_local"):
-            gradient = gradient.to_local()
-        if gradient is not None:
-            results.append(gradient.clone())
-    return results
 
 
 def _errors(plain: list[Tensor], shared: list[Tensor], is_half: bool) -> list[float]:
@@ -957,6 +948,48 @@ def _errors(plain: list[Tensor], shared: list[Tensor], is_half: bool) -> list[fl
     return errors
 
 
+def _trial_groups(config: Any) -> list[Any]:
+    """Three groups of random words."""
+    vocab_size = config.get_text_config(decoder=True).vocab_size
+    words = range(vocab_size // 2, vocab_size * 3 // 4)  # placeholders of images stand at the ends
+    draw = random.Random(0).choices
+    groups = []
+    for num, *lengths in ((9, 5, 2, 7), (8, 6, 3), (7, 5, 4)):
+        groups.append((draw(words, k=num), [draw(words, k=length) for length in lengths]))
+    return groups
+
+
+def _trial(
+    model: Any,
+    attention: str,
+    example: tuple[list[int], dict[str, Any]] | None,
+) -> list[Tensor]:
+    """Log-probs of the trial's groups, then this rank's gradients."""
+    base = base_model(model)
+    groups = _trial_groups(base.config)
+    images: dict[str, Any] = {}
+    if example:
+        groups[2] = (example[0], groups[2][1])
+        images = example[1]
+
+    base.zero_grad()
+    _use(base, attention)
+    device = device_of(base)
+    row = pack(groups, share_prefix=attention == NAME, apart={2})[0].to(device)
+    inputs: dict[str, Any] = {}
+    for name, value in images.items():  # as often as the third group's prompt is there
+        inputs[name] = torch.cat([value.to(device)] * row.prompts.count(2))
+    with torch.enable_grad():  # whatever the caller's mode
+        logprobs = completion_logprobs(model, row, **inputs)
+        if logprobs.requires_grad:
+            logprobs.backward(torch.linspace(-1, 1, len(logprobs)).to(logprobs))
+    results = [logprobs.detach()]
+    for weight in base.parameters():
+        if weight.grad is not None:
+            results.append(getattr(weight.grad, "_local_tensor", weight.grad).clone())
+    return results
+
+
 def device_of(model: nn.Module) -> torch.device:
     """The device that computes; FSDP2 may keep weights elsewhere."""
     weight: Any = next(model.parameters())
@@ -968,230 +1001,25 @@ def device_of(model: nn.Module) -> torch.device:
 # -- Log-probabilities -----------------------------------------------------------------------------
 
 
-class _Logits(NamedTuple):
-    """Logits of the head's product z: factor·z, or cap·tanh(factor·z / cap)."""
+class _Asked(NamedTuple):
+    """Asks a model for log-probs and entropies in place of logits."""
 
-    factor: float
-    cap: float | None = None
-    forbidden: Tensor | None = None  # tokens without probability
-
-
-class _TokenLogprobs(torch.autograd.Function):
-    """Log softmax at the targets, and entropies, of a head's `_factors`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, targets: Tensor, rule: _Logits, with_entropy: bool, *factors: Tensor
-    ) -> tuple[Tensor, ...]:
-        logprobs = factors[0].new_empty(len(targets), dtype=_wide(factors[0]))
-        normalizers = torch.empty_like(logprobs)
-        entropies = torch.zeros_like(logprobs)
-        for part, logits in _chunks(rule, factors):
-            found = _read(logits, targets[part, None], with_entropy)
-            logprobs[part], normalizers[part], entropies[part] = found
-        ctx.rule = rule
-        ctx.save_for_backward(targets, normalizers, entropies, *factors)
-        ctx.set_materialize_grads(False)  # None for what no loss reads, most often entropies
-        return logprobs, entropies
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
-        targets, normalizers, entropies, *factors = ctx.saved_tensors
-        grad = torch.zeros_like(normalizers) if grad is None else grad
-        xs, weights = _halves(factors)
-        dxs = list(map(torch.empty_like, xs))
-        dws: list[Tensor | None] = []
-        wanted = ctx.needs_input_grad[-len(weights) :]
-        for weight, is_wanted in zip(weights, wanted, strict=True):
-            dws.append(torch.zeros_like(weight, dtype=normalizers.dtype) if is_wanted else None)
-
-        for part, logits in _chunks(ctx.rule, factors):  # backward makes the logits again
-            columns = (targets[part, None], normalizers[part, None], entropies[part, None])
-            g = grad[part, None] * ctx.rule.factor
-            h = None if entropy_grad is None else entropy_grad[part, None] * ctx.rule.factor
-            dz = _derive(logits, *columns, g, h, ctx.rule.cap, weights[0].dtype)
-            for x, weight, dx, dw in zip(xs, weights, dxs, dws, strict=True):
-                torch.mm(dz, weight, out=dx[part])
-                if dw is not None:
-                    torch.addmm(dw, dz.T, x[part], out=dw, **_summed_in(dw, x))
-        return None, None, None, *dxs, *dws  # autograd casts sums to the dtype of their weight
-
-
-def _halves(factors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The xs and the weights of `_factors`."""
-    num = len(factors) // 2
-    return factors[:num], factors[num:]
-
-
-def _summed_in(total: Tensor, x: Tensor) -> dict[str, Any]:
-    """CUDA's option to sum products of 16-bit factors in fp32."""
-    return {} if x.dtype == total.dtype else {"out_dtype": total.dtype}
-
-
-@_fused
-def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, log Σ exp and entropies (or zeros), each [n]."""
-    top = logits.amax(-1, keepdim=True)
-    # compiled, in place would cost a pass
-    shifted = logits - top if logits.is_cuda else logits.sub_(top)
-    chosen = shifted.gather(-1, targets)[:, 0]
-    p = shifted.exp() if with_entropy else shifted.exp_()
-    total = p.sum(-1)
-    log_total = total.log()
-    if with_entropy:  # Σ p·logit by no product that autocast would round
-        entropies = log_total - p.mul_(shifted).sum(-1) / total
-    else:
-        entropies = torch.zeros_like(total)
-    return chosen - log_total, top[:, 0] + log_total, entropies
-
-
-@_fused
-def _derive(
-    logits: Tensor, targets: Tensor, normalizers: Tensor, entropies: Tensor,
-    g: Tensor, h: Tensor | None, cap: Any, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """g·(onehot - p) - h·p·(log p + entropy) [n, V], by a softcap's slope; g, h are gradients."""
-    logprobs = logits.gather(-1, targets) - normalizers
-    chosen = torch.expm1(logprobs) * -g  # of more digits than the sum dz + g
-    slope = None if cap is None else 1 - (logits / cap).square_()
-    shifted = logits - normalizers if logits.is_cuda else logits.sub_(normalizers)
-    if h is not None:
-        chosen = chosen - logprobs.exp() * (logprobs + entropies) * h
-        g = (shifted + entropies).mul_(h).add_(g)
-    dz = shifted.exp_().mul_(-g)
-    if slope is not None:
-        dz = dz.mul_(slope)
-        chosen = chosen * slope.gather(-1, targets)
-    return dz.to(dtype).scatter_(-1, targets, chosen.to(dtype))
-
-
-def _chunks(rule: _Logits, factors: Sequence[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """Chunks of tokens and their logits [n, V], in the same memory."""
-    xs, weights = _halves(factors)
-    num_tokens = len(xs[0])
-    vocab_size = len(weights[0])
-    kind = "cuda" if xs[0].is_cuda else "cpu"
-    size = max(1, HEAD_CHUNK[kind] // vocab_size)
-    memory = xs[0].new_empty(min(size, num_tokens), vocab_size, dtype=_wide(xs[0]))
-    wider = _summed_in(memory, xs[0])
-    for start in range(0, num_tokens, size):
-        part = slice(start, start + size)
-        x = xs[0][part]
-        logits = memory[: len(x)]
-        torch.mm(x, weights[0].T, out=logits, **wider)
-        for x, weight in zip(xs[1:], weights[1:], strict=True):
-            torch.addmm(logits, x[part], weight.T, out=logits, **wider)
-
-        if rule.cap is not None:
-            logits.mul_(rule.factor / rule.cap).tanh_().mul_(rule.cap)
-        elif rule.factor != 1:
-            logits.mul_(rule.factor)
-        if rule.forbidden is not None:
-            logits.index_fill_(-1, rule.forbidden, NEVER)
-        yield part, logits
-
-
-@dataclass(eq=False)
-class _LogprobHead:
-    """A head's forward; with `cells`, gives log-probs [1, N, 1], and keeps entropies [N]."""
-
-    head: Any
-    original: Any
-    cells: Tensor | None = None  # flat positions, among all that reach the head
-    logprobs_of: Any = None
-    found: Any = None  # log-probs and entropies
-    dtype: torch.dtype | None = None  # that the model computes in
-
-    @classmethod
-    def of(cls, base: Any) -> "_LogprobHead":
-        """The one on the model's head, installed where there is none."""
-        head = base.get_output_embeddings()
-        if head is None:
-            raise ValueError(f"{type(base).__name__} has no language-model head")
-        if not isinstance(head.forward, cls):
-            # not a module around it: parameters keep their names
-            head.forward = cls(head, head.forward)
-        return head.forward
-
-    @torch.compiler.disable
-    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if self.cells is None:
-            return self.original(hidden, *args, **kwargs)
-        self.dtype = _computed_in(hidden.dtype, hidden.device.type)
-        factors = _factors(self.head, hidden.flatten(0, 1).index_select(0, self.cells))
-        # CUDA sums products of 16-bit factors in fp32.
-        dtype = self.dtype if hidden.is_cuda else _wide(hidden)
-        self.found = self.logprobs_of(*[factor.to(dtype) for factor in factors])
-        return self.found[0][None, :, None]
-
-    def gave(self, logits: Tensor) -> bool:
-        """True if a model returns the answer as it is."""
-        if self.found is None:
-            return False
-        return torch.equal(logits[0, :, 0].nan_to_num(), self.found[0].nan_to_num())
-
-
-def _factors(head: Any, hidden: Tensor) -> list[Tensor]:
-    """A head as [x, x', ..., W, W', ...], logits x·Wᵀ + x'·W'ᵀ + ..."""
-    if hasattr(head, "modules_to_save"):  # peft: a trained copy beside the original
-        trained = head.modules_to_save
-        head = head.original_module if head.disable_adapters else trained[head.active_adapters[0]]
-    has_lora = hasattr(head, "lora_A")
-    linear = head.get_base_layer() if has_lora else head
-    if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
-        raise ValueError(
-            f"the language-model head is a {type(linear).__name__}, not a plain linear layer"
-        )
-
-    xs = [hidden]
-    weights = [linear.weight]
-    if linear.bias is not None:
-        xs.append(hidden.new_ones(len(hidden), 1))
-        weights.append(linear.bias[:, None])
-    if has_lora and head.disable_adapters and head.merged:
-        head.unmerge()
-    if has_lora and not head.disable_adapters and not head.merged:
-        for name in head.active_adapters:
-            if name in head.lora_A:
-                if name in head.lora_variant or head.lora_B[name].bias is not None:
-                    odd = "an adapter other than plain LoRA (DoRA, or with a bias)"
-                    raise ValueError(f"the language-model head has {odd}")
-                down = head.lora_A[name]
-                low_rank = down(head.lora_dropout[name](hidden.to(down.weight.dtype)))
-                xs.append((low_rank * head.scaling[name]).to(hidden.dtype))
-                weights.append(head.lora_B[name].weight.to(hidden.dtype))
-    return [*xs, *weights]
-
-
-@contextmanager
-def _bare_logits(base: Any, temperature: float, forbidden: Any) -> Iterator[_Logits]:
-    """Take the rule for logits out of the model and its config, and yield it."""
-    softcap = getattr(base.config, "final_logit_softcapping", None)
-    scale = getattr(base, "logit_scale", 1.0)
-    divisor = 1.0
-    if base.config.model_type.startswith("granite"):  # other families multiply by the same field
-        divisor = getattr(base.config, "logits_scaling", 1.0)
-    own = vars(base.config)  # written directly, as a config may refuse None
-    neutral = [
-        (own, "final_logit_softcapping", softcap, None),
-        (vars(base), "logit_scale", scale, 1.0),
-        (own, "logits_scaling", divisor, 1.0),
-    ]
-
-    with ExitStack() as stack:
-        for attributes, name, value, without in neutral:
-            if value != without:
-                stack.callback(attributes.update, {name: value})
-                attributes[name] = without
-        # With z = scale·x / T and c = cap / T, cap·tanh(scale·x / cap) / T is c·tanh(z / c).
-        cap = None if softcap is None else softcap / temperature
-        yield _Logits(scale / divisor / temperature, cap, forbidden)
+    cells: Tensor  # [N], as in a row
+    targets: Tensor  # [N]
+    temperature: float
+    forbidden: Sequence[int]  # tokens without probability
+    with_entropy: bool
 
 
 def completion_logprobs(
-    model: Any, row: PackedBatch, temperature: float = 1.0, return_entropy: bool = False,
-    forbidden: Sequence[int] = (), inputs_embeds: Tensor | None = None, **images: Any,
-) -> Any:  # fmt: skip
+    model: Any,
+    row: PackedBatch,
+    temperature: float = 1.0,
+    return_entropy: bool = False,
+    forbidden: Sequence[int] = (),
+    inputs_embeds: Tensor | None = None,
+    **images: Any,
+) -> Any:
     """log p(token | what is before) for every completion token of a row.
 
     Args:
@@ -1209,45 +1037,199 @@ def completion_logprobs(
         differentiable. With `return_entropy` a pair: those, and the entropies [N], nats.
 
     Raises:
-        ValueError: arguments that do not fit, a shared row without `attach`, a head not linear.
+        ValueError: arguments that do not fit, a shared row without `attach`, logits that do not
+            come from the head alone.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
     base = base_model(model)
-    head = _LogprobHead.of(base)
+    if getattr(base.forward, "func", None) is not _forward:  # is reached through every wrapper
+        base.forward = wraps(base.forward)(partial(_forward, base, base.forward))
     inputs = _inputs(base, row, images, inputs_embeds)
-    not_sampled = torch.tensor(forbidden, device=row.targets.device) if forbidden else None
-    with _bare_logits(base, temperature, not_sampled) as rule:
-        head.cells = _keep_predicting(base, row, inputs)
-        head.logprobs_of = partial(_TokenLogprobs.apply, row.targets, rule, return_entropy)
-        try:
-            answer = model(**inputs).logits
-            if not head.gave(answer):
-                raise ValueError(
-                    f"{type(base).__name__} changes its logits after the head in an unknown way"
-                )
-            entropies = head.found[1]
-        finally:
-            head.cells = None
-            head.found = None
-    return (answer[0, :, 0], entropies) if return_entropy else answer[0, :, 0]
+    asked = _Asked(row.cells, row.targets, temperature, forbidden, return_entropy)
+    logprobs, entropies = model(asked=asked, **inputs)
+    return (logprobs, entropies) if return_entropy else logprobs
 
 
-def _keep_predicting(base: Any, row: PackedBatch, inputs: dict[str, Any]) -> Tensor:
-    """Flat places [N] among what reaches the head; others do not."""
-    if "logits_to_keep" not in inspect.signature(base.forward).parameters:
-        return row.row * row.input_ids.shape[1] + row.position
-    kept, column = row.position.unique(return_inverse=True)
-    inputs["logits_to_keep"] = kept
-    return row.row * len(kept) + column
+def _forward(
+    base: Any,
+    original: Any,
+    *args: Any,
+    asked: _Asked | None = None,
+    **inputs: Any,
+) -> Any:
+    """A model's forward; with `asked` it gives log-probs and entropies, each [N]."""
+    if asked is None:
+        return original(*args, **inputs)
+    inputs = {name: value for name, value in inputs.items() if value is not None}
+    if not hasattr(base, "has_known_logits"):
+        _check_logits(base, original, inputs)
+        base.has_known_logits = True
+    hidden = base.base_model(**inputs).last_hidden_state
+    return _in_chunks(base, hidden.flatten(0, 1).index_select(0, asked.cells), asked)
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def _check_logits(base: Any, original: Any, inputs: dict[str, Any]) -> None:
+    """Compare logits with the model's own, once.
+
+    Raises:
+        ValueError: they differ.
+    """
+    outputs: list[Any] = []
+    hook = base.base_model.register_forward_hook(lambda *call: outputs.append(call[-1]))
+    if "logits_to_keep" in inspect.signature(original).parameters:
+        inputs = inputs | {"logits_to_keep": 1}
+    theirs = original(**inputs).logits[:, -1].float()
+    hook.remove()
+    ours = _logits(base, outputs[0].last_hidden_state[:, -1]).float()
+    if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True):
+        name = type(base).__name__
+        raise ValueError(f"{name} changes its logits after the head in an unknown way")
+
+
+@torch.compiler.disable
+def _in_chunks(base: Any, hidden: Tensor, asked: _Asked) -> tuple[Tensor, ...]:
+    """Log-probs and entropies [N]; backward makes the logits of each chunk again."""
+    kind = "cuda" if hidden.is_cuda else "cpu"
+    vocab_size = base.config.get_text_config(decoder=True).vocab_size
+    size = max(1, HEAD_CHUNK[kind] // vocab_size)
+    parts = []
+    for chunk in zip(hidden.split(size), asked.targets.split(size), strict=True):
+        parts.append(checkpoint(_token_stats, base, *chunk, asked, use_reentrant=False))
+    logprobs, entropies = zip(*parts, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _token_stats(
+    base: Any,
+    hidden: Tensor,
+    targets: Tensor,
+    asked: _Asked,
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies of a chunk, each [n]."""
+    logits = _logits(base, hidden)
+    if asked.temperature != 1:
+        logits = logits.div_(asked.temperature)
+    if asked.forbidden:
+        forbidden = torch.tensor(asked.forbidden, device=logits.device)
+        logits = logits.index_fill_(-1, forbidden, NEVER)
+    return _Stats.apply(logits, targets[:, None], asked.with_entropy)
+
+
+def _logits(base: Any, hidden: Tensor) -> Tensor:
+    """The model's logits [n, V], fp32 or fp64, in memory of their own."""
+    with _WideProducts():
+        logits = base.get_output_embeddings()(hidden)
+    logits = logits.to(_wide(logits))
+    factor = getattr(base, "logit_scale", 1.0)
+    if base.config.model_type.startswith("granite"):  # other families multiply by the same field
+        factor = 1 / getattr(base.config, "logits_scaling", 1.0)
+    if factor != 1:
+        logits = logits.mul_(factor)
+    cap = getattr(base.config, "final_logit_softcapping", None)
+    if cap is not None:
+        logits = cap * logits.div_(cap).tanh_()
+    return logits
+
+
+class _WideProducts(TorchFunctionMode):
+    """Lets linear layers give fp32 for 16-bit factors, in which CUDA sums their products."""
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch for each of its functions."""
+        if function is F.linear and _computed_in(args[0]) in HALF:
+            return _linear32(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+
+def _linear32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    dtype = _computed_in(x)
+    with torch.autocast(x.device.type, enabled=False):
+        if x.is_cuda:
+            product = _Product32.apply(x.to(dtype), weight.to(dtype))
+        else:
+            product = F.linear(x.float(), weight.float())
+    return product if bias is None else product + bias
+
+
+class _Product32(torch.autograd.Function):
+    """x·Wᵀ of [n, K] and [V, K] in 16 bits, given in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        return grad @ weight, grad.T @ x if ctx.needs_input_grad[1] else None
+
+
+class _Stats(torch.autograd.Function):
+    """Log softmax at the targets [n, 1], and entropies, of logits [n, V]: two [n]."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool) -> Any:
+        logprobs, normalizers, entropies = _read(logits, targets, with_entropy)
+        ctx.save_for_backward(logits, targets, normalizers, entropies)
+        ctx.set_materialize_grads(False)  # None for what no loss reads, most often entropies
+        return logprobs[:, 0], entropies[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, entropy_grad: Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: they are made again
+        g = torch.zeros_like(saved[2]) if grad is None else grad[:, None]
+        h = None if entropy_grad is None else entropy_grad[:, None]
+        return _derive(*saved, g, h), None, None
+
+
+@_fused
+def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs, log Σ exp of the logits left behind, and entropies (or zeros), each [n, 1]."""
+    normalizers = logits.logsumexp(-1, keepdim=True)
+    if logits.is_cuda:  # compiled, in place would cost a pass
+        logp = logits - normalizers
+    else:
+        logp = logits.sub_(normalizers)
+        normalizers = torch.zeros_like(normalizers)
+    entropies = torch.zeros_like(normalizers)
+    if with_entropy:  # Σ p·log p by no product that autocast would round
+        entropies = -logp.exp().mul_(logp).sum(-1, keepdim=True)
+    return logp.gather(-1, targets), normalizers, entropies
+
+
+@_fused
+def _derive(
+    logits: Tensor,
+    targets: Tensor,
+    normalizers: Tensor,
+    entropies: Tensor,
+    g: Tensor,
+    h: Tensor | None,
+) -> Tensor:
+    """g·(onehot - p) - h·p·(log p + entropy) [n, V]; g and h [n, 1] are gradients."""
+    logp = logits - normalizers if logits.is_cuda else logits
+    slope = g
+    if h is not None:
+        slope = (logp + entropies).mul_(h).add_(g)
+    return logp.exp_().mul_(-slope).scatter_add_(-1, targets, g)
 
 
 def _inputs(
-    base: Any, row: PackedBatch, images: dict[str, Any], inputs_embeds: Tensor | None = None
+    base: Any,
+    row: PackedBatch,
+    images: dict[str, Any],
+    inputs_embeds: Tensor | None = None,
 ) -> dict[str, Any]:
     """A model's arguments for a row: token ids, or features instead."""
+    if base.get_output_embeddings() is None:
+        raise ValueError(f"{type(base).__name__} has no language-model head")
     inputs = {"use_cache": False, **images}
-    if row.segments is not None:
+    if row.tree is not None:
         inputs |= _shared_inputs(base, row, images)
     else:  # as any model's own attention takes it
         inputs["attention_mask"] = row.attention_mask
@@ -1262,31 +1244,31 @@ def _inputs(
     shape = row.input_ids.shape
     if inputs_embeds.shape[:-1] != shape:
         raise ValueError(f"inputs_embeds {[*inputs_embeds.shape]} of a row of {[*shape]} tokens")
-    if hasattr(base.base_model, "rope_deltas"):
-        # without ids it would shift positions by the images of an earlier row
-        inputs["position_ids"] = row.position_ids
-    return inputs | {"inputs_embeds": inputs_embeds}
+    # without ids Qwen-VL would shift positions by the images of an earlier row
+    return inputs | {"inputs_embeds": inputs_embeds, "position_ids": row.position_ids}
 
 
 def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
-    """A row's plan, its positions, and a mask that says nothing."""
+    """A row's tree, its positions, and a mask that says nothing."""
     in_use = base.config.get_text_config()._attn_implementation
     if in_use != NAME or not getattr(base, "shares_prefixes", False):
         raise ValueError(
             "this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)"
         )
+    kind = base.config.model_type
     if images and not base.shares_images:
-        kind = base.config.model_type
         raise ValueError(f"a {kind} with images: attach(model, example=...) first, to compare it")
-    inputs = {
-        "segments": row.segments,
-        "position_ids": row.position_ids,
-        # 4-D: handed through
-        "attention_mask": row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool),
-    }
-    if images and RARE:
-        inputs |= RARE.inputs_of_images(base, row, images)
-    return inputs
+    tree: Any = row.tree
+    positions = row.position_ids
+    if images and kind in WHOLE_IMAGES:
+        tree = Tree(_cut(tree.segments, _kinds(base, row.input_ids[0]).tolist()))
+    if any(name.endswith("_grid_thw") for name in images):
+        positions = _rope_positions(base, row, tree, images)
+    says_nothing = row.input_ids.new_ones(1, 1, 1, 1, dtype=torch.bool)  # 4-D: handed through
+    return {"tree": tree, "position_ids": positions, "attention_mask": says_nothing}
+
+
+# -- Images ----------------------------------------------------------------------------------------
 
 
 def _kinds(base: Any, ids: Tensor) -> Tensor:
@@ -1294,3 +1276,25 @@ def _kinds(base: Any, ids: Tensor) -> Tensor:
     is_image = ids == base.config.image_token_id
     is_video = ids == getattr(base.config, "video_token_id", -1)
     return is_image.int() + 2 * is_video.int()
+
+
+def _rope_positions(base: Any, row: PackedBatch, tree: Tree, images: dict[str, Any]) -> Tensor:
+    """M-RoPE positions [3, 1, T]: the model's own of roots, and shifted by their images below."""
+    paths = _paths(tree.segments)
+    roots = [row.input_ids[0, path[0].start : path[0].stop] for path in paths if len(path) == 1]
+    ids = pad_sequence(roots, batch_first=True, padding_value=-2)
+    mask = (ids >= 0).long()
+    of_roots, deltas = base.model.get_rope_index(
+        ids, _kinds(base, ids), **images, attention_mask=mask
+    )
+
+    positions = row.position_ids.expand(3, 1, -1).clone()
+    root = -1
+    for path in paths:
+        own = positions[:, 0, path[-1].start : path[-1].stop]
+        if len(path) > 1:
+            own += deltas[root]
+        else:
+            root += 1
+            own[:] = of_roots[:, root, : len(path[0])]
+    return positions

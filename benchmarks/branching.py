@@ -30,7 +30,6 @@ sys.path.insert(0, str(ROOT))
 
 import torch
 
-import training.rare_attention  # noqa: F401  # for fp32 where there is a GPU
 from benchmarks.common import durations, median, memory_mb, report
 from benchmarks.prefix_attention import SIZES, make_model
 from prefix_attention import PackedBatch, attach, completion_logprobs, pack

@@ -23,6 +23,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +35,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import training.rare_attention  # noqa: F401  # for fp32 where there is a GPU
 from benchmarks.common import (
     Rows,
     Skipped,
@@ -47,10 +47,10 @@ from benchmarks.common import (
 )
 from benchmarks.prefix_attention import SIZES, forest_attention, grouper_attention
 from prefix_attention import (
+    _Asked,
     _attention,
-    _Logits,
+    _in_chunks,
     _paths,
-    _TokenLogprobs,
     attach,
     completion_logprobs,
     pack,
@@ -112,10 +112,10 @@ class Attention:
         self.device, self.prompt, self.length = device, prompt, prompt + completion
         completions = [[n] * (completion + 1) for n in range(size)]
         (row,) = pack([([g] * prompt, completions) for g in range(num_groups)])
-        assert row.segments is not None
-        self.plan = row.segments
-        paths = sorted(_paths(self.plan), key=lambda path: path[-1].start)  # by group
-        places = [[*chain(*reversed(path))] for path in paths]
+        assert row.tree is not None
+        self.tree = row.tree
+        paths = sorted(_paths(self.tree.segments), key=lambda path: path[0].start)  # by group
+        places = [[*chain(*path)] for path in paths]
         self.rows = torch.tensor(places, device=device)  # [completions, length]
         together = [self.rows[n * size : (n + 1) * size] for n in range(num_groups)]
         self.groups = torch.stack(
@@ -197,7 +197,7 @@ def cascade(case: Attention) -> Variant:
 
     def forward() -> Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in inputs)
-        return _attention(nn.Module(), q, k, v, None, segments=case.plan)[0][0]
+        return _attention(nn.Module(), q, k, v, None, tree=case.tree)[0][0]
 
     return Variant(inputs, forward, case.from_row, is_shared=True)
 
@@ -256,7 +256,7 @@ def flex(case: Attention) -> Variant:
 
     def forward() -> Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in inputs)
-        return forest_attention(None, q, k, v, None, case.plan, case.scale)[0][0]
+        return forest_attention(None, q, k, v, None, case.tree, case.scale)[0][0]
 
     return Variant(inputs, forward, case.from_row, is_shared=True)
 
@@ -415,7 +415,12 @@ def by_chunks(product: Any, num_logits: int, case: Head) -> Tensor:
 
 def ours(with_entropy: bool, case: Head) -> Tensor:
     """The one of prefix_attention.py."""
-    return _TokenLogprobs.apply(case.targets, _Logits(1.0), with_entropy, case.x, case.weight)[0]
+    text = SimpleNamespace(vocab_size=len(case.weight))
+    config = SimpleNamespace(model_type="", get_text_config=lambda decoder: text)
+    head = partial(F.linear, weight=case.weight)
+    base = SimpleNamespace(config=config, get_output_embeddings=lambda: head)
+    asked = _Asked(case.targets, case.targets, 1.0, (), with_entropy)
+    return _in_chunks(base, case.x, asked)[0]
 
 
 def written_down(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -39,9 +39,17 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import AttentionInterface, Qwen3Config, Qwen3ForCausalLM
 
-import training.rare_attention  # noqa: F401  # for fp32 where there is a GPU
 from benchmarks.common import Rows, device_here, durations, median, memory_mb, report, reset_peak
-from prefix_attention import NAME, PackedBatch, _attention, attach, completion_logprobs, pack
+from prefix_attention import (
+    NAME,
+    PackedBatch,
+    Tree,
+    _attention,
+    _paths,
+    attach,
+    completion_logprobs,
+    pack,
+)
 from recipes.flash4 import use_flash_attention_4
 
 Groups = list[tuple[list[int], list[list[int]]]]
@@ -109,13 +117,14 @@ def make_model(size: str, device: torch.device) -> Any:
 
 def padded_logprobs(model: Any, row: PackedBatch) -> Tensor:
     """(a), by the model's own logits from the first position that predicts."""
-    first = int(row.position.min())
+    line, position = row.cells // row.input_ids.shape[1], row.cells % row.input_ids.shape[1]
+    first = int(position.min())
     logits = model(
         input_ids=row.input_ids,
         attention_mask=row.attention_mask,
         logits_to_keep=row.input_ids.shape[1] - first,
     ).logits
-    chosen = logits[row.row, row.position - first].float()
+    chosen = logits[line, position - first].float()
     return chosen.gather(-1, row.targets[:, None])[:, 0] - chosen.logsumexp(-1)
 
 
@@ -156,14 +165,13 @@ def grouper_attention(
 @lru_cache(maxsize=2)
 def forest_mask(plan: bytes, device: torch.device) -> Any:
     """flex_attention's mask of a row, none of whose segments has more than one above it."""
-    start, length, parent, seen, _ = (
-        torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 5).T
-    )
-    own = torch.arange(len(start)).repeat_interleave(length)
-    first = torch.where(parent < 0, 0, start[parent])[own].to(
-        device
-    )  # of what is seen of the parent
-    behind, own = first + torch.where(parent < 0, 0, seen)[own].to(device), own.to(device)
+    paths = _paths(torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 4))
+    paths.sort(key=lambda path: path[-1].start)
+    own = torch.arange(len(paths)).repeat_interleave(torch.tensor([len(p[-1]) for p in paths]))
+    above = [path[0] if len(path) > 1 else range(0) for path in paths]
+    first = torch.tensor([run.start for run in above])[own].to(device)
+    behind = torch.tensor([run.stop for run in above])[own].to(device)
+    own = own.to(device)
 
     def sees(_: Tensor, __: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return ((own[query] == own[key]) & (query >= key)) | (
@@ -185,12 +193,12 @@ def forest_attention(
     key: Tensor,
     value: Tensor,
     _: Any,
-    segments: Tensor,
+    tree: Tree,
     scaling: float,
     **__: Any,
 ) -> tuple[Tensor, None]:
     """(d)'s rows by flex_attention."""
-    mask = forest_mask(segments.cpu().numpy().tobytes(), query.device)
+    mask = forest_mask(tree.segments.numpy().tobytes(), query.device)
     out = compiled(flex_attention)(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=True
     )

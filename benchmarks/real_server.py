@@ -43,7 +43,6 @@ from build_tiny import build, build_tokenizer
 from launch import LocalServer
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import training.rare_attention  # noqa: F401  # for fp32 where there is a GPU
 from benchmarks.common import Rows, device_here, durations, median
 from benchmarks.local_server import local_server
 from benchmarks.prefix_attention import SIZES

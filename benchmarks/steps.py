@@ -29,7 +29,6 @@ sys.path.insert(0, str(ROOT))
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import training.rare_attention  # noqa: F401  # for fp32 where there is a GPU
 from benchmarks.common import Rows, durations, median, memory_mb, peak_flops, reset_peak
 from config import TrainConfig
 from prefix_attention import PackedBatch, attach, pack

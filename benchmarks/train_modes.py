@@ -221,7 +221,7 @@ def kind_of(event: Any) -> str:
         event = event.cpu_parent
     if any("prefix_attention::" in name for name in names):
         return "attention" if any("flash_attention" in name for name in names) else "merge"
-    return "head" if any("_TokenLogprobs" in name for name in names) else "rest"
+    return "head" if any(name.startswith(("_Stats", "_Product32")) for name in names) else "rest"
 
 
 def shares(is_quick: bool) -> dict[str, Any]:

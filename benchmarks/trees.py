@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-import training.rare_attention  # noqa: F401  # for fp32 where there is a GPU
 from benchmarks.branching import Pairs, make_job
 from benchmarks.common import Rows, Skipped, device_here, durations, median, memory_mb, reset_peak
 from benchmarks.prefix_attention import SIZES, make_groups, make_model

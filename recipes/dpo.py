@@ -15,7 +15,6 @@ import torch
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import training.rare_attention  # noqa: F401  # for models of any family
 from prefix_attention import attach, completion_logprobs, pack
 
 BATCH_SIZE = 8

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import training.rare_attention  # noqa: F401  # for models of any family
 from prefix_attention import attach, completion_logprobs, pack
 
 

@@ -82,7 +82,6 @@ POLICY = {
     "optimizer.py": "AdamW, its schedule",
     "low_memory.py": "8 and 4 bits",
     "vision.py": "models that see",
-    "rare_attention.py": "a few model families",
     "checkpoints.py": "save, load",
     "intact.py": "checks checkpoints",
 }
@@ -108,7 +107,7 @@ SERVING = {
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "evaluation.py", "vision.py",
-    "rare_attention.py", "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
+    "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
     "adapter.py", "own_advantages.py",
 }  # fmt: skip
 

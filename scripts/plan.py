@@ -9,7 +9,7 @@ import re
 import shlex
 import weakref
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
@@ -30,7 +30,7 @@ import prefix_attention
 from config import TrainConfig, UserError
 from prefix_attention import attach, base_model, completion_logprobs, pack
 from training.lora import add_lora
-from training.model import import_rare_attention, load_model_config
+from training.model import load_model_config
 
 GB = 1e9
 CONTEXT_GB = 0.6  # CUDA's own, and cuBLAS's workspaces
@@ -82,29 +82,16 @@ class ByteCounter(TorchDispatchMode):
         self.now -= num_bytes
 
 
-def _with_data(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function run on real tensors, whose values it looks at."""
-
-    def call(*args: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args)
-
-    return call
-
-
 @contextmanager
 def _without_values() -> Iterator[None]:
     """Let prefix_attention.py run without data."""
     module: Any = prefix_attention
-    keep_predicting = module._keep_predicting
-    gave = module._LogprobHead.gave
-    module._keep_predicting = _with_data(keep_predicting)
-    module._LogprobHead.gave = lambda *_: True
+    check = module._check_logits
+    module._check_logits = lambda *_: None
     try:
         yield
     finally:
-        module._keep_predicting = keep_predicting
-        module._LogprobHead.gave = gave
+        module._check_logits = check
 
 
 @contextmanager
@@ -112,9 +99,7 @@ def _as_on_a_gpu() -> Iterator[None]:
     """Let prefix_attention.py take the ways that it takes on a GPU."""
     module: Any = prefix_attention
     read, derive = module._read, module._derive
-    # These two are compiled on a GPU, and allocate nothing in between. Nor does their branch for a
-    # CPU, which works in place.
-    module._read, module._derive = _by_cpu_branch(read), _by_cpu_branch(derive)
+    module._read, module._derive = _read, _derive
     fakes: Any = FakeTensor
     fakes.is_cuda = True
     try:
@@ -124,18 +109,14 @@ def _as_on_a_gpu() -> Iterator[None]:
         module._read, module._derive = read, derive
 
 
-def _by_cpu_branch(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function take its branch for a CPU."""
+def _read(logits: Tensor, targets: Tensor, _: bool) -> tuple[Tensor, ...]:
+    """Like prefix_attention._read compiled, which allocates nothing in between."""
+    return tuple(torch.empty_like(targets, dtype=logits.dtype) for _ in range(3))
 
-    def call(*args: Any) -> Any:
-        fakes: Any = FakeTensor
-        fakes.is_cuda = False
-        try:
-            return function(*args)
-        finally:
-            fakes.is_cuda = True
 
-    return call
+def _derive(logits: Tensor, *_: Any) -> Tensor:
+    """Like prefix_attention._derive compiled."""
+    return torch.empty_like(logits)
 
 
 def _without_data(model: nn.Module) -> None:
@@ -262,8 +243,7 @@ class OnPaper:
         kind = _as_on_a_gpu() if on_gpu else nullcontext()
         with _without_values(), kind, FakeTensorMode(allow_non_fake_inputs=True):
             _without_data(model)
-            import_rare_attention(model)
-            attach(model)
+            attach(model, verify=False)
             for weight in model.parameters():
                 counter.count(weight)
                 if has_gradients and weight.requires_grad:  # as from a batch's second row on

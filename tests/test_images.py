@@ -45,7 +45,6 @@ from rollouts.processor import load_processor
 from rollouts.rollouts import Rollouts
 from rollouts.sampling import sample_group
 from train import train_batch
-from training import rare_attention
 from training.batching import Dealer, micro_batches
 from training.model import (
     build_policy,
@@ -614,7 +613,7 @@ def test_a_model_that_must_be_compared(vlm, monkeypatch, capsys):
             token_logprobs(policy, micro.packed, micro.images, config),
         )
         monkeypatch.setattr(
-            rare_attention, "rope_positions", lambda base, row, inputs: row.position_ids
+            prefix_attention, "_rope_positions", lambda base, row, *_: row.position_ids
         )
         assert not share_prefixes(policy, config, groups[0].prompt).share_prefix
     assert "share_prefix is off" in capsys.readouterr().out

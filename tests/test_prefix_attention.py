@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import math
 import re
-import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +14,9 @@ import torch._dynamo.testing
 import transformers
 from helpers import ROOT
 from test_prefix_models import (
-    FAMILIES,
     SIZES,
     assert_equal_gradients,
+    bare_head,
     gradients,
     make_agents,
     make_groups,
@@ -26,19 +26,20 @@ from test_prefix_models import (
     shared_rows,
     stock,
 )
+from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import prefix_attention
 from prefix_attention import (
     PackedBatch,
+    Tree,
+    _Asked,
+    _in_chunks,
     attach,
     completion_logprobs,
-    needs_rare_attention,
     num_packed_tokens,
     pack,
 )
-from training import rare_attention
-from training.model import import_rare_attention
 
 GROUPS = [
     ([5, 6, 7], [[8, 9, 2], [2], []]),
@@ -100,7 +101,7 @@ def test_order_and_numbers():
     rows = pack(GROUPS, 16, share_prefix=False)
     assert torch.cat([row.index for row in rows]).tolist() == list(range(len(FLAT)))
     for row in rows:  # pickled for other ranks, a view would take its whole storage along
-        for name in ("row", "position", "targets", "group", "completion", "index"):
+        for name in ("cells", "targets", "group", "completion", "index"):
             column = getattr(row, name)
             assert column.untyped_storage().nbytes() == column.nbytes, name
     completions = torch.cat([row.completion for row in rows]).tolist()
@@ -119,20 +120,16 @@ def test_refusals():
 
 def paths(row):
     """For each completion token of a shared row: the tokens it is conditioned on, walked from the segments alone."""
-    plan = row.segments.tolist()
-    tokens = row.input_ids[0].tolist()
-    found = []
-    for position in row.position.tolist():
-        number = next(
-            n for n, (start, length, *_) in enumerate(plan) if start <= position < start + length
-        )
-        context = tokens[plan[number][0] : position + 1]
-        while (number := (above := plan[number])[2]) >= 0:
-            start = plan[number][0]
-            context = tokens[start : start + above[3]] + context
-        assert row.position_ids[0, position] == len(context) - 1
-        found.append(context)
-    return found
+    contexts = {}
+    path: list[int] = []
+    for start, length, depth, _ in row.tree.segments.tolist():
+        path = path[:depth]
+        for place in range(start, start + length):
+            path = [*path, place]
+            contexts[place] = row.input_ids[0, path].tolist()
+            assert row.position_ids[0, place] == len(path) - 1
+    assert contexts.keys() == set(range(row.num_tokens))
+    return [contexts[place] for place in row.cells.tolist()]
 
 
 BRANCHING = [
@@ -165,9 +162,8 @@ def test_every_token_stands_below_its_own_context(max_tokens):
         ]
 
 
-def test_nothing_is_forwarded_twice(monkeypatch):
+def test_nothing_is_forwarded_twice():
     """As many tokens as there are different contexts in a row."""
-    monkeypatch.setattr(prefix_attention, "MIN_SAVED", 0)
     groups = [*GROUPS, ([5, 6], BRANCHING), *make_agents()]
     for few in (groups[:2], groups[:3], groups[3:]):
         whole = [prompt + ids[:-1] for prompt, ids in pairs(few)]
@@ -180,16 +176,12 @@ def test_nothing_is_forwarded_twice(monkeypatch):
     ]
     alike = [([1, 2, 3], [[5, 6, 7, 8], [5, 6, 7, 9]])]
     assert [row.num_tokens for row in pack(alike, 8)] == [3 + 3]
-    assert [row.num_tokens for row in pack(GROUPS[::-1], 16)] == [11 + 5, 14]
-    assert [row.num_tokens for row in pack(GROUPS[::-1], 14)] == [
-        11,
-        14,
-        5,
-    ]  # the first group split
+    assert [row.num_tokens for row in pack(GROUPS[::-1], 22)] == [17 + 5]
+    assert [row.num_tokens for row in pack(GROUPS[::-1], 16)] == [11, 14, 5]  # the first is split
 
 
-def test_sharing_among_groups_never_costs():
-    """A prompt is not forwarded again because of a beginning that it shares with others; nor ever with its images."""
+def test_sharing_among_groups():
+    """A system prompt once for all groups, each prompt once for its completions; with images apart."""
     system = [1] * 100
     groups = [
         ([*system, *[10 + n] * 10], [[20 + 16 * n + c] * 300 for c in range(16)]) for n in range(4)
@@ -197,33 +189,22 @@ def test_sharing_among_groups_never_costs():
     alone = [num_packed_tokens([group]) for group in groups]
     assert alone == [110 + 16 * 299] * 4
     assert num_packed_tokens(groups) == sum(alone) - 3 * 100
-    sees = ([1] * 30, [[20 + c] * 1000 for c in range(4)])
-    assert num_packed_tokens([sees]) == 4 * (30 + 999)
-    assert num_packed_tokens([sees], apart={0}) == 30 + 4 * 999
-    assert [row.prompts for row in pack([sees], apart={0})] == [[0]]
+    assert num_packed_tokens(groups, apart=range(4)) == sum(alone)
+    (row,) = pack(groups, apart=range(4))
+    assert sorted(row.prompts) == [0, 1, 2, 3]
+    (row,) = pack(groups)
+    assert row.prompts == [None]
 
 
-def test_what_saves_little_is_not_shared():
-    """Two answers of 100 tokens that begin with the same two: a piece more for 2 % of the tokens; with ten it is 10."""
-    answers = [[8, 9, *[10 + n] * 99] for n in range(2)]
-    (few,), (more,) = (
-        pack([([1], answers)]),
-        pack([([1], [[*[7] * 10, *answer] for answer in answers])]),
-    )
-    assert few.segments is not None
-    assert more.segments is not None
-    assert few.segments.tolist() == [[0, 101, -1, 0, 0], [101, 101, -1, 0, 0]]
-    assert more.segments.tolist() == [[0, 111, -1, 0, 0], [111, 98, 0, 13, 0]]
-    assert num_packed_tokens([([1], answers)]) == 202
-
-
-def test_what_is_common_meets():
-    """Of two system prompts each stands in one row, though its groups come in turn."""
+def test_groups_stay_in_order():
+    """Two system prompts, each once in a row of its groups."""
     systems = [[1 + n] * 20 for n in range(2)]
-    groups = [([*systems[n % 2], 30 + n], [[40 + n], [50 + n] * 3]) for n in range(10)]
+    groups = [([*systems[n // 5], 30 + n], [[40 + n], [50 + n] * 3]) for n in range(10)]
     rows = pack(groups, 20 + 5 * 3)
-    assert [row.group.unique().tolist() for row in rows] == [[0, 2, 4, 6, 8], [1, 3, 5, 7, 9]]
+    assert [row.group.unique().tolist() for row in rows] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     assert [row.num_tokens for row in rows] == [35, 35]
+    groups = [([5] * 6, [[6] * 3]), ([5] * 9, [[6] * 2]), ([7], [[8] * 2])]
+    assert [row.group.unique().tolist() for row in pack(groups, 10)] == [[0], [1], [2]]
 
 
 def test_a_completion_stays_whole_where_it_fits():
@@ -238,51 +219,37 @@ def test_the_longest_history_is_one_segment():
     """Turns whose thoughts are stripped branch off the longest one, which a second level of calls sees."""
     groups = [([1, 2], [[([1, 2, *range(20, 20 + 4 * n)], [10 + n] * 3) for n in range(5)]])]
     (row,) = pack(groups)
-    assert row.segments is not None
-    assert row.segments.tolist() == [
-        [0, 20, -1, 0, 0],
-        *([20 + 2 * n, 2, 0, 2 + 4 * n, 0] for n in range(4)),
+    assert row.tree is not None
+    assert row.tree.segments.tolist() == [
+        [0, 20, 0, 0],
+        *([26 - 2 * n, 2, 2 + 4 * n, 0] for n in (3, 2, 1, 0)),
     ]
     blocks = prefix_attention._blocks(
-        row.segments.numpy().tobytes(), torch.device("cpu"), is_cuda=True
+        row.tree.segments.numpy().tobytes(), torch.device("cpu"), is_cuda=True
     )
-    assert [block.level for block in blocks] == [
-        0,
-        1,
-        1,
-    ]  # of 28 tokens, the histories together have 32
-    assert [block.num_pieces for block in blocks] == [5, 3, 1]
-
-
-def test_first_fit_goes_back_to_a_row_with_room():
-    groups = [([5] * 6, [[6] * 3]), ([5] * 9, [[6] * 2]), ([7], [[8] * 2])]
-    assert [row.group.unique().tolist() for row in pack(groups, 10)] == [[0, 2], [1]]
+    assert [block.level for block in blocks] == [0, 1, 1]  # of 28 tokens; together they see 32
+    assert [block.num_pieces for block in blocks] == [5, 2, 2]
 
 
 def test_empty_completions_only():
     assert pack([([5, 6], [[], []])]) == []
 
 
-def test_rows_are_laid_out_by_depth():
-    """Each prompt with its longest completion, then the others, which see the prompt, in the given order."""
+def test_rows_are_laid_out_by_level():
+    """Each prompt with its longest completion, then the others, which see the prompt."""
     groups = [
         ([1, 2, 3], [[11, 12, 13], [14, 15]]),
         ([4, 5], [[16, 17, 18]]),
         ([6], [[19], [20, 21, 22]]),
     ]
     (row,) = pack(groups)
-    assert row.segments is not None
-    assert row.input_ids[0].tolist() == [1, 2, 3, 11, 12, 4, 5, 16, 17, 6, 20, 21, 14]
-    assert row.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2, 3]
-    assert row.segments.tolist() == [
-        [0, 5, -1, 0, 0],
-        [5, 4, -1, 0, 0],
-        [9, 3, -1, 0, 0],
-        [12, 1, 0, 3, 0],
-    ]
+    assert row.tree is not None
+    assert row.input_ids[0].tolist() == [1, 2, 3, 11, 12, 6, 20, 21, 4, 5, 16, 17, 14]
+    assert row.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 3, 3]
+    assert row.tree.segments.tolist() == [[0, 5, 0, 0], [12, 1, 3, 0], [5, 3, 0, 0], [8, 4, 0, 0]]
     assert row.targets.tolist() == [11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22]
-    assert row.position.tolist() == [2, 3, 4, 2, 12, 6, 7, 8, 9, 9, 10, 11]
-    assert row.prompts == [0, 1, 2]
+    assert row.cells.tolist() == [2, 3, 4, 2, 12, 9, 10, 11, 5, 5, 6, 7]
+    assert row.prompts == [0, 2, 1]
 
 
 @pytest.mark.parametrize("max_tokens", [None, 40])
@@ -295,12 +262,13 @@ def test_rows_of_single_segments(max_tokens):
     ]
     rows: list[Any] = pack(alone, max_tokens, apart=range(len(alone)))
     assert all(
-        (row.segments[:, 2] == -1).all() and row.num_tokens <= (max_tokens or 1000) for row in rows
+        (row.tree.segments[:, 2] == 0).all() and row.num_tokens <= (max_tokens or 1000)
+        for row in rows
     )
     lengths = [
         len(prompt) + len(c) - 1 for prompt, completions in make_groups() for c in completions if c
     ]
-    assert sorted(length for row in rows for length in row.segments[:, 1].tolist()) == sorted(
+    assert sorted(length for row in rows for length in row.tree.segments[:, 1].tolist()) == sorted(
         lengths
     )
     plain, ours = make_model("Qwen3", stock("Qwen3")), attach(make_model("Qwen3"))
@@ -316,7 +284,7 @@ def test_a_tree_of_any_depth():
     """A hand-made row: 3 tokens, below them 5 and 4, below the first 2 of the 5 another 1; against each path alone."""
     model = attach(make_model("Llama"))
     ids = torch.randint(3, 97, (13,), generator=torch.Generator().manual_seed(0))
-    segments = torch.tensor([[0, 3, -1, 0, 0], [3, 5, 0, 3, 0], [8, 1, 1, 2, 0], [9, 4, 0, 3, 0]])
+    tree = Tree(torch.tensor([[0, 3, 0, 0], [3, 5, 3, 0], [8, 1, 5, 0], [9, 4, 3, 0]]))
     positions = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 5, 3, 4, 5, 6]])
     leaf_paths = ([0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 8], [0, 1, 2, 9, 10, 11, 12])
     row = torch.zeros(13, dtype=torch.long)
@@ -324,8 +292,7 @@ def test_a_tree_of_any_depth():
         ids[None],
         positions,
         None,
-        segments,
-        row,
+        tree,
         torch.arange(13),
         ids.roll(-1),
         row,
@@ -357,9 +324,12 @@ def test_chunks_equal_the_whole_head(chunk, softcap, reads_entropy, monkeypatch)
     ]
     x, w, low, up, bias = tensors
     targets = torch.randint(97, (23,), generator=generator)
-    rule = prefix_attention._Logits(0.5 / 0.7, None if softcap is None else softcap / 0.7)
-    factors = (x, low, torch.ones(23, 1, dtype=torch.float64), w, up, bias[:, None])
-    logprobs, entropies = prefix_attention._TokenLogprobs.apply(targets, rule, True, *factors)
+    head = lambda x: x[:, :8] @ w.T + x[:, 8:] @ up.T + bias
+    base = bare_head(head, 97, final_logit_softcapping=softcap)
+    base.logit_scale = 0.5
+    logprobs, entropies = _in_chunks(
+        base, torch.cat([x, low], 1), _Asked(targets, targets, 0.7, (), True)
+    )
     z = 0.5 * (x @ w.T + low @ up.T + bias)
     logits = (z if softcap is None else softcap * torch.tanh(z / softcap)) / 0.7
     expected = logits.log_softmax(-1)[range(23), targets]
@@ -417,9 +387,10 @@ def test_entropies_are_fp32_under_autocast():
     """1e-5 nats, as of sums in fp32; a product in bf16 would be off by 2⁻⁹ of the logits."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(*shape, generator=generator) for shape in ((23, 64), (4001, 64)))
-    targets, rule = torch.zeros(23, dtype=torch.long), prefix_attention._Logits(1 / 4)
+    targets = torch.zeros(23, dtype=torch.long)
+    base = bare_head(partial(F.linear, weight=w), 4001)
     with torch.autocast("cpu", torch.bfloat16):
-        _, entropies = prefix_attention._TokenLogprobs.apply(targets, rule, True, x, w)
+        _, entropies = _in_chunks(base, x, _Asked(targets, targets, 4.0, (), True))
     expected = torch.distributions.Categorical(logits=x.double() @ w.double().T / 4).entropy()
     torch.testing.assert_close(entropies.double(), expected, rtol=0, atol=1e-5)
 
@@ -471,13 +442,8 @@ def tiny_bart():
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
-        (lambda: tiny("Mamba", state_size=4), "carries a state from token to token"),
-        (lambda: tiny("Bloom"), "takes no position_ids|cannot be replaced"),
-        (lambda: tiny("Llama", attention_dropout=0.1), "dropout in attention"),
-        (
-            lambda: tiny("GPT2", attn_pdrop=0.1),
-            "dropout in attention .transformer.h.0.attn.attn_dropout",
-        ),
+        (lambda: tiny("Mamba", state_size=4), ""),
+        (lambda: tiny("Bloom"), ""),
         (
             lambda: tiny(
                 "Llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -488,8 +454,7 @@ def tiny_bart():
             lambda: tiny("Qwen2Moe", use_sliding_window=True, sliding_window=8, num_experts=4),
             "window is in the mask",
         ),
-        (lambda: tiny("Qwen3Moe", output_router_logits=True, num_experts=4), "auxiliary loss"),
-        (lambda: tiny_bart(), "encoder-decoder"),
+        (lambda: tiny_bart(), ""),
         (
             lambda: tiny("Llama4Text", num_local_experts=2, interleave_moe_layer_step=1),
             "chunked_attention",
@@ -504,18 +469,30 @@ def test_attach_refuses(build, reason):
         attach(build())
 
 
+@pytest.mark.parametrize("build", [
+    lambda: tiny("Llama", attention_dropout=0.1), lambda: tiny("GPT2", attn_pdrop=0.1),
+])  # fmt: skip
+def test_dropout_in_attention_is_refused(build):
+    """Rows that share prefixes would be without: while it is there, and not after."""
+    model = attach(build())
+    (row,) = pack(make_groups())
+    with pytest.raises(ValueError, match="no dropout in attention"):
+        completion_logprobs(model.train(), row)
+    completion_logprobs(model.eval(), row)
+
+
 def test_completions_may_branch_at_every_token():
     """Each one a token longer than the one before, alone and with an end of its own."""
     answer = [3 + i % 90 for i in range(1500)]
     (row,) = pack([([1, 2], [answer[:length] for length in range(1, 1501)])])
-    assert row.segments is not None
+    assert row.tree is not None
     assert row.num_tokens == 2 + 1499
     assert row.position_ids[0].tolist() == list(range(1501))
     assert len(row.targets) == 1500 * 1501 // 2
     (row,) = pack([([1, 2], [[*answer[:length], 95, 96] for length in range(1500)])], 10_000)
-    assert row.segments is not None
+    assert row.tree is not None
     assert row.num_tokens == 2 + 1499 + 1500
-    assert len(row.segments) == 1500
+    assert len(row.tree.segments) == 1500
 
 
 def test_another_model_of_the_same_config_is_not_attached():
@@ -610,12 +587,12 @@ def test_verification_notices_wrong_gradients(monkeypatch):
         attach(make_model("Llama"), verify=True)
 
 
-def test_a_type_that_nobody_tested_is_always_verified(monkeypatch):
-    monkeypatch.setattr(prefix_attention, "TESTED", frozenset())
+def test_every_model_is_verified(monkeypatch):
     own = lambda *row, blocks=prefix_attention._blocks: [b for b in blocks(*row) if b.level == 0]
     monkeypatch.setattr(prefix_attention, "_blocks", own)
     with pytest.raises(ValueError, match="differ from plain rows"):
         attach(make_model("Llama"))
+    attach(make_model("Llama"), verify=False)
 
 
 class NormHead(torch.nn.Linear):
@@ -623,26 +600,28 @@ class NormHead(torch.nn.Linear):
         return torch.nn.functional.linear(x, torch.nn.functional.normalize(self.weight))
 
 
-def test_odd_heads_are_refused():
-    from peft import LoraConfig, get_peft_model
-
-    (row,) = pack(make_groups(), share_prefix=False)
+def test_odd_heads():
+    """The head runs as it is."""
     model = make_model("Qwen3")
     model.lm_head = NormHead(32, 97, bias=False)
-    with pytest.raises(ValueError, match="NormHead, not a plain linear layer"):
-        completion_logprobs(model, row)
-    with pytest.raises(ValueError, match="an adapter other than plain LoRA"):
-        completion_logprobs(
-            get_peft_model(
-                make_model("Qwen3"), LoraConfig(target_modules=["lm_head"], use_dora=True)
-            ),
-            row,
-        )
+    attach(model)
+    got, expected = shared_rows(model, make_groups()), plain_rows(model, make_groups())
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert_equal_gradients(gradients(model, got), gradients(model, expected), 1e-5)
 
 
 @pytest.mark.parametrize(
     "kind",
-    ["two adapters", "adapter elsewhere", "merged", "merged and off", "trained copy", "rslora"],
+    [
+        "two adapters",
+        "adapter elsewhere",
+        "merged",
+        "merged and off",
+        "trained copy",
+        "rslora",
+        "dora",
+        "bias",
+    ],
 )
 def test_adapters_of_the_head(kind):
     """Whatever peft does to a head, the log-probs are those of its own forward."""
@@ -664,7 +643,12 @@ def test_adapters_of_the_head(kind):
         if kind == "trained copy"
         else {}
     )
-    model = get_peft_model(attach(make_model("Qwen3")), lora(use_rslora=kind == "rslora", **copied))
+    model = get_peft_model(
+        attach(make_model("Qwen3")),
+        lora(
+            use_rslora=kind == "rslora", use_dora=kind == "dora", lora_bias=kind == "bias", **copied
+        ),
+    )
     if kind == "two adapters":
         model.add_adapter("other", lora(lora_alpha=3))
         model.base_model.set_adapter(["default", "other"])
@@ -687,7 +671,7 @@ def test_adapters_of_the_head(kind):
 @pytest.mark.parametrize("block", [1, 3, 512])
 def test_blocks_of_queries(block, monkeypatch):
     """Windows that bind by one token, in blocks smaller than a segment."""
-    monkeypatch.setattr(rare_attention, "QUERY_BLOCK", block)
+    monkeypatch.setattr(prefix_attention, "QUERY_BLOCK", block)
     for family in ("Mistral", "Gemma2", "GptOss"):
         plain, shared = make_model(family, stock(family)), attach(make_model(family))
         for length in (
@@ -809,67 +793,6 @@ def test_gradients_that_are_nan_are_refused(monkeypatch):
         attach(make_model("Llama", stock("Llama")), verify=True)
 
 
-# -- the second file -------------------------------------------------------------------------------------------------
-
-RARE = {"Mistral", "Gemma2", "Gemma3", "GptOss", "Cohere2", "Qwen3Next", "Qwen3_5"}
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_rare_families_need_the_second_file(family, monkeypatch):
-    """Without it they are refused when they are attached; the others never miss it."""
-    monkeypatch.setattr(prefix_attention, "RARE", None)
-    model = make_model(family)
-    assert needs_rare_attention(model) == (family in RARE)
-    if family in RARE:
-        with pytest.raises(ValueError, match="import training.rare_attention first"):
-            attach(model)
-        return
-    groups = [*make_groups(), *make_agents()]
-    expected = plain_rows(make_model(family, stock(family)), groups)
-    got = shared_rows(attach(model, verify=True), groups)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_what_no_flash_kernel_takes_needs_the_second_file(monkeypatch):
-    """On a GPU: fp32 without autocast, head sizes no multiple of 8 or over 256, old GPUs."""
-    full, half = make_model("Llama"), make_model("Llama", dtype=torch.bfloat16)
-    deepseek = make_model("DeepseekV3", dtype=torch.bfloat16)  # heads of 16 + 8, head_dim is 8
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert needs_rare_attention(full)
-    assert not needs_rare_attention(half)
-    for head_dim, is_rare in ((12, True), (256, False), (264, True), (None, False)):
-        half.config.head_dim = head_dim  # None: hidden_size / num_attention_heads, 8
-        assert needs_rare_attention(half) == is_rare
-    assert not needs_rare_attention(deepseek)
-    deepseek.config.qk_head_dim = 20
-    assert needs_rare_attention(deepseek)
-
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
-    assert not needs_rare_attention(full)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert needs_rare_attention(full)
-
-
-def test_what_is_seen_only_in_a_forward_is_not_silent(monkeypatch):
-    """A softcap under a name that no rule knows."""
-    model = attach(make_model("Gemma2"))
-    monkeypatch.setattr(prefix_attention, "RARE", None)
-    for share_prefix in (True, False):
-        (row,) = pack(make_groups(), share_prefix=share_prefix)
-        with pytest.raises(ValueError, match="import training.rare_attention first"):
-            completion_logprobs(model, row)
-
-
-def test_the_trainer_imports_the_second_file_where_it_is_needed(monkeypatch):
-    monkeypatch.setattr(prefix_attention, "RARE", None)
-    monkeypatch.delitem(sys.modules, "training.rare_attention")
-    import_rare_attention(make_model("Llama"))
-    assert prefix_attention.RARE is None
-    import_rare_attention(make_model("Gemma2"))
-    assert prefix_attention.RARE is sys.modules["training.rare_attention"]
-
-
 # -- mutations -------------------------------------------------------------------------------------------------------
 # Each takes a function and returns it with a fault.
 
@@ -916,12 +839,12 @@ def swapped(calls):
 
 
 def uncut(paths):
-    """A branch sees all of its parent."""
+    """A branch sees all of the path before."""
 
-    def broken(plan):
-        plan, is_below = plan.clone(), plan[:, 2] >= 0
-        plan[is_below, 3] = plan[plan[is_below, 2], 1]
-        return paths(plan)
+    def broken(segments):
+        segments = segments.clone()
+        segments[segments[:, 2] > 0, 2] = 1000
+        return paths(segments)
 
     return broken
 
@@ -941,27 +864,30 @@ def run_together(pieces_by_level):
     return broken
 
 
+def in_row(batch):
+    """The lengths of segments in the order of the row."""
+    return [length for _, length, *_ in sorted(batch.tree.segments.tolist())]
+
+
 def from_zero(shared):
     """Positions begin at 0 in every segment."""
 
-    def broken(self):
-        batch = shared(self)
-        positions = [torch.arange(length) for length in batch.segments[:, 1].tolist()]
+    def broken(*args):
+        batch = shared(*args)
+        positions = [torch.arange(length) for length in in_row(batch)]
         return dataclasses.replace(batch, position_ids=torch.cat(positions)[None])
 
     return broken
 
 
-def below_roots(shared):
-    """The parent of a branch is its root."""
+def too_early(shared):
+    """A branch does not see the last token before it."""
 
-    def broken(self):
-        batch = shared(self)
-        plan = batch.segments.clone()
-        for segment in plan:
-            while segment[2] >= 0 and plan[segment[2], 2] >= 0:
-                segment[2] = plan[segment[2], 2]
-        return dataclasses.replace(batch, segments=plan)
+    def broken(*args):
+        batch = shared(*args)
+        segments = batch.tree.segments.clone()
+        segments[:, 2] = (segments[:, 2] - 1).clamp(min=0)
+        return dataclasses.replace(batch, tree=Tree(segments))
 
     return broken
 
@@ -969,10 +895,20 @@ def below_roots(shared):
 def reordered(shared):
     """The tokens of segments stand in the opposite order."""
 
-    def broken(self):
-        batch = shared(self)
-        pieces = batch.input_ids[0].split(batch.segments[:, 1].tolist())
+    def broken(*args):
+        batch = shared(*args)
+        pieces = batch.input_ids[0].split(in_row(batch))
         return dataclasses.replace(batch, input_ids=torch.cat(pieces[::-1])[None])
+
+    return broken
+
+
+def one_before(shared):
+    """Tokens are predicted a place too early."""
+
+    def broken(*args):
+        batch = shared(*args)
+        return dataclasses.replace(batch, cells=(batch.cells - 1).clamp(min=0))
 
     return broken
 
@@ -993,17 +929,7 @@ def zeroed(attribute):
     return make
 
 
-def too_late(runs):
-    """Branches go on from the end of their parent instead of their fork."""
-
-    def broken(plan):
-        ends = [plan[parent][1] if parent >= 0 else 0 for _, _, parent, _, _ in plan]
-        return runs([[*segment[:3], end, 0] for segment, end in zip(plan, ends, strict=True)])
-
-    return broken
-
-
-OURS, SECOND = prefix_attention, rare_attention
+OURS = prefix_attention
 MUTATIONS: list[tuple[str, str, Any, str, Any]] = [
     ("the merge", "Llama", torch, "logaddexp", lambda right: lambda a, b: a),
     ("the weight of a part", "Llama", OURS, "_merge", heavier),
@@ -1013,27 +939,26 @@ MUTATIONS: list[tuple[str, str, Any, str, Any]] = [
     ("causality", "Llama", OURS, "_flash_on_cpu",
      lambda right: lambda kernel, q, block, scale: right(kernel, q, block._replace(is_causal=False), scale)),
     ("the pieces of a call", "Llama", OURS, "_calls", swapped),
-    ("positions", "Llama", OURS._Row, "_shared", from_zero),
-    ("where a branch leaves its parent", "Llama", OURS, "_paths", uncut),
-    ("the parent's parents", "Llama", OURS, "_paths",
-     lambda right: lambda plan: [path[:2] + path[3:] for path in right(plan)]),
-    ("the ancestor rule", "Llama", OURS, "_pieces_by_level", run_together),
-    ("the parent's number", "Llama", OURS._Row, "_shared", below_roots),
-    ("the order of tokens", "Llama", OURS._Row, "_shared", reordered),
-    ("the source of first tokens", "Llama", OURS._Branch, "cells",
-     lambda right: lambda self, starts: [(max(first - 1, 0), num) for first, num in right(self, starts)]),
-    ("the window", "Mistral", SECOND, "_mask",
+    ("positions", "Llama", OURS, "_laid_out", from_zero),
+    ("where a branch leaves its path", "Llama", OURS, "_paths", uncut),
+    ("the root", "Llama", OURS, "_pieces_by_level",
+     lambda right: lambda segments: {level: pieces for level, pieces in right(segments).items() if level[0] < 2}),
+    ("who sees what", "Llama", OURS, "_pieces_by_level", run_together),
+    ("the depth", "Llama", OURS, "_laid_out", too_early),
+    ("the order of tokens", "Llama", OURS, "_laid_out", reordered),
+    ("the cells", "Llama", OURS, "_laid_out", one_before),
+    ("the window", "Mistral", OURS, "_seen",
      lambda right: lambda distance, sees_all, window: right(distance, sees_all, window + 1)),
-    ("the loop's mask", "Gemma2", SECOND, "_mask",
-     lambda right: lambda distance, sees_all, window: right(distance + 1, sees_all, window and window + 1)),
+    ("the loop's mask", "Gemma2", OURS, "_seen",
+     lambda right: lambda distance, sees_all, window: right(distance + 1, sees_all, window + 1)),
     ("softcap", "Gemma2", torch, "tanh", lambda right: lambda x: right(x) / 2),  # not times the cap, which is 2
-    ("logit softcap", "Gemma3", OURS, "_derive", lambda right: lambda *args: right(*args[:6], None, args[7])),
+    ("logit softcap", "Gemma3", torch.Tensor, "tanh_", lambda right: lambda x: right(x) / 2),
+    ("the gradient of logits", "Llama", OURS, "_derive", lambda right: lambda *args: right(*args) * 1.1),
     ("sinks", "GptOss", OURS, "_merge", sinks_off_by_one),
     ("the gradient of sinks", "GptOss", OURS, "_sink_gradient", lambda right: lambda *args: -right(*args)),
-    ("the logit scale", "Cohere2", OURS, "_Logits", lambda right: lambda factor, *rest: right(1.0, *rest)),
-    ("the handed state", "Qwen3Next", SECOND.Handover, "__init__", zeroed("states")),
-    ("the state at a fork", "Qwen3_5", SECOND, "_runs", too_late),
-    ("the handed inputs", "Qwen3_5", SECOND.Handover, "__init__", zeroed("inputs")),
+    ("the logit scale", "Cohere2", OURS, "_logits", lambda right: lambda base, x: right(base, x) * 2),
+    ("the handed state", "Qwen3Next", OURS._Handover, "__init__", zeroed("states")),
+    ("the handed inputs", "Qwen3_5", OURS._Handover, "__init__", zeroed("inputs")),
 ]  # fmt: skip
 
 
@@ -1058,7 +983,8 @@ def test_the_comparison_notices(family, owner, name, mutate, monkeypatch):
     expected = plain_rows(plain, groups)
     right_gradients = gradients(plain, expected)
     monkeypatch.setattr(owner, name, mutate(getattr(owner, name)))
-    shared = attach(make_model(family))
+    shared = attach(make_model(family), verify=False)
+    shared.has_known_logits = True
     (row,) = pack(groups)
     got = completion_logprobs(shared, row)
     wrong_gradients = gradients(shared, got)

@@ -1,12 +1,14 @@
 """Shared prefixes on a GPU: the flash kernels of the cascade, and whole models, against fp64 and fp32 on the CPU."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from test_prefix_models import (
     FAMILIES,
+    bare_head,
     gradients,
     make_agents,
     make_groups,
@@ -15,17 +17,18 @@ from test_prefix_models import (
     shared_rows,
     stock,
 )
+from torch.nn import functional as F
 
-from prefix_attention import _attention, _has_kernel, _Logits, _TokenLogprobs, attach
+from prefix_attention import Tree, _Asked, _attention, _has_kernel, _in_chunks, attach
 from recipes import flash4
 
 pytestmark = pytest.mark.gpu
 
-# start, length, parent, how much of it is seen, whether all of the own is seen
+# start, length, depth, whether all of the own is seen
 SEGMENTS = torch.tensor([
-    [0, 70, -1, 0, 0], [70, 33, 0, 70, 0], [103, 1, 0, 70, 0], [104, 20, 0, 51, 0], [124, 9, 3, 20, 0],
-    [133, 7, 4, 3, 0], [140, 41, -1, 0, 1], [181, 65, 6, 41, 0], [246, 64, 7, 30, 1], [310, 40, 8, 64, 0],
-    [350, 300, -1, 0, 0], [650, 1, 10, 300, 0],  # one query below many keys takes a kernel of its own
+    [0, 70, 0, 0], [70, 33, 70, 0], [103, 1, 70, 0], [104, 20, 51, 0], [124, 9, 71, 0], [133, 7, 74, 0],
+    [140, 41, 0, 1], [181, 65, 41, 0], [246, 64, 71, 1], [310, 40, 135, 0],
+    [350, 300, 0, 0], [650, 1, 300, 0],  # one query below many keys takes a kernel of its own
 ])  # fmt: skip
 
 
@@ -33,13 +36,13 @@ def dense(q, k, v, sinks, scale):
     """Attention written out, with the mask of the forest."""
     total = len(q)
     mask = torch.zeros(total, total, dtype=torch.bool)
-    for start, length, parent, seen, sees_all in SEGMENTS.tolist():
+    path: list[int] = []
+    for start, length, depth, sees_all in SEGMENTS.tolist():
         own = torch.ones(length, length, dtype=torch.bool)
+        path = path[:depth]
+        mask[start : start + length, path] = True
         mask[start : start + length, start : start + length] = own if sees_all else own.tril()
-        while parent >= 0:
-            above, _, parent, more, _ = SEGMENTS[parent].tolist()
-            mask[start : start + length, above : above + seen] = True
-            seen = more
+        path += range(start, start + length)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     scores = torch.einsum("lhd,khd->hlk", q, k) * scale
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -74,7 +77,7 @@ def test_cascade(dtype, version, head_dim, with_sinks, monkeypatch):
     assert _has_kernel(on_gpu[0].device, dtype, head_dim)
     q, k, v = (t.transpose(0, 1)[None] for t in on_gpu[:3])
     sinks = on_gpu[3] if with_sinks else None
-    out, _ = _attention(torch.nn.Module(), q, k, v, None, s_aux=sinks, segments=SEGMENTS)
+    out, _ = _attention(torch.nn.Module(), q, k, v, None, s_aux=sinks, tree=Tree(SEGMENTS))
     (out[0] * weights.cuda()).sum().backward()
     pairs = [(out[0], expected), *((a.grad, b.grad) for a, b in zip(on_gpu, exact, strict=True))]
     for number, (got, reference) in enumerate(pairs):
@@ -125,7 +128,10 @@ def test_head(dtype, cap, reads_entropy):
     entropy = -(expected.exp() * expected).sum(-1)
     (chosen @ grad.double() + reads_entropy * (entropy @ of_entropy.double())).backward()
     ours: list[Any] = [t.cuda().requires_grad_() for t in (x, weight)]
-    logprobs, entropies = _TokenLogprobs.apply(targets.cuda(), _Logits(0.7, cap), True, *ours)
+    base = bare_head(partial(F.linear, weight=ours[1]), 5000, final_logit_softcapping=cap)
+    base.logit_scale = 0.7
+    targets = targets.cuda()
+    logprobs, entropies = _in_chunks(base, ours[0], _Asked(targets, targets, 1.0, (), True))
     total = logprobs @ grad.cuda()
     if reads_entropy:
         total = total + entropies @ of_entropy.cuda()

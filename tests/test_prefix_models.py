@@ -4,6 +4,7 @@ The reference runs each prompt and completion alone through the stock model, eag
 """
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 import transformers
 from torch.nn import functional as F
 
-import training.rare_attention  # noqa: F401  # for half of the families below
 from prefix_attention import attach, completion_logprobs, pack
 
 VOCAB = 97
@@ -72,6 +72,13 @@ def make_model(family, attention=None, dtype=torch.float32):
             noise = torch.randn(parameter.shape, generator=generator, dtype=wide)
             parameter.add_(0.1 * noise.to(dtype))
     return model
+
+
+def bare_head(head, vocab_size, **fields):
+    """A model of its head alone; `final_logit_softcapping` and other fields of a config."""
+    text = SimpleNamespace(vocab_size=vocab_size)
+    config = SimpleNamespace(model_type="", get_text_config=lambda decoder: text, **fields)
+    return SimpleNamespace(config=config, get_output_embeddings=lambda: head)
 
 
 def make_groups():

@@ -183,9 +183,7 @@ def test_flash_attention_4_ends_a_run_for_which_it_was_not_tried(monkeypatch):
 
 
 def test_flash_attention_4_leaves_calls_of_many_pieces():
-    plan = torch.tensor(
-        [[2 * n, 2, -1, 0, 0] for n in range(300)] + [[600 + n, 1, n, 2, 0] for n in range(300)]
-    )
+    plan = torch.tensor([[[2 * n, 2, 0, 0], [600 + n, 1, 2, 0]] for n in range(300)]).flatten(0, 1)
     tensors = [
         torch.randn(900, heads, 64, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
     ]
@@ -204,17 +202,16 @@ def test_flash_attention_4_leaves_calls_of_many_pieces():
 def test_segments_that_see_all_of_themselves(kernels):
     """Images in two prompts, one of them first in its row, with text before, behind and below: against a dense mask."""
     plan = [
-        [0, 3, -1, 0, 0], [3, 4, 0, 3, 1], [7, 3, 1, 4, 0], [10, 4, 2, 2, 0], [14, 1, 2, 3, 0], [15, 4, -1, 0, 1],
-        [19, 6, 5, 4, 0],
+        [0, 3, 0, 0], [3, 4, 3, 1], [7, 3, 7, 0], [14, 1, 10, 0], [10, 4, 9, 0], [15, 4, 0, 1], [19, 6, 4, 0],
     ]  # fmt: skip
     mask = torch.zeros(25, 25, dtype=torch.bool)
-    for start, length, parent, seen, sees_all in plan:
+    path: list[int] = []
+    for start, length, depth, sees_all in plan:
         own = torch.ones(length, length, dtype=torch.bool)
+        path = path[:depth]
+        mask[start : start + length, path] = True
         mask[start : start + length, start : start + length] = own if sees_all else own.tril()
-        while parent >= 0:
-            above = plan[parent]
-            mask[start : start + length, above[0] : above[0] + seen] = True
-            _, _, parent, seen, _ = above
+        path += range(start, start + length)
     generator = torch.Generator().manual_seed(0)
     tensors = [
         torch.randn(25, heads, 64, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
@@ -271,7 +268,7 @@ def test_one_call_per_level():
         for g in range(40)
     ]
     (row,) = pack(groups)
-    assert row.segments is not None
+    assert row.tree is not None
     shapes = []
 
     def counted(q, k, v, *arguments, **options):
@@ -282,11 +279,12 @@ def test_one_call_per_level():
     prefix_attention._blocks.cache_clear()
     with written_out(counted):
         completion_logprobs(model, row).sum().backward()
-    num_roots = sum(segment[1] for segment in row.segments.tolist() if segment[2] < 0)
-    seen = {(parent, seen) for _, _, parent, seen, _ in row.segments.tolist() if parent >= 0}
+    paths = prefix_attention._paths(row.tree.segments)
+    num_roots = sum(len(path[0]) for path in paths if len(path) == 1)
+    seen = {path[0] for path in paths if len(path) == 2}
     levels = [
         (row.num_tokens, row.num_tokens),
-        (row.num_tokens - num_roots, sum(length for _, length in seen)),
+        (row.num_tokens - num_roots, sum(map(len, seen))),
     ]
     assert [shape[:2] for shape in shapes] == levels * len(model.model.layers)
     assert prefix_attention._blocks.cache_info().misses == 1

@@ -15,19 +15,16 @@ import torch
 from fake_server import fake_server
 from helpers import ENV, RECIPE, ROOT, answer_in, free_port, on_forked_ranks, read, saved_state
 from safetensors.torch import load_file
-from test_prefix_models import make_model as make_family
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import train
 import training.model
 import vllm_client
 from config import UserError, parse_args
-from prefix_attention import _bare_logits
 from rollouts.rollouts import Rollouts
 from train import main
 from training.checkpoints import (
     Checkpoints,
-    _detached,
     _remove,
     find_start,
 )
@@ -247,19 +244,6 @@ def test_a_longer_schedule_counts_from_the_first_step(start, tmp_path):
     main(parse_args(start(*options, "--max_steps", 4, "--resume_from_checkpoint", "auto")))
     rates = [row["learning_rate"] for row in read(tmp_path, "metrics")]
     assert rates == pytest.approx([1e-2, 0.5e-2, 0.5e-2, 0.25e-2])
-
-
-def test_forwards_do_not_reach_what_is_saved(tmp_path):
-    """They change the config for their time, and a checkpoint is written meanwhile."""
-    model = make_family("Gemma2")
-    expected = model.config.final_logit_softcapping
-    copied = _detached(model)
-    with _bare_logits(model, 1.0, None):
-        assert model.config.final_logit_softcapping is None
-        copied.save_pretrained(tmp_path, state_dict=model.state_dict())
-    loaded = type(model).from_pretrained(tmp_path)
-    assert loaded.config.final_logit_softcapping == model.config.final_logit_softcapping == expected
-    assert_identical(loaded.state_dict(), model.state_dict())
 
 
 def test_after_a_step_back_auto_does_not_leap_forward(start, tmp_path, capsys):

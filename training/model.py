@@ -34,7 +34,6 @@ from prefix_attention import (
     base_model,
     completion_logprobs,
     device_of,
-    needs_rare_attention,
 )
 from rollouts.group import Prompt
 from rollouts.processor import placeholder_ids
@@ -158,18 +157,11 @@ def _attach(model: Any, config: TrainConfig, example: Prompt | None, verify: boo
         ValueError: the attention would not be exact.
     """
     with autocast(config, device_of(model)):
-        import_rare_attention(model)
         attach(
             model,
             verify=verify,
             example=(example.token_ids, example.inputs) if example else None,
         )
-
-
-def import_rare_attention(model: Any) -> None:
-    """Import the attention of a few families, for models of these families."""
-    if needs_rare_attention(model):
-        import training.rare_attention  # noqa: F401
 
 
 # -- Loading ---------------------------------------------------------------------------------------
