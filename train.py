@@ -7,7 +7,7 @@ In reading order: advantages, the loss and its corrections, one step, the loop (
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
 from rollouts.group import Group
-from rollouts.own_advantages import own_advantages
+from rollouts.own_advantages import naming_function, own_advantages
 from rollouts.rollouts import Rollouts
-from training.batching import Dealer, MicroBatch, Share
+from training.batching import Dealer, MicroBatch
 from training.checkpoints import Checkpoints, run_folder
-from training.hooks import check_functions, trial_groups
 from training.logs import RunLog
-from training.metrics import Gaps, TokenSums
+from training.metrics import Gaps, TokenSums, check_loss
 from training.model import (
     build_policy,
     build_reference,
@@ -33,14 +32,7 @@ from training.model import (
     with_bf16,
 )
 from training.optimizer import build_optimizer
-from utils import (
-    exits,
-    is_main,
-    process_group,
-    scatter_objects,
-    stop_signals,
-    timed,
-)
+from utils import exits, process_group, stop_signals, timed
 from vllm_client import ServerError
 from weights.publish import full_tensor
 
@@ -231,65 +223,56 @@ def off_policy_weights(
 # -- The step --------------------------------------------------------------------------------------
 
 
-def arriving_shares(rollouts: Rollouts, config: TrainConfig) -> Iterator[Share]:
-    """This rank's shares of the next batch, as its groups come.
+def arriving_rows(rollouts: Rollouts, config: TrainConfig) -> Iterator[MicroBatch]:
+    """This rank's rows of the next batch, as its groups come.
 
     Collective: every rank iterates to the end. Rank 0 sets advantages, and packs groups into rows.
     """
     dealer = Dealer(dist.get_world_size(), config)
+
+    def deal(groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
+        set_advantages(groups, config)
+        return dealer.deal(groups, is_complete)
+
     is_complete = False
     while not is_complete:
-        groups, is_last = rollouts.take(dealer.missing_tokens())  # rank 0's number counts
-        shares_of_ranks: list[list[Share]] = [[]] * dist.get_world_size()  # after a failure
-        with rollouts.noting_failure():
-            if is_main():
-                set_advantages(groups, config)
-                shares_of_ranks = dealer.deal(groups, is_last)
-        shares = scatter_objects(shares_of_ranks)
-        yield from shares
-        is_complete = is_last and bool(shares)  # else `take` tells all ranks of the failure
+        rows, is_complete = rollouts.take(dealer.missing_tokens(), deal)  # rank 0's number counts
+        yield from rows
 
 
 def train_batch(
-    policy: Any, reference: Any, optimizer: Any, scheduler: Any, shares: Iterable[Share],
+    policy: Any, reference: Any, optimizer: Any, scheduler: Any, rows: Iterable[MicroBatch],
     config: TrainConfig, device: torch.device,
 ) -> tuple[dict[str, float], Gaps]:  # fmt: skip
     """Train one batch; returns metrics, and how far trainer and servers differ.
 
-    Collective: each rank has its own shares. With one update it trains while they arrive; for
-    several they are collected, to take the trainer's log-probs before the first.
+    Collective: each rank has its own rows. With one update it trains while they arrive; for several
+    they are collected, to take the trainer's log-probs before the first.
     """
     learning_rate = optimizer.param_groups[0]["lr"]
     token_sums = TokenSums(device)
     grad_norms: list[float] = []
-    if config.updates_per_batch > 1:  # with one, the shares are iterated over only once
-        shares = list(shares)
+    if config.updates_per_batch > 1:  # with one, the rows are iterated over only once
+        rows = list(rows)
         if config.old_logprobs == "trainer":
-            keep_trainer_logprobs(policy, shares, config, device)
+            keep_trainer_logprobs(policy, rows, config, device)
 
-    for iteration in range(config.num_iterations):
+    for _ in range(config.num_iterations):
         loss_sum = torch.zeros((), device=device)
-        for share in shares:
-            ends_update = share.num_trained is not None
-            for micro_batch in share.micro_batches:
-                # DDP reduces gradients in an update's last backward; FSDP2 does not look at this.
-                is_last = micro_batch is share.micro_batches[-1]
-                policy.require_backward_grad_sync = is_last and ends_update
-                # Servers are compared once, with log-probs of the policy before any update.
-                is_before_updates = micro_batch.trainer_logprobs is not None or not grad_norms
-                compares_servers = iteration == 0 and is_before_updates
-                loss_sum += add_gradient(
-                    policy, reference, micro_batch.to(device), token_sums, compares_servers, config
-                )
-
-            if share.num_trained is not None:
-                normalizer = loss_normalizer(*share.num_trained, config)
+        for row in rows:
+            # DDP reduces gradients in an update's last backward; FSDP2 does not look at this.
+            policy.require_backward_grad_sync = row.update is not None
+            # Servers are compared by log-probs of the policy that they have, before any update.
+            compares_servers = row.trainer_logprobs is not None or not grad_norms
+            loss_sum += add_gradient(
+                policy, reference, row.to(device), token_sums, compares_servers, config
+            )
+            if row.update:
+                normalizer = loss_normalizer(*row.update, config)
                 grad_norms.append(optimizer_step(policy, optimizer, scheduler, normalizer, config))
                 token_sums.totals["loss"] += loss_sum / normalizer / config.updates_per_batch
                 loss_sum = torch.zeros((), device=device)
 
-    if config.reference_decay is not None:
-        reference.follow(step=scheduler.last_epoch // config.updates_per_batch)  # the one that ends
     metrics, gaps = token_sums.metrics()
     metrics["grad_norm"] = sum(grad_norms) / len(grad_norms)
     metrics["skipped_steps"] = sum(not math.isfinite(norm) for norm in grad_norms)
@@ -298,50 +281,54 @@ def train_batch(
 
 
 def keep_trainer_logprobs(
-    policy: Any, shares: list[Share], config: TrainConfig, device: torch.device
+    policy: Any, rows: Sequence[MicroBatch], config: TrainConfig, device: torch.device
 ) -> None:
     """Fill in the trainer's log-probs before the first update."""
-    for share in shares:
-        for micro_batch in share.micro_batches:
-            row = micro_batch.to(device)
-            with torch.no_grad():
-                logprobs = token_logprobs(policy, row.packed, row.images, config)
-            micro_batch.trainer_logprobs = logprobs
+    for row in rows:
+        on_device = row.to(device)
+        with torch.no_grad():
+            logprobs = token_logprobs(policy, on_device.packed, on_device.images, config)
+        row.trainer_logprobs = logprobs
 
 
 def add_gradient(
-    policy: Any, reference: Callable[..., Tensor] | None, micro_batch: MicroBatch,
-    token_sums: TokenSums, compares_servers: bool, config: TrainConfig,
+    policy: Any, reference: Callable[..., Tensor] | None, row: MicroBatch, token_sums: TokenSums,
+    compares_servers: bool, config: TrainConfig,
 ) -> Tensor:  # fmt: skip
-    """Run a micro-batch forward and backward, and count its tokens.
+    """Run a row forward and backward, and count its tokens.
 
     Returns its loss sum, 0-d.
     """
-    row = micro_batch.packed
-    mask = micro_batch.mask
-    sampler_logprobs = micro_batch.sampler_logprobs
-    ref_logprobs = micro_batch.ref_logprobs
+    packed = row.packed
+    mask = row.mask
+    ref_logprobs = row.ref_logprobs
     if reference:  # before the policy's forward: a moving one borrows the policy's weights
-        ref_logprobs = reference(row, micro_batch.images)
-    policy_logprobs, entropy = token_logprobs(
-        policy, row, micro_batch.images, config, return_entropy=True
-    )
+        ref_logprobs = reference(packed, row.images)
+    logprobs, entropy = token_logprobs(policy, packed, row.images, config, return_entropy=True)
 
-    trainer_logprobs = micro_batch.trainer_logprobs
+    trainer_logprobs = row.trainer_logprobs
     if trainer_logprobs is None:  # none are kept: for the only update, or for metrics alone
-        trainer_logprobs = policy_logprobs.detach()
-    old_logprobs = sampler_logprobs if config.old_logprobs == "sampler" else trainer_logprobs
-    weights = off_policy_weights(trainer_logprobs, sampler_logprobs, mask, row.completion, config)
-    advantages = micro_batch.advantages * weights
+        trainer_logprobs = logprobs.detach()
+    old_logprobs = trainer_logprobs
+    if config.old_logprobs == "sampler":
+        old_logprobs = row.sampler_logprobs
+    weights = off_policy_weights(
+        trainer_logprobs, row.sampler_logprobs, mask, packed.completion, config
+    )
     loss_fn: Any = config.loss_fn or grpo_loss
     if config.loss_reads_entropy:
-        loss_fn = partial(loss_fn, entropy=entropy)
-    loss, loss_sums = loss_fn(
-        policy_logprobs, old_logprobs, ref_logprobs, advantages, mask, row.completion, config
-    )
+        loss_fn = partial(loss_fn, entropy=entropy.where(mask > 0, entropy.detach()))
+    # Whatever a loss_fn does, masked tokens do not train.
+    trained = logprobs.where(mask > 0, logprobs.detach())
+    with naming_function("loss_fn"):
+        loss, loss_sums = loss_fn(
+            trained, old_logprobs, ref_logprobs, row.advantages * weights, mask,
+            packed.completion, config,
+        )  # fmt: skip
+        check_loss(loss, loss_sums)
     loss.backward()
 
-    token_sums.add(loss_sums, entropy, trainer_logprobs, micro_batch, compares_servers)
+    token_sums.add(loss_sums, entropy, trainer_logprobs, row, compares_servers)
     return loss.detach()
 
 
@@ -369,16 +356,12 @@ def optimizer_step(
 def main(config: TrainConfig) -> None:
     """Train, on all of torchrun's ranks; raise errors after the last save."""
     config = with_bf16(config)
-    if config.loss_fn or config.on_step:
-        check_functions(config)
     with (
         process_group(config.collective_timeout) as device,
         run_folder(config) as (checkpoint, resumed),
         closing(Rollouts(config, device, resumed)) as rollouts,
         stop_signals(rollouts.stop),
     ):
-        if is_main() and config.advantage_fn and not config.rollout_fn:  # for its errors alone
-            set_advantages(trial_groups(rollouts.run.prompts, config), config)
         torch.manual_seed(config.seed)
         policy = build_policy(config, device, rollouts.example, checkpoint)
         config = share_prefixes(policy, config, rollouts.example)
@@ -395,38 +378,35 @@ def main(config: TrainConfig) -> None:
             if step == 0:
                 evaluated, held_out = rollouts.evaluate(0)
                 log.step(0, evaluated, held_out=held_out)
-            while step < rollouts.num_steps and num_skipped < MAX_SKIPPED_STEPS:
+            while step < rollouts.num_steps:
                 # Seed LoRA's dropout per step, so that a resumed run repeats it.
                 torch.manual_seed(hash((config.seed, step, dist.get_rank())))
                 metrics: dict[str, float] = {"policy_version": step}
                 with timed("time/step_s", metrics):
                     with timed("time/train_s", metrics):  # the log takes the waiting out
-                        shares = arriving_shares(rollouts, config)
+                        rows = arriving_rows(rollouts, config)
                         trained, gaps = train_batch(
-                            policy, reference, optimizer, scheduler, shares, config, device
+                            policy, reference, optimizer, scheduler, rows, config, device
                         )
-                    batch = rollouts.end_batch(gaps)
                     step += 1
+                    if config.reference_decay is not None:
+                        reference.follow(step)
+                    batch = rollouts.end_batch(gaps)
                     with timed("time/sync_s", metrics):
                         rollouts.publish(policy, step)
 
-                was_skipped = trained["skipped_steps"] == config.updates_per_batch
-                num_skipped = num_skipped + 1 if was_skipped else 0
                 evaluated, held_out = rollouts.evaluate(step)
                 log.step(step, metrics | trained | evaluated, batch, held_out)
                 if config.save_steps and step % config.save_steps == 0:
                     checkpoints.save(step, rollouts.state() | log.state())
 
-        raise_failure(rollouts, num_skipped, config)
-
-
-def raise_failure(rollouts: Rollouts, num_skipped: int, config: TrainConfig) -> None:
-    """Raise, on rank 0, any error that ended the run early."""
-    if is_main() and rollouts.failure:
-        raise rollouts.failure
-    if is_main() and num_skipped >= MAX_SKIPPED_STEPS:
-        cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
-        raise UserError(f"{num_skipped} steps in a row had no finite gradient: {cure}")
+                was_skipped = trained["skipped_steps"] == config.updates_per_batch
+                num_skipped = num_skipped + 1 if was_skipped else 0
+                if num_skipped == MAX_SKIPPED_STEPS:  # the next batch ends the run, and saves
+                    cure = "look at loss_fn" if config.loss_fn else "lower learning_rate"
+                    rollouts.failure = UserError(
+                        f"{num_skipped} steps in a row had no finite gradient: {cure}"
+                    )
 
 
 if __name__ == "__main__":

@@ -302,11 +302,10 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
     by_token = advantages.reshape(-1).repeat_interleave(torch.tensor(lengths))
     losses: list[Tensor] = []
     gradients: list[Tensor] = []
-    for shares in zip(
-        *Dealer(layout.our_ranks, config).deal(groups, is_complete=True), strict=True
-    ):
-        loss = torch.zeros((), dtype=torch.float64)
-        for micro in (micro for share in shares for micro in share.micro_batches):
+    loss = torch.zeros((), dtype=torch.float64)
+    rounds = zip(*Dealer(layout.our_ranks, config).deal(groups, is_complete=True), strict=True)
+    for this_round in rounds:  # a row of each rank
+        for micro in this_round:
             place, completion = micro.sampler_logprobs.long(), micro.packed.completion
             weights = off_policy_weights(old[place], sampler[place], micro.mask, completion, config)
             advantages = by_token[place] * weights
@@ -314,10 +313,12 @@ def our_figures(case: Case, setting: Setting, loss_type: str, layout: Layout) ->
                 logprobs[place], old[place], ref[place], advantages, micro.mask, completion, config
             )
             loss = loss + of_row
-        num_completions, num_tokens = shares[0].num_trained
-        loss = loss / loss_normalizer(num_completions, num_tokens, config)
-        gradients += torch.autograd.grad(loss, logprobs)
-        losses.append(loss.detach())
+        update = this_round[0].update
+        if update:
+            loss = loss / loss_normalizer(update.num_completions, update.num_tokens, config)
+            gradients += torch.autograd.grad(loss, logprobs)
+            losses.append(loss.detach())
+            loss = torch.zeros((), dtype=torch.float64)
     return Figures(torch.stack(losses), torch.stack(gradients))
 
 

@@ -27,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -608,7 +609,7 @@ def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
     import torch.distributed as dist
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from train import arriving_shares
+    import train
     from utils import broadcast_object, is_main, process_group
 
     # As many calls of kernels as a model of 28 layers needs, on next to nothing.
@@ -625,6 +626,8 @@ def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
         max_tokens_per_gpu=36_000,
     )  # fmt: skip
     times: dict[str, list[float]] = {"step_s": [], "busy_s": [], "launch_s": []}
+    here: Any = train
+    arriving = getattr(here, "arriving_rows", None) or here.arriving_shares  # an older checkout
     with process_group(300) as device:
         rollouts = make_rollouts(list(urls), int(num_steps), config)
         _, groups = make_groups(12, 512, 2048, 16) if not urls and is_main() else (None, [])
@@ -638,15 +641,12 @@ def train_on_rank(folder: str, num_steps: str, row_s: str, *urls: str) -> None:
                 rollouts.version = step
             broadcast_object(None)
             started_s, gpu, launch_s, busy_from = time.perf_counter(), Device(), 0.0, 0.0
-            for share in (
-                arriving_shares(rollouts, config)
-                if urls
-                else (s for shares in stored for s in shares)
-            ):
+            items = arriving(rollouts, config) if urls else chain.from_iterable(stored)
+            for item in items:
                 busy_from = busy_from or time.perf_counter()
-                for micro in share.micro_batches:
+                for row in getattr(item, "micro_batches", [item]):
                     began_s = time.perf_counter()
-                    micro.to(device)
+                    row.to(device)
                     model(input_ids=ids).logits.sum().backward()
                     gpu.run(float(row_s))
                     launch_s += time.perf_counter() - began_s

@@ -30,7 +30,7 @@ from benchmarks.local_server import local_server
 from config import TrainConfig
 from recipes.rewards import exact_match
 from rollouts.rollouts import Rollouts
-from train import arriving_shares, train_batch
+from train import arriving_rows, train_batch
 from training.metrics import Gaps, batch_metrics
 from training.model import build_policy, share_prefixes
 from training.optimizer import build_optimizer
@@ -119,8 +119,8 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
         parts: dict[str, float] = {}
         with timed("time/step_s", parts):
             with timed("time/train_s", parts):
-                shares = arriving_shares(rollouts, config)
-                train_batch(policy, None, optimizer, scheduler, shares, config, device)
+                rows = arriving_rows(rollouts, config)
+                train_batch(policy, None, optimizer, scheduler, rows, config, device)
             batch = rollouts.end_batch(Gaps({}, {}))
             with timed("time/sync_s", parts):
                 rollouts.publish(policy, version + 1)

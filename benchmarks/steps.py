@@ -34,7 +34,7 @@ from config import TrainConfig
 from prefix_attention import PackedBatch, attach, pack
 from recipes.rewards import exact_match
 from train import train_batch
-from training.batching import MicroBatch, Share
+from training.batching import MicroBatch, Update
 from training.lora import add_lora
 from training.model import parallelize
 from training.optimizer import build_optimizer
@@ -163,14 +163,11 @@ def measure(case: Case, mode: str, device: torch.device) -> dict[str, Any]:
         sequence(case.num_tokens, MODELS[case.model]["vocab_size"], seed)
         for seed in range(NUM_ROWS)
     ]
+    rows[-1].update = Update(1, 1)
     metrics: dict[str, float] = {}
 
     def step() -> None:
-        metrics.update(
-            train_batch(policy, None, optimizer, scheduler, [Share(rows, (1, 1))], config, device)[
-                0
-            ]
-        )
+        metrics.update(train_batch(policy, None, optimizer, scheduler, rows, config, device)[0])
 
     step()
     reset_peak(device)

@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from benchmarks.common import Rows, Skipped, device_here
 from benchmarks.steps import MODELS, make_config, make_policy, micro_batch
 from prefix_attention import pack
 from train import train_batch
-from training.batching import Share
+from training.batching import Update
 from training.optimizer import build_optimizer
 from utils import die_with, process_group
 
@@ -244,7 +245,7 @@ def shares(is_quick: bool) -> dict[str, Any]:
                 None,
                 optimizer,
                 scheduler,
-                [Share([micro_batch(row)], (1, 1))],
+                [replace(micro_batch(row), update=Update(1, 1))],
                 config,
                 device,
             )

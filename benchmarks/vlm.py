@@ -87,8 +87,8 @@ def measure(share_prefix: bool, num_prompts: int, length: int) -> dict[str, Any]
         before, times = memory_mb(device, "VmRSS"), []
         for _ in range(1 + REPEATS):
             images, started = 0, time.perf_counter()
-            (shares,) = Dealer(1, config).deal(groups, is_complete=True)
-            metrics, _ = train_batch(policy, None, optimizer, scheduler, shares, config, device)
+            (rows,) = Dealer(1, config).deal(groups, is_complete=True)
+            metrics, _ = train_batch(policy, None, optimizer, scheduler, rows, config, device)
             times.append(time.perf_counter() - started)
         peak = memory_mb(device, "VmHWM") - before
     return {

@@ -62,10 +62,9 @@ def plain_loop(
 
         # 3. Rows that hold each prompt once; their losses add up.
         dealer = Dealer(num_ranks=1, config=config)
-        (updates,) = dealer.deal(groups, is_complete=True)  # a list for each rank, here for one
-        (update,) = updates  # an entry for each optimizer step on this batch, here one
-        for micro_batch in update.micro_batches:
-            row = micro_batch.to(device)
+        (rows,) = dealer.deal(groups, is_complete=True)  # a list for each rank, here for one
+        for row in rows:
+            row = row.to(device)
             completion = row.packed.completion  # the index of each token's completion
             mask = row.mask
             logprobs = token_logprobs(policy, row.packed, row.images, config)

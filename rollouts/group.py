@@ -165,7 +165,6 @@ class Group:
         self.num_sampled: list[int] = []
         self.versions: list[list[int]] = []
         self.num_tokens = 0  # of all segments with their prompts, as if nothing were shared
-        self.num_positions: int | None = None  # of a row that holds it alone, once counted
 
         own_prompt = as_tokens(self.prompt.token_ids)
         all_segments: list[Completion] = []

@@ -138,13 +138,15 @@ def image_example(prompts: list[Prompt], processor: Any, config: TrainConfig) ->
 
 
 def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """Each tensor of the prompts' `inputs`, zero-padded, and joined along dimension 0.
+    """Each tensor of the prompts' `inputs`, zero-padded, and joined along dimension 0; {} for text.
 
     Raises:
         UserError: images of several sizes, of a model that could not tell padding from pixels.
     """
     inputs = [prompt.inputs for prompt in prompts if prompt.inputs]
-    joined = {}
+    joined: dict[str, Tensor] = {}
+    if not inputs:
+        return joined
     for name in inputs[0]:
         tensors = [values[name] for values in inputs]
         sizes = {tensor.shape[1:] for tensor in tensors}

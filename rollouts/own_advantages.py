@@ -17,6 +17,8 @@ def naming_function(name: str) -> Iterator[None]:
     """Turn an error of one of the config's functions into a UserError with the line where."""
     try:
         yield
+    except torch.OutOfMemoryError:  # which has a cure of its own
+        raise
     except Exception as error:
         raise UserError(f"{name} raised {described(error)}") from error
 

@@ -21,9 +21,9 @@ from rollouts.order import Order
 from rollouts.proofs import Proofs
 from rollouts.run import open_run
 from rollouts.stream import GroupStream
-from training.batching import tokens_alone
+from training.batching import MicroBatch, row_tokens
 from training.metrics import Gaps
-from utils import Stopped, call_on_main, gather_objects, is_main, timed
+from utils import Stopped, call_on_main, gather_objects, is_main, scatter_objects, timed
 from vllm_client import Server
 from weights.group import gpu_of
 from weights.publish import adapter_weights, published_weights
@@ -123,41 +123,48 @@ class Rollouts:
 
     # -- Groups, from here to the trainer --
 
-    def take(self, num_tokens: float) -> tuple[list[Group], bool]:
-        """Take the batch's next groups. Collective.
+    def take(
+        self, num_tokens: float, deal: Callable[[list[Group], bool], list[list[MicroBatch]]]
+    ) -> tuple[list[MicroBatch], bool]:
+        """Take the batch's next rows. Collective.
 
-        They have about `num_tokens` tokens; where servers sleep they are the whole batch, as no
-        more can be sampled until it is trained.
+        Args:
+            num_tokens: of groups to wait for, about; where servers sleep it is the whole batch, as
+                no more can be sampled until that is trained.
+            deal: makes the rows of each rank, of groups that came, and True where they are the
+                batch's last; rank 0 calls it.
 
         Returns:
-            The groups, on rank 0, and True where they complete the batch.
+            This rank's rows, and True where they complete the batch.
 
         Raises:
             Stopped: the run is to end.
         """
         groups: list[Group] = []
+        rows_of_rank: list[list[MicroBatch]] = []
 
         def look() -> Word | None:
-            nonlocal num_tokens
+            nonlocal num_tokens, rows_of_rank
             group = self.stream.take()
             if not group:
                 # There may be groups for fewer steps than the run has.
                 return Word.STOP if self.version >= self.stream.num_steps else None
             groups.append(group)
-            num_tokens -= tokens_alone(group, self.config)
-            if self.stream.missing > 0:
-                is_enough = num_tokens <= 0 and not self.servers_sleep
-                return Word.ENOUGH if is_enough else None
+            num_tokens -= row_tokens([group], self.config)
+            is_complete = self.stream.missing == 0
+            if not is_complete and (num_tokens > 0 or self.servers_sleep):
+                return None
             if self.servers_sleep:  # before any rank trains
                 self.pool.fall_asleep()
-            return Word.COMPLETE
+            rows_of_rank = deal(groups, is_complete)
+            return Word.COMPLETE if is_complete else Word.ENOUGH
 
         started_s = time.monotonic()
         word = self._wait(look)
         self.waited_s += time.monotonic() - started_s
         if word is Word.STOP:
             raise Stopped
-        return groups, word is Word.COMPLETE
+        return scatter_objects(rows_of_rank), word is Word.COMPLETE
 
     def _wait(self, look: Callable[[], Word | None]) -> Word:
         """Repeat rank 0's `look` until every rank gets a word. Collective.
@@ -320,6 +327,8 @@ class Rollouts:
         }
 
     def close(self) -> None:
-        """Leave the servers."""
+        """Leave the servers; raise, on rank 0, the failure that ended the run."""
         if is_main():
             self.run.exits.close()
+            if self.failure:
+                raise self.failure

@@ -1,19 +1,24 @@
 """A run as rank 0 puts it together, of parts that a recipe may replace."""
 
+import importlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from config import TrainConfig
+from config import TrainConfig, UserError
 from rollouts import data
 from rollouts.group import Group, Prompt, RolloutFailed
 from rollouts.processor import load_processor, placeholder_ids, tokenizer_of
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Failures, Scorer
 from rollouts.servers import ServerPool
-from training.hooks import check_packages
 from training.model import load_model_config
+
+PACKAGES = {
+    "adam_8bit": "torchao", "base_4bit": "bitsandbytes",
+    "use_wandb": "wandb", "use_trackio": "trackio",
+}  # fmt: skip
 
 
 @dataclass
@@ -64,6 +69,19 @@ class Run:
             self.failures.note(row, str(error), group)
             raise
         self.scorer.score(group)
+
+
+def check_packages(config: TrainConfig) -> None:
+    """Raise a UserError where a package that the config needs cannot be imported."""
+    for field_name, package in PACKAGES.items():
+        if not getattr(config, field_name):
+            continue
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            raise UserError(
+                f"{field_name} needs {package}: pip install {package} ({error})"
+            ) from None
 
 
 def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:

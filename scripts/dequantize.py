@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT))
 
 from config import TrainConfig, UserError, parse_args
 from rollouts.processor import load_processor
-from training.hooks import check_packages
+from rollouts.run import check_packages
 from training.model import load_model, with_bf16
 from utils import exits
 

@@ -42,7 +42,6 @@ from rollouts.rollouts import Rollouts
 from rollouts.stream import MAX_GROUPS
 from train import set_advantages, train_batch
 from training.batching import Dealer
-from training.hooks import check_loss, trial_groups
 from training.metrics import batch_metrics
 from training.model import build_policy, build_reference, share_prefixes, with_bf16
 from training.optimizer import build_optimizer
@@ -139,8 +138,6 @@ class Doctor:
         )
         self.pool, self.prompts = ThreadPoolExecutor(MAX_GROUPS), iter(list[Prompt]())
         if is_main():
-            if config.advantage_fn and not config.rollout_fn:
-                set_advantages(trial_groups(rollouts.run.prompts, config), config)
             rollouts.stream.num_steps = 0  # it admits nothing: groups are sampled here
             batches = (rollouts.order.choose(first) for first in count(0, config.batch_size))
             self.prompts = (group.prompt for batch in batches for group in batch)
@@ -172,13 +169,10 @@ class Doctor:
             if not any(any(group.advantages) for group in groups):  # the gradient would be 0
                 groups[0].advantages = [1.0] * config.num_generations
             dealt = Dealer(dist.get_world_size(), config).deal(groups, is_complete=True)
-        shares = scatter_objects(dealt)
+        rows = scatter_objects(dealt)
         built = self.policy, self.reference, self.optimizer, self.scheduler
-        metrics, _ = train_batch(*built, shares, config, self.device)
-        sizes = []
-        for share in shares:
-            sizes += [micro_batch.packed.num_tokens for micro_batch in share.micro_batches]
-        return metrics, sizes
+        metrics, _ = train_batch(*built, rows, config, self.device)
+        return metrics, [row.packed.num_tokens for row in rows]
 
     def sync(self, *_: Any) -> None:
         """Send the weights to the servers once more. Collective."""
@@ -428,8 +422,6 @@ def examine(config: TrainConfig) -> None:
     """Print the table, and then the advice. Collective."""
     if not config.vllm_urls:
         raise UserError("vllm_urls names no server, and the trainer's speed alone says little")
-    if config.loss_fn:
-        check_loss(config)
     with (
         process_group(config.collective_timeout) as device,
         closing(Rollouts(config, device)) as rollouts,

@@ -29,9 +29,8 @@ from torch import Tensor
 from config import TrainConfig, UserError, parse_args
 from recipes.replay import replaying
 from rollouts.rollouts import Rollouts
-from train import arriving_shares, train_batch
-from training.batching import Share
-from training.hooks import check_loss
+from train import arriving_rows, train_batch
+from training.batching import MicroBatch
 from training.metrics import Gaps
 from training.model import build_policy, build_reference, share_prefixes, with_bf16
 from training.optimizer import build_optimizer
@@ -70,12 +69,12 @@ class Recorder:
 
 
 def gradient(
-    policy: Any, reference: Any, shares: list[Share], config: TrainConfig, device: torch.device
+    policy: Any, reference: Any, rows: list[MicroBatch], config: TrainConfig, device: torch.device
 ) -> Tensor:
     """The gradient of one batch, normalized and not clipped; 0 where it is not finite."""
     recorder = Recorder(policy)
     torch.manual_seed(0)  # the same dropout for both
-    train_batch(policy, reference, recorder, IDLE, shares, replace(config, grad_norm=0.0), device)
+    train_batch(policy, reference, recorder, IDLE, rows, replace(config, grad_norm=0.0), device)
     return recorder.gradient
 
 
@@ -99,7 +98,7 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
             for rollouts in (of_a, of_b):
                 rollouts.publish(policy, step - 1)
             try:
-                batch_a, batch_b = list(arriving_shares(of_a, a)), list(arriving_shares(of_b, b))
+                batch_a, batch_b = list(arriving_rows(of_a, a)), list(arriving_rows(of_b, b))
             except Stopped:
                 if failure := of_a.failure or of_b.failure:
                     raise failure from None
@@ -164,8 +163,6 @@ def main(argv: list[str]) -> None:
                 flush=True,
             )
         for config in configs:
-            if config.loss_fn:
-                check_loss(config)
             if config.reference_decay is not None:
                 raise UserError(
                     "nothing is trained here, so no reference follows: unset reference_decay"

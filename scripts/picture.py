@@ -73,7 +73,6 @@ RECORDS = {
     "metrics.py": "of a step",
     "logs.py": "files of a run",
     "terminal.py": "what is printed",
-    "hooks.py": "tries your functions",
 }
 POLICY = {
     "model.py": "load, DDP, FSDP2",
@@ -107,7 +106,7 @@ SERVING = {
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "evaluation.py", "vision.py",
-    "hooks.py", "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
+    "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
     "adapter.py", "own_advantages.py",
 }  # fmt: skip
 

@@ -68,20 +68,17 @@ def with_advantages(groups, advantages=ADVANTAGES):
 
 
 def dealt(groups, advantages, num_ranks, config):
-    """What each rank gets of a whole batch: [rank][share]."""
+    """What each rank gets of a whole batch: [rank][row]."""
     return Dealer(num_ranks, config).deal(with_advantages(groups, advantages), is_complete=True)
 
 
-def rows_of(shares):
-    return [micro for share in shares for micro in share.micro_batches]
+def updates_of(rows):
+    """Completions and tokens of the updates after these rows."""
+    return [row.update for row in rows if row.update]
 
 
-def normalizers(shares, config):
-    found = []
-    for share in shares:
-        num_completions, num_tokens = share.num_trained
-        found.append(loss_normalizer(num_completions, num_tokens, config))
-    return found
+def normalizers(rows, config):
+    return [loss_normalizer(n, tokens, config) for n, tokens in updates_of(rows)]
 
 
 def make_config(model, **fields):
@@ -127,8 +124,8 @@ def trained_difference(config, device, order=None):
     before = trainable(policy)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    share = dealt(groups, advantages, dist.get_world_size(), config)[dist.get_rank()]
-    train_batch(policy, None, optimizer, scheduler, share, config, device)
+    rows = dealt(groups, advantages, dist.get_world_size(), config)[dist.get_rank()]
+    train_batch(policy, None, optimizer, scheduler, rows, config, device)
     return {name: before[name] - weight for name, weight in trainable(policy).items()}
 
 
@@ -205,9 +202,9 @@ def test_tokens_of_an_environment_are_context_only(models, device, loss_type):
     policy = make_policy(config, device)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     before = trainable(policy)
-    share = dealt(with_environment(make_groups()), ADVANTAGES, 1, config)[0]
+    rows = dealt(with_environment(make_groups()), ADVANTAGES, 1, config)[0]
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    train_batch(policy, None, optimizer, schedule, share, config, device)
+    train_batch(policy, None, optimizer, schedule, rows, config, device)
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_pretrained(config.model_id, dtype=torch.float32)
     total, count = torch.zeros(()), 0
@@ -240,7 +237,7 @@ def test_a_completion_without_a_reward_is_left_out():
         group.reward = (
             [math.nan if number == 2 and c == 0 else 1.0 for c in range(3)] if number else []
         )
-    (((micro,), num_trained),) = dealt(groups, ADVANTAGES, 1, config)[0]
+    (micro,) = dealt(groups, ADVANTAGES, 1, config)[0]
     of_completion = [
         c.tolist() for c in micro.mask.split([length for lengths in LENGTHS for length in lengths])
     ]
@@ -248,7 +245,7 @@ def test_a_completion_without_a_reward_is_left_out():
     assert [mask[0] for mask in of_completion] == [
         0.0 if number == 6 else 1.0 for number in range(12)
     ]
-    assert num_trained == (12, sum(map(sum, LENGTHS)) - 12)
+    assert micro.update == (12, sum(map(sum, LENGTHS)) - 12)
 
 
 def test_turns_are_joined():
@@ -280,12 +277,26 @@ def test_turns_are_joined():
 
 def test_the_tail_is_spread_over_the_ranks():
     """One batch that would fit a single row: each of two ranks gets about half of it."""
-    shares = dealt(make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=10_000))
-    sizes = [sum(micro.packed.num_tokens for micro in rows_of(share)) for share in shares]
+    ranks = dealt(make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=10_000))
+    sizes = [sum(micro.packed.num_tokens for micro in rows) for rows in ranks]
     assert max(sizes) < 0.7 * sum(sizes)
-    assert sum(micro.mask.sum().item() for share in shares for micro in rows_of(share)) == sum(
+    assert sum(micro.mask.sum().item() for rows in ranks for micro in rows) == sum(
         map(sum, LENGTHS)
     )
+
+
+def test_the_last_rows_are_spread_over_the_ranks():
+    """Of three ranks' five rows the last two become three alike, and no rank gets a filler."""
+    groups = []
+    for number in range(9):  # two take a row
+        completion = Completion([5 + number] * 20, [-1.0] * 20, "stop", 0)
+        groups.append(Group(Prompt(number, [50 + number], "", {}), [completion] * 2))
+        groups[-1].advantages = [1.0, -1.0]
+    config = make_config("m", max_tokens_per_gpu=45, batch_size=9)
+    ranks = Dealer(3, config).deal(groups, is_complete=True)
+    sizes = [[micro.packed.num_tokens for micro in rows] for rows in ranks]
+    assert sizes == [[40, 20]] * 3
+    assert all(micro.mask.any() for rows in ranks for micro in rows)
 
 
 CASES = [
@@ -330,7 +341,7 @@ def test_first_ratio_is_one(models, device):
         config = share_prefixes(policy, config)
         reference = build_reference(policy, config, device)
         assert reference is not None
-        for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0]):
+        for micro in dealt(make_groups(), ADVANTAGES, 1, config)[0]:
             assert micro.packed.tree is not None
             trained = token_logprobs(policy, micro.packed, micro.images, config)
             with torch.no_grad():
@@ -354,8 +365,7 @@ def test_sharing_falls_back(models, device, capsys, monkeypatch):
         in capsys.readouterr().out
     )
     assert all(
-        micro.packed.tree is None
-        for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])
+        micro.packed.tree is None for micro in dealt(make_groups(), ADVANTAGES, 1, config)[0]
     )
     config = make_config(models["tied"])
     (group, *_) = make_groups()
@@ -391,29 +401,28 @@ def test_minibatches_of_dapo_weigh_every_token_alike(models, device):
     config = make_config(models["tied"], num_minibatches=2)
     halves = dealt(make_groups(), ADVANTAGES, 1, config)[0]
     whole = dealt(make_groups(), ADVANTAGES, 1, dataclasses.replace(config, num_minibatches=1))[0]
-    assert normalizers(halves, config) == [whole[0].num_trained[1] / 2] * 2
+    assert normalizers(halves, config) == [updates_of(whole)[0][1] / 2] * 2
     for loss_type, expected in (
         ("cispo", [(14 + 13 + 19 + 15) / 2] * 2),
         ("bnpo", [14 + 13, 19 + 15]),
     ):
         of_type = dataclasses.replace(config, loss_type=loss_type)
-        shares = dealt(make_groups(), ADVANTAGES, 1, of_type)[0]
-        assert normalizers(shares, of_type) == expected
+        rows = dealt(make_groups(), ADVANTAGES, 1, of_type)[0]
+        assert normalizers(rows, of_type) == expected
 
 
 def test_ranks_get_equally_many_rows_and_every_token_once():
     for max_tokens, num_ranks in itertools.product((24, 60, 10_000), (1, 2, 3, 16)):
-        shares = dealt(
+        ranks = dealt(
             make_groups(), ADVANTAGES, num_ranks, make_config("m", max_tokens_per_gpu=max_tokens)
         )
-        assert len({len(rows_of(share)) for share in shares}) == 1
-        trained = sum(micro.mask.sum().item() for share in shares for micro in rows_of(share))
+        assert len({len(rows) for rows in ranks}) == 1
+        trained = sum(micro.mask.sum().item() for rows in ranks for micro in rows)
         assert trained == sum(map(sum, LENGTHS))
         lengths = [length for lengths in LENGTHS for length in lengths]
         of_all = (len(lengths), sum(lengths))
-        assert [[share.num_trained for share in of_rank] for of_rank in shares] == [
-            [of_all]
-        ] * num_ranks
+        assert [updates_of(rows) for rows in ranks] == [[of_all]] * num_ranks
+        assert all(rows[-1].update for rows in ranks)
 
 
 def test_training_starts_before_the_batch_is_complete():
@@ -422,15 +431,16 @@ def test_training_starts_before_the_batch_is_complete():
     synchronous = {"max_tokens_per_gpu": 40, "max_staleness": 0}
     dealer = Dealer(1, make_config("m", **synchronous))  # groups take 17, 18, 26 and 24 tokens
     assert dealer.missing_tokens() == 40
-    (((first,), num_trained),) = dealer.deal(groups[:3], is_complete=False)[0]
+    (first,) = dealer.deal(groups[:3], is_complete=False)[0]
     assert first.packed.group.unique().tolist() == [0, 1]
-    assert num_trained is None
+    assert first.update is None
     assert dealer.missing_tokens() == 40 - row_tokens(dealer.waiting, dealer.config) < 40
-    (((second, third), num_trained),) = dealer.deal(groups[3:], is_complete=True)[0]
+    second, third = dealer.deal(groups[3:], is_complete=True)[0]
     assert [micro.packed.num_tokens for micro in (first, second, third)] == [
         17 + 18 - 6, 26 - 3, 24 - 3
     ]  # fmt: skip  # the last token of a completion needs no forward
-    assert num_trained == (sum(map(len, LENGTHS)), sum(map(sum, LENGTHS)))
+    assert second.update is None
+    assert third.update == (sum(map(len, LENGTHS)), sum(map(sum, LENGTHS)))
     for fields in (
         {"max_staleness": 1},
         {"num_minibatches": 2},
@@ -438,7 +448,7 @@ def test_training_starts_before_the_batch_is_complete():
         {"scale_rewards": "batch"},
     ):  # they need all of it
         assert Dealer(1, make_config("m", **synchronous | fields)).missing_tokens() == math.inf
-    loads = [sum(micro.packed.num_tokens for micro in rows_of(share)) for share in dealt(
+    loads = [sum(micro.packed.num_tokens for micro in rows) for rows in dealt(
         make_groups(), ADVANTAGES, 2, make_config("m", max_tokens_per_gpu=30)
     )]  # fmt: skip
     assert loads == [
@@ -695,6 +705,7 @@ def test_a_reference_that_moves(kind, models, device):
     for step in (1, 2, 3, 4):
         batch = dealt(make_groups(), ADVANTAGES, 1, config)[0]
         train_batch(policy, reference, optimizer, scheduler, batch, config, device)
+        reference.follow(step)
         if step % 2 == 0:
             for name, weight in trainable(policy).items():
                 expected[name] = 0.25 * expected[name] + 0.75 * weight

@@ -18,7 +18,7 @@ from recipes import advantages, insert_reasoning, losses
 from recipes.majority import answer_of, majority_is_right, majority_vote
 from rollouts.group import Completion, Group, Prompt
 from train import grpo_loss
-from training.hooks import check_loss
+from training.metrics import check_loss
 
 NAN, INF = math.nan, math.inf
 
@@ -357,8 +357,15 @@ def test_extremes(loss_fn, dtype):
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_the_trainer_takes_them(loss_fn):
-    check_loss(make_config(loss_fn=loss_fn))
-    check_loss(make_config(loss_fn=loss_fn, beta=0.1))
+    logprobs = torch.full((2,), -1.0, requires_grad=True)
+    old = logprobs.detach()
+    completion = torch.zeros(2, dtype=torch.long)
+    for beta, ref in ((0.0, None), (0.1, old)):
+        config = make_config(loss_fn=loss_fn, beta=beta)
+        for mask in (torch.ones(2), torch.zeros(2)):  # a row that fills up a round trains no token
+            loss, sums = loss_fn(logprobs, old, ref, torch.ones(2), mask, completion, config)
+            check_loss(loss, sums)
+            assert loss.isfinite()
 
 
 # -- majority votes --------------------------------------------------------------------------------------------------

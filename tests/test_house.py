@@ -15,7 +15,7 @@ ROOMS = {
     },
     "training": {
         "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "vision", "checkpoints", "logs", "metrics", "terminal",
-        "hooks", "intact",
+        "intact",
     },
     "weights": {"publish", "group", "cuda_ipc"},
     "server": {"app", "sample", "messages", "receiver", "adapter", "whole"},

@@ -492,14 +492,9 @@ def trained_difference(config, device):
     before = {name: full_tensor(p).clone() for name, p in unwrap(policy).named_parameters()}
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0)
-    shares = Dealer(dist.get_world_size(), config).deal(groups, is_complete=True)
-    kinds = {
-        bool(micro.images)
-        for of_rank in shares
-        for share in of_rank
-        for micro in share.micro_batches
-    }
-    train_batch(policy, reference, optimizer, scheduler, shares[dist.get_rank()], config, device)
+    ranks = Dealer(dist.get_world_size(), config).deal(groups, is_complete=True)
+    kinds = {bool(micro.images) for rows in ranks for micro in rows}
+    train_batch(policy, reference, optimizer, scheduler, ranks[dist.get_rank()], config, device)
     return {
         name: before[name] - full_tensor(p) for name, p in unwrap(policy).named_parameters()
     }, kinds

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -30,7 +31,7 @@ from rollouts.evaluation import held_out_metrics
 from rollouts.group import Completion, Group, Prompt, can_teach
 from rollouts.images import open_image
 from rollouts.scoring import Failures, decoded, spoken
-from training.batching import MicroBatch, Share
+from training.batching import MicroBatch, Update
 from training.metrics import TokenSums, batch_metrics
 from training.model import load_model, token_logprobs
 from training.optimizer import build_optimizer
@@ -536,6 +537,7 @@ def test_log_ratios_and_products_are_bounded_on_both_sides():
 def test_updates_without_a_finite_gradient_are_counted(monkeypatch, models, norms, skipped):
     left = list(norms)
     monkeypatch.setattr(train, "optimizer_step", lambda *_: left.pop(0))
+    monkeypatch.setattr(train, "add_gradient", lambda *_: torch.zeros(()))
     monkeypatch.setattr(TokenSums, "metrics", lambda _: ({}, {}))
     config = make_config(
         num_minibatches=2, batch_size=2, model_id=models["tied"], old_logprobs="sampler"
@@ -543,8 +545,9 @@ def test_updates_without_a_finite_gradient_are_counted(monkeypatch, models, norm
     model: Any = nn.Linear(1, 1)
     optimizer, scheduler = build_optimizer(model, 2, config)
     with process_group(60) as device:
-        shares = [Share([], (1, 1)), Share([], (1, 1))]
-        metrics, _ = train.train_batch(model, None, optimizer, scheduler, shares, config, device)
+        row: Any = SimpleNamespace(update=Update(1, 1), trainer_logprobs=None, to=lambda _: row)
+        rows = [row, row]
+        metrics, _ = train.train_batch(model, None, optimizer, scheduler, rows, config, device)
     assert metrics["skipped_steps"] == skipped
 
 

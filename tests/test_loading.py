@@ -19,7 +19,6 @@ from test_gradients import (
     make_config,
     make_groups,
     plain_gradient,
-    rows_of,
     trained_difference,
 )
 from test_prefix_models import FAMILIES
@@ -117,9 +116,7 @@ def adapters_on_ranks(output, model, checkpoint):
             with torch.no_grad():
                 for weight in policy.parameters():
                     weight.mul_(1.5)
-            (row,) = [
-                micro.packed for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])
-            ]
+            (row,) = [micro.packed for micro in dealt(make_groups(), ADVANTAGES, 1, config)[0]]
             assert reference
             found.append({"reference": reference(row, {})})
         torch.save(found, f"{output}.{dist.get_rank()}")
@@ -138,7 +135,7 @@ def test_adapters_and_reference(models, tmp_path):
     config = make_config(models["tied"], beta=0.1)
     with process_group(60) as device:
         reference = build_reference(build_policy(config, device), config, device)
-        (row,) = [micro.packed for micro in rows_of(dealt(make_groups(), ADVANTAGES, 1, config)[0])]
+        (row,) = [micro.packed for micro in dealt(make_groups(), ADVANTAGES, 1, config)[0]]
         assert reference
         expected = reference(row, {})
     on_ranks(

@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from config import UserError
 from prefix_attention import attach, completion_logprobs, pack
 from rollouts.rollouts import Rollouts
+from rollouts.run import check_packages
 from rollouts.servers import ServerPool
 from server.messages import About
 from train import main, optimizer_step
-from training.hooks import check_packages
 from training.low_memory import adamw_8bit, in_4bit
 from training.model import build_policy, build_reference
 from training.optimizer import build_optimizer

@@ -132,10 +132,10 @@ def test_a_run_sleeps_while_it_trains(models, recipe, tmp_path, monkeypatch, num
     fakes: list[Any] = []
     take = Rollouts.take
 
-    def taking(self, num_tokens):
-        groups, is_complete = take(self, num_tokens)
+    def taking(self, num_tokens, deal):
+        rows, is_complete = take(self, num_tokens, deal)
         taken.append(is_complete)
-        return groups, is_complete
+        return rows, is_complete
 
     monkeypatch.setattr(Rollouts, "take", taking)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: released.append(fakes[-1].log[-1][0]))

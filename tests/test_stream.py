@@ -732,7 +732,7 @@ def test_all_groups_filtered_ends_the_run(models, recipe, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize(("share_prefix", "size"), [(True, 3 + 1 + 3), (False, 2 * (3 + 3))])
-def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
+def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size, monkeypatch):
     """Groups of a prompt of 3 tokens and completions of 2 and 4; without sharing each is padded to the longest."""
     completions = [Completion([5 + n] * n, [-1.0] * n, "stop", 0) for n in (2, 4)]
     group = Group(Prompt(0, [5] * 3, "", {}), completions)
@@ -747,9 +747,11 @@ def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
     rollouts: Any = SimpleNamespace(
         stream=stream, config=config, waited_s=0.0, servers_sleep=False, _wait=lead
     )
+    monkeypatch.setattr("rollouts.rollouts.scatter_objects", lambda rows: rows[0])
+    deal: Any = lambda groups, is_last: [[(group, is_last) for group in groups]]
     for num_tokens, num_groups in ((2 * size, 2), (2 * size + 1, 3)):
-        groups, is_last = Rollouts.take(rollouts, num_tokens)
-        assert (len(groups), is_last) == (num_groups, False)
+        rows, is_last = Rollouts.take(rollouts, num_tokens, deal)
+        assert (rows, is_last) == ([(group, False)] * num_groups, False)
     rollouts.servers_sleep = True  # no more could be sampled before all is trained
 
     def complete_after_5():
@@ -761,13 +763,13 @@ def test_take_waits_for_no_more_than_enough_tokens(share_prefix, size):
     stream.take = complete_after_5
     slept: list[Any] = []
     rollouts.pool = SimpleNamespace(fall_asleep=lambda: slept.append(True))
-    groups, is_last = Rollouts.take(rollouts, 1)
-    assert (len(groups), is_last, len(slept)) == (5, True, 1)
+    rows, is_last = Rollouts.take(rollouts, 1, deal)
+    assert (len(rows), is_last, len(slept)) == (5, True, 1)
 
     rollouts.servers_sleep = False
     stream.take = lambda: group
     stream.missing = 0
-    assert Rollouts.take(rollouts, math.inf) == ([group], True)
+    assert Rollouts.take(rollouts, math.inf, deal) == ([(group, True)], True)
 
 
 def test_a_run_that_ends_while_a_server_comes_back(models):

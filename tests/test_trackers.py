@@ -14,8 +14,8 @@ from test_tools import scored
 
 from config import TrainConfig, UserError
 from rollouts.group import Batch
+from rollouts.run import check_packages
 from train import main
-from training.hooks import check_on_step, check_packages
 from training.logs import RunLog
 from utils import process_group
 
@@ -197,18 +197,13 @@ def test_an_error_of_on_step_is_heard_of(tmp_path, last):
 
 
 @pytest.mark.parametrize(
-    "on_step", [lambda step, metrics: None, lambda *, step, metrics, groups: None, 5]
+    "on_step", [lambda step, metrics: None, lambda *, step, metrics, groups: None]
 )
-def test_another_signature_is_refused(tmp_path, on_step):
-    """Before a model is loaded; and no trial is sent, which would stay in a tracker."""
-    with pytest.raises(UserError, match="on_step"):
-        main(config_of(tmp_path, on_step))
-    assert not [*tmp_path.iterdir()]
-
-    def never(step, metrics, groups, *, also=1):
-        raise AssertionError
-
-    check_on_step(config_of(tmp_path, never))
+def test_another_signature_is_told_at_the_first_step(tmp_path, on_step):
+    with process_group(60):
+        log = RunLog(config_of(tmp_path, on_step), 4)
+        with pytest.raises(UserError, match=r"^on_step raised TypeError: .* positional argument"):
+            log.step(0, {"eval/reward": 0.5})
 
 
 WRITTEN = """

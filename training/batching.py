@@ -1,6 +1,7 @@
 """Token columns of groups, packed into rows and dealt to ranks."""
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
@@ -10,8 +11,15 @@ from torch import Tensor
 
 from config import TrainConfig
 from prefix_attention import PackedBatch, num_packed_tokens, pack
-from rollouts.group import CUT, ENVIRONMENT, Group, Prompt, rollout_number
+from rollouts.group import CUT, ENVIRONMENT, Group, rollout_number
 from rollouts.images import joined_images
+
+
+class Update(NamedTuple):
+    """An optimizer step, and what its gradient is a mean over, on all ranks."""
+
+    num_completions: int
+    num_tokens: int  # those that train
 
 
 @dataclass
@@ -30,6 +38,7 @@ class MicroBatch:
     ref_logprobs: Tensor | None = None  # nats, where a part of the run gives them
     trainer_logprobs: Tensor | None = None  # nats, before the first of several updates
     images: dict[str, Tensor] = field(default_factory=dict)  # of the row's prompts, joined
+    update: Update | None = None  # follows this row, the last one of its mini-batch
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on `device`."""
@@ -58,13 +67,6 @@ def row_tokens(groups: Sequence[Group], config: TrainConfig) -> int:
     return num_packed_tokens(sequences, config.share_prefix, apart=groups_apart(groups))
 
 
-def tokens_alone(group: Group, config: TrainConfig) -> int:
-    """Positions of a row that holds the group alone; they are counted once."""
-    if group.num_positions is None:
-        group.num_positions = row_tokens([group], config)
-    return group.num_positions
-
-
 def trained_lengths(group: Group, config: TrainConfig) -> list[int]:
     """The number of tokens of each completion that train.
 
@@ -91,26 +93,13 @@ def micro_batches(
         row_columns: Any = {name: column[row.index] for name, column in columns.items()}
         # None: a prompt of several groups, which is text alone.
         prompts = [groups[number].prompt for number in row.prompts if number is not None]
-        found.append(MicroBatch(row, images=row_images(prompts), **row_columns))
+        found.append(MicroBatch(row, images=joined_images(prompts), **row_columns))
     return found
-
-
-def row_images(prompts: list[Prompt]) -> dict[str, Tensor]:
-    """The images of a row's prompts, joined."""
-    if not any(prompt.images for prompt in prompts):
-        return {}
-    return joined_images(prompts)
 
 
 def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]:
     """Fields of `MicroBatch`, one value a completion token, by group, completion, segment."""
-    columns: dict[str, list[Tensor]] = {
-        "advantages": [],
-        "mask": [],
-        "sampler_logprobs": [],
-        "servers": [],
-        "rollouts": [],
-    }
+    columns: dict[str, list[Tensor]] = defaultdict(list)
     for group in groups:
         tokens = group.tokens
         advantages = torch.tensor(group.advantages).float()
@@ -123,7 +112,7 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
         columns["servers"].append(is_current.to(torch.int16) * (1 + group.server))
         columns["rollouts"].append(rollout_number(group, tokens.completion))
         if group.ref_logprobs is not None:
-            columns.setdefault("ref_logprobs", []).append(group.ref_logprobs)
+            columns["ref_logprobs"].append(group.ref_logprobs)
 
     joined = {name: torch.cat(parts) for name, parts in columns.items()}
     joined["mask"] = joined["mask"].float()
@@ -131,13 +120,6 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
 
 
 # -- From rows to ranks ----------------------------------------------------------------------------
-
-
-class Share(NamedTuple):
-    """A rank's next rows; an update follows where numbers are given."""
-
-    micro_batches: list[MicroBatch]
-    num_trained: tuple[int, int] | None = None  # of all ranks, as `num_trained`
 
 
 class Dealer:
@@ -151,9 +133,7 @@ class Dealer:
     def __init__(self, num_ranks: int, config: TrainConfig):
         self.config = config
         self.loads = [0] * num_ranks  # tokens that each rank has had
-        self.waiting: list[Group] = []  # groups of a row that still has room
-        self.waiting_tokens = 0  # of these, each alone: sharing may make the row shorter
-        self.rows: list[MicroBatch] = []  # not dealt yet
+        self.waiting: list[Group] = []  # not dealt yet
         self.added: list[Group] = []  # to the mini-batch
 
     def missing_tokens(self) -> float:
@@ -166,124 +146,88 @@ class Dealer:
         config = self.config
         if config.max_staleness > 0 or config.updates_per_batch > 1 or config.weighs_whole_batch:
             return math.inf
-        num_missing_rows = len(self.loads) - len(self.rows)
-        return num_missing_rows * config.max_tokens_per_gpu - row_tokens(self.waiting, config)
+        return len(self.loads) * config.max_tokens_per_gpu - row_tokens(self.waiting, config)
 
-    def deal(self, groups: list[Group], is_complete: bool) -> list[list[Share]]:
-        """Deal the groups that came: each rank's shares, one a mini-batch.
+    def deal(self, groups: list[Group], is_complete: bool) -> list[list[MicroBatch]]:
+        """Deal the groups that came: each rank's next rows.
 
         Args:
             groups: in the order in which they train; with several mini-batches the whole batch.
             is_complete: these are the batch's last groups.
         """
         config = self.config
+        num_ranks = len(self.loads)
+        rows_of_rank: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
         size = config.batch_size // config.num_minibatches
-        shares_of_rank: list[list[Share]] = [[] for _ in self.loads]
         for start in range(0, len(groups), size):
-            shares = self._shares(groups[start : start + size], is_complete)
-            for rank, share in enumerate(shares):
-                shares_of_rank[rank].append(share)
+            self.waiting += groups[start : start + size]
+            self.added += groups[start : start + size]
+            rows = self._next_rows(is_complete)
+            for place in range(0, len(rows), num_ranks):  # the largest where the fewest tokens were
+                this_round = rows[place : place + num_ranks]
+                largest_first = sorted(this_round, key=num_tokens, reverse=True)
+                idlest_first = sorted(range(num_ranks), key=self.loads.__getitem__)
+                for rank, row in zip(idlest_first, largest_first, strict=True):
+                    rows_of_rank[rank].append(row)
+                    self.loads[rank] += num_tokens(row)
 
-        if config.num_minibatches > 1 and config.weighs_tokens_alike:
-            of_all = num_trained(groups, config)
-            for shares in shares_of_rank:
-                shares[:] = [share._replace(num_trained=of_all) for share in shares]
-        return shares_of_rank
+            if is_complete:
+                of_batch = config.num_minibatches > 1 and config.weighs_tokens_alike
+                update = num_trained(groups if of_batch else self.added, config)
+                self.added = []
+                for dealt in rows_of_rank:
+                    dealt[-1] = replace(dealt[-1], update=update)
+        return rows_of_rank
 
-    def _shares(self, groups: list[Group], ends_update: bool) -> list[Share]:
-        """Each rank's share of a mini-batch, or of its whole rounds."""
-        for group in groups:
-            self._add(group)
-        if not ends_update:
-            return [Share(rows) for rows in self._deal_whole_rounds()]
+    def _next_rows(self, is_complete: bool) -> list[MicroBatch]:
+        """Whole rounds of rows; the groups of others wait, but for those of a complete batch.
 
-        self._pack_the_rest()
-        self._fill_the_last_round()
-        of_all = num_trained(self.added, self.config)
-        self.added = []
-        return [Share(rows, of_all) for rows in self._deal_whole_rounds()]
+        These are spread evenly over a last round.
+        """
+        config = self.config
+        num_ranks = len(self.loads)
+        rows = micro_batches(self.waiting, config.max_tokens_per_gpu, config)
+        firsts = [int(row.packed.group[0]) for row in rows]  # of the waiting groups
+        lasts = [int(row.packed.group[-1]) for row in rows]
 
-    def _add(self, group: Group) -> None:
-        """Let a group wait with others for their row; pack the others first if it does not fit."""
-        if self.waiting and not self._has_room_for(group):
-            self._pack_waiting(self.config.max_tokens_per_gpu)
-        self.waiting.append(group)
-        self.waiting_tokens += tokens_alone(group, self.config)
-        self.added.append(group)
+        num = len(rows) if is_complete else len(rows) - 1  # later groups may join the last row
+        num -= num % num_ranks
+        while 0 < num < len(rows) and lasts[num - 1] == firsts[num]:
+            num -= num_ranks  # no group may have rows on both sides
+        self.waiting = self.waiting[firsts[num] :] if num < len(rows) else []
+        if not is_complete or not self.waiting:
+            return rows[:num]
 
-    def _has_room_for(self, group: Group) -> bool:
-        """True where the open row can take the group."""
-        max_tokens = self.config.max_tokens_per_gpu
-        # Sharing only takes tokens away, so this cheap sum is the most that the row can have.
-        at_most = self.waiting_tokens + tokens_alone(group, self.config)
-        return (
-            at_most <= max_tokens or row_tokens([*self.waiting, group], self.config) <= max_tokens
-        )
-
-    def _pack_waiting(self, max_tokens: int) -> None:
-        """Pack the waiting groups into rows of at most `max_tokens`."""
-        self.rows += micro_batches(self.waiting, max_tokens, self.config)
+        num_missing = math.ceil((len(rows) - num) / num_ranks) * num_ranks
+        tokens_each = math.ceil(sum(map(num_tokens, rows[num:])) / num_missing)
+        longest = max(map(longest_completion, self.waiting))  # which stays in one piece
+        max_tokens = min(max(tokens_each, longest), config.max_tokens_per_gpu)
+        rows[num:] = micro_batches(self.waiting, max_tokens, config)
         self.waiting = []
-        self.waiting_tokens = 0
 
-    def _pack_the_rest(self) -> None:
-        """Spread the waiting groups evenly over the round's missing rows."""
-        num_ranks = len(self.loads)
-        num_missing = num_ranks - len(self.rows) % num_ranks
-        if num_missing == 1:  # all of them, as they wait for one row
-            self._pack_waiting(self.config.max_tokens_per_gpu)
-            return
-        tokens_each = math.ceil(row_tokens(self.waiting, self.config) / num_missing)
-        longest = longest_completion(self.waiting, self.config)
-        self._pack_waiting(min(max(tokens_each, longest), self.config.max_tokens_per_gpu))
-
-    def _fill_the_last_round(self) -> None:
-        """Fill up the round with copies of the smallest row, all masked."""
-        smallest = min(self.rows, key=num_tokens)
+        smallest = min(rows, key=num_tokens)
         filler = replace(smallest, mask=torch.zeros_like(smallest.mask))
-        while len(self.rows) % len(self.loads) != 0:
-            self.rows.append(filler)
-
-    def _deal_whole_rounds(self) -> list[list[MicroBatch]]:
-        """The rows for each rank: the largest where the fewest tokens were."""
-        num_ranks = len(self.loads)
-        dealt: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
-        while len(self.rows) >= num_ranks:
-            this_round = self.rows[:num_ranks]
-            self.rows = self.rows[num_ranks:]
-            largest_first = sorted(this_round, key=num_tokens, reverse=True)
-            idlest_first = sorted(range(num_ranks), key=self.loads.__getitem__)
-            for rank, row in zip(idlest_first, largest_first, strict=True):
-                dealt[rank].append(row)
-                self.loads[rank] += num_tokens(row)
-        return dealt
+        while len(rows) % num_ranks != 0:
+            rows.append(filler)
+        return rows
 
 
 def num_tokens(row: MicroBatch) -> int:
     """Tokens forwarded, padding included."""
-    return row.packed.input_ids.numel()
+    return row.packed.num_tokens
 
 
-def num_trained(groups: list[Group], config: TrainConfig) -> tuple[int, int]:
+def num_trained(groups: list[Group], config: TrainConfig) -> Update:
     """Completions, and tokens that train, over which an update's gradient is a mean."""
     lengths = []
     for group in groups:
         lengths += trained_lengths(group, config)
-    return len(lengths), sum(lengths)
+    return Update(len(lengths), sum(lengths))
 
 
-def longest_completion(groups: list[Group], config: TrainConfig) -> int:
-    """The most positions that a completion with its prompt needs.
-
-    For shorter rows `pack` would cut that completion into pieces, or refuse the group.
-    """
-    longest = 0
-    for group in groups:
-        prompt_ids, completions = group.sequences
-        for completion in completions:
-            own_prompt, token_ids = completion[0]
-            alone = len(own_prompt) + len(token_ids) - 1  # a position predicts the next token
-            if len(completion) > 1:  # segments, which may share
-                alone = num_packed_tokens([(prompt_ids, [completion])], config.share_prefix)
-            longest = max(longest, alone)
-    return longest
+def longest_completion(group: Group) -> int:
+    """Tokens of a group's longest completion, with the prompts of its segments."""
+    lengths = []
+    for segments in group.sequences[1]:
+        lengths.append(sum(len(prompt_ids) + len(token_ids) for prompt_ids, token_ids in segments))
+    return max(lengths)

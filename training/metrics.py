@@ -18,6 +18,7 @@ from training.batching import MicroBatch
 from utils import gather_objects
 
 MIN_COMPARED = 32  # tokens by which a server is compared with the trainer: as many as a probe has
+LOSS_SUMS = ("kl", "clip_ratio/low", "clip_ratio/high")  # what a loss may name, besides loss/...
 
 
 class Gaps(NamedTuple):
@@ -102,6 +103,17 @@ class TokenSums:
         squares = max(totals["weight_square"], 1e-30)
         metrics["sampling/effective_sample_size"] = totals["weight"] ** 2 / squares / num_tokens
         return metrics, Gaps(means(of_servers, MIN_COMPARED), means(of_completions, 1))
+
+
+def check_loss(loss: Tensor, sums: dict[str, Tensor]) -> None:
+    """Raise a TypeError where a loss is no scalar of log-probs, or a sum no known scalar."""
+    if loss.ndim > 0 or not loss.requires_grad:
+        raise TypeError(f"it must return a scalar of logprobs first, and returned {loss}")
+    for name, value in sums.items():
+        is_known = name in LOSS_SUMS or name.startswith("loss/")
+        if value.ndim > 0 or not is_known:
+            names = ", ".join(LOSS_SUMS)
+            raise TypeError(f"it must return scalar sums named {names} or loss/..., not {name}")
 
 
 def sums_by(keys: Tensor, columns: list[Tensor]) -> dict[int, np.ndarray]:
