@@ -64,15 +64,9 @@ CPU_DEFAULTS = {
 SILENCE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
 
 
-def _keep_mm_data(mm_features: Any, *_: Any, **__: Any) -> Any:
-    """Let vLLM's V1 runner have all images.
-
-    It gets none that cached prefixes cover, but needs them when an update makes the K/V anew.
-    """
-    return mm_features
-
-
-output.strip_covered_mm_data = _keep_mm_data
+# Let vLLM's V1 runner have all images: it gets none that cached prefixes cover, but needs them when
+# an update makes the K/V anew.
+output.strip_covered_mm_data = lambda mm_features, *_, **__: mm_features
 keep_tokens()
 # vLLM's engine, or a worker: it would outlive a server that is killed.
 if __name__ == "__mp_main__":

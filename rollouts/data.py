@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,11 @@ def load_rows(
         elif source.endswith((".jsonl", ".json")):
             rows = _json_rows(Path(source).read_text("utf-8-sig"))
         elif source.endswith(".csv"):
-            rows = _csv_rows(source)
+            # All of it is text: 007 is not 7, and NA is not nothing.
+            with open(source, encoding="utf-8-sig", newline="") as file:
+                rows = list(csv.DictReader(file))
+            if any(None in row for row in rows):  # the name of cells beyond the header's
+                raise ValueError("a row has more cells than the header has names")
         elif source.endswith(".parquet"):
             rows = Dataset.from_parquet(source)
         else:
@@ -86,16 +89,6 @@ def _json_rows(text: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _csv_rows(path: str) -> list[dict[str, Any]]:
-    """The rows of a table, all of it as text: 007 is not 7, and NA is not nothing."""
-    with open(path, encoding="utf-8-sig", newline="") as file:
-        rows = list(csv.DictReader(file))
-    for number, row in enumerate(rows):
-        if None in row:  # the name of cells beyond the header's
-            raise ValueError(f"row {number} has more cells than the header has names")
-    return rows
-
-
 def _without_nulls(value: Any, is_chat: bool = False) -> Any:
     """A column's value without null values in messages, which its type gives to all of them.
 
@@ -118,20 +111,19 @@ def load_prompts(
     Raises:
         UserError: a row makes no prompt; names its number.
     """
+
+    def load_prompt(index: int, row: dict[str, Any]) -> Prompt:
+        with naming(f"dataset row {index}"):
+            prompt = make_prompt(index, row, processor, config)
+        if not prompt.sources:
+            return prompt
+        # Only so that a broken image shows at once: sampling does it again. The sources stay, a
+        # URL as its bytes.
+        return replace(with_images(prompt, processor, config), images=None)
+
     rows = load_rows(source, split, config)
-    load_prompt = partial(_load_prompt, processor=processor, config=config)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(load_prompt, itertools.count(), rows))
-
-
-def _load_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainConfig) -> Prompt:
-    with naming(f"dataset row {index}"):
-        prompt = make_prompt(index, row, processor, config)
-    if not prompt.sources:
-        return prompt
-    # Only so that a broken image shows at once: sampling does it again. The sources stay, a URL as
-    # its bytes.
-    return replace(with_images(prompt, processor, config), images=None)
 
 
 def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainConfig) -> Prompt:

@@ -84,14 +84,20 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         sources = [image_source(source) for source in prompt.sources]
         images = [open_image(source) for source in sources]
         text, needs_beginning = as_text(processor, prompt.content, len(images), config)
-        _check_places(text, len(images), processor)
+        # Gemma3's templates write boi_token, others image_token.
+        marks = [getattr(processor, name, None) for name in ("boi_token", "image_token")]
+        num_places = max((text.count(mark) for mark in marks if mark), default=0)
+        if num_places != len(images):
+            raise ValueError(
+                f"its text has {num_places} places for its {len(images)} images: use chat messages,"
+                " and leave the marks of images to the chat template"
+            )
         batch = processor(
             text=[text], images=[images], add_special_tokens=False, return_tensors="pt"
         )
 
     tokenizer = tokenizer_of(processor)
     token_ids = with_beginning(batch["input_ids"][0].tolist(), tokenizer, needs_beginning)
-    urls = [_data_uri(image) for image in images]
     inputs = {name: batch[name] for name in batch if name not in TEXT_INPUTS}
     return replace(
         prompt,
@@ -100,25 +106,14 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         images=Images(
             server_ids=as_ids(text, tokenizer, needs_beginning),
             num_tokens=len(token_ids),
-            urls=urls,
+            urls=[data_uri(image) for image in images],
             inputs=inputs,
         ),
     )
 
 
-def _check_places(text: str, num_images: int, processor: Any) -> None:
-    """Raise ValueError where a text has another number of places than of images."""
-    # Gemma3's templates write boi_token, others image_token.
-    marks = [getattr(processor, name, None) for name in ("boi_token", "image_token")]
-    num_places = max((text.count(mark) for mark in marks if mark), default=0)
-    if num_places != num_images:
-        raise ValueError(
-            f"its text has {num_places} places for its {num_images} images: use chat messages, "
-            "and leave the marks of images to the chat template"
-        )
-
-
-def _data_uri(image: Any) -> str:
+def data_uri(image: Any) -> str:
+    """An image as a server gets it, a PNG."""
     file = io.BytesIO()
     image.save(file, "png", compress_level=1)
     return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
@@ -149,21 +144,14 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
         return joined
     for name in inputs[0]:
         tensors = [values[name] for values in inputs]
-        sizes = {tensor.shape[1:] for tensor in tensors}
-        if len(sizes) > 1:
-            if PADDING_MARKS.isdisjoint(inputs[0]):
-                raise UserError(
-                    f"images with {name} of several sizes cannot be in one row: resize them to one "
-                    "size"
-                )
-            largest = torch.tensor([*sizes]).amax(0).tolist()
-            tensors = [_padded(tensor, largest) for tensor in tensors]
-        joined[name] = torch.cat(tensors)
+        sizes = [tensor.shape[1:] for tensor in tensors]
+        if len(set(sizes)) > 1 and PADDING_MARKS.isdisjoint(inputs[0]):
+            raise UserError(
+                f"images with {name} of several sizes cannot be in one row: resize them to one size"
+            )
+        largest = torch.tensor(sizes).amax(0).tolist()
+        joined[name] = tensors[0].new_zeros(sum(map(len, tensors)), *largest)
+        places = joined[name].split([*map(len, tensors)])
+        for place, tensor in zip(places, tensors, strict=True):
+            place[tuple(map(slice, tensor.shape))] = tensor
     return joined
-
-
-def _padded(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """A tensor with zeros behind its values: [n, *sizes]."""
-    padded = tensor.new_zeros(len(tensor), *sizes)
-    padded[tuple(map(slice, tensor.shape))] = tensor
-    return padded

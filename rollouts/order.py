@@ -39,36 +39,27 @@ class Order:
 
     def choose(self, first: int) -> list[Group]:
         """The next `batch_size` groups, by the number of the first."""
-        numbers = range(first, first + self.config.batch_size)
-        if self.config.order_fn:
-            prompts = self._own(first)
-        else:
-            prompts = [self._shuffled(number) for number in numbers]
-        return [Group(prompt, id=number) for number, prompt in zip(numbers, prompts, strict=True)]
-
-    def _shuffled(self, number: int) -> Prompt:
-        """The prompt of a group; each epoch has a permutation of its own."""
-        epoch, place = divmod(number, len(self.prompts))
-        row = permutation(len(self.prompts), self.config.seed + epoch)[place]
-        return self.prompts[int(row)]
-
-    def _own(self, first: int) -> list[Prompt]:
-        """The prompts that `order_fn` chooses.
-
-        The generator is seeded by the number, so that a resumed run chooses alike.
-        """
+        seed = self.config.seed
         num = self.config.batch_size
-        known = set(map(id, self.prompts))
         order_fn: Any = self.config.order_fn
-        rng = random.Random(f"{self.config.seed} {first}")
+        if not order_fn:
+            groups = []
+            for number in range(first, first + num):
+                epoch, place = divmod(number, len(self.prompts))  # each has its permutation
+                row = int(permutation(len(self.prompts), seed + epoch)[place])
+                groups.append(Group(self.prompts[row], id=number))
+            return groups
+
+        rng = random.Random(f"{seed} {first}")  # a resumed run chooses alike
         with naming_function("order_fn"):
             # A copy, as groups end meanwhile.
             chosen = order_fn(list(self.prompts), dict(self.history), num, rng)
         with naming(f"order_fn must return {num} of the prompts that it gets"):
+            known = set(map(id, self.prompts))
             num_known = sum(id(prompt) in known for prompt in chosen)
             if len(chosen) != num or num_known != num:
                 raise ValueError(f"it returned {len(chosen)} of which {num_known} are known")
-        return list(chosen)
+        return [Group(prompt, id=number) for number, prompt in enumerate(chosen, first)]
 
     def add_to_history(self, groups: Sequence[Group]) -> None:
         """Add the rewards of groups that ended, trained or dropped."""

@@ -72,7 +72,12 @@ class Sender:
         gpus: list[str | None] = []
         for server in servers:
             gpus += server.about.gpus
-        backend = self._backend(gpus)
+        own = gpu_of(self._device)
+        backend = "gloo"
+        if own and gpus == [own]:
+            backend = "ipc"
+        elif own and {None, own, *self._gpus}.isdisjoint(gpus) and len(set(gpus)) == len(gpus):
+            backend = "nccl"  # each has a GPU of its own
         secret = os.urandom(16).hex()
         meeting = Meeting(host, store.port, secret, backend, 1 + len(gpus), 1, self._timeout_s)
         rank = 1
@@ -82,14 +87,6 @@ class Sender:
         names = ", ".join(server.url for server in servers)
         print(f"weights go to {names} over {backend}", flush=True)
         return partial(WeightGroup, meeting, 0, self._device, store)
-
-    def _backend(self, gpus: list[str | None]) -> str:
-        """The backend for workers on these GPUs, see `Meeting`."""
-        own = gpu_of(self._device)
-        if own and gpus == [own]:
-            return "ipc"
-        have_their_own = {None, own, *self._gpus}.isdisjoint(gpus) and len(set(gpus)) == len(gpus)
-        return "nccl" if own and have_their_own else "gloo"
 
     def send(self, tensors: dict[str, Tensor]) -> None:
         """Send named tensors, while the caller gathers the next; none end the update.

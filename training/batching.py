@@ -156,28 +156,30 @@ class Dealer:
             is_complete: these are the batch's last groups.
         """
         config = self.config
-        num_ranks = len(self.loads)
-        rows_of_rank: list[list[MicroBatch]] = [[] for _ in range(num_ranks)]
+        rows_of_rank: list[list[MicroBatch]] = [[] for _ in self.loads]
         size = config.batch_size // config.num_minibatches
         for start in range(0, len(groups), size):
             self.waiting += groups[start : start + size]
             self.added += groups[start : start + size]
-            rows = self._next_rows(is_complete)
-            for place in range(0, len(rows), num_ranks):  # the largest where the fewest tokens were
-                this_round = rows[place : place + num_ranks]
-                largest_first = sorted(this_round, key=num_tokens, reverse=True)
-                idlest_first = sorted(range(num_ranks), key=self.loads.__getitem__)
-                for rank, row in zip(idlest_first, largest_first, strict=True):
-                    rows_of_rank[rank].append(row)
-                    self.loads[rank] += num_tokens(row)
-
+            self._deal_rounds(self._next_rows(is_complete), rows_of_rank)
             if is_complete:
                 of_batch = config.num_minibatches > 1 and config.weighs_tokens_alike
                 update = num_trained(groups if of_batch else self.added, config)
                 self.added = []
-                for dealt in rows_of_rank:
-                    dealt[-1] = replace(dealt[-1], update=update)
+                for rows in rows_of_rank:
+                    rows[-1] = replace(rows[-1], update=update)
         return rows_of_rank
+
+    def _deal_rounds(self, rows: list[MicroBatch], rows_of_rank: list[list[MicroBatch]]) -> None:
+        """Give each rank a row of each round: the largest to the one that had the fewest tokens."""
+        num_ranks = len(self.loads)
+        for start in range(0, len(rows), num_ranks):
+            this_round = rows[start : start + num_ranks]
+            largest_first = sorted(this_round, key=num_tokens, reverse=True)
+            idlest_first = sorted(range(num_ranks), key=self.loads.__getitem__)
+            for rank, row in zip(idlest_first, largest_first, strict=True):
+                rows_of_rank[rank].append(row)
+                self.loads[rank] += num_tokens(row)
 
     def _next_rows(self, is_complete: bool) -> list[MicroBatch]:
         """Whole rounds of rows; the groups of others wait, but for those of a complete batch.
