@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from config import TrainConfig, UserError, parse_args
+from rollouts.custom import naming_function, own_advantages
 from rollouts.group import Group
-from rollouts.own_advantages import naming_function, own_advantages
 from rollouts.rollouts import Rollouts
 from training.batching import Dealer, MicroBatch
 from training.checkpoints import Checkpoints, run_folder

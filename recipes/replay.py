@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from config import UserError, parse_args, to_json
+from rollouts.custom import check_segments
 from rollouts.group import Group, Prompt
 from rollouts.images import with_images
-from rollouts.own_rollouts import check_segments
 from rollouts.processor import tokenizer_of
 from rollouts.scoring import decoded, weighted
 from train import main

@@ -1,6 +1,5 @@
 """The data that everything else passes on: prompts, completions, groups."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -9,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from config import TrainConfig, UserError
+from config import UserError
 from prefix_attention import as_tokens
-from rollouts.own_advantages import own_advantages
 
 # In place of the policy version that sampled a token:
 FOREIGN = -1  # it was sampled by weights that this trainer never sent
@@ -221,21 +219,6 @@ class Batch:
     metrics: dict[str, float] = field(default_factory=dict)
     # mean |trainer - server| of completions, nats a token, by `rollout_number`
     mismatches: dict[int, float] = field(default_factory=dict)
-
-
-def can_teach(group: Group, config: TrainConfig) -> bool:
-    """True where not all of a scored group's advantages are 0.
-
-    So it is where its rewards differ. An `advantage_fn` is asked, about the group alone, until the
-    group has its advantages.
-    """
-    if not config.advantage_fn:
-        valid = {reward for reward in group.reward if not math.isnan(reward)}
-        return len(valid) > 1
-    if group.advantages:
-        return any(group.advantages)
-    rewards = torch.tensor([group.reward], dtype=torch.float64)
-    return bool(own_advantages(rewards, [group], config).any())
 
 
 class RolloutFailed(UserError):

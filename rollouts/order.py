@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from config import TrainConfig
+from rollouts.custom import naming_function
 from rollouts.group import Group, Prompt
-from rollouts.own_advantages import naming_function
 from utils import naming
 
 GROUPS_KEPT = 8  # of each prompt, the last ones, in the history

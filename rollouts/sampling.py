@@ -5,9 +5,9 @@ from collections.abc import Callable
 from typing import Any
 
 from config import TrainConfig
+from rollouts.custom import fill_by_rollout_fn
 from rollouts.group import FOREIGN, Group, RolloutFailed
 from rollouts.images import with_images
-from rollouts.own_rollouts import fill_by_rollout_fn
 from rollouts.servers import ServerPool
 from vllm_client import Server, ServerError, ServerLost, State
 

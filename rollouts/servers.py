@@ -1,6 +1,7 @@
 """The rollout servers of a run: leases, losses, returns, and new weights."""
 
 import math
+import re
 import resource
 import threading
 import time
@@ -15,10 +16,10 @@ from urllib.parse import urlsplit
 
 import torch
 
-from config import TrainConfig, UserError, lora_options
-from rollouts.addresses import server_urls
+from config import ADDRESS, TrainConfig, UserError, lora_options
 from rollouts.sending import Sender
 from server.messages import SleepRequest
+from utils import naming
 from vllm_client import (
     TRAINER,
     Server,
@@ -32,6 +33,27 @@ from weights.publish import buckets
 
 PROBE_S = 1.0  # between questions to a lost server, doubled at each of its losses
 MOST_DOUBLED = 8  # times
+
+
+def server_urls(config: TrainConfig) -> list[str]:
+    """The addresses that `vllm_urls` names now, each once.
+
+    `@file` stands for the addresses in a file.
+
+    Raises:
+        UserError: a file names none, or there is something else than addresses.
+    """
+    with naming(f"vllm_urls={','.join(config.vllm_urls)}"):
+        urls: list[str] = []
+        for word in config.vllm_urls:
+            is_file = word.startswith("@")
+            urls += Path(word[1:]).expanduser().read_text().split() if is_file else [word]
+        urls = [url.rstrip("/") for url in urls]
+
+        wrong = [url for url in urls if not re.match(ADDRESS, url)]
+        if wrong or (config.vllm_urls and not urls):
+            raise ValueError(f"it needs lines of http://host:port, and has {wrong or 'none'}")
+    return list(dict.fromkeys(urls))
 
 
 class ServerPool:

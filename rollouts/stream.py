@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from config import TrainConfig, UserError
-from rollouts.group import Batch, Group, RolloutFailed, can_teach
+from rollouts.custom import can_teach
+from rollouts.group import Batch, Group, RolloutFailed
 from vllm_client import ServerError
 
 MAX_GROUPS = 4096  # at work at once: each is a thread that waits for a server or a reward

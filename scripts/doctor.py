@@ -36,8 +36,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.common import memory_mb, reset_peak
 from config import TrainConfig, UserError, bending, parse_args
+from rollouts.custom import can_teach
 from rollouts.evaluation import Round
-from rollouts.group import Group, Prompt, can_teach
+from rollouts.group import Group, Prompt
 from rollouts.rollouts import Rollouts
 from rollouts.stream import MAX_GROUPS
 from train import set_advantages, train_batch

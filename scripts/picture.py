@@ -51,7 +51,7 @@ ORDER = {
     "stream.py": "order of Groups,\nsampled ahead;\neach used once",
     "rollouts.py": "what train.py calls:\nGroups, evaluations,\nnew weights",
     "run.py": "what a run is\nmade of; its parts",
-    "own_rollouts.py": "completions of\na rollout_fn",
+    "custom.py": "functions of\na recipe",
     "order.py": "which prompt is next",
 }
 GROUPS = {
@@ -59,12 +59,10 @@ GROUPS = {
     "scoring.py": "rewards of\na Group",
     "workers.py": "reward functions, in\nother processes",
     "group.py": "Group: a prompt,\nits completions",
-    "own_advantages.py": "with an advantage_fn",
 }
 SERVERS = {
     "servers.py": "which ones serve",
     "sending.py": "updates, to all",
-    "addresses.py": "their current list",
     "proofs.py": "checks log-probs",
     "evaluation.py": "held-out problems",
 }
@@ -91,7 +89,6 @@ SENDING = {
     "publish.py": "whole tensors",
     "group.py": "of all servers",
 }
-ON_ONE_GPU = {"cuda_ipc.py": "on one GPU"}
 SETTINGS = {"config.py": "every setting"}
 RANKS = {"utils.py": "ranks, signals"}
 SERVER = {"vllm_server.py": "vLLM, in processes\nof its own, on this\nor other machines"}
@@ -106,8 +103,8 @@ SERVING = {
 CLIENT = {"vllm_client.py": ""}
 ONLY_WHERE_USED = {
     "images.py", "evaluation.py", "vision.py",
-    "lora.py", "moving_reference.py", "low_memory.py", "own_rollouts.py",
-    "adapter.py", "own_advantages.py",
+    "lora.py", "moving_reference.py", "low_memory.py", "custom.py",
+    "adapter.py",
 }  # fmt: skip
 
 BOXES = [  # x, y, width, height, css: what is no file
@@ -134,7 +131,6 @@ COLUMNS = [  # x and y of the first room, width, height and gap of each, css, th
     (199, 599, 150, BY_WORDS, 3, "green", POLICY),
     (364, 576, 198, 154, 12, "pink", PREFIXES),
     (482, 752, 104, BY_WORDS, 10, "purple", SENDING),
-    (374, 798, 102, BY_WORDS, 10, "purple", ON_ONE_GPU),
     (32, 1002, 152, BY_WORDS, 12, "grey", SETTINGS),
     (196, 1002, 152, BY_WORDS, 12, "grey", RANKS),
     (604, 78, 114, 336, 12, "purple", CLIENT),

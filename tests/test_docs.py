@@ -17,7 +17,7 @@ from test_readme import PLAIN_LOOP, PLANNED, TRAINING, make_clone
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from config import TrainConfig, parse_args
-from rollouts.addresses import server_urls
+from rollouts.servers import server_urls
 
 ROOMS = ("rollouts", "training", "weights", "server")
 FOLDERS = (*ROOMS, "recipes", "scripts", "benchmarks")

@@ -26,9 +26,10 @@ import train
 from config import UserError, parse_args
 from prefix_attention import pack
 from recipes.rewards import format_reward
+from rollouts.custom import can_teach
 from rollouts.data import fingerprint
 from rollouts.evaluation import held_out_metrics
-from rollouts.group import Completion, Group, Prompt, can_teach
+from rollouts.group import Completion, Group, Prompt
 from rollouts.images import open_image
 from rollouts.scoring import Failures, decoded, spoken
 from training.batching import MicroBatch, Update

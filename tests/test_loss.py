@@ -618,7 +618,7 @@ def test_advantages_of_ones_own():
 @pytest.mark.parametrize(
     ("advantage_fn", "reason"),
     [
-        (lambda rewards: rewards, r"raised TypeError: .*\(own_advantages.py:"),
+        (lambda rewards: rewards, r"raised TypeError: .*\(custom.py:"),
         (
             lambda rewards, groups: rewards.tolist(),
             "AttributeError: 'list' object has no attribute 'shape'",

@@ -20,9 +20,9 @@ openai = pytest.importorskip("openai", reason="comes with vLLM")
 
 from config import TrainConfig, UserError
 from recipes.openai_agent import hermes_calls, trained
+from rollouts.custom import fill_by_rollout_fn
 from rollouts.data import make_prompt
 from rollouts.group import Group, Prompt, version_spans
-from rollouts.own_rollouts import fill_by_rollout_fn
 from vllm_client import Server, ServerLost
 
 SAMPLING = {"n": 1, "max_tokens": 200, "temperature": 1.0}

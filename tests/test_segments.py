@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from config import UserError, parse_args
 from recipes.replay import replaying
+from rollouts.custom import check_segments
 from rollouts.group import Completion, Group, Prompt
 from rollouts.images import Images
-from rollouts.own_rollouts import check_segments
 from train import main, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
 from training.logs import TokenTexts, batch_samples

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from rollouts import sending
 from rollouts.sending import Sender
 from vllm_client import Server
-from weights import cuda_ipc, group
+from weights import group
 from weights.group import BUCKET_BYTES, Meeting, WeightGroup, packed
 from weights.publish import buckets
 
@@ -262,10 +262,10 @@ def test_a_handle_travels_as_json(monkeypatch):
         return buffer.untyped_storage()
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", shared)
-    handle = cuda_ipc.handle_of(buffer)
+    handle = group.handle_of(buffer)
     fields = (*fields[:-1], False)  # an event to wait for would be opened, and never closed
     monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(0, dtype=torch.uint8))
-    copied = cuda_ipc.copied(handle, 32, torch.device("cpu", 1))
+    copied = group.copied(handle, 32, torch.device("cpu", 1))
     assert copied is not None
     assert torch.equal(copied, buffer)
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from config import TrainConfig, to_json
+from rollouts.custom import naming_function
 from rollouts.group import Batch, Completion, Group, rollout_number, version_spans
 from rollouts.images import open_image
-from rollouts.own_advantages import naming_function
 from rollouts.processor import tokenizer_of
 from training.metrics import batch_metrics
 from training.terminal import Terminal

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from config import TrainConfig
-from rollouts.group import CUT, Group, can_teach
+from rollouts.custom import can_teach
+from rollouts.group import CUT, Group
 from rollouts.scoring import mean, reward_means
 from training.batching import MicroBatch
 from utils import gather_objects

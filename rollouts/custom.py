@@ -1,16 +1,68 @@
-"""Completions of a recipe's own `rollout_fn`: asked for, and checked."""
+"""Functions of a recipe: their errors named, their results checked."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from config import TrainConfig
+from config import TrainConfig, UserError
 from prefix_attention import num_packed_tokens
 from rollouts.group import Group, RolloutFailed
 from rollouts.workers import described
 from training.batching import groups_apart
+from utils import naming
 from vllm_client import Server, ServerError
+
+
+@contextmanager
+def naming_function(name: str) -> Iterator[None]:
+    """Turn an error of one of the config's functions into a UserError with the line where."""
+    try:
+        yield
+    except torch.OutOfMemoryError:  # which has a cure of its own
+        raise
+    except Exception as error:
+        raise UserError(f"{name} raised {described(error)}") from error
+
+
+def own_advantages(rewards: Tensor, groups: Sequence[Group], config: TrainConfig) -> Tensor:
+    """The advantages of `advantage_fn`; 0 for completions without a reward.
+
+    Args:
+        rewards: [groups, completions] float64, NaN for those without.
+        groups: with their rewards.
+        config: `advantage_fn`.
+
+    Raises:
+        UserError: it fails, or gives no finite numbers in the shape of the rewards.
+    """
+    advantage_fn: Any = config.advantage_fn
+    with naming_function("advantage_fn"):
+        advantages = advantage_fn(rewards, groups)
+
+    has_reward = ~rewards.isnan()
+    with naming(f"advantage_fn must return finite numbers {list(rewards.shape)}"):
+        if advantages.shape != rewards.shape or not advantages[has_reward].isfinite().all():
+            raise ValueError(f"it returned {advantages}")
+    return torch.where(has_reward, advantages, 0.0)
+
+
+def can_teach(group: Group, config: TrainConfig) -> bool:
+    """True where not all of a scored group's advantages are 0.
+
+    So it is where its rewards differ. An `advantage_fn` is asked, about the group alone, until the
+    group has its advantages.
+    """
+    if not config.advantage_fn:
+        valid = {reward for reward in group.reward if not math.isnan(reward)}
+        return len(valid) > 1
+    if group.advantages:
+        return any(group.advantages)
+    rewards = torch.tensor([group.reward], dtype=torch.float64)
+    return bool(own_advantages(rewards, [group], config).any())
 
 
 def fill_by_rollout_fn(
