@@ -31,7 +31,7 @@ from config import TrainConfig
 from recipes.rewards import exact_match
 from rollouts.rollouts import Rollouts
 from train import arriving_rows, train_batch
-from training.metrics import Gaps, batch_metrics
+from training.metrics import batch_metrics
 from training.model import build_policy, share_prefixes
 from training.optimizer import build_optimizer
 from utils import process_group, timed
@@ -121,7 +121,7 @@ def run(config: TrainConfig, device: torch.device, steps: int) -> dict[str, Any]
             with timed("time/train_s", parts):
                 rows = arriving_rows(rollouts, config)
                 train_batch(policy, None, optimizer, scheduler, rows, config, device)
-            batch = rollouts.end_batch(Gaps({}, {}))
+            batch = rollouts.end_batch({})
             with timed("time/sync_s", parts):
                 rollouts.publish(policy, version + 1)
         parts |= batch_metrics(batch.groups, version, config) | batch.metrics

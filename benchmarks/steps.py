@@ -120,7 +120,7 @@ def micro_batch(row: PackedBatch) -> MicroBatch:
     """A row with advantages of both signs."""
     ones = torch.ones(len(row.targets))
     servers = torch.ones(len(ones), dtype=torch.int16)
-    return MicroBatch(row, ones - 2 * (row.index % 2), ones, -ones, servers, servers.long())
+    return MicroBatch(row, ones - 2 * (row.index % 2), ones, -ones, servers)
 
 
 def sequence(num_tokens: int, vocab: int, seed: int) -> MicroBatch:

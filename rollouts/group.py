@@ -16,7 +16,6 @@ FOREIGN = -1  # it was sampled by weights that this trainer never sent
 ENVIRONMENT = -2  # an environment wrote it, so it does not train
 
 CUT = ("length", "repetition")  # finish reasons of completions that did not end by themselves
-MAX_COMPLETIONS = 1 << 20  # of a group, for `rollout_number`
 NO_REWARDS = torch.empty(0, 0, dtype=torch.float64)
 
 
@@ -205,11 +204,6 @@ class Group:
         return min(chain.from_iterable(self.versions), default=self.started_version)
 
 
-def rollout_number(group: Group, number: Any) -> Any:
-    """A number of the run for a completion, or for a tensor of them, by its number in the group."""
-    return group.id * MAX_COMPLETIONS + number
-
-
 @dataclass
 class Batch:
     """The groups that a step trained, and those dropped meanwhile."""
@@ -217,8 +211,6 @@ class Batch:
     groups: list[Group] = field(default_factory=list)
     dropped: list[Group] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
-    # mean |trainer - server| of completions, nats a token, by `rollout_number`
-    mismatches: dict[int, float] = field(default_factory=dict)
 
 
 class RolloutFailed(UserError):

@@ -205,9 +205,8 @@ class Rollouts:
         """
         if not is_main():
             return Batch()
-        self.proofs.check(gaps.by_server)
+        self.proofs.check(gaps)
         batch = self.stream.end_batch()
-        batch.mismatches = gaps.by_completion
         rewards = torch.tensor([group.reward for group in batch.groups])
         if rewards.isnan().all():
             self.failure = UserError(

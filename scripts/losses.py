@@ -31,7 +31,6 @@ from recipes.replay import replaying
 from rollouts.rollouts import Rollouts
 from train import arriving_rows, train_batch
 from training.batching import MicroBatch
-from training.metrics import Gaps
 from training.model import build_policy, build_reference, share_prefixes, with_bf16
 from training.optimizer import build_optimizer
 from utils import Stopped, process_group
@@ -104,7 +103,7 @@ def compare(configs: list[TrainConfig], num_steps: int | None) -> list[Row]:
                     raise failure from None
                 break  # the run has no more steps
             for rollouts in (of_a, of_b):
-                rollouts.end_batch(Gaps({}, {}))
+                rollouts.end_batch({})
             one = gradient(policy, reference_a, batch_a, a, device)
             two = gradient(policy, reference_b, batch_b, b, device)
             norms = one.norm().item(), two.norm().item()

@@ -69,8 +69,7 @@ SERVERS = {
 RECORDS = {
     "batching.py": "rows, for the ranks",
     "metrics.py": "of a step",
-    "logs.py": "files of a run",
-    "terminal.py": "what is printed",
+    "logs.py": "files of a run,\nits printed lines",
 }
 POLICY = {
     "model.py": "load, DDP, FSDP2",

@@ -30,10 +30,10 @@ from rollouts.data import (
 )
 from rollouts.group import (
     ENVIRONMENT,
+    FOREIGN,
     Completion,
     Group,
     Prompt,
-    rollout_number,
     version_spans,
 )
 from rollouts.order import Order
@@ -41,7 +41,8 @@ from rollouts.processor import load_processor
 from rollouts.sampling import sample_group, sampling_params
 from rollouts.scoring import Scorer, check_rewards, required, weighted
 from server.messages import Sampled
-from training.logs import TokenTexts, batch_samples
+from training.batching import token_columns, trained_lengths
+from training.logs import batch_samples, token_texts
 from training.metrics import batch_metrics
 from vllm_client import Server, completion_of
 
@@ -388,14 +389,14 @@ def test_tokens_as_text(kind):
         expected = [" a", " 🙂b", "é"]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
     ids = tokenizer("a 🙂bé")["input_ids"] if kind == "bytes" else [0, 1, 2]
-    texts = TokenTexts(tokenizer)
-    assert texts(ids) == expected
+    assert token_texts(ids, tokenizer) == expected
     assert "".join(expected).strip() == "a 🙂bé"
     if kind == "bytes":  # cut within the character, and what follows bytes that are none
-        assert texts(ids[:4]) == ["a", " ", "", "\ufffd"]
+        assert token_texts(ids[:4], tokenizer) == ["a", " ", "", ""]
         lone = tokenizer("é")["input_ids"][1]
-        assert texts([lone, *tokenizer("ab")["input_ids"]]) == ["", "\ufffda", "b"]
-        assert texts([lone] * 6 + ids[:1]) == ["", "", "", "\ufffd" * 4, "", "", "\ufffd" * 2 + "a"]
+        assert token_texts([lone, *tokenizer("ab")["input_ids"]], tokenizer) == ["", "\ufffda", "b"]
+        expected = ["", "", "", "\ufffd" * 4, "", "", "\ufffd" * 2 + "a"]
+        assert token_texts([lone] * 6 + ids[:1], tokenizer) == expected
 
 
 def test_a_long_conversation_stays_one():
@@ -408,6 +409,71 @@ def test_a_long_conversation_stays_one():
     assert [message["role"] for message in shown] == ["user", "tool"]
     assert shown[0]["content"] == "x" * 2000
     assert shown[1]["content"].startswith("['y', ")
+
+
+def of_lengths(lengths, name="", reasons=None):
+    """A group of completions of these lengths, each with another text and reward."""
+    completions = [
+        Completion([1] * length, [0.0] * length, reason, 0)
+        for length, reason in zip(lengths, reasons or ["stop"] * len(lengths), strict=True)
+    ]
+    numbers = [float(number) for number in range(len(lengths))]
+    return Group(
+        Prompt(0, [5], "", {}, set=name), completions, list(map(str, numbers)),
+        table([number] for number in numbers), numbers, numbers,
+    )  # fmt: skip
+
+
+def test_different_texts_are_a_share_of_their_group():
+    """1 of 4, 3 of 3 and 1 of 2: the mean over groups, which have not as many completions each as there are groups."""
+    groups = [of_lengths([1] * size) for size in (4, 3, 2)]
+    groups[0].texts, groups[2].texts = ["a"] * 4, ["a"] * 2
+    metrics = batch_metrics(groups, 0, make_config(reward_funcs=[len]))
+    assert metrics["completions/different"] == pytest.approx((1 / 4 + 3 / 3 + 1 / 2) / 3)
+
+
+def test_metrics_of_sets_are_of_their_own_groups():
+    groups = [of_lengths([1, 3], "a"), of_lengths([10, 20, 30], "b"), of_lengths([5], "a")]
+    metrics = batch_metrics(groups, 0, make_config(reward_funcs=[len]))
+    assert metrics["sets/a/mean_length"] == (1 + 3 + 5) / 3
+    assert metrics["sets/b/mean_length"] == (10 + 20 + 30) / 3
+    assert metrics["sets/a/reward"] == (0 + 1 + 0) / 3
+    assert metrics["sets/b/reward"] == (0 + 1 + 2) / 3
+    assert (metrics["sets/a/groups"], metrics["sets/b/groups"]) == (2, 1)
+    assert metrics["completions/mean_length"] == 69 / 6
+
+
+def test_a_group_with_one_advantage_can_teach():
+    """Before it has its advantages, when the function is asked, and with them; one without any cannot."""
+    given: list[float] = []
+    config = make_config(reward_funcs=[len], advantage_fn=lambda rewards, _: table([given]))
+    for given, share in (([0.0, 0.5, -0.5], 0.0), ([0.0, 0.0, 0.0], 1.0)):
+        group = of_lengths([1, 1, 1])
+        for group.advantages in ([], given):
+            metrics = batch_metrics([group], 0, config)
+            assert metrics["frac_reward_zero_std"] == share
+
+
+def test_all_that_was_cut_is_counted_and_masked():
+    """A completion that repeated itself was cut, too: none of its tokens trains, or is in the normalizer."""
+    group = of_lengths([1, 2, 4, 8], reasons=["stop", "length", "repetition", "stop"])
+    config = make_config(reward_funcs=[len], mask_truncated_completions=True)
+    assert batch_metrics([group], 0, config)["completions/clipped_ratio"] == 0.5
+    assert trained_lengths(group, config) == [1, 0, 0, 8]
+    assert token_columns([group], config)["mask"].sum() == 9
+    assert trained_lengths(group, make_config(reward_funcs=[len])) == [1, 2, 4, 8]
+
+
+def test_whatever_a_policy_sampled_trains():
+    """Weights of the step, of older ones, and such as this trainer never sent; the normalizer counts the same."""
+    group = of_lengths([5])
+    versions = torch.tensor([FOREIGN, 0, 3, ENVIRONMENT, 2])
+    group.fill([Completion([1] * 5, [0.0] * 5, "stop", versions)])
+    group.trained_version = 3
+    columns = token_columns([group], make_config(reward_funcs=[len]))
+    assert columns["mask"].tolist() == [1, 1, 1, 0, 1]
+    assert trained_lengths(group, make_config(reward_funcs=[len])) == [4]
+    assert columns["servers"].tolist() == [0, 0, 1, 0, 0]  # which compare only the step's own
 
 
 def test_a_held_out_group_that_was_refused_has_no_samples():
@@ -425,10 +491,7 @@ def test_samples_have_their_tokens():
     group.fill([[segment, last], group.completions[1]])
     tokenizer = make_tokenizer()
     config = make_config(reward_funcs=[right])
-    mismatches = {rollout_number(group, 1): 0.25, rollout_number(group, 2): 0.5}
-    first, second = batch_samples([group], config, TokenTexts(tokenizer), mismatches)
-    assert "mismatch" not in first
-    assert second["mismatch"] == 0.25
+    first, second = batch_samples([group], config, tokenizer=tokenizer)
     assert "".join(first["tokens"]) == tokenizer.decode(long)
     assert first["logprobs"] == [-0.5] * len(long)
     assert first["earlier"] == [

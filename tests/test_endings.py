@@ -190,7 +190,11 @@ def test_a_rollout_that_only_fails_ends_the_run(hooked, tmp_path):
 def test_half_a_surrogate_pair_is_escaped(models, tmp_path):
     half = json.loads('"a\\ud83d"')
     (line,) = encoded([{"prompt": [{"content": half}], half: 1.5, "none": math.nan}]).splitlines()
-    assert json.loads(line) == {"prompt": [{"content": "a\\ud83d"}], "a\\ud83d": 1.5, "none": None}
+    assert json.loads(line) == {
+        "prompt": [{"content": "a&#55357;"}],
+        "a&#55357;": 1.5,
+        "none": None,
+    }
 
 
 def test_a_run_with_half_a_surrogate_pair_in_a_column(hooked, tmp_path):
@@ -201,7 +205,7 @@ def test_a_run_with_half_a_surrogate_pair_in_a_column(hooked, tmp_path):
     )
     path.write_text(text)
     main(parse_args(command))
-    assert {row["columns"]["note"] for row in read(tmp_path, "completions")} == {"\\ud83d"}
+    assert {row["columns"]["note"] for row in read(tmp_path, "completions")} == {"&#55357;"}
 
 
 # -- Damaged checkpoints -----------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ ROOMS = {
         "servers", "sending", "proofs", "rollouts", "run", "evaluation",
     },
     "training": {
-        "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "vision", "checkpoints", "logs", "metrics", "terminal",
+        "batching", "lora", "low_memory", "moving_reference", "optimizer", "model", "vision", "checkpoints", "logs", "metrics",
         "intact",
     },
     "weights": {"publish", "group"},

@@ -13,6 +13,7 @@ from fake_server import fake_server
 from helpers import ROOT, on_forked_ranks, on_ranks, read, said
 
 import train
+import training.metrics
 from config import TrainConfig, UserError, parse_args
 from rollouts.group import Group, Prompt
 from train import (
@@ -415,19 +416,14 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
             no_row: Any = None
             row = MicroBatch(
                 no_row, entropy, rows(*MASK[part]), rows(*SAMPLER[part]),
-                servers=torch.tensor([0, 1, 8, 8, 8])[part], rollouts=torch.tensor([5, 5, 6, 5, 7])[part],
+                servers=torch.tensor([0, 1, 8, 8, 8])[part],
             )  # fmt: skip
             sums.add(of_loss, entropy, rows(*OLD[part]), row, True)
         monkeypatch.setattr("training.metrics.MIN_COMPARED", 2)
-        metrics, (by_server, by_completion) = sums.metrics()
+        metrics, by_server = sums.metrics()
     # Token 0 is of an older policy, token 1 of server 0, 2 and 3 of server 7; one token is too few to judge server 0.
     lag0 = [abs(gap) for gap in gaps[1:]]
     assert by_server == {7: pytest.approx(sum(lag0[1:]) / 2)}
-    # Completion 5 stands in both micro-batches; 7 has no token that trains.
-    assert by_completion == {
-        5: pytest.approx((abs(gaps[0]) + abs(gaps[1]) + abs(gaps[3])) / 3),
-        6: pytest.approx(abs(gaps[2])),
-    }
     assert metrics["sampling/current_logp_difference"] == pytest.approx(sum(lag0) / 3)
     assert metrics["sampling/stale_logp_difference"] == abs(gaps[0])
     assert metrics["sampling/current_share"] == 0.75
@@ -444,31 +440,46 @@ def test_mismatch_of_trainer_and_server(monkeypatch):
     assert (metrics["entropy"], metrics["kl"]) == pytest.approx((0.5, 1.0))
 
 
-def one_token(servers, rollouts, sampler_logprobs):
+def test_servers_are_compared_before_updates_alone():
+    """Later passes over a batch, at a policy that moved, are in no comparison: neither in its means nor its shares."""
+    sampler = [-1.0, -2.0, -4.0, -8.0]
+    row = one_token([0, 1, 1, 2], sampler)
+    row.mask = torch.tensor([1.0, 1.0, 0.0, 1.0])
+    with process_group(60) as device:
+        sums = TokenSums(device)
+        for _ in range(3):
+            is_first = not sums.totals
+            sums.add({}, row.mask, torch.zeros(4) if is_first else torch.ones(4), row, is_first)
+        metrics, _ = sums.metrics()
+    assert metrics["sampling/current_share"] == pytest.approx(2 / 3)
+    assert metrics["sampling/current_logp_difference"] == (2 + 8) / 2
+    assert metrics["sampling/stale_logp_difference"] == 1
+
+
+def one_token(servers, sampler_logprobs):
     """A row of one completion token each, all of which train."""
     no_row: Any = None
     ones = torch.ones(len(sampler_logprobs))
-    return MicroBatch(
-        no_row, ones, ones, rows(*sampler_logprobs), torch.tensor(servers), torch.tensor(rollouts)
-    )
+    return MicroBatch(no_row, ones, ones, rows(*sampler_logprobs), torch.tensor(servers))
 
 
 def sum_on_two_ranks():
-    """Names in another order on each rank, one of them on one rank alone; a completion on both."""
+    """Names in another order on each rank, one of them on one rank alone; a server on both."""
+    training.metrics.MIN_COMPARED = 3  # in this process alone
     with process_group(60) as device:
         rank = dist.get_rank()
         sums = TokenSums(device)
         names = [("loss/a", 1.0), ("loss/b", 10.0)]
         of_loss = dict(names if rank == 0 else [*reversed(names), ("loss/c", 4.0)])
         loss_sums = {name: torch.tensor(value) for name, value in of_loss.items()}
-        row = one_token(
-            [[0, 1, 1], [1]][rank], [[5, 5, 8], [5]][rank], [[-1, -2, -0.5], [-3]][rank]
-        )
+        row = one_token([[0, 1, 1], [1]][rank], [[-1, -2, -0.5], [-3]][rank])
         sums.add(loss_sums, row.mask, torch.zeros_like(row.mask), row, True)
-        metrics, (_, by_completion) = sums.metrics()
+        metrics, by_server = sums.metrics()
         assert [metrics[f"loss/{name}"] for name in "abc"] == [0.5, 5.0, 1.0]
         assert metrics["sampling/sampling_logp_difference/max"] == 3
-        assert by_completion == {5: 2.0, 8: 0.5}
+        assert by_server == {0: pytest.approx((2 + 0.5 + 3) / 3)}
+        assert metrics["sampling/stale_logp_difference"] == 1.0
+        assert metrics["sampling/current_share"] == 0.75
 
 
 def test_sums_on_two_ranks(tmp_path):
@@ -478,7 +489,7 @@ def test_sums_on_two_ranks(tmp_path):
 def test_a_rank_without_rows():
     with process_group(60) as device:
         metrics, gaps = TokenSums(device).metrics()
-    assert gaps == ({}, {})
+    assert gaps == {}
     assert math.isnan(metrics["sampling/current_logp_difference"])
 
 
@@ -533,9 +544,7 @@ def tried(monkeypatch, loss_fn, mask=(1.0, 1.0)):
     monkeypatch.setattr(train, "token_logprobs", lambda *_, **__: (logprobs, entropies))
     packed: Any = SimpleNamespace(completion=torch.zeros(2, dtype=torch.long))
     numbers = torch.zeros(2, dtype=torch.int64)
-    row = MicroBatch(
-        packed, torch.ones(2), torch.tensor(mask), torch.full((2,), -1.0), numbers, numbers
-    )
+    row = MicroBatch(packed, torch.ones(2), torch.tensor(mask), torch.full((2,), -1.0), numbers)
     sums = TokenSums(torch.device("cpu"))
     train.add_gradient(None, None, row, sums, False, make_config(loss_fn=loss_fn))
     return logprobs.grad, entropies.grad

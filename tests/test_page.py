@@ -67,7 +67,7 @@ def sample(step, group, number, **fields):
     return {
         "step": step, "group": group, "row": group % 7, "prompt": f"question {group % 7}", "columns": {"answer": "b"},
         "completion": "".join(tokens), "reward": number / 4, "rewards": {"right": number / 4, "brief": 1.0},
-        "advantage": number - 1.5, "mismatch": number / 10, "finish_reason": "stop", "info": {},
+        "advantage": number - 1.5, "finish_reason": "stop", "info": {},
         "weight_versions": [[step - 1, 0, len(tokens)]], "tokens": tokens, "logprobs": [-0.1] * len(tokens), **fields,
     }  # fmt: skip
 
@@ -119,8 +119,8 @@ def test_a_step_sorted_filtered_and_linked(tmp_path, visit):
     ] * 2 + ["0"] * 2
     page.get_by_role("button", name="highest first").click()
     assert figures(page)[0].split()[1] == "0"
-    page.get_by_label("sort by").select_option("mismatch")
-    assert "mismatch 0.3 nats" in figures(page)[0]
+    page.get_by_label("sort by").select_option("advantage")
+    assert "advantage +1.5" in figures(page)[0]
     page.keyboard.press("[")
     assert "step 5" in figures(page)[0]
     page.get_by_placeholder("with this text").fill("question 4")  # groups 10 and 11: rows 3 and 4

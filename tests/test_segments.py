@@ -19,7 +19,7 @@ from rollouts.group import Completion, Group, Prompt
 from rollouts.images import Images
 from train import main, train_batch
 from training.batching import Dealer, micro_batches, row_tokens
-from training.logs import TokenTexts, batch_samples
+from training.logs import batch_samples
 from training.metrics import batch_metrics
 from utils import process_group
 
@@ -218,8 +218,7 @@ def test_a_segment_of_the_groups_prompt_has_no_own():
     first, other = completion([7], prompt_ids=[5, 6]), completion([8], prompt_ids=[5, 7])
     group = filled(own, [[first, other, completion([9])]])
     group.texts, group.reward, group.rewards = ["x"], [0.0], torch.zeros(1, 1)
-    config, texts = make_config("m"), TokenTexts(make_tokenizer())
-    (sample,) = batch_samples([group], config, texts)
+    (sample,) = batch_samples([group], make_config("m"), tokenizer=make_tokenizer())
     assert ["prompt" in part for part in sample["earlier"]] == [False, True]
 
 

@@ -26,8 +26,7 @@ from PIL import Image
 from config import TrainConfig
 from rollouts.group import Batch, Completion, Group, Prompt
 from rollouts.images import Images
-from training.logs import RunLog
-from training.terminal import Terminal
+from training.logs import RunLog, Terminal
 from utils import process_group
 
 LOGGED = """
@@ -92,7 +91,7 @@ def test_how_long_yet(tmp_path, capsys):
     )
     pace = {"tokens_per_s/trained": 1.0, "idle/trainer": 0.0, "idle/servers": 0.0}
     with process_group(60):
-        log = RunLog(config, 100, {"step": 2, "run_id": "a", "wandb_id": None})
+        log = RunLog(config, 100, {"step": 2, "run_id": "a"})
         log.step(2, {"time/eval_s": 1000.0})
         log.step(3, {"time/step_s": 9.0, "time/eval_s": 3.0, **pace})
         for step in range(4, 54):
@@ -194,32 +193,43 @@ def test_a_batch_that_is_cut(tmp_path, capsys, num_cut, warned):
     assert [line for line in lines if not line.startswith("step ")] == expected
 
 
-@pytest.mark.parametrize(("accuracy", "kind"), [(0.25, "accuracy"), (0.0, "reward")])
-def test_held_out_sets_in_a_line(tmp_path, capsys, accuracy, kind):
-    """The largest k of pass@k, and one figure of each set: its reward where no completion has the reward 1."""
+def test_held_out_sets_in_a_line(tmp_path, capsys):
+    """All sets together first, then the accuracy and the reward of each."""
     sets: Any = {"easy": "x.jsonl", "hard": "y.jsonl"}
     config = TrainConfig(
         model_id="m", dataset_id="d", reward_funcs=[len], output_dir=str(tmp_path), eval_dataset_id=sets,
-        eval_generations=8, eval_temperature=1.0,
+        eval_generations=4, eval_temperature=1.0,
     )  # fmt: skip
-    heads = {"eval": (0.5, accuracy), "eval/easy": (0.75, accuracy), "eval/hard": (0.125, accuracy)}
     metrics: dict[str, float] = {}
-    for head, (reward, share) in heads.items():
-        metrics |= {f"{head}/reward": reward, f"{head}/accuracy": share}
-        metrics |= {f"{head}/pass@{k}": k / 8 for k in (2, 4, 8)}
+    for head, reward in {"eval": 0.5, "eval/easy": 0.75, "eval/hard": 0.125}.items():
+        metrics |= {f"{head}/reward": reward, f"{head}/rewards/len": reward}
+        metrics |= {f"{head}/accuracy": reward / 2, f"{head}/pass@2": 0.9, f"{head}/pass@4": 1.0}
     with process_group(60):
         log = RunLog(config, 4)
         log.step(0, metrics)
         log.close()
-    of_sets = [f"eval/{name}/{kind} {metrics[f'eval/{name}/{kind}']:.4g}" for name in sets]
-    expected = [
-        "step 0/4",
-        f"eval/accuracy {accuracy:.4g}",
-        "eval/reward 0.5",
-        "eval/pass@8 1",
-        *of_sets,
+    assert written(capsys, tmp_path) == [
+        "step 0/4 · eval/accuracy 0.25 · eval/reward 0.5 · eval/pass@2 0.9 · eval/pass@4 1"
+        " · eval/easy/accuracy 0.375 · eval/hard/accuracy 0.0625"
+        " · eval/easy/reward 0.75 · eval/hard/reward 0.125"
     ]
-    assert written(capsys, tmp_path) == [" · ".join(expected)]
+
+
+def test_rewards_and_failures_in_a_line(tmp_path, capsys):
+    """Of a single function the reward says it all; calls that failed are there once there are some."""
+    metrics = {"loss/mine": 2.0, "loss": 0.5, "groups/dropped_failed": 3.0, "rollouts_failed": 0.0}
+    metrics |= {"rewards_failed": 2.0, "rewards/len": 0.75, "rewards/abs": 0.0, "reward": 0.375}
+    expected = {
+        "step 1/4 · reward 0.375 · rewards_failed 2 · loss 0.5 · loss/mine 2": [len],
+        "step 1/4 · reward 0.375 · rewards/len 0.75 · rewards/abs 0 · rewards_failed 2 · loss 0.5"
+        " · loss/mine 2": [len, abs],
+    }
+    for line, functions in expected.items():
+        fields: Any = {"reward_funcs": functions, "output_dir": str(tmp_path)}
+        terminal = Terminal(4, TrainConfig(model_id="m", dataset_id="d", **fields))
+        terminal.show(1, metrics)
+        terminal.close()
+        assert written(capsys, tmp_path) == [line]
 
 
 def run(folder, name, shift=0.0):

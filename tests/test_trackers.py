@@ -62,8 +62,8 @@ with process_group(60):
     log.close()
 from trackio.sqlite_storage import SQLiteStorage
 runs = SQLiteStorage.get_runs("mine")
-rows = SQLiteStorage.get_logs("mine", after["trackio_id"])
-settings = SQLiteStorage.get_run_config("mine", after["trackio_id"])
+rows = SQLiteStorage.get_logs("mine", after["run_id"])
+settings = SQLiteStorage.get_run_config("mine", after["run_id"])
 print(json.dumps([before, after, runs, rows, settings]))
 """
 
@@ -89,7 +89,7 @@ def test_wandb_and_trackio_get_the_same(tmp_path):
     table = rows[2]["completions/table"]["_value"]
     assert [(cells["completion"], cells["reward"]) for cells in table] == [("b", 0.0), ("b", 1.0)]
 
-    parts = [*(tmp_path / "wandb").glob(f"offline-run-*/run-{after['wandb_id']}.wandb")]
+    parts = [*(tmp_path / "wandb").glob(f"offline-run-*/run-{after['run_id']}.wandb")]
     assert len(parts) == 2
     written = b"".join(part.read_bytes() for part in parts)
     for name in (*rows[0], *rows[2]):
@@ -119,7 +119,7 @@ def test_a_tracker_gets_metrics_and_a_table(monkeypatch, tmp_path, package, key)
         state = log.state()
         log.close()
         RunLog(config_of(tmp_path, **options), 4, state | {"step": 2}).close()
-    assert opened == [None, "mine"]
+    assert opened == [state["run_id"]] * 2
     assert sent[2:] == ["end", "end"]
     (_, first), (step, second) = sent[:2]
     assert step == 2

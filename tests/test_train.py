@@ -64,7 +64,6 @@ def check_run(folder, steps=3):
     assert {"eval/reward", "eval/rewards/ones"} <= set(metrics[0]) & set(metrics[steps])
     completions = read(folder, "completions.jsonl")
     assert len(completions) == steps * 6 * 4
-    assert all(row["mismatch"] < 1e-4 for row in completions)
     assert all(span[0] == row["step"] - 1 for row in completions for span in row["weight_versions"])
     assert json.loads((folder / "run" / "config.json").read_text())["max_steps"] == steps
     return metrics
@@ -306,7 +305,7 @@ def test_wandb_offline(recipe, tmp_path):
     )
     (saved,) = (tmp_path / "run").glob("checkpoint-*")
     wandb_id = run.name.removeprefix("run-").removesuffix(".wandb")
-    assert saved_state(saved)["wandb_id"] == wandb_id
+    assert saved_state(saved)["run_id"] == wandb_id
     steps = str(1 + saved_state(saved)["step"])
     options = ["--use_wandb", "true", "--log_completions_steps", "1", "--max_steps", steps]
     done = on_forked_ranks(

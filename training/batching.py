@@ -11,7 +11,7 @@ from torch import Tensor
 
 from config import TrainConfig
 from prefix_attention import PackedBatch, num_packed_tokens, pack
-from rollouts.group import CUT, ENVIRONMENT, Group, rollout_number
+from rollouts.group import CUT, ENVIRONMENT, Group
 from rollouts.images import joined_images
 
 
@@ -26,7 +26,7 @@ class Update(NamedTuple):
 class MicroBatch:
     """One forward, with the loss's columns of its N completion tokens.
 
-    Tensors are [N] float32, but for `servers` and `rollouts`.
+    Tensors are [N] float32, but for `servers`.
     """
 
     packed: PackedBatch
@@ -34,7 +34,6 @@ class MicroBatch:
     mask: Tensor  # 1 on tokens that train, 0 elsewhere
     sampler_logprobs: Tensor  # nats, the server's
     servers: Tensor  # int16, 1 + the server's number; 0 for a token of an older policy
-    rollouts: Tensor  # int64, `rollout_number`
     ref_logprobs: Tensor | None = None  # nats, where a part of the run gives them
     trainer_logprobs: Tensor | None = None  # nats, before the first of several updates
     images: dict[str, Tensor] = field(default_factory=dict)  # of the row's prompts, joined
@@ -110,7 +109,6 @@ def token_columns(groups: list[Group], config: TrainConfig) -> dict[str, Tensor]
         columns["mask"].append((versions != ENVIRONMENT) & trains[tokens.completion])
         columns["sampler_logprobs"].append(tokens.sampler_logprobs)
         columns["servers"].append(is_current.to(torch.int16) * (1 + group.server))
-        columns["rollouts"].append(rollout_number(group, tokens.completion))
         if group.ref_logprobs is not None:
             columns["ref_logprobs"].append(group.ref_logprobs)
 

@@ -135,7 +135,6 @@ const SORTS = {
   group: (sample) => sample.group,
   advantage: (sample) => sample.advantage,
   length: length,
-  mismatch: (sample) => sample.mismatch,
 };
 
 function sorted(samples) {
@@ -348,7 +347,7 @@ function drawControls() {
   if (state.view === "step") {
     parts.push(button("‹", () => move(-1), null, "the step before: ["), button("›", () => move(1), null, "the next step: ]"));
     parts.push(select(run.steps.map((step) => [step, `step ${step}`]), state.step, (value) => choose({ step: Number(value), open: null }), "step"));
-    const sorts = ["group", "reward", "advantage", "length", "mismatch", ...(run.functions.length > 1 ? run.functions : [])];
+    const sorts = ["group", "reward", "advantage", "length", ...(run.functions.length > 1 ? run.functions : [])];
     parts.push(select(sorts.map((name) => [name, `by ${name}`]), state.sort, (value) => choose({ sort: value, order: value === "group" ? 1 : -1 }), "sort by"));
     parts.push(button(state.order > 0 ? "lowest first" : "highest first", () => choose({ order: -state.order })));
   }
@@ -384,7 +383,6 @@ function figures(sample) {
     parts.push(...Object.entries(sample.rewards).map(([name, value]) => `${name} ${short(value)}`));
   if (isNumber(sample.advantage)) parts.push(`advantage ${sample.advantage > 0 ? "+" : ""}${short(sample.advantage)}`);
   parts.push(sample.tokens ? `${length(sample)} tokens` : `${length(sample)} characters`);
-  if (isNumber(sample.mismatch)) parts.push(`mismatch ${short(sample.mismatch)} nats`);
   if (sample.finish_reason !== "stop") parts.push(`cut: ${sample.finish_reason}`);
   if (!isGrouped()) parts.push(`step ${sample.step}`, `group ${sample.group}`, `row ${sample.row}`);
   return parts.map((part) => make("span", {}, part));
