@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
@@ -23,7 +23,7 @@ from config import UserError
 
 # -- Ranks and collectives -------------------------------------------------------------------------
 
-_word_s = 10.0  # seconds between two words of ranks while they wait for one of them
+WORD_S = 2.0  # seconds between two words of ranks while they wait for one of them
 
 
 @contextmanager
@@ -32,7 +32,6 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
 
     The world is torchrun's ranks, or a world of one.
     """
-    global _word_s
     device = torch.device("cpu")
     backend = "gloo"
     if torch.cuda.is_available():
@@ -56,7 +55,6 @@ def process_group(timeout_s: float) -> Iterator[torch.device]:
     # The watchdog of nccl sleeps four times this between its time-out and the end of the process.
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1000")
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **world)
-    _word_s = min(10.0, timeout_s / 4)
 
     try:
         yield device
@@ -84,14 +82,6 @@ def broadcast_object(value: Any) -> Any:
     return box[0]
 
 
-def wait_on_all_ranks(future: Future[Any]) -> None:
-    """Wait until the futures of all ranks are done, however long it takes. Collective."""
-    is_done = [False]
-    while not all(is_done):
-        wait([future], _word_s)
-        is_done = gather_objects(future.done())
-
-
 def call_on_main(function: Callable[[], Any]) -> Any:
     """Call a function on rank 0; returns its result on every rank, however long it takes.
 
@@ -99,24 +89,27 @@ def call_on_main(function: Callable[[], Any]) -> Any:
     tells meanwhile that all ranks live.
     """
     value = None
-    returned: Future[None] = Future()
+    is_over = threading.Event()
+
+    def exchange_words() -> None:
+        while not all(gather_objects(is_over.wait(WORD_S))):
+            pass
+
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(wait_on_all_ranks, returned)
+        threads.submit(exchange_words)
         try:
             if is_main():
                 value = function()
         finally:
-            returned.set_result(None)
+            is_over.set()
     return broadcast_object(value)
 
 
-def all_ranks_meet(group: Any, timeout_s: float) -> bool:
-    """True where every rank calls this within the time, else False.
-
-    The group is one of gloo with this time-out, which ranks other than 0 go by.
-    """
+def all_ranks_meet(timeout_s: float) -> bool:
+    """True where every rank calls this within the time, else False."""
     try:
-        dist.monitored_barrier(group, timedelta(seconds=timeout_s))
+        # Made for this: no rank can be in the middle of a collective of it.
+        dist.barrier(dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s)))
     except RuntimeError:
         return False
     return True
@@ -250,6 +243,7 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
 
     status = 1
     rank = os.environ.get("RANK", "0")
+    who = "error" if rank == "0" else f"error on rank {rank}"
     try:
         yield
         status = 0
@@ -258,19 +252,18 @@ def exits(cures: dict[type[Exception], str]) -> Iterator[None]:
     except Exception as error:
         text = str(error).strip() or repr(error)
         line = text.splitlines()[0]
-        fitting = [cure for kind, cure in cures.items() if isinstance(error, kind)]
-        is_of_ranks = isinstance(error, RuntimeError) and "RANK" in os.environ
-        if fitting:
-            report.record_exception(error)
-            who = "error" if rank == "0" else f"error on rank {rank}"
-            print(f"{who}: {line}{fitting[0]}", file=sys.stderr)
-        elif is_of_ranks and re.search(r"onnection (closed|reset) by peer", text):
+        cure = next((cures[kind] for kind in cures if isinstance(error, kind)), None)
+        is_of_ranks = cure is None and isinstance(error, RuntimeError) and "RANK" in os.environ
+        if is_of_ranks and re.search(r"onnection (closed|reset) by peer", text):
             print(f"rank {rank} stopped, as another rank ended first: {line}", file=sys.stderr)
             # torchrun sees that rank first, whose error is the cause, and ends this one.
             time.sleep(3)
         else:
             report.record_exception(error)
-            traceback.print_exc()
+            if cure is None:
+                traceback.print_exc()
+            else:
+                print(f"{who}: {line}{cure}", file=sys.stderr)
             if is_of_ranks and re.search("imed out waiting|timeout caused", text):
                 print(f"error on rank {rank}: another rank has not answered", file=sys.stderr)
 

@@ -1,6 +1,5 @@
 """Checkpoints: the one that a run goes on from, and those that it saves in the background."""
 
-import copy
 import json
 import os
 import shutil
@@ -9,10 +8,8 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from itertools import count
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import huggingface_hub
@@ -32,10 +29,10 @@ from utils import (
     Stopped,
     all_ranks_meet,
     broadcast_object,
+    call_on_main,
     gather_objects,
     is_main,
     naming,
-    wait_on_all_ranks,
 )
 from weights.publish import host_weights, unwrap
 
@@ -73,7 +70,7 @@ def run_folder(config: TrainConfig) -> Iterator[tuple[Path | None, dict[str, Any
         UserError: the folder or the checkpoint cannot be used.
     """
     folder = Path(config.output_dir)
-    with ExitStack() as lock, ExitStack() as probing:
+    with ExitStack() as lock:
         probe = checkpoint = state = None
         if is_main():
             try:
@@ -89,14 +86,16 @@ def run_folder(config: TrainConfig) -> Iterator[tuple[Path | None, dict[str, Any
                 ) from None
 
             checkpoint, state = find_start(config)
-            probe = probing.enter_context(TemporaryDirectory(".part", "checkpoint-", folder))
+            probe = folder / f"checkpoint-{time.time_ns()}.part"  # a name that no rank has seen
+            probe.mkdir()
 
         probe, checkpoint, state = broadcast_object((probe, checkpoint, state))
-        if not all(gather_objects(Path(probe).is_dir())):
+        if not all(gather_objects(probe.is_dir())):
             raise UserError(
                 f"output_dir={folder} is not one folder for all ranks: use a disk that they share"
             )
-        probing.close()
+        if is_main():
+            probe.rmdir()
         yield checkpoint, state
 
 
@@ -116,12 +115,10 @@ def find_start(config: TrainConfig) -> tuple[Path | None, dict[str, Any] | None]
         return None, None
 
     checkpoint = Path(wanted)
-    file = checkpoint / TRAINER / "state.pt"
-    with naming(f"resume_from_checkpoint: {file} cannot be read"):
-        state = torch.load(file, weights_only=True)
-    file = checkpoint / TRAINER / "config.json"
-    with naming(f"resume_from_checkpoint: {file} cannot be read"):
-        before = json.loads(file.read_text())
+    of_trainer = checkpoint / TRAINER
+    with naming(f"resume_from_checkpoint: {of_trainer} cannot be read"):
+        state = torch.load(of_trainer / "state.pt", weights_only=True)
+        before = json.loads((of_trainer / "config.json").read_text())
 
     now = to_json(config)
     # `use_fsdp` may change, and by default decides which of the two kinds of bf16 is on.
@@ -170,7 +167,7 @@ class Checkpoints:
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.processor: Any = getattr(rollouts.run, "processor", None)  # on rank 0
-        self.averages = reference.weights if config.reference_decay is not None else {}
+        self.averages = getattr(reference, "weights", {})  # of one that moves
         self._saved = 0  # the last step that has a checkpoint in the folder
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -178,52 +175,47 @@ class Checkpoints:
         # The writers' collectives must not meet the trainer's. They may take as long as a disk
         # does: `_wait` notices a rank that does not answer.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        self._meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=MEETING_S))
 
         get_optimizer_state_dict(policy, optimizer)  # fills AdamW's state by a step
         for values in optimizer.state.values():
             values["step"].zero_()  # that step must not count
 
-        self._is_updating = False  # while an update is half done
-        optimizer.register_step_pre_hook(partial(self._note_update, True))
-        optimizer.register_step_post_hook(partial(self._note_update, False))
+        self._begun = 0  # the last update that the weights have, or half of it
+        optimizer.register_step_pre_hook(self._note_update)
 
-    def _note_update(self, begins: bool, *_: Any) -> None:
-        self._is_updating = begins
+    def _note_update(self, *_: Any) -> None:
+        self._begun = self.scheduler.last_epoch + 1
 
     def resume(self, checkpoint: Path | None, state: dict[str, Any] | None) -> int:
         """Load optimizer and schedule, and take over the folder.
 
         Returns the step, 0 without a checkpoint. Any number of ranks may have written the shards.
         """
-        if not checkpoint or not state:
+        step = 0
+        if checkpoint and state:
+            step = state["step"]
             if is_main():
-                _make_way(self.folder, 0)
-            return 0
-        if is_main():
-            print(f"going on from {checkpoint}", flush=True)
+                print(f"going on from {checkpoint}", flush=True)
 
-        shards = self._shards()
-        try:
-            dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
-        except dcp.CheckpointException as error:
-            raise UserError(
-                f"the optimizer's state in {checkpoint / TRAINER} cannot be loaded, perhaps by "
-                f"this number of ranks: {_in_a_line(error)}"
-            ) from None
-        set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
+            shards = self._shards()
+            try:
+                dcp.load(shards, checkpoint_id=checkpoint / TRAINER)
+            except dcp.CheckpointException as error:
+                raise UserError(
+                    f"the optimizer's state in {checkpoint / TRAINER} cannot be loaded, perhaps by "
+                    f"this number of ranks: {_in_a_line(error)}"
+                ) from None
+            set_optimizer_state_dict(self.policy, self.optimizer, shards["optimizer"])
 
-        self.scheduler.load_state_dict(state["scheduler"])
-        # This run may be longer, and its schedule, the same for all groups, another.
-        factor = self.scheduler.lr_lambdas[0]
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * factor(self.scheduler.last_epoch)
+            # A count of updates is all of its state: this run may be longer, and fall otherwise.
+            self.scheduler.last_epoch = step * self.config.updates_per_batch - 1
+            self.scheduler.step()
+            if checkpoint.resolve().parent == self.folder.resolve():
+                self._saved = step
 
-        if checkpoint.resolve().parent == self.folder.resolve():
-            self._saved = state["step"]
         if is_main():
             _make_way(self.folder, self._saved)
-        return state["step"]
+        return step
 
     def _shards(self) -> dict[str, Any]:
         """What each rank saves of its own; loading fills the averages in place."""
@@ -239,18 +231,19 @@ class Checkpoints:
         self._wait()
         part = self.folder / f"checkpoint-{step}.part"
         weights = host_weights(self.policy)
-        written = dcp.async_save(
+        shards: Any = dcp.async_save(
             self._shards(), checkpoint_id=part / TRAINER, process_group=self._group
         )
-        state = {**state, "step": step, "scheduler": self.scheduler.state_dict()}
         self._saved = step
-        self._writing = self._pool.submit(
-            self._write, part, written, _detached(self.policy), weights, state
-        )
+        self._writing = shards
+        if is_main():
+            self._writing = self._pool.submit(
+                self._write, part, shards, weights, {**state, "step": step}
+            )
 
     @contextmanager
     def saving(self, rollouts: Any, log: Any) -> Iterator[None]:
-        """Save the last whole step when the block ends, however it ends.
+        """Save the last whole step when the block ends, however it ends; push the run's last one.
 
         An error is raised again, but for Stopped. Where it is of one rank alone nothing can be
         saved: the others wait for this rank, in the middle of a step.
@@ -264,77 +257,61 @@ class Checkpoints:
             error = raised
 
         step = rollouts.version
-        if error and not (self._can_save(step) and all_ranks_meet(self._meeting, MEETING_S)):
-            raise error
+        if error:
+            num_updates = step * self.config.updates_per_batch
+            is_whole = num_updates == max(self._begun, self.scheduler.last_epoch)
+            can_save = is_whole and step > 0 and step != self._saved
+            if not (can_save and all_ranks_meet(MEETING_S)):
+                raise error
         try:
-            self.finish(step, rollouts.state() | log.state(), step == rollouts.num_steps)
+            self._wait()
+            while step > 0 and step != self._saved:  # `_wait` forgets one that failed
+                self.save(step, rollouts.state() | log.state())
+                self._wait()
+
+            repo_id = self.config.hub_repo_id
+            if repo_id and step == rollouts.num_steps and is_main():
+                hub = huggingface_hub.HfApi()
+                hub.create_repo(repo_id, private=self.config.hub_private, exist_ok=True)
+                folder = self.folder / f"checkpoint-{step}"
+                hub.upload_folder(
+                    repo_id=repo_id, folder_path=folder, ignore_patterns=[f"{TRAINER}/*"]
+                )
         finally:
             if error:
                 raise error  # also where saving failed
-
-    def _can_save(self, step: int) -> bool:
-        """True where `step` is not saved yet, and no update of the next one is in the weights."""
-        num_updates = step * self.config.updates_per_batch
-        is_whole = not self._is_updating and self.scheduler.last_epoch == num_updates
-        return is_whole and step > 0 and step != self._saved
-
-    def finish(self, step: int, state: dict[str, Any], is_last: bool) -> None:
-        """Save this step unless it was saved, again if that fails.
-
-        The run's last one is pushed to the hub, too. Raises as `save`.
-        """
-        self._wait()
-        while step > 0 and step != self._saved:  # `_wait` forgets one that failed
-            self.save(step, state)
-            self._wait()
-
-        repo_id = self.config.hub_repo_id
-        if is_last and is_main() and repo_id:
-            hub = huggingface_hub.HfApi()
-            hub.create_repo(repo_id, private=self.config.hub_private, exist_ok=True)
-            hub.upload_folder(
-                repo_id=repo_id,
-                folder_path=self.folder / f"checkpoint-{step}",
-                ignore_patterns=[f"{TRAINER}/*"],
-            )
 
     def _wait(self) -> None:
         """Wait until the last save is on the disk.
 
         Reports a save that failed; a second one in a row is a UserError.
         """
-        if not self._writing:
+        written = self._writing
+        if not written:
             return
-        wait_on_all_ranks(self._writing)
-        error = self._writing.exception()
+        cause = call_on_main(lambda: _in_a_line(written.exception()))  # of any rank
+        written.exception()  # the others' next save must not begin before, either
         self._writing = None
 
-        own_cause = _in_a_line(error) if error else None
-        causes = [cause for cause in gather_objects(own_cause) if cause]
-        if causes:
+        if cause:
             path = self.folder / f"checkpoint-{self._saved}"
             self._saved = 0
-            failure = f"{path} cannot be written, checkpoints before it are whole: {causes[0]}"
+            failure = f"{path} cannot be written, checkpoints before it are whole: {cause}"
             if self._last_failed:
                 raise UserError(failure)
             if is_main():
                 tqdm.write(failure)
-        self._last_failed = bool(causes)
+        self._last_failed = bool(cause)
 
-    def _write(
-        self, part: Path, shards: Any, model: Any, weights: dict[str, Tensor], state: Any
-    ) -> None:
+    def _write(self, part: Path, shards: Any, weights: dict[str, Tensor], state: Any) -> None:
         """Write a checkpoint and remove old ones, in the background.
 
         Raises what safetensors, torch or the disk raise.
         """
-        if not is_main():
-            shards.result()
-            return
         path = part.with_suffix("")
         try:
             shards.result()
-            model.save_pretrained(part, state_dict=weights)
+            unwrap(self.policy).save_pretrained(part, state_dict=weights)
             # peft's is empty, and the hub refuses a local base_model.
             (part / "README.md").unlink(missing_ok=True)
             self.processor.save_pretrained(part)
@@ -367,18 +344,22 @@ def _make_way(folder: Path, step: int) -> None:
     found = checkpoints_in(folder)
 
     if step:
-        for later, path in found.items():
+        for later in found:
             if later > step:
+                path = found[later]
+                aside = path.with_suffix(".old")
                 print(f"{path} is later, and gets the ending .old", flush=True)
-                _remove(path.with_suffix(".old"))
-                path.rename(path.with_suffix(".old"))
+                _remove(aside)
+                path.rename(aside)
         return
 
-    has_metrics = any(path.stat().st_size for path in folder.glob("metrics.jsonl"))
-    if not found and not has_metrics:
+    metrics = folder / "metrics.jsonl"
+    if not found and not (metrics.exists() and metrics.stat().st_size):
         return  # no run has come to its first step here
-    names = (Path(f"{folder.resolve()}.{number}") for number in count(1))
-    aside = next(name for name in names if not name.exists())
+    numbers = count(1)
+    aside = folder
+    while aside.exists():
+        aside = Path(f"{folder.resolve()}.{next(numbers)}")
     print(f"{folder} has an earlier run, which goes to {aside}", flush=True)
     with naming(f"output_dir={folder} has an earlier run that cannot be moved: take another"):
         aside.mkdir()
@@ -387,19 +368,10 @@ def _make_way(folder: Path, step: int) -> None:
                 path.rename(aside / path.name)
 
 
-def _detached(policy: nn.Module) -> Any:
-    """The model, with its own config, for another thread to save.
-
-    Forwards change the model's config for their time.
-    """
-    model = unwrap(policy)
-    copied = object.__new__(type(model))  # FSDP2's classes cannot be copied
-    vars(copied).update(vars(model), config=copy.deepcopy(model.config))
-    return copied
-
-
-def _in_a_line(error: BaseException) -> str:
-    """The cause of a failed save."""
+def _in_a_line(error: BaseException | None) -> str:
+    """The cause of a failed save or load; empty where there is no error."""
+    if error is None:
+        return ""
     if isinstance(error, dcp.CheckpointException):  # of the first rank that failed
         error = next(iter(error.failures.values()))[0]
     text = str(error.__cause__ or error).strip() or repr(error)

@@ -29,16 +29,13 @@ def check_complete(
     """
     # Masks that GPT-Neo and GPT-J, and frequencies that old Llamas have in their files.
     unexpected = [name for name in unexpected if not NO_WEIGHT.search(name)]
-    faults = []
-    for kind, names in (
-        ("missing", missing),
-        ("unknown to the model", unexpected),
-        ("of another shape", reshaped),
-    ):
+    kinds = {"missing": missing, "unknown to the model": unexpected, "of another shape": reshaped}
+    faults = ""
+    for kind, names in kinds.items():
         found = sorted(names)
         if len(found) > MOST_NAMES:
             found[MOST_NAMES:] = [f"and {len(found) - MOST_NAMES} more"]
         if found:
-            faults.append(f"{kind}: {', '.join(found)}")
+            faults += f"; {kind}: {', '.join(found)}"
     if faults:
-        raise UserError(f"the weights of {source} do not fit the model; {'; '.join(faults)}")
+        raise UserError(f"the weights of {source} do not fit the model{faults}")

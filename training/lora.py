@@ -55,17 +55,16 @@ def add_lora(
 
 def _check_lora_targets(model: Any, targets: Sequence[str]) -> None:
     """Refuse targets without a module, and an embedding tied to the head."""
-    modules = dict(model.named_modules())
     embedding = model.get_input_embeddings()
     head = model.get_output_embeddings()
-    is_tied = head is not None and head.weight is embedding.weight
+    tied = set()
+    if head is not None and head.weight is embedding.weight:
+        tied = {embedding, head}  # one matrix cannot take the adapter of one of its two uses
+    modules = model.named_modules()
+    names = [name for name, module in modules if module._parameters and module not in tied]
     for target in targets:
-        matched = {module for name, module in modules.items() if f".{name}".endswith(f".{target}")}
-        # One matrix cannot take the adapter of one of its two uses.
-        if not matched or (is_tied and matched & {embedding, head}):
-            leaves = {
-                name.rpartition(".")[2] for name, module in modules.items() if module._parameters
-            }
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            leaves = {name.rpartition(".")[2] for name in names}
             raise UserError(
                 f"lora_target_modules: {target} is no module, or a tied embedding; "
                 f"the model has {', '.join(sorted(leaves))}"

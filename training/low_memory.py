@@ -6,7 +6,7 @@ Imported where the config asks for one of them: neither package is needed otherw
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import BitsAndBytesConfig
 
@@ -32,43 +32,33 @@ def adamw_8bit(groups: list[dict[str, Any]], config: TrainConfig) -> Any:
         Schedules and checkpoints have numbers, as with torch's AdamW.
         """
 
+        add_param_group = torch.optim.Optimizer.add_param_group  # torchao's makes tensors of them
+
         def step(self, closure: Any = None) -> None:
             """Update the weights.
 
             On GPUs the first step compiles a kernel for each shape of a weight.
             """
-            rates = [group["lr"] for group in self.param_groups]
             for group in self.param_groups:
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32)
 
-            with torch.compiler.set_stance(_stance()):
+            # Models that train without a GPU are small, and would gain less than it takes.
+            stance = "default" if torch.cuda.is_available() else "force_eager"
+            with torch.compiler.set_stance(stance):
                 super().step(closure)
+
+            # A value below 1.6e-7 of the largest in its block is rounded to 0. The first moment
+            # over that 0 would be a step of hundreds of learning rates.
             for state in self.state.values():
-                _keep_positive(state["exp_avg_sq"])
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group["lr"] = rate
+                moment = state["exp_avg_sq"]
+                if isinstance(moment, DTensor):
+                    moment = moment.to_local()
+                if isinstance(moment, OptimState8bit):
+                    moment.codes.clamp_(min=1)  # the place of the smallest value above 0
+            for group in self.param_groups:
+                group["lr"] = group["lr"].item()
 
-    betas = (config.adam_beta1, config.adam_beta2)
-    optimizer = AdamW(groups, config.learning_rate, betas)
-    for group in optimizer.param_groups:
-        group["lr"] = config.learning_rate  # of which torchao has made a tensor
-    return optimizer
-
-
-def _stance() -> Any:
-    """Compile on GPUs alone: models without one are small, and would gain less than it takes."""
-    return "default" if torch.cuda.is_available() else "force_eager"
-
-
-def _keep_positive(second_moment: Tensor) -> None:
-    """Let no value be rounded to 0, which is below 1.6e-7 of the largest in its block.
-
-    The first moment over that 0 would be a step of hundreds of learning rates.
-    """
-    local = second_moment.to_local() if isinstance(second_moment, DTensor) else second_moment
-    codes = getattr(local, "codes", None)
-    if codes is not None:  # else it is whole
-        codes.clamp_(min=1)  # the place of the smallest value above 0
+    return AdamW(groups, config.learning_rate, (config.adam_beta1, config.adam_beta2))
 
 
 def _new_empty(_: Any, __: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -71,9 +71,7 @@ def build_policy(
     if config.gradient_checkpoint:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    frozen: list[str] = []
-    if model.get_encoder(modality="image") is not model:  # which it is without a vision tower
-        frozen = frozen_modules(model, config, has_images=example is not None)
+    frozen = frozen_modules(model, config, has_images=example is not None)
     for name in frozen:
         for weight in model.get_submodule(name).parameters(recurse=False):
             weight.requires_grad_(False)
@@ -92,13 +90,12 @@ def share_prefixes(policy: Any, config: TrainConfig, example: Prompt | None = No
         return config
 
     refusal = None
-    # A rank that refuses alone may have left the others in a forward, where they wait for it.
-    meeting = dist.new_group(backend="gloo", timeout=timedelta(seconds=ALONE_S))
     try:
         _attach(policy, config, example, verify=True)
     except ValueError as error:
         refusal = error
-    if not all_ranks_meet(meeting, ALONE_S) and refusal:
+    # A rank that refuses alone may have left the others in a forward, where they wait for it.
+    if not all_ranks_meet(ALONE_S) and refusal:
         raise refusal
     reasons = [reason for reason in gather_objects(refusal and str(refusal)) if reason]
     if reasons and is_main():
@@ -118,36 +115,30 @@ def build_reference(
     if not config.has_reference or config.reference_is_a_part:
         return None
 
-    model = None
+    model = unwrap(policy)
     without_adapter: Any = nullcontext
-    if not config.use_peft or config.reference_id:
-        model = _load_reference(config, device, example)
-    if config.reference_decay is not None:
-        return MovingReference(policy, model, partial(token_logprobs, config=config), config)
-    if model is None:
-        model = unwrap(policy)
+    if config.use_peft and not config.reference_id:
         without_adapter = model.disable_adapter
+    else:
+        named = replace(config, model_id=config.reference_id or config.model_id, base_4bit=False)
+        model = load_model(named, on_meta=not is_main()).requires_grad_(False).eval()
+        if example:
+            run_tower_always(model, example, device)
+        model = parallelize(model, named, device)
+        if config.share_prefix:
+            # `share_prefixes` has proved it on the policy, which another model need not be like.
+            with naming("reference_id: set share_prefix=false"):
+                _attach(model, config, example, verify=config.reference_id is not None)
+
+    logprobs_of = partial(token_logprobs, config=config)
+    if config.reference_decay is not None:
+        return MovingReference(policy, model, logprobs_of, config)
 
     def reference(row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
         with torch.no_grad(), without_adapter():
-            return token_logprobs(model, row, images, config)
+            return logprobs_of(model, row, images)
 
     return reference
-
-
-def _load_reference(config: TrainConfig, device: torch.device, example: Prompt | None) -> Any:
-    """Load the reference as its own frozen model, spread like the policy."""
-    named = replace(config, model_id=config.reference_id or config.model_id, base_4bit=False)
-    model = load_model(named, on_meta=not is_main()).requires_grad_(False).eval()
-    if example:
-        run_tower_always(model, example, device)
-    model = parallelize(model, named, device)
-
-    if config.share_prefix:
-        # `share_prefixes` has proved it on the policy alone, which another model need not be like.
-        with naming("reference_id: set share_prefix=false"):
-            _attach(model, config, example, verify=config.reference_id is not None)
-    return model
 
 
 def _attach(model: Any, config: TrainConfig, example: Prompt | None, verify: bool) -> None:
@@ -307,8 +298,6 @@ def _spread(model: Any, config: TrainConfig, device: torch.device) -> None:
 
     model.to_empty(device="cpu" if config.fsdp_offload else device)
     base_model(model).tie_weights()
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
 
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if is_main():
@@ -321,7 +310,7 @@ def _spread(model: Any, config: TrainConfig, device: torch.device) -> None:
             tensor.to_local().copy_(shard.to_local())
         else:
             dist.broadcast(values, 0)
-            tensor.copy_(values)
+            tensor.data = values  # buffers are on the device with `fsdp_offload`, too
         del values  # as there may be no room for two
 
     if whole:
@@ -348,9 +337,8 @@ def _shard(model: Any, config: TrainConfig, device: torch.device) -> None:
     if num_shards:
         sizes = {"replicas": dist.get_world_size() // num_shards, "shards": num_shards}
     mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-    if num_shards:
-        for name in sizes:  # groups of its own, which would have torch's time-out
-            _set_pg_timeout(timedelta(seconds=config.collective_timeout), mesh.get_group(name))
+    for group in mesh.get_all_groups():  # of two dimensions they would have torch's time-out
+        _set_pg_timeout(timedelta(seconds=config.collective_timeout), group)
 
     precision = MixedPrecisionPolicy()
     if config.fsdp_bf16:

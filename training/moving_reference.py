@@ -1,7 +1,6 @@
 """A reference that follows the policy: an average of its weights, or a copy from time to time."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ class MovingReference:
     def __init__(
         self,
         policy: nn.Module,
-        own_model: nn.Module | None,
+        model: nn.Module,
         logprobs_of: Callable[..., Tensor],
         config: TrainConfig,
     ):
@@ -33,41 +32,37 @@ class MovingReference:
 
         Args:
             policy: whose weights it follows.
-            own_model: a frozen model that begins with the same weights; None with LoRA.
+            model: a frozen one that begins with the same weights; with LoRA the policy's own.
             logprobs_of: `token_logprobs`, of a model, a row and images.
             config: reference_decay, reference_steps.
         """
         self.config = config
         self.logprobs_of = logprobs_of
-        self.model: Any = own_model or unwrap(policy)
-        self.swaps_weights = own_model is None
-        self.policy_weights = _trained(unwrap(policy))
-        self.weights: dict[str, Tensor] = {}  # by the policy's names
-        weights_of_model = dict(self.model.named_parameters())
-        for name in self.policy_weights:
-            weight = weights_of_model[name].detach()
-            self.weights[name] = weight.clone() if self.swaps_weights else weight
+        self.model = model
+        self.swaps_weights = model is unwrap(policy)
+        self.policy_weights: dict[str, Tensor] = {}
+        self.weights: dict[str, Tensor] = {}  # by the policy's names, too
+        for name, weight in unwrap(policy).named_parameters():
+            if weight.requires_grad:
+                self.policy_weights[name] = weight
+                own = model.get_parameter(name).detach()
+                self.weights[name] = own.clone() if self.swaps_weights else own
 
+    @torch.no_grad()
     def __call__(self, row: PackedBatch, images: dict[str, Tensor]) -> Tensor:
         """`token_logprobs` of a row.
 
         Never call it between the policy's forward and its backward: with LoRA it overwrites the
         policy's weights, and restores them.
         """
-        with torch.no_grad():
-            if not self.swaps_weights:
-                return self.logprobs_of(self.model, row, images)
-            with self._in_the_policy():
-                return self.logprobs_of(self.model, row, images)
+        if not self.swaps_weights:
+            return self.logprobs_of(self.model, row, images)
 
-    @contextmanager
-    def _in_the_policy(self) -> Iterator[None]:
-        """Put the averages in the place of the policy's weights, without dropout."""
         kept = {name: _local(weight).clone() for name, weight in self.policy_weights.items()}
         self._set_policy(self.weights)
-        self.model.eval()
+        self.model.eval()  # without dropout
         try:
-            yield
+            return self.logprobs_of(self.model, row, images)
         finally:
             self.model.train()
             self._set_policy(kept)
@@ -77,19 +72,15 @@ class MovingReference:
             _local(weight).copy_(_local(values[name]))
         _gather_anew(self.model)
 
+    @torch.no_grad()
     def follow(self, step: int) -> None:
         """Move towards the policy after a step, if this one is due."""
         if step % self.config.reference_steps:
             return
         decay: Any = self.config.reference_decay
-        with torch.no_grad():
-            for name, weight in self.policy_weights.items():
-                _local(self.weights[name]).lerp_(_local(weight), 1 - decay)
+        for name, weight in self.policy_weights.items():
+            _local(self.weights[name]).lerp_(_local(weight), 1 - decay)
         _gather_anew(self.model)
-
-
-def _trained(model: nn.Module) -> dict[str, Tensor]:
-    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def _gather_anew(model: Any) -> None:

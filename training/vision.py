@@ -22,19 +22,15 @@ def frozen_modules(model: Any, config: TrainConfig, has_images: bool) -> list[st
     `freeze_vision_tower` is set. A model without a tower has none.
     """
     tower = model.get_encoder(modality="image")
-    if tower is model:  # it has none
+    if tower is model or (has_images and not config.freeze_vision_tower):
         return []
 
-    frozen: set[nn.Module] = set()
-    if not has_images:
+    if has_images:  # the projector trains: Qwen's is `merger` in the tower
+        frozen = {module for name, module in tower.named_modules() if "merger" not in name}
+    else:
         language_model = {*model.get_decoder().modules()}
         language_model |= {model.get_input_embeddings(), model.get_output_embeddings()}
         frozen = set(model.modules()) - language_model
-    elif config.freeze_vision_tower:
-        for name, module in tower.named_modules():
-            if "merger" not in name:  # the projector trains: Qwen's is `merger` in the tower
-                frozen.add(module)
-
     return [name for name, module in model.named_modules() if module in frozen]
 
 
@@ -51,10 +47,9 @@ def image_features(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
     output = base_model(model).get_image_features(**inputs)
     parts = []
     for name in ("pooler_output", "deepstack_features"):
-        part = getattr(output, name, None)
-        if part is not None:
-            parts.append(part)
-    return tree_leaves(parts or dict(output))
+        if name in output:
+            parts.append(output[name])
+    return tree_leaves(parts or dict(output))  # some models name them otherwise
 
 
 def freeze_unused(model: nn.Module, example: Prompt) -> None:
@@ -67,8 +62,8 @@ def freeze_unused(model: nn.Module, example: Prompt) -> None:
     weights = [weight for weight in tower.parameters() if weight.requires_grad]
     gradients: tuple[Tensor | None, ...] = ()
     if weights and is_main():  # whose model is whole, and on the CPU
-        sums = [feature.sum() for feature in image_features(model, example.inputs)]
-        gradients = torch.autograd.grad(torch.stack(sums).sum(), weights, allow_unused=True)
+        total: Any = sum(feature.sum() for feature in image_features(model, example.inputs))
+        gradients = torch.autograd.grad(total, weights, allow_unused=True)
 
     is_used = broadcast_object([gradient is not None for gradient in gradients])
     for weight, trains in zip(weights, is_used, strict=True):
