@@ -15,13 +15,13 @@ import math
 import random
 import re
 import sys
-from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial, wraps
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, chain, groupby, pairwise
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +34,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 NAME = "shared_prefix"  # of the attention function in transformers
-HEAD_CHUNK = {"cpu": 1 << 22, "cuda": 3 << 26}  # logits that the head holds at a time
+# Logits that the head holds at a time, up to twice as many in short rows. On a CPU 32 MiB, from
+# which size on glibc gives memory back at once: smaller pieces would leave holes in its heap.
+HEAD_CHUNK = {"cpu": 1 << 23, "cuda": 3 << 26}
 NEVER = -1e15  # a logit as good as -inf, but finite: 0·inf would make the entropy NaN
 HALF = (torch.bfloat16, torch.float16)  # dtypes of the flash kernels on a GPU
 QUERY_BLOCK = 512  # queries at a time where no flash kernel takes them
-# On the CPU, calls of at most SMALL² scores, which cost more than their work, are joined.
-SMALL = 64
 
 Tokens = Sequence[int] | Tensor  # a tensor is [n] int64, on the CPU
 Groups = Sequence[tuple[Tokens, Sequence[Any]]]  # (prompt_ids, [completion_ids, ...]), see `pack`
@@ -66,13 +66,16 @@ _fused: Any = torch.compile(dynamic=True, disable=not torch.cuda.is_available())
 # sees, those of its own segment last, are its path.
 
 
+Segment = tuple[int, int, int, int]
+
+
 @dataclass(frozen=True, eq=False)
 class Tree:
     """The segments of a row, depth first; an object, which FSDP2 and DDP leave on the host."""
 
-    # [S, 4] int64 on the CPU: where a segment starts, its length, how many tokens of the path of
-    # the segment before come before it, and 1 where its tokens also see later ones of it (an image)
-    segments: Tensor
+    # of a segment: where it starts, its length, how many tokens of the path of the segment before
+    # come before it, and above 0 where its tokens also see later ones of it (an image)
+    segments: list[Segment]
 
 
 @dataclass(frozen=True)
@@ -119,17 +122,13 @@ class _Sequence(NamedTuple):
         if self.family != other.family:
             return 0
         shortest = min(len(self.ids), len(other.ids))
-        differ = self.ids[:shortest] != other.ids[:shortest]
-        if differ.any():
-            return int(differ.argmax())
-        return shortest
+        is_same = self.ids[:shortest] == other.ids[:shortest]
+        return int(is_same.cumprod().sum())
 
 
 def as_tokens(ids: Tokens) -> Tensor:
     """Token ids as [n] int64."""
-    if isinstance(ids, Tensor) or not len(ids):
-        return torch.as_tensor(ids, dtype=torch.int64)
-    return torch.frombuffer(array("q", ids), dtype=torch.int64)  # faster than `torch.tensor`
+    return torch.as_tensor(ids, dtype=torch.int64)
 
 
 def pack(
@@ -171,10 +170,8 @@ def num_packed_tokens(
     apart: Collection[int] = (),
 ) -> int:
     """Positions of a single row of all groups."""
-    row: list[_Sequence] = []
-    for group in _sequences(groups, apart, math.inf):
-        row += group
-    return _num_tokens(row, share_prefix)
+    of_groups = _sequences(groups, apart, math.inf)
+    return _num_tokens(list(chain.from_iterable(of_groups)), share_prefix)
 
 
 def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterator[list[_Sequence]]:
@@ -182,10 +179,13 @@ def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterato
     num_completions = 0
     place = 0
     for group, (prompt_ids, completions) in enumerate(groups):
-        family = group if group in apart else -1
         sequences = []
         for number, completion in enumerate(completions):
-            for prompt, tokens in _segments(prompt_ids, completion):
+            segments = [(prompt_ids, completion)]
+            if len(completion) and isinstance(completion[0], tuple):
+                segments = completion
+
+            for prompt, tokens in segments:
                 if not len(prompt):
                     raise ValueError(
                         f"group {group} has an empty prompt: "
@@ -197,22 +197,21 @@ def _sequences(groups: Groups, apart: Collection[int], budget: float) -> Iterato
                         f"tokens with its prompt, over {budget}"
                     )
                 if len(tokens):
-                    ids = torch.cat([prompt, tokens[:-1]]).numpy()
+                    tokens = as_tokens(tokens)
+                    ids = torch.cat([as_tokens(prompt), tokens[:-1]]).numpy()
                     sequences.append(
-                        _Sequence(family, ids, tokens, group, num_completions + number, place)
+                        _Sequence(
+                            group if group in apart else -1,
+                            ids,
+                            tokens,
+                            group,
+                            num_completions + number,
+                            place,
+                        )
                     )
                 place += len(tokens)
         num_completions += len(completions)
         yield sequences
-
-
-def _segments(prompt_ids: Tokens, completion: Any) -> list[tuple[Tensor, Tensor]]:
-    """A completion's own segments, or itself behind its group's prompt."""
-    pairs = [(prompt_ids, completion)]
-    is_tensor = isinstance(completion, Tensor)
-    if not is_tensor and len(completion) and isinstance(completion[0], tuple):
-        pairs = completion
-    return [(as_tokens(prompt), as_tokens(tokens)) for prompt, tokens in pairs]
 
 
 def _units(group: list[_Sequence], share_prefix: bool, budget: float) -> Iterator[list[_Sequence]]:
@@ -230,8 +229,11 @@ def _units(group: list[_Sequence], share_prefix: bool, budget: float) -> Iterato
                 yield [sequence]
 
 
-def _in_order(sequences: list[_Sequence]) -> list[tuple[int, int, _Sequence]]:
+def _in_order(sequences: list[_Sequence], share_prefix: bool) -> list[tuple[int, int, _Sequence]]:
     """Sequences depth first, the longest before its branches, as (level, depth, sequence)."""
+    if not share_prefix:
+        return [(0, 0, sequence) for sequence in sequences]
+
     ordered = []
     waiting = [(0, 0, sequences)] if sequences else []
     while waiting:
@@ -251,9 +253,10 @@ def _in_order(sequences: list[_Sequence]) -> list[tuple[int, int, _Sequence]]:
 
 def _num_tokens(sequences: list[_Sequence], share_prefix: bool) -> int:
     """Positions of a forward of these sequences."""
+    ordered = _in_order(sequences, share_prefix)
+    lengths = [len(sequence.ids) - depth for _, depth, sequence in ordered]
     if share_prefix:
-        return sum(len(sequence.ids) - depth for _, depth, sequence in _in_order(sequences))
-    lengths = [len(sequence.ids) for sequence in sequences]
+        return sum(lengths)
     return len(lengths) * max(lengths, default=0)
 
 
@@ -262,54 +265,55 @@ def _laid_out(sequences: list[_Sequence], share_prefix: bool) -> PackedBatch:
 
     Segments stand by level: so a level's calls copy no queries.
     """
-    ordered = [(0, 0, sequence) for sequence in sequences]
-    if share_prefix:
-        ordered = _in_order(sequences)
+    ordered = _in_order(sequences, share_prefix)
     longest = max(len(sequence.ids) for sequence in sequences)
-    starts = {}
-    start = 0
     ids = []
     positions = []
+    starts = {}  # by the sequences' places
+    start = 0
     for _, depth, sequence in sorted(ordered, key=itemgetter(0)):
         own = torch.from_numpy(sequence.ids[depth:])
-        starts[sequence.place] = start
-        start += len(own) if share_prefix else longest
         ids.append(own)
         positions.append(torch.arange(depth, depth + len(own)))
+        starts[sequence.place] = start
+        start += len(own) if share_prefix else longest
 
-    plan = []
+    segments = []
     prompts: list[Any] = []
     for level, depth, sequence in ordered:
-        plan.append((starts[sequence.place], len(sequence.ids) - depth, depth, 0))
+        segments.append((starts[sequence.place], len(sequence.ids) - depth, depth, 0))
         if level == 0:
             prompts.append(sequence.group)
         elif prompts[-1] != sequence.group:
             prompts[-1] = None
 
-    segments = torch.tensor(plan)
-    columns: dict[int, list[Tensor]] = {}  # the fields from `cells` on, by the sequences' places
+    columns: dict[int, Any] = {}  # the fields from `cells` on, by the sequences' places
     for (_, _, sequence), path in zip(ordered, _paths(segments), strict=True):
         places = torch.cat([torch.arange(run.start, run.stop) for run in path])
         num_tokens = len(sequence.tokens)
-        columns[sequence.place] = [
-            places[len(places) - num_tokens :],
+        columns[sequence.place] = (
+            places[-num_tokens:],
             sequence.tokens,
             torch.full((num_tokens,), sequence.group),
             torch.full((num_tokens,), sequence.completion),
             torch.arange(sequence.place, sequence.place + num_tokens),
-        ]
-    in_place = [columns[place] for place in sorted(columns)]
+        )
+    in_order = [columns[sequence.place] for sequence in sequences]
     # no views: one that is sent to a rank would take its whole storage along
-    joined: list[Any] = [torch.cat(parts) for parts in zip(*in_place, strict=True)]
+    joined: Any = [torch.cat(parts) for parts in zip(*in_order, strict=True)]
 
     if share_prefix:
-        tree = Tree(segments[segments[:, 1] > 0])  # no length: the beginning of another sequence
-        row: Any = (torch.cat(ids)[None], torch.cat(positions)[None], None, tree)
-        fields: Any = (*row, *joined, prompts)
-        return PackedBatch(*fields)
-    mask = pad_sequence([torch.ones_like(line) for line in ids], batch_first=True)
-    lines: Any = (pad_sequence(ids, batch_first=True), pad_sequence(positions, batch_first=True))
-    fields = (*lines, mask, None, *joined, prompts)
+        input_ids = torch.cat(ids)[None]
+        position_ids = torch.cat(positions)[None]
+        mask = None
+        # no length: the beginning of another sequence
+        tree = Tree([segment for segment in segments if segment[1] > 0])
+    else:
+        input_ids = pad_sequence(ids, batch_first=True)
+        position_ids = pad_sequence(positions, batch_first=True)
+        mask = pad_sequence([torch.ones_like(line) for line in ids], batch_first=True)
+        tree = None
+    fields: Any = (input_ids, position_ids, mask, tree, *joined, prompts)
     return PackedBatch(*fields)
 
 
@@ -320,15 +324,14 @@ def _laid_out(sequences: list[_Sequence], share_prefix: bool) -> PackedBatch:
 # several, each of about as many as the row's tokens. The kernels' log-sum-exp has no gradient, so
 # autograd cannot go through the merge. But flash attention's backward makes p = exp(q·k - lse)
 # again, and needs only rowsum(grad·out) besides: from the *merged* output and log-sum-exp it
-# computes the block's part of the whole gradient. As an operator the cascade takes the segments as
-# data, also compiled.
+# computes the block's part of the whole gradient.
 
 
-def _paths(segments: Tensor) -> list[list[range]]:
+def _paths(segments: list[Segment]) -> list[list[range]]:
     """For each segment the runs of the row that it sees, from the root down, its own last."""
     paths = []
     path: list[range] = []
-    for start, length, depth, _ in segments.tolist():
+    for start, length, depth, _ in segments:
         above = []
         for run in path:
             seen = run[:depth]
@@ -340,21 +343,21 @@ def _paths(segments: Tensor) -> list[list[range]]:
     return paths
 
 
-def _cut(segments: Tensor, kinds: list[int]) -> Tensor:
+def _cut(segments: list[Segment], kinds: list[int]) -> list[Segment]:
     """Segments cut where the kinds of neighbours differ; the last column has the kind."""
     cut = []
-    for start, length, depth, _ in segments.tolist():
+    for start, length, depth, _ in segments:
         for kind, run in groupby(range(start, start + length), key=kinds.__getitem__):
             num_tokens = len(list(run))
             cut.append((start, num_tokens, depth, kind))
             start += num_tokens
             depth += num_tokens
-    return torch.tensor(cut)
+    return cut
 
 
-def _in_row(segments: Tensor) -> list[tuple[list[range], bool]]:
+def _in_row(segments: list[Segment]) -> list[tuple[list[range], bool]]:
     """Paths in the order of the row, and which of them end in an image that sees itself whole."""
-    paths = sorted(zip(segments.tolist(), _paths(segments), strict=True))
+    paths = sorted(zip(segments, _paths(segments), strict=True))
     return [(path, bool(segment[3])) for segment, path in paths]
 
 
@@ -362,24 +365,22 @@ Piece = tuple[range, range]  # tokens of a row: queries, and the keys that they 
 
 
 class _Block(NamedTuple):
-    """One kernel call for several pieces, alike in size on the CPU."""
+    """One kernel call, for several pieces on CUDA."""
 
     level: int
     is_causal: bool
-    num_pieces: int
     queries: Any  # tokens of the row: a slice where they are adjacent, which copies nothing, or [L]
     keys: Any
     lengths: Any  # as CUDA's kernels take them: cumulative of queries, of keys, longest of each
 
 
 @lru_cache(maxsize=16)
-def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
+def _blocks(tree: Tree, device: torch.device, is_cuda: bool) -> list[_Block]:
     """The kernel calls of a row, once for both passes of all layers."""
-    segments = torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 4)
+    num_tokens = sum(segment[1] for segment in tree.segments)
     blocks = []
-    for (level, sees_all), pieces in sorted(_pieces_by_level(segments).items()):
-        is_causal = level == 0 and not sees_all
-        for call in _calls(pieces, int(segments[:, 1].sum()), is_cuda):
+    for (level, sees_all), pieces in sorted(_pieces_by_level(tree.segments).items()):
+        for call in _calls(pieces, num_tokens, is_cuda):
             queries = [piece[0] for piece in call]
             keys = [piece[1] for piece in call]
             lengths = [
@@ -388,18 +389,25 @@ def _blocks(plan: bytes, device: torch.device, is_cuda: bool) -> list[_Block]:
                 max(map(len, queries)),
                 max(map(len, keys)),
             ]
-            places = (_places(queries, device), _places(keys, device))
-            blocks.append(_Block(level, is_causal, len(call), *places, lengths))
+            blocks.append(
+                _Block(
+                    level,
+                    level == 0 and not sees_all,
+                    _places(queries, device),
+                    _places(keys, device),
+                    lengths,
+                )
+            )
     return blocks
 
 
 def _cumulative(pieces: Sequence[range], device: torch.device) -> Tensor:
     """Where pieces begin when they are joined, and the end: [pieces + 1] int32."""
-    starts = list(accumulate(map(len, pieces), initial=0))
-    return torch.tensor(starts, dtype=torch.int32).to(device)
+    ends = accumulate(map(len, pieces), initial=0)
+    return torch.tensor(list(ends), dtype=torch.int32, device=device)
 
 
-def _pieces_by_level(segments: Tensor) -> dict[tuple[int, bool], list[Piece]]:
+def _pieces_by_level(segments: list[Segment]) -> dict[tuple[int, bool], list[Piece]]:
     """Pieces by level (0: of a segment itself) and whether queries see later keys."""
     levels: dict[tuple[int, bool], list[Piece]] = {}
     for path, sees_all in _in_row(segments):
@@ -416,16 +424,13 @@ def _pieces_by_level(segments: Tensor) -> dict[tuple[int, bool], list[Piece]]:
 
 def _calls(pieces: list[Piece], num_tokens: int, is_cuda: bool) -> list[list[Piece]]:
     """The pieces of a level, call by call."""
-    calls: dict[tuple[int, ...], list[Piece]] = {}  # by what a call's pieces have in common
+    if not is_cuda:
+        return [[piece] for piece in pieces]
+    calls: dict[int, list[Piece]] = {}  # each with about as many keys as the row has tokens
     num_keys = 0
     for queries, keys in pieces:
         num_keys += len(keys)
-        common: tuple[int, ...] = (len(queries), len(keys))
-        if is_cuda:  # together about as many keys as the row has tokens
-            common = ((num_keys - 1) // num_tokens,)
-        elif len(queries) * len(keys) > SMALL * SMALL:  # a call of its own
-            common = (*common, queries.start)
-        calls.setdefault(common, []).append((queries, keys))
+        calls.setdefault((num_keys - 1) // num_tokens, []).append((queries, keys))
     return list(calls.values())
 
 
@@ -444,8 +449,8 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, block: _Block, scale: float) -> tupl
         return _flash_on_cpu(on_cpu, (q, k, v), block, scale)
     # torch.nn.attention.varlen's, which changes with each release
     forward = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = forward(q, k, v, *block.lengths, 0.0, block.is_causal, False, scale=scale)
-    return out, lse.T
+    found = forward(q, k, v, *block.lengths, 0.0, block.is_causal, False, scale=scale)
+    return found[0], found[1].T
 
 
 def _flash_backward(tensors: Sequence[Tensor], block: _Block, scale: float) -> tuple[Tensor, ...]:
@@ -478,11 +483,10 @@ def _flash_on_cpu(
     block: _Block,
     scale: float,
 ) -> tuple[Tensor, ...]:
-    """Call a kernel for [pieces, H, L, ...] with [pieces * L, H, ...]."""
-    pieces = [tensor.unflatten(0, (block.num_pieces, -1)) for tensor in tensors]
-    heads_first = [piece.transpose(1, 2) for piece in pieces]
+    """Call a kernel for [1, H, L, ...] with [L, H, ...]."""
+    heads_first = [tensor[None].transpose(1, 2) for tensor in tensors]
     results = kernel(*heads_first, 0.0, block.is_causal, scale=scale)
-    return tuple(result.transpose(1, 2).flatten(0, 1) for result in results)
+    return tuple(result.transpose(1, 2)[0] for result in results)
 
 
 @_fused
@@ -494,100 +498,71 @@ def _merge(a: Tensor, a_lse: Tensor, b: Tensor, b_lse: Tensor) -> tuple[Tensor, 
     return (a * a_weight + b * b_weight).to(a.dtype), lse
 
 
-@torch.library.custom_op("prefix_attention::cascade", mutates_args=())
-def _cascade(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sink: Tensor | None,
-    plan: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Attention [T, H, D] of a row, and its log-sum-exp [T, H]."""
-    out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
-    lse = q.new_empty(q.shape[:2], dtype=_wide(q))
-    for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
-        queries = block.queries
-        part, part_lse = _flash(q[queries], k[block.keys], v[block.keys], block, scale)
-        if block.level > 0:
-            part, part_lse = _merge(out[queries], lse[queries], part, part_lse)
-        out[queries] = part
-        lse[queries] = part_lse
+class _Cascade(torch.autograd.Function):
+    """Attention [T, H, D] of a row."""
 
-    if sink is not None:  # a key without a value in every softmax
-        out, lse = _merge(out, lse, torch.zeros_like(out), sink.to(lse.dtype).expand_as(lse))
-    return out, lse
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sink: Tensor | None,
+        tree: Tree,
+        scale: float,
+    ) -> Tensor:
+        out = q.new_empty(q.shape)  # blocks of level 0 come first, and fill it
+        lse = q.new_empty(q.shape[:2], dtype=_wide(q))
+        for block in _blocks(tree, q.device, q.is_cuda):
+            queries = block.queries
+            part, part_lse = _flash(q[queries], k[block.keys], v[block.keys], block, scale)
+            if block.level > 0:
+                part, part_lse = _merge(out[queries], lse[queries], part, part_lse)
+            out[queries] = part
+            lse[queries] = part_lse
+
+        if sink is not None:  # a key without a value in every softmax
+            out, lse = _merge(out, lse, torch.zeros_like(out), sink.to(lse.dtype).expand_as(lse))
+        ctx.save_for_backward(q, k, v, sink, out, lse)
+        ctx.tree = tree
+        ctx.scale = scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """The sum of every block's part."""
+        q, k, v, sink, out, lse = ctx.saved_tensors
+        grad = grad.contiguous()
+        dq = torch.zeros_like(q)
+        dk = torch.zeros_like(k, dtype=_wide(k))
+        dv = torch.zeros_like(v, dtype=_wide(v))
+        for block in _blocks(ctx.tree, q.device, q.is_cuda):
+            tensors = (
+                grad[block.queries],
+                q[block.queries],
+                k[block.keys],
+                v[block.keys],
+                out[block.queries],
+                lse[block.queries],
+            )
+            parts = _flash_backward(tensors, block, ctx.scale)
+            _add_part(dq, parts[0], block.queries)
+            _add_part(dk, parts[1], block.keys)
+            _add_part(dv, parts[2], block.keys)
+
+        dsink = None
+        if sink is not None:  # of a softmax with one more key: -p(sink) · grad·out, summed
+            dsink = (grad.to(lse.dtype) * out).sum(-1) * (sink.to(lse.dtype) - lse).exp()
+            dsink = -dsink.sum(0).to(sink.dtype)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsink, None, None
 
 
-_cascade.register_fake(
-    lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=_wide(q)))
-)
-
-
-@torch.library.custom_op("prefix_attention::cascade_backward", mutates_args=())
-def _cascade_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    plan: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v: the sum of every block's."""
-    dq = q.new_empty(q.shape)
-    dk = k.new_empty(k.shape, dtype=_wide(k))
-    dv = v.new_empty(v.shape, dtype=_wide(v))
-    for block in _blocks(plan.numpy().tobytes(), q.device, q.is_cuda):
-        queries = block.queries
-        keys = block.keys
-        parts = _flash_backward(
-            (grad[queries], q[queries], k[keys], v[keys], out[queries], lse[queries]), block, scale
-        )
-        _add_part(dq, parts[0], queries, block.level)
-        _add_part(dk, parts[1], keys, block.level)
-        _add_part(dv, parts[2], keys, block.level)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
-
-
-def _add_part(total: Tensor, part: Tensor, places: slice | Tensor, level: int) -> None:
-    """Add a block's part of a gradient; level 0 comes first."""
-    if level == 0:
-        total[places] = part.to(total.dtype)
-    elif isinstance(places, slice):
+def _add_part(total: Tensor, part: Tensor, places: slice | Tensor) -> None:
+    """Add a block's part of a gradient."""
+    if isinstance(places, slice):
         total[places] += part
     else:  # several pieces may see the same keys
         total.index_add_(0, places, part.to(total.dtype))
-
-
-_cascade_backward.register_fake(
-    lambda _, q, k, v, *__: (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sink, plan, ctx.scale = inputs
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, sink, plan, *output)
-
-
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, sink, plan, out, lse = ctx.saved_tensors
-    dq, dk, dv = _cascade_backward(grad.contiguous(), q, k, v, out, lse, plan, ctx.scale)
-    dsink = None if sink is None else _sink_gradient(grad, sink, out, lse)
-    return dq, dk, dv, dsink, None, None
-
-
-def _sink_gradient(grad: Tensor, sink: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-    """d/ds of softmax with one more key: -p(sink) · grad·out, summed."""
-    delta = (grad.to(lse.dtype) * out).sum(-1)
-    p = (sink.to(lse.dtype) - lse).exp()
-    return -(p * delta).sum(0).to(sink.dtype)
-
-
-_cascade.register_autograd(_differentiate, setup_context=_save)
 
 
 def _attention(
@@ -600,60 +575,54 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [B, H, T, D] -> [B, T, H, D]."""
-    dtype = _computed_in(query)
-    query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
-    sinks = options.get("s_aux")
-    has_softcap = options.get("softcap") is not None
-    if tree is None and sinks is None and not has_softcap:
+    if tree is not None:
+        return _over_tree(module, query, key, value, tree, options), None
+    if options.get("s_aux") is None and options.get("softcap") is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    if tree is None:
-        seen = attention_mask
-        if seen is None:
-            ones = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
-            seen = ones.tril(key.shape[2] - query.shape[2])
-        return _attend(module, query, key, value, seen, options).transpose(1, 2), None
-    if options.get("dropout"):
-        raise ValueError("rows that share prefixes have no dropout in attention: set it to 0")
-
-    window = options.get("sliding_window")
-    fits = (
-        value.shape[-1] <= query.shape[-1]
-        and _has_kernel(query.device, dtype, query.shape[-1])
-        and not has_softcap
-    )
-    if fits and (window is None or _longest(tree) <= window):
-        return _in_kernels(query, key, value, tree, options), None
-    return _loop(module, query, key, value, tree, options).transpose(1, 2), None
+    if attention_mask is None:
+        ones = query.new_ones(query.shape[2], key.shape[2], dtype=torch.bool)
+        attention_mask = ones.tril(key.shape[2] - query.shape[2])
+    return _attend(module, query, key, value, attention_mask, options).transpose(1, 2), None
 
 
-def _in_kernels(
+@torch.compiler.disable  # which could not follow it
+def _over_tree(
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     tree: Tree,
     options: dict[str, Any],
 ) -> Tensor:
-    """The cascade of a row: [1, T, H, D_v]."""
+    """Attention of a row of segments, by the cascade where kernels take it: [1, T, H, D]."""
+    if options.get("dropout"):
+        raise ValueError("rows that share prefixes have no dropout in attention: set it to 0")
+    if not _fits_kernels(query, value, tree, options):
+        return _loop(module, query, key, value, tree, options).transpose(1, 2)
+
     head_size = value.shape[-1]
     if head_size < query.shape[-1]:  # the kernels want one head size
         value = F.pad(value, (0, query.shape[-1] - head_size))
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    dtype = _computed_in(query)
+    q = query.squeeze(0).transpose(0, 1).to(dtype)
+    k = key.squeeze(0).transpose(0, 1).to(dtype)
+    v = value.squeeze(0).transpose(0, 1).to(dtype)
     scale = options.get("scaling") or query.shape[-1] ** -0.5
-    out, _ = _cascade(q, k, v, options.get("s_aux"), tree.segments, scale)
+    out: Tensor = _Cascade.apply(q, k, v, options.get("s_aux"), tree, scale)
     return out[None, ..., :head_size]
 
 
-def _has_kernel(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
-    """Tells if flash kernels take queries of this kind."""
+def _fits_kernels(query: Tensor, value: Tensor, tree: Tree, options: dict[str, Any]) -> bool:
+    """Tells if flash kernels take a row's attention."""
+    device = query.device
+    size = query.shape[-1]
+    longest = max(depth + length for _, length, depth, _ in tree.segments)
+    window = options.get("sliding_window") or longest
+    if longest > window or value.shape[-1] > size or options.get("softcap") is not None:
+        return False
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        return dtype in HALF and head_size % 8 == 0 and head_size <= 256
+        return _computed_in(query) in HALF and size % 8 == 0 and size <= 256
     return device.type == "cpu"
-
-
-@torch.compiler.disable
-def _longest(tree: Tree) -> int:
-    """Tokens of the longest path from a root to a leaf."""
-    return max(sum(map(len, path)) for path in _paths(tree.segments))
 
 
 # What no flash kernel takes: windows that bind (Mistral, Gemma, gpt-oss), softcaps (Gemma2), fp32
@@ -673,15 +642,15 @@ def _attend(
     With a softcap or sinks by the model's own function, which is given next to the layer.
     """
     if options.get("softcap") is None and options.get("s_aux") is None:
-        scale = options.get("scaling")
-        return F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
-    smallest = torch.finfo(q.dtype).min  # finite: padding may see nothing
-    mask = torch.zeros_like(seen, dtype=q.dtype).masked_fill(~seen, smallest)
+        return F.scaled_dot_product_attention(
+            q, k, v, seen, scale=options.get("scaling"), enable_gqa=True
+        )
+    # finite, not -inf: padding may see nothing
+    mask = torch.where(seen, q.new_zeros(1), torch.finfo(q.dtype).min)
     file = sys.modules[type(module).forward.__module__]
     return file.eager_attention_forward(module, q, k, v, mask, **options)[0].transpose(1, 2)
 
 
-@torch.compiler.disable  # which could not follow it
 def _loop(
     module: nn.Module,
     q: Tensor,
@@ -707,16 +676,11 @@ def _loop(
             newest = len(context) if sees_all else stop
             keys = context[oldest:newest]
             queries = q[:, :, shift + first : shift + stop]
-            seen = _seen(row[first:stop, None] - row[oldest:newest], sees_all, window)
-            tensors = (queries, k[:, :, keys], v[:, :, keys], seen)
-            outs.append(checkpoint(_attend, module, *tensors, options, use_reentrant=False))
+            distance = row[first:stop, None] - row[oldest:newest]
+            seen = ((distance >= 0) | sees_all) & (distance < window)
+            given = (module, queries, k[:, :, keys], v[:, :, keys], seen, options)
+            outs.append(checkpoint(_attend, *given, use_reentrant=False))
     return torch.cat(outs, dim=2)
-
-
-def _seen(distance: Tensor, sees_all: bool, window: int) -> Tensor:
-    """Keys that are seen, of those `distance` [L, K] before their query."""
-    mask = (distance >= 0) | sees_all
-    return mask & (distance < window)
 
 
 # -- Gated delta nets: recurrent layers, whose state goes from a segment to those below it ---------
@@ -737,11 +701,10 @@ class _Handover:
         # the last inputs of the convolution [B, channels, K - 1]
         self.inputs: Tensor | None = None
         # the state of the delta rule [B, heads, d_k, d_v], in a list of one
-        self.recurrent_states: list[Tensor] = []
+        self.recurrent_states: list[Tensor | None] = [None]
         if above:
             self.inputs = torch.cat([state.inputs for state in above])
-            recurrent = [state.recurrent_states[0] for state in above]
-            self.recurrent_states = [torch.cat(recurrent)]
+            self.recurrent_states = [torch.cat([state.recurrent_states[0] for state in above])]
 
     def has_previous_state(self, *_: Any, **__: Any) -> bool:
         """Called by the net."""
@@ -757,7 +720,7 @@ class _Handover:
 
     def get_recurrent_state(self, _: int, **__: Any) -> Tensor | None:
         """Called by the net."""
-        return self.recurrent_states[0] if self.recurrent_states else None
+        return self.recurrent_states[0]
 
     def update_conv_state(self, inputs: Tensor, _: int, conv_kernel_size: int, **__: Any) -> Tensor:
         """Called by the net: inputs with those before."""
@@ -796,12 +759,13 @@ def _delta_net(
     leaves = []
     for path in _paths(_cut(tree.segments, list(num_forks))):
         own = path[-1]
-        above: Any = [states[run.stop] for run in path[-2:-1]]
         inputs = hidden_states[:, own.start : own.stop]
+        above: Any = [states[run.stop] for run in path[-2:-1]]
         if above and own.stop not in forks:
             leaves.append((own, inputs[0], above[0]))
             continue
-        if above and len(own) == 1:  # would take decoding kernels: with what was read before
+        # a single token would take decoding kernels: with what was read before
+        if above and len(own) == 1:
             inputs = torch.cat([above[0].read, inputs], 1)
             above = above[0].above
         states[own.stop] = _Handover(layer, above, inputs)
@@ -810,8 +774,7 @@ def _delta_net(
     if leaves:
         runs, parts, above = zip(*leaves, strict=True)
         batch = pad_sequence(list(parts), batch_first=True)
-        if batch.shape[1] == 1:  # as above
-            batch = F.pad(batch, (0, 0, 0, 1))
+        batch = F.pad(batch, (0, 0, 0, 1))  # as above: not a single token
         for run, out in zip(runs, forward(batch, _Handover(layer, above)), strict=True):
             outs[run.start] = out[: len(run)]
     return torch.cat([outs[start] for start in sorted(outs)])[None]
@@ -866,8 +829,10 @@ def attach(
         _use(base, before)
         base.shares_prefixes = False
         reason = " ".join(str(error).split())
-        refused = f"{type(base).__name__} cannot share prefixes: {reason}"
-        raise ValueError(f"{refused}; go without (share_prefix=False)") from error
+        raise ValueError(
+            f"{type(base).__name__} cannot share prefixes: {reason}; "
+            "go without (share_prefix=False)"
+        ) from error
     return model
 
 
@@ -889,8 +854,8 @@ def base_model(model: Any) -> Any:
 def _refuse(base: Any) -> None:
     """Raise a ValueError for what short texts would not show."""
     config = base.config.get_text_config(decoder=True)
-    known = {"full_attention", "sliding_attention", "linear_attention"}
-    odd = set(getattr(config, "layer_types", None) or ()) - known
+    odd = set(getattr(config, "layer_types", None) or ())
+    odd -= {"full_attention", "sliding_attention", "linear_attention"}
     if odd:
         raise ValueError(f"layers of type {', '.join(sorted(odd))} do not see a whole prefix")
     rope = re.search("longrope|dynamic", str(getattr(config, "rope_parameters", None)))
@@ -907,8 +872,8 @@ def _refuse(base: Any) -> None:
 
 def _use(base: Any, name: str) -> None:
     """Set the attention implementation of the language model; other towers keep theirs."""
-    names = {part: name for part in base.config.sub_configs if "text" in part}
-    base.set_attn_implementation({"": name} | names)
+    parts = [part for part in base.config.sub_configs if "text" in part]
+    base.set_attn_implementation(dict.fromkeys(["", *parts], name))
 
 
 def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> None:
@@ -917,19 +882,14 @@ def _verify(model: Any, example: tuple[list[int], dict[str, Any]] | None) -> Non
     gradients = {weight: weight.grad for weight in base.parameters()}
     was_training = model.training
     model.eval()  # dropout would be another one every time
-    computed_in = set()  # by autocast, or by FSDP2's policy
-    head: Any = base.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, args: computed_in.add(_computed_in(args[0])))
     try:
-        plain = _trial(model, "eager", example)
-        shared = _trial(model, NAME, example)
+        plain, is_half = _trial(model, "eager", example)
+        shared, _ = _trial(model, NAME, example)
     finally:
-        hook.remove()
         model.train(was_training)
         for weight, gradient in gradients.items():
             weight.grad = gradient
 
-    is_half = not computed_in.isdisjoint(HALF)
     limit = 5e-2 if is_half else 1e-4
     errors = _errors(plain, shared, is_half)
     if not all(error <= limit for error in errors):  # NaN is over it, too
@@ -952,46 +912,41 @@ def _errors(plain: list[Tensor], shared: list[Tensor], is_half: bool) -> list[fl
     return errors
 
 
-def _trial_groups(config: Any) -> list[Any]:
-    """Three groups of random words."""
-    vocab_size = config.get_text_config(decoder=True).vocab_size
-    words = range(vocab_size // 2, vocab_size * 3 // 4)  # placeholders of images stand at the ends
-    draw = random.Random(0).choices
-    groups = []
-    for num, *lengths in ((9, 5, 2, 7), (8, 6, 3), (7, 5, 4)):
-        groups.append((draw(words, k=num), [draw(words, k=length) for length in lengths]))
-    return groups
-
-
 def _trial(
     model: Any,
     attention: str,
     example: tuple[list[int], dict[str, Any]] | None,
-) -> list[Tensor]:
-    """Log-probs of the trial's groups, then this rank's gradients."""
+) -> tuple[list[Tensor], bool]:
+    """Log-probs and gradients of three groups of random words; True for logits in 16 bits."""
     base = base_model(model)
-    groups = _trial_groups(base.config)
-    images: dict[str, Any] = {}
-    if example:
-        groups[2] = (example[0], groups[2][1])
-        images = example[1]
+    vocab_size = base.config.get_text_config(decoder=True).vocab_size
+    words = range(vocab_size // 2, vocab_size * 3 // 4)  # placeholders of images stand at the ends
+    draw = partial(random.Random(0).choices, words)
+    prompt, images = example or (draw(k=7), {})
+    groups = [(draw(k=9), [draw(k=5), draw(k=2), draw(k=7)])]
+    groups += [(draw(k=8), [draw(k=6), draw(k=3)])]
+    groups += [(prompt, [draw(k=5), draw(k=4)])]
 
     base.zero_grad()
     _use(base, attention)
-    device = device_of(base)
-    row = pack(groups, share_prefix=attention == NAME, apart={2})[0].to(device)
+    row = pack(groups, share_prefix=attention == NAME, apart={2})[0].to(device_of(base))
     inputs: dict[str, Any] = {}
     for name, value in images.items():  # as often as the third group's prompt is there
-        inputs[name] = torch.cat([value.to(device)] * row.prompts.count(2))
+        inputs[name] = torch.cat([value.to(row.cells.device)] * row.prompts.count(2))
     with torch.enable_grad():  # whatever the caller's mode
-        logprobs = completion_logprobs(model, row, **inputs)
+        if attention == NAME:
+            found = completion_logprobs(model, row, **inputs)
+            logprobs = found
+        else:  # by the model alone
+            found = model(**_inputs(base, row, inputs)).logits.flatten(0, 1)[row.cells]
+            logprobs = -F.cross_entropy(found.double(), row.targets, reduction="none")
         if logprobs.requires_grad:
             logprobs.backward(torch.linspace(-1, 1, len(logprobs)).to(logprobs))
     results = [logprobs.detach()]
     for weight in base.parameters():
         if weight.grad is not None:
             results.append(getattr(weight.grad, "_local_tensor", weight.grad).clone())
-    return results
+    return results, found.dtype in HALF
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -1041,8 +996,7 @@ def completion_logprobs(
         differentiable. With `return_entropy` a pair: those, and the entropies [N], nats.
 
     Raises:
-        ValueError: arguments that do not fit, a shared row without `attach`, logits that do not
-            come from the head alone.
+        ValueError: arguments that do not fit, a shared row without `attach`, a model without head.
     """
     if not temperature > 0:
         raise ValueError(f"temperature={temperature}: must be above 0")
@@ -1065,77 +1019,55 @@ def _forward(
     """A model's forward; with `asked` it gives log-probs and entropies, each [N]."""
     if asked is None:
         return original(*args, **inputs)
+    # peft hands on what nobody gave, as None
     inputs = {name: value for name, value in inputs.items() if value is not None}
-    if not hasattr(base, "has_known_logits"):
-        _check_logits(base, original, inputs)
-        base.has_known_logits = True
-    hidden = base.base_model(**inputs).last_hidden_state
-    return _in_chunks(base, hidden.flatten(0, 1).index_select(0, asked.cells), asked)
+    outputs = base.base_model(**inputs)
+    hidden = outputs.last_hidden_state.flatten(0, 1).index_select(0, asked.cells)
+    # without the states of all positions, which nothing needs any more
+    head = partial(_logits, base, original, replace(outputs, last_hidden_state=None))
+    return _in_chunks(head, hidden, base.config.get_text_config(decoder=True).vocab_size, asked)
 
 
-@torch.compiler.disable
-@torch.no_grad()
-def _check_logits(base: Any, original: Any, inputs: dict[str, Any]) -> None:
-    """Compare logits with the model's own, once.
+def _logits(base: Any, original: Any, outputs: Any, hidden: Tensor) -> Tensor:
+    """The model's logits [n, V] of hidden states [n, H], fp32 or fp64.
 
-    Raises:
-        ValueError: they differ.
+    Its own forward makes them, around a body that gives these states: with adapters, softcap and
+    factors, whatever comes after the body.
     """
-    outputs: list[Any] = []
-    hook = base.base_model.register_forward_hook(lambda *call: outputs.append(call[-1]))
-    if "logits_to_keep" in inspect.signature(original).parameters:
-        inputs = inputs | {"logits_to_keep": 1}
-    theirs = original(**inputs).logits[:, -1].float()
-    hook.remove()
-    ours = _logits(base, outputs[0].last_hidden_state[:, -1]).float()
-    if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2, equal_nan=True):
-        name = type(base).__name__
-        raise ValueError(f"{name} changes its logits after the head in an unknown way")
+    given = replace(outputs, last_hidden_state=hidden[None])
+    with patch.object(base.base_model, "forward", lambda *_, **__: given), _WideProducts():
+        logits = original().logits.flatten(0, 1)
+    return logits.to(_wide(logits))
 
 
 @torch.compiler.disable
-def _in_chunks(base: Any, hidden: Tensor, asked: _Asked) -> tuple[Tensor, ...]:
-    """Log-probs and entropies [N]; backward makes the logits of each chunk again."""
-    kind = "cuda" if hidden.is_cuda else "cpu"
-    vocab_size = base.config.get_text_config(decoder=True).vocab_size
-    size = max(1, HEAD_CHUNK[kind] // vocab_size)
-    parts = []
-    for chunk in zip(hidden.split(size), asked.targets.split(size), strict=True):
-        parts.append(checkpoint(_token_stats, base, *chunk, asked, use_reentrant=False))
-    logprobs, entropies = zip(*parts, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
-
-
-def _token_stats(
-    base: Any,
+def _in_chunks(
+    head: Callable[[Tensor], Tensor],
     hidden: Tensor,
-    targets: Tensor,
+    vocab_size: int,
     asked: _Asked,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropies of a chunk, each [n]."""
-    logits = _logits(base, hidden)
-    if asked.temperature != 1:
-        logits = logits.div_(asked.temperature)
-    if asked.forbidden:
-        forbidden = torch.tensor(asked.forbidden, device=logits.device)
-        logits = logits.index_fill_(-1, forbidden, NEVER)
-    return _Stats.apply(logits, targets[:, None], asked.with_entropy)
+) -> tuple[Tensor, ...]:
+    """Log-probs and entropies [N]; backward makes the logits of each chunk again."""
 
+    def token_stats(hidden: Tensor, targets: Tensor) -> Any:
+        logits = head(hidden)
+        if asked.temperature != 1:
+            logits = logits.div_(asked.temperature)
+        if asked.forbidden:
+            logits = logits.index_fill_(-1, targets.new_tensor(asked.forbidden), NEVER)
+        return _Stats.apply(logits, targets[:, None], asked.with_entropy)
 
-def _logits(base: Any, hidden: Tensor) -> Tensor:
-    """The model's logits [n, V], fp32 or fp64, in memory of their own."""
-    with _WideProducts():
-        logits = base.get_output_embeddings()(hidden)
-    logits = logits.to(_wide(logits))
-    factor = getattr(base, "logit_scale", 1.0)
-    if base.config.model_type.startswith("granite"):  # other families multiply by the same field
-        factor = 1 / getattr(base.config, "logits_scaling", 1.0)
-    if factor != 1:
-        logits = logits.mul_(factor)
-    cap = getattr(base.config, "final_logit_softcapping", None)
-    if cap is not None:
-        logits = cap * logits.div_(cap).tanh_()
-    return logits
+    num_logits = HEAD_CHUNK["cuda" if hidden.is_cuda else "cpu"]
+    num_chunks = max(1, len(hidden) // math.ceil(num_logits / vocab_size))
+    logprobs = []
+    entropies = []
+    for chunk in zip(
+        hidden.tensor_split(num_chunks), asked.targets.tensor_split(num_chunks), strict=True
+    ):
+        of_chunk: Any = checkpoint(token_stats, *chunk, use_reentrant=False)
+        logprobs.append(of_chunk[0])
+        entropies.append(of_chunk[1])
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 class _WideProducts(TorchFunctionMode):
@@ -1143,16 +1075,18 @@ class _WideProducts(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each of its functions."""
+        kwargs = kwargs or {}
         if function is F.linear and _computed_in(args[0]) in HALF:
-            return _linear32(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+            function = _linear32
+        return function(*args, **kwargs)
 
 
 def _linear32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     dtype = _computed_in(x)
     with torch.autocast(x.device.type, enabled=False):
         if x.is_cuda:
-            product = _Product32.apply(x.to(dtype), weight.to(dtype))
+            product = _Product32.apply(x.to(dtype).flatten(0, -2), weight.to(dtype))
+            product = product.unflatten(0, x.shape[:-1])
         else:
             product = F.linear(x.float(), weight.float())
     return product if bias is None else product + bias
@@ -1232,37 +1166,46 @@ def _inputs(
     """A model's arguments for a row: token ids, or features instead."""
     if base.get_output_embeddings() is None:
         raise ValueError(f"{type(base).__name__} has no language-model head")
-    inputs = {"use_cache": False, **images}
+    if images and inputs_embeds is not None:
+        raise ValueError(
+            f"inputs_embeds and {', '.join(images)}: "
+            "a model finds the places of images by token ids"
+        )
+    inputs = {"use_cache": False, "input_ids": row.input_ids, **images}
     if row.tree is not None:
-        inputs |= _shared_inputs(base, row, images)
+        inputs |= _shared_inputs(base, row, row.tree, images)
     else:  # as any model's own attention takes it
         inputs["attention_mask"] = row.attention_mask
         for name in ("mm_token_type_ids", "token_type_ids"):
             if images and name in inspect.signature(base.forward).parameters:
                 inputs[name] = _kinds(base, row.input_ids)
-    if inputs_embeds is None:
-        return inputs | {"input_ids": row.input_ids}
-    if images:
-        both = f"inputs_embeds and {', '.join(images)}"
-        raise ValueError(f"{both}: a model finds the places of images by token ids")
-    shape = row.input_ids.shape
-    if inputs_embeds.shape[:-1] != shape:
-        raise ValueError(f"inputs_embeds {[*inputs_embeds.shape]} of a row of {[*shape]} tokens")
-    # without ids Qwen-VL would shift positions by the images of an earlier row
-    return inputs | {"inputs_embeds": inputs_embeds, "position_ids": row.position_ids}
+
+    if inputs_embeds is not None:
+        shape = inputs.pop("input_ids").shape
+        if inputs_embeds.shape[:-1] != shape:
+            raise ValueError(
+                f"inputs_embeds {[*inputs_embeds.shape]} of a row of {[*shape]} tokens"
+            )
+        # without ids Qwen-VL would shift positions by the images of an earlier row
+        inputs |= {"inputs_embeds": inputs_embeds, "position_ids": row.position_ids}
+    return inputs
 
 
-def _shared_inputs(base: Any, row: PackedBatch, images: dict[str, Any]) -> dict[str, Any]:
+def _shared_inputs(
+    base: Any,
+    row: PackedBatch,
+    tree: Tree,
+    images: dict[str, Any],
+) -> dict[str, Any]:
     """A row's tree, its positions, and a mask that says nothing."""
-    in_use = base.config.get_text_config()._attn_implementation
-    if in_use != NAME or not getattr(base, "shares_prefixes", False):
+    config = base.config.get_text_config()
+    if config._attn_implementation != NAME or not getattr(base, "shares_prefixes", False):
         raise ValueError(
             "this row shares prefixes: attach(model) first, or pack(..., share_prefix=False)"
         )
     kind = base.config.model_type
     if images and not base.shares_images:
         raise ValueError(f"a {kind} with images: attach(model, example=...) first, to compare it")
-    tree: Any = row.tree
     positions = row.position_ids
     if images and kind in WHOLE_IMAGES:
         tree = Tree(_cut(tree.segments, _kinds(base, row.input_ids[0]).tolist()))
@@ -1284,21 +1227,22 @@ def _kinds(base: Any, ids: Tensor) -> Tensor:
 
 def _rope_positions(base: Any, row: PackedBatch, tree: Tree, images: dict[str, Any]) -> Tensor:
     """M-RoPE positions [3, 1, T]: the model's own of roots, and shifted by their images below."""
-    paths = _paths(tree.segments)
-    roots = [row.input_ids[0, path[0].start : path[0].stop] for path in paths if len(path) == 1]
+    roots = []
+    for start, length, depth, _ in tree.segments:
+        if depth == 0:
+            roots.append(row.input_ids[0, start : start + length])
     ids = pad_sequence(roots, batch_first=True, padding_value=-2)
-    mask = (ids >= 0).long()
     of_roots, deltas = base.model.get_rope_index(
-        ids, _kinds(base, ids), **images, attention_mask=mask
+        ids, _kinds(base, ids), **images, attention_mask=(ids >= 0).long()
     )
 
     positions = row.position_ids.expand(3, 1, -1).clone()
     root = -1
-    for path in paths:
-        own = positions[:, 0, path[-1].start : path[-1].stop]
-        if len(path) > 1:
+    for start, length, depth, _ in tree.segments:
+        own = positions[:, 0, start : start + length]
+        if depth > 0:
             own += deltas[root]
         else:
             root += 1
-            own[:] = of_roots[:, root, : len(path[0])]
+            own[:] = of_roots[:, root, :length]
     return positions

@@ -23,7 +23,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +50,7 @@ from prefix_attention import (
     _attention,
     _in_chunks,
     _paths,
+    _WideProducts,
     attach,
     completion_logprobs,
     pack,
@@ -415,12 +415,13 @@ def by_chunks(product: Any, num_logits: int, case: Head) -> Tensor:
 
 def ours(with_entropy: bool, case: Head) -> Tensor:
     """The one of prefix_attention.py."""
-    text = SimpleNamespace(vocab_size=len(case.weight))
-    config = SimpleNamespace(model_type="", get_text_config=lambda decoder: text)
-    head = partial(F.linear, weight=case.weight)
-    base = SimpleNamespace(config=config, get_output_embeddings=lambda: head)
+
+    def head(hidden: Tensor) -> Tensor:
+        with _WideProducts():
+            return F.linear(hidden, case.weight)
+
     asked = _Asked(case.targets, case.targets, 1.0, (), with_entropy)
-    return _in_chunks(base, case.x, asked)[0]
+    return _in_chunks(head, case.x, len(case.weight), asked)[0]
 
 
 def written_down(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

@@ -163,9 +163,9 @@ def grouper_attention(
 
 
 @lru_cache(maxsize=2)
-def forest_mask(plan: bytes, device: torch.device) -> Any:
+def forest_mask(tree: Tree, device: torch.device) -> Any:
     """flex_attention's mask of a row, none of whose segments has more than one above it."""
-    paths = _paths(torch.frombuffer(bytearray(plan), dtype=torch.int64).view(-1, 4))
+    paths = _paths(tree.segments)
     paths.sort(key=lambda path: path[-1].start)
     own = torch.arange(len(paths)).repeat_interleave(torch.tensor([len(p[-1]) for p in paths]))
     above = [path[0] if len(path) > 1 else range(0) for path in paths]
@@ -198,7 +198,7 @@ def forest_attention(
     **__: Any,
 ) -> tuple[Tensor, None]:
     """(d)'s rows by flex_attention."""
-    mask = forest_mask(tree.segments.numpy().tobytes(), query.device)
+    mask = forest_mask(tree, query.device)
     out = compiled(flex_attention)(
         query, key, value, block_mask=mask, scale=scaling, enable_gqa=True
     )

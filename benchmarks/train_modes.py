@@ -220,7 +220,7 @@ def kind_of(event: Any) -> str:
     while event is not None:
         names.append(event.name)
         event = event.cpu_parent
-    if any("prefix_attention::" in name for name in names):
+    if any(name.startswith("_Cascade") for name in names):
         return "attention" if any("flash_attention" in name for name in names) else "merge"
     return "head" if any(name.startswith(("_Stats", "_Product32")) for name in names) else "rest"
 

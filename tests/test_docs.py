@@ -302,7 +302,7 @@ def test_code_blocks(clone, tmp_path, monkeypatch):
     Qwen3ForCausalLM(small).save_pretrained(tmp_path)
     for block in blocks("json", "".join(DOCUMENTS.values())):
         json.loads(block)
-    (sharing,) = blocks("python", DOCUMENTS["docs/prefix-attention.md"])
+    sharing = "".join(blocks("python", DOCUMENTS["docs/prefix-attention.md"]))
     ran: dict = {}
     exec(sharing.replace("Qwen/Qwen3-0.6B", str(tmp_path)), ran)
     assert all(

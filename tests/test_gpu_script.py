@@ -175,7 +175,7 @@ def test_what_an_operation_belongs_to():
             found = SimpleNamespace(name=name, cpu_parent=found)
         return found
 
-    cascade, kernel = "prefix_attention::cascade", "aten::_flash_attention_forward"
+    cascade, kernel = "_CascadeBackward", "aten::_flash_attention_forward"
     assert kind_of(event("Checkpoint", cascade, kernel, "aten::empty")) == "attention"
     assert kind_of(event(cascade, "aten::logaddexp")) == "merge"
     assert kind_of(event("_Product32Backward", "aten::mm")) == "head"

@@ -19,17 +19,17 @@ from test_prefix_models import (
 )
 from torch.nn import functional as F
 
-from prefix_attention import Tree, _Asked, _attention, _has_kernel, _in_chunks, attach
+from prefix_attention import Tree, _Asked, _attention, _fits_kernels, _in_chunks, _logits, attach
 from recipes import flash4
 
 pytestmark = pytest.mark.gpu
 
 # start, length, depth, whether all of the own is seen
-SEGMENTS = torch.tensor([
-    [0, 70, 0, 0], [70, 33, 70, 0], [103, 1, 70, 0], [104, 20, 51, 0], [124, 9, 71, 0], [133, 7, 74, 0],
-    [140, 41, 0, 1], [181, 65, 41, 0], [246, 64, 71, 1], [310, 40, 135, 0],
-    [350, 300, 0, 0], [650, 1, 300, 0],  # one query below many keys takes a kernel of its own
-])  # fmt: skip
+SEGMENTS = [
+    (0, 70, 0, 0), (70, 33, 70, 0), (103, 1, 70, 0), (104, 20, 51, 0), (124, 9, 71, 0), (133, 7, 74, 0),
+    (140, 41, 0, 1), (181, 65, 41, 0), (246, 64, 71, 1), (310, 40, 135, 0),
+    (350, 300, 0, 0), (650, 1, 300, 0),  # one query below many keys takes a kernel of its own
+]  # fmt: skip
 
 
 def dense(q, k, v, sinks, scale):
@@ -37,7 +37,7 @@ def dense(q, k, v, sinks, scale):
     total = len(q)
     mask = torch.zeros(total, total, dtype=torch.bool)
     path: list[int] = []
-    for start, length, depth, sees_all in SEGMENTS.tolist():
+    for start, length, depth, sees_all in SEGMENTS:
         own = torch.ones(length, length, dtype=torch.bool)
         path = path[:depth]
         mask[start : start + length, path] = True
@@ -66,7 +66,7 @@ def test_cascade(dtype, version, head_dim, with_sinks, monkeypatch):
         monkeypatch.setattr("prefix_attention._flash_backward", flash4.backward)
     torch.manual_seed(0)
     shapes = [(4, head_dim), (2, head_dim), (2, head_dim)]
-    total = int(SEGMENTS[-1, 0] + SEGMENTS[-1, 1])
+    total = sum(SEGMENTS[-1][:2])
     inputs = [torch.randn(total, *shape).to(dtype) for shape in shapes]
     inputs += [torch.randn(4).to(dtype)] if with_sinks else []
     weights = torch.randn(total, 4, head_dim).to(dtype)
@@ -74,8 +74,8 @@ def test_cascade(dtype, version, head_dim, with_sinks, monkeypatch):
     expected = dense(exact[0], exact[1], exact[2], exact[3] if with_sinks else None, head_dim**-0.5)
     (expected * weights.double()).sum().backward()
     on_gpu: list[Any] = [t.cuda().requires_grad_() for t in inputs]
-    assert _has_kernel(on_gpu[0].device, dtype, head_dim)
     q, k, v = (t.transpose(0, 1)[None] for t in on_gpu[:3])
+    assert _fits_kernels(q, v, Tree(SEGMENTS), {})
     sinks = on_gpu[3] if with_sinks else None
     out, _ = _attention(torch.nn.Module(), q, k, v, None, s_aux=sinks, tree=Tree(SEGMENTS))
     (out[0] * weights.cuda()).sum().backward()
@@ -128,10 +128,15 @@ def test_head(dtype, cap, reads_entropy):
     entropy = -(expected.exp() * expected).sum(-1)
     (chosen @ grad.double() + reads_entropy * (entropy @ of_entropy.double())).backward()
     ours: list[Any] = [t.cuda().requires_grad_() for t in (x, weight)]
-    base = bare_head(partial(F.linear, weight=ours[1]), 5000, final_logit_softcapping=cap)
-    base.logit_scale = 0.7
+
+    def capped(x):
+        z = F.linear(x, ours[1]) * 0.7
+        return z if cap is None else cap * torch.tanh(z / cap)
+
+    base = bare_head(capped)
+    head = partial(_logits, base, base.forward, base.outputs)
     targets = targets.cuda()
-    logprobs, entropies = _in_chunks(base, ours[0], _Asked(targets, targets, 1.0, (), True))
+    logprobs, entropies = _in_chunks(head, ours[0], 5000, _Asked(targets, targets, 1.0, (), True))
     total = logprobs @ grad.cuda()
     if reads_entropy:
         total = total + entropies @ of_entropy.cuda()

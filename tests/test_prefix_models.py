@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers
 from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from prefix_attention import attach, completion_logprobs, pack
 
@@ -74,11 +75,12 @@ def make_model(family, attention=None, dtype=torch.float32):
     return model
 
 
-def bare_head(head, vocab_size, **fields):
-    """A model of its head alone; `final_logit_softcapping` and other fields of a config."""
-    text = SimpleNamespace(vocab_size=vocab_size)
-    config = SimpleNamespace(model_type="", get_text_config=lambda decoder: text, **fields)
-    return SimpleNamespace(config=config, get_output_embeddings=lambda: head)
+def bare_head(head):
+    """A model of nothing but a head, and the outputs of its body."""
+    body = torch.nn.Module()
+    forward = lambda: SimpleNamespace(logits=head(body.forward().last_hidden_state))
+    outputs = BaseModelOutputWithPast(last_hidden_state=None)
+    return SimpleNamespace(base_model=body, forward=forward, outputs=outputs)
 
 
 def make_groups():
@@ -177,6 +179,13 @@ def test_values_and_gradients(family, make):
     expected, got = plain_rows(plain, make()), shared_rows(shared, make())
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
     assert_equal_gradients(gradients(shared, got), gradients(plain, expected), 1e-5)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GptOss", "Qwen3_5"])
+def test_ordinary_batches_of_an_attached_model(family):
+    expected = plain_rows(make_model(family, stock(family)), make_groups())
+    got = plain_rows(attach(make_model(family)), make_groups())
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture

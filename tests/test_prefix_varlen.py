@@ -25,7 +25,7 @@ from test_prefix_models import (
 )
 
 import prefix_attention
-from prefix_attention import _cascade, attach, completion_logprobs, pack
+from prefix_attention import Tree, _Cascade, attach, completion_logprobs, pack
 from recipes import flash4
 
 __all__ = ["exact"]
@@ -183,13 +183,13 @@ def test_flash_attention_4_ends_a_run_for_which_it_was_not_tried(monkeypatch):
 
 
 def test_flash_attention_4_leaves_calls_of_many_pieces():
-    plan = torch.tensor([[[2 * n, 2, 0, 0], [600 + n, 1, 2, 0]] for n in range(300)]).flatten(0, 1)
+    tree = Tree([s for n in range(300) for s in ((2 * n, 2, 0, 0), (600 + n, 1, 2, 0))])
     tensors = [
         torch.randn(900, heads, 64, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
     ]
 
     def results():
-        out, _ = _cascade(*tensors, None, plan, 0.1)
+        out = _Cascade.apply(*tensors, None, tree, 0.1)
         return [out, *torch.autograd.grad(out.square().sum(), tensors)]
 
     expected = results()
@@ -202,7 +202,7 @@ def test_flash_attention_4_leaves_calls_of_many_pieces():
 def test_segments_that_see_all_of_themselves(kernels):
     """Images in two prompts, one of them first in its row, with text before, behind and below: against a dense mask."""
     plan = [
-        [0, 3, 0, 0], [3, 4, 3, 1], [7, 3, 7, 0], [14, 1, 10, 0], [10, 4, 9, 0], [15, 4, 0, 1], [19, 6, 4, 0],
+        (0, 3, 0, 0), (3, 4, 3, 1), (7, 3, 7, 0), (14, 1, 10, 0), (10, 4, 9, 0), (15, 4, 0, 1), (19, 6, 4, 0),
     ]  # fmt: skip
     mask = torch.zeros(25, 25, dtype=torch.bool)
     path: list[int] = []
@@ -222,7 +222,7 @@ def test_segments_that_see_all_of_themselves(kernels):
     expected = torch.einsum("hlk,khd->lhd", scores.softmax(-1), values)
     weights = torch.randn(25, 4, 64, generator=generator, dtype=torch.float64)
     with kernels():
-        got, _ = _cascade(q, k, v, None, torch.tensor(plan), 0.1)
+        got = _Cascade.apply(q, k, v, None, Tree(plan), 0.1)
         of_cascade = torch.autograd.grad((got * weights).sum(), (q, k, v))
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
     for ours, theirs in zip(
@@ -288,3 +288,20 @@ def test_one_call_per_level():
     ]
     assert [shape[:2] for shape in shapes] == levels * len(model.model.layers)
     assert prefix_attention._blocks.cache_info().misses == 1
+
+
+def swapped(*args, calls=prefix_attention._calls):
+    """Within a call, each piece of queries sees another's keys."""
+    return [
+        [(queries, keys) for (queries, _), (_, keys) in zip(call, call[::-1], strict=True)]
+        for call in calls(*args)
+    ]
+
+
+def test_the_comparison_notices_swapped_pieces(monkeypatch):
+    model = attach(make_model("Llama"))
+    with written_out():
+        right = shared_rows(model, make_groups())
+        monkeypatch.setattr(prefix_attention, "_calls", swapped)
+        wrong = shared_rows(model, make_groups())
+    assert not torch.allclose(wrong, right, rtol=0, atol=1e-3)
