@@ -1049,13 +1049,13 @@ def _in_chunks(
 ) -> tuple[Tensor, ...]:
     """Log-probs and entropies [N]; backward makes the logits of each chunk again."""
 
-    def token_stats(hidden: Tensor, targets: Tensor) -> Any:
+    def token_stats(hidden: Tensor, targets: Tensor, known: list[Tensor]) -> Any:
         logits = head(hidden)
         if asked.temperature != 1:
             logits = logits.div_(asked.temperature)
         if asked.forbidden:
             logits = logits.index_fill_(-1, targets.new_tensor(asked.forbidden), NEVER)
-        return _Stats.apply(logits, targets[:, None], asked.with_entropy)
+        return _Stats.apply(logits, targets[:, None], asked.with_entropy, known)
 
     num_logits = HEAD_CHUNK["cuda" if hidden.is_cuda else "cpu"]
     num_chunks = max(1, len(hidden) // math.ceil(num_logits / vocab_size))
@@ -1064,7 +1064,8 @@ def _in_chunks(
     for chunk in zip(
         hidden.tensor_split(num_chunks), asked.targets.tensor_split(num_chunks), strict=True
     ):
-        of_chunk: Any = checkpoint(token_stats, *chunk, use_reentrant=False)
+        known: list[Tensor] = []  # its statistics, once forward has them
+        of_chunk: Any = checkpoint(token_stats, *chunk, known, use_reentrant=False)
         logprobs.append(of_chunk[0])
         entropies.append(of_chunk[1])
     return torch.cat(logprobs), torch.cat(entropies)
@@ -1111,8 +1112,12 @@ class _Stats(torch.autograd.Function):
     """Log softmax at the targets [n, 1], and entropies, of logits [n, V]: two [n]."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool) -> Any:
-        logprobs, normalizers, entropies = _read(logits, targets, with_entropy)
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, with_entropy: bool, known: list[Tensor]
+    ) -> Any:
+        if not known:  # else backward has made the logits again, and needs nothing else
+            known += _read(logits, targets, with_entropy)
+        logprobs, normalizers, entropies = known
         ctx.save_for_backward(logits, targets, normalizers, entropies)
         ctx.set_materialize_grads(False)  # None for what no loss reads, most often entropies
         return logprobs[:, 0], entropies[:, 0]
@@ -1122,22 +1127,22 @@ class _Stats(torch.autograd.Function):
         saved = ctx.saved_tensors  # once: they are made again
         g = torch.zeros_like(saved[2]) if grad is None else grad[:, None]
         h = None if entropy_grad is None else entropy_grad[:, None]
-        return _derive(*saved, g, h), None, None
+        return _derive(*saved, g, h), None, None, None
 
 
 @_fused
 def _read(logits: Tensor, targets: Tensor, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probs, log Σ exp of the logits left behind, and entropies (or zeros), each [n, 1]."""
-    normalizers = logits.logsumexp(-1, keepdim=True)
-    if logits.is_cuda:  # compiled, in place would cost a pass
-        logp = logits - normalizers
-    else:
-        logp = logits.sub_(normalizers)
-        normalizers = torch.zeros_like(normalizers)
-    entropies = torch.zeros_like(normalizers)
-    if with_entropy:  # Σ p·log p by no product that autocast would round
-        entropies = -logp.exp().mul_(logp).sum(-1, keepdim=True)
-    return logp.gather(-1, targets), normalizers, entropies
+    """Log-probs, log Σ exp and entropies (or zeros), each [n, 1]; the logits are used up."""
+    top = logits.amax(-1, keepdim=True)
+    shifted = _less(logits, top)
+    chosen = shifted.gather(-1, targets)
+    p = shifted.exp() if with_entropy else shifted.exp_()
+    total = p.sum(-1, keepdim=True)
+    log_total = total.log()
+    entropies = torch.zeros_like(total)
+    if with_entropy:  # Σ p·logit by no product that autocast would round
+        entropies = log_total - p.mul_(shifted).sum(-1, keepdim=True) / total
+    return chosen - log_total, top + log_total, entropies
 
 
 @_fused
@@ -1150,11 +1155,19 @@ def _derive(
     h: Tensor | None,
 ) -> Tensor:
     """g·(onehot - p) - h·p·(log p + entropy) [n, V]; g and h [n, 1] are gradients."""
-    logp = logits - normalizers if logits.is_cuda else logits
+    logp = _less(logits, normalizers)
+    of_target = logp.gather(-1, targets)
+    chosen = torch.expm1(of_target) * -g  # of more digits than g - p·g
     slope = g
     if h is not None:
+        chosen = chosen - of_target.exp() * (of_target + entropies) * h
         slope = (logp + entropies).mul_(h).add_(g)
-    return logp.exp_().mul_(-slope).scatter_add_(-1, targets, g)
+    return logp.exp_().mul_(-slope).scatter_(-1, targets, chosen)
+
+
+def _less(logits: Tensor, column: Tensor) -> Tensor:
+    """Logits less a column; on a GPU, compiled, in place would cost a pass."""
+    return logits - column if logits.is_cuda else logits.sub_(column)
 
 
 def _inputs(
