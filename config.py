@@ -16,7 +16,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -49,11 +48,10 @@ class UserError(ValueError):
 @contextmanager
 def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
     """Turn pydantic's errors about the fields' values into a `UserError` of one line."""
-    for name in values:
-        if name not in _FIELDS:
-            nearest = difflib.get_close_matches(name, _FIELDS, n=1)
-            hint = f"did you mean {nearest[0]}?" if nearest else "--help lists them all"
-            raise UserError(f"unknown field {name}: {_GONE.get(name, hint)}")
+    for name in sorted(values.keys() - _FIELDS.keys()):
+        (nearest,) = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0)
+        hint = _GONE.get(name, f"did you mean {nearest}? --help lists them all")
+        raise UserError(f"unknown field {name}: {hint}")
 
     try:
         yield
@@ -62,6 +60,7 @@ def _one_line_errors(values: dict[str, Any]) -> Iterator[None]:
         # An error of `__post_init__`, or of a module that a dotted path names, stays as it is.
         if first["type"] == "value_error":
             raise first["ctx"]["error"] from None
+
         name = str(first["loc"][0])
         raise UserError(f"{name}={values.get(name)!r}: {first['msg']}") from None
 
@@ -101,22 +100,14 @@ _STRICT = ConfigDict(
     strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
 )
 
-# vLLM's parameters that the trainer sets, and what takes their place.
+# vLLM's parameters that are fields, and those that change what is told of tokens.
 _OWN_PARAMETERS = {
-    "n": "use the field num_generations", "max_tokens": "use the field max_completion_len",
-    "temperature": "use the field temperature", "top_k": "use the field top_k",
-    "stop": "use the field stop",
+    "n", "max_tokens", "temperature", "top_k", "stop",
+    "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start",
+    "logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens",
+    "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
+    "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
 }  # fmt: skip
-# These are no matter of sampling: they change what is told of tokens, or whose they are.
-_OWN_PARAMETERS |= dict.fromkeys(
-    (
-        "logprobs", "prompt_logprobs", "prompt_logprob_token_ids", "prompt_logprob_start",
-        "logprob_token_ids", "flat_logprobs", "detokenize", "skip_special_tokens",
-        "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
-        "stream_interval", "skip_clone", "trace_decode_token_ids", "watermarking",
-    ),
-    "it is the trainer's own",
-)  # fmt: skip
 # Fields of earlier versions, and what takes their place.
 _GONE = {
     "stale_policy": "it is gone, as groups train in their order now: leave it out; a rollout_fn"
@@ -445,6 +436,7 @@ class TrainConfig(metaclass=_OneLineErrors):
 
     def __post_init__(self) -> None:
         names = [getattr(function, "__name__", "") for function in self.reward_funcs]
+        references = changed_fields(self) & {"reference_id", "reference_decay"}
         is_masked = self.off_policy_correction.endswith("mask")
         rules = {
             "reward_funcs: each needs a __name__ of its own, for its metric": (
@@ -475,11 +467,8 @@ class TrainConfig(metaclass=_OneLineErrors):
             "parts takes functions f(run), or objects as Teacher(url), and no class": (
                 any(map(inspect.isclass, self.parts))
             ),
-            "one of parts is the reference: unset reference_id and reference_decay": (
-                self.reference_is_a_part and (self.reference_id or self.reference_decay is not None)
-            ),
-            "reference_decay moves the initial policy: unset reference_id": (
-                self.reference_decay is not None and self.reference_id
+            "the reference is a part, or reference_id, or moves by reference_decay: leave one": (
+                len(references) > 1 or (references and self.reference_is_a_part)
             ),
             "reference_decay: an average in bfloat16 rounds its steps away: set dtype=float32, or "
             "reference_decay=0, which copies": (
@@ -496,8 +485,11 @@ class TrainConfig(metaclass=_OneLineErrors):
         for url in self.vllm_urls:
             message = f"vllm_urls={url}: give http://host:port, or @file with one a line"
             rules[message] = not re.match(f"@.|{ADDRESS}", url)
-        for name in _OWN_PARAMETERS.keys() & (self.sampling_params or {}):
-            rules[f"sampling_params may not set {name}: {_OWN_PARAMETERS[name]}"] = True
+        for name in _OWN_PARAMETERS.intersection(self.sampling_params or ()):
+            rules[
+                f"sampling_params may not set {name}, which is the trainer's: there are the fields "
+                "num_generations, max_completion_len, temperature, top_k and stop"
+            ] = True
 
         for message, is_broken in rules.items():
             if is_broken:
@@ -510,12 +502,11 @@ class TrainConfig(metaclass=_OneLineErrors):
         for condition, fields in _UNREAD.items():
             if not values.issuperset(condition.split(" and ")):
                 continue
-            for name in fields.split():
-                if getattr(self, name) != _DEFAULTS[name]:
-                    raise UserError(
-                        f"{name} has no effect with {condition}: leave it at its default, "
-                        f"{_DEFAULTS[name]}"
-                    )
+            for name in sorted(changed_fields(self).intersection(fields.split())):
+                raise UserError(
+                    f"{name} has no effect with {condition}: leave it at its default, "
+                    f"{_DEFAULTS[name]}"
+                )
 
     @property
     def clip_low(self) -> float:
@@ -529,9 +520,7 @@ class TrainConfig(metaclass=_OneLineErrors):
         """The upper clip in use: `epsilon_high`, or its stand-in where None."""
         if self.epsilon_high is not None:
             return self.epsilon_high
-        if self.epsilon is not None and self.loss_type != "cispo":
-            return self.epsilon
-        return 0.2
+        return 0.2 if self.loss_type == "cispo" else self.clip_low
 
     @property
     def weighs_whole_batch(self) -> bool:
@@ -563,20 +552,6 @@ class TrainConfig(metaclass=_OneLineErrors):
         # One with a default is the function's own, as a coefficient.
         parameter = inspect.signature(loss_fn).parameters.get("entropy")
         return parameter is not None and parameter.default is parameter.empty
-
-    @property
-    def train_sets(self) -> dict[str, Any]:
-        """Data sets by name; a single set has the name ""."""
-        if isinstance(self.dataset_id, dict):
-            return self.dataset_id
-        return {"": self.dataset_id}
-
-    @property
-    def eval_sets(self) -> dict[str, Any]:
-        """Held-out data sets by name; a single set has the name ""."""
-        if isinstance(self.eval_dataset_id, dict):
-            return self.eval_dataset_id
-        return {"": self.eval_dataset_id} if self.eval_dataset_id else {}
 
     @property
     def has_reference(self) -> bool:
@@ -666,25 +641,24 @@ def load_recipe(path: str) -> ModuleType:
     Raises `UserError` where another module has that name.
     """
     file = Path(path).resolve()
+    if not file.is_file() or not re.fullmatch(r"[^.]+\.py", file.name):
+        raise UserError(f"recipe {path}: no such file, or none named NAME.py without further dots")
     folder = Path(__file__).resolve().parent
     if not file.is_relative_to(folder):
         folder = file.parent
         sys.path.append(str(folder))  # the last place, as it must hide no library
     name = ".".join(file.relative_to(folder).with_suffix("").parts)
-
-    if not file.is_file():
-        raise UserError(f"recipe {path}: no such file")
-    if "." in file.stem or file.suffix != ".py":
-        raise UserError(f"recipe {path}: Python imports no name with a dot: rename it NAME.py")
     try:
         module = importlib.import_module(name)
     except (ImportError, SyntaxError) as error:
         raise UserError(f"recipe {path}: {error}") from error
 
-    if Path(module.__file__ or "").resolve() != file:
-        raise UserError(f"recipe {path}: another module has its name: rename it")
-    if not isinstance(getattr(module, "config", None), TrainConfig):
-        raise UserError(f"{path} defines no `config = TrainConfig(...)`")
+    is_other = Path(getattr(module, "__file__", None) or "").resolve() != file
+    if is_other or not isinstance(getattr(module, "config", None), TrainConfig):
+        raise UserError(
+            f"recipe {path} defines no `config = TrainConfig(...)`, or another module has its "
+            "name: rename it"
+        )
     return module
 
 
@@ -693,12 +667,16 @@ def parse_args(argv: list[str]) -> TrainConfig:
 
     Raises `UserError`; `--help` prints all fields, and ends.
     """
-    words = list(argv)
-    if "--help" in words or "-h" in words:
-        print(_help())
+    if "--help" in argv or "-h" in argv:
+        print(_USAGE)
+        for name, field in _FIELDS.items():
+            default = "required" if field.is_required() else f"default {_DEFAULTS[name]}"
+            print(f"  --{name} {TrainConfig.__annotations__[name]} ({default})")
+            print(textwrap.indent(field.description, " " * 6))
         sys.exit(0)
 
     sys.path.append(str(Path.cwd()))  # for dotted paths
+    words = list(argv)
     recipe = None
     values: dict[str, Any] = {}
     if words and not words[0].startswith("-"):
@@ -706,41 +684,25 @@ def parse_args(argv: list[str]) -> TrainConfig:
         values |= vars(recipe.config)
     while words:
         flag, equals, word = words.pop(0).partition("=")
+        if not equals:
+            word = words.pop(0) if words else flag
+        if not flag.startswith("--") or (not equals and word.startswith("--")):
+            raise UserError(
+                f"{flag}: give --field value, or --field=value where the value begins with --"
+            )
+
         name = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--"):
-            raise UserError(f"unknown word {flag}: fields are given as --field value")
-        if not equals and words and not words[0].startswith("--"):
-            word = words.pop(0)
-        elif not equals and name in _FIELDS:
-            raise UserError(f"--{name} has no value: give one, after = where it begins with --")
-        values[name] = _parsed(word, TrainConfig.__annotations__.get(name, ""))
+        annotation = TrainConfig.__annotations__.get(name, "")
+        values[name] = word
+        if "None" in annotation and word.lower() in ("none", "null"):
+            values[name] = None
+        elif word.startswith(("[", "{")):
+            with suppress(ValueError):  # a word that is no JSON is refused, or a name
+                values[name] = json.loads(word)
+        elif annotation.startswith(("list", "Values")):
+            # A shell leaves "\\n" as two characters.
+            values[name] = word.replace("\\n", "\n").split(",")
 
     # Not strict: words stand for numbers.
     with _one_line_errors(values):
         return _VALIDATOR.validate_python(ArgsKwargs((), values), strict=False, context=recipe)
-
-
-def _help() -> str:
-    """Every field with its type, its default and its docstring, as wide as the terminal."""
-    lines = [_USAGE]
-    width = shutil.get_terminal_size().columns
-    for name, field in _FIELDS.items():
-        default = "required" if field.is_required() else f"default {str(_DEFAULTS[name]).lower()}"
-        lines.append(f"  --{name} {TrainConfig.__annotations__[name]} ({default})")
-        lines.append(textwrap.indent(textwrap.fill(field.description, width - 6), " " * 6))
-    return "\n".join(lines)
-
-
-def _parsed(word: str, annotation: str) -> Any:
-    """A command line's word as None, JSON, a list, or itself."""
-    if "None" in annotation and word.lower() in ("none", "null"):
-        return None
-    is_list = annotation.startswith(("list", "Values"))
-    is_dict = "dict" in annotation or "Sets" in annotation
-    if (is_list and word.startswith("[")) or (is_dict and word.startswith("{")):
-        with suppress(ValueError):
-            return json.loads(word)
-        return word  # which is refused
-    if is_list:
-        return word.replace("\\n", "\n").split(",")  # a shell leaves "\n" as two characters
-    return word

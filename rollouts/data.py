@@ -52,8 +52,7 @@ def load_rows(
         elif source.endswith(".parquet"):
             rows = Dataset.from_parquet(source)
         else:
-            parts = [source] if os.path.exists(source) else source.split(":", 2)
-            path, subset, own_split = [*parts, "", ""][:3]
+            path, subset, own_split = [*source.split(":", 2), "", ""][:3]
             rows = load_dataset(path, subset or None, split=own_split or split)
 
         if isinstance(rows, Dataset) and rows.format["type"] is None:
@@ -96,11 +95,11 @@ def _without_nulls(value: Any, is_chat: bool = False) -> Any:
     """
     if isinstance(value, list):
         return [_without_nulls(item, is_chat) for item in value]
-    if isinstance(value, dict):
-        is_chat = is_chat or "role" in value
-        kept = {key: item for key, item in value.items() if item is not None or not is_chat}
-        return {key: _without_nulls(item, is_chat) for key, item in kept.items()}
-    return value
+    if not isinstance(value, dict):
+        return value
+    is_chat = is_chat or "role" in value
+    kept = {key: item for key, item in value.items() if item is not None or not is_chat}
+    return {key: _without_nulls(item, is_chat) for key, item in kept.items()}
 
 
 def load_prompts(
@@ -132,45 +131,59 @@ def make_prompt(index: int, row: dict[str, Any], processor: Any, config: TrainCo
     Raises:
         ValueError: the row makes no prompt; the message says why.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"it is no dictionary of columns, as a list of rows has: {row!r:.100}")
-    content = row.get("prompt")
-    if not isinstance(content, str | list) or content == []:
-        raise ValueError(
-            f"its `prompt` is no string and no list of messages: {content!r:.100}; it has the "
-            f"columns {', '.join(map(str, row))}"
-        )
-    columns = _columns(row, config)
-    places: list[Any] = []  # of images in messages, each with its image, or None
-    if isinstance(content, list):
-        content = [_message(message, places) for message in content]
-    images = _images(row, places)
+    content, images = _content_and_images(row)
     if images and not hasattr(processor, "image_processor"):
         raise ValueError(f"it has images, and model_id={config.model_id} takes none")
+    names = config.extra_columns
+    if names is None:
+        names = [name for name in row if name not in ("prompt", "image", "images")]
+    taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())}.intersection(names)
+    if taken:
+        raise ValueError(
+            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
+        )
 
     text, needs_beginning = as_text(processor, content, len(images), config)
     tokenizer = tokenizer_of(processor)
     token_ids = as_ids(text, tokenizer, needs_beginning)
+
     unfilled = set(placeholder_ids(processor)) & set(token_ids)
     if images:
         unfilled.discard(processor.image_token_id)
     if unfilled:
         token = tokenizer.convert_ids_to_tokens(unfilled.pop())
         raise ValueError(f"its prompt has a placeholder ({token}), and nothing for it")
-    return Prompt(index, token_ids, content, columns, images)
+    return Prompt(index, token_ids, content, {name: row[name] for name in names}, images)
 
 
-def _columns(row: dict[str, Any], config: TrainConfig) -> dict[str, Any]:
-    """The columns that the rewards get; a ValueError where one has a name that is taken."""
-    names = config.extra_columns
-    if names is None:
-        names = [name for name in row if name not in ("prompt", "image", "images")]
-    taken = {*REWARD_ARGUMENTS, *getattr(config.rollout_fn, "info_names", ())} & set(names)
-    if taken:
+def _content_and_images(row: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """A row's prompt with marks in the places of images, and the images, unopened.
+
+    Raises:
+        ValueError: there is no prompt; a message has no role or content, or a part of another kind;
+            or images are given twice, or not for each place.
+    """
+    content = row.get("prompt") if isinstance(row, dict) else None
+    if not isinstance(content, str | list) or content == []:
+        raise ValueError(f"it has no `prompt`, a string or a list of messages: {row!r:.200}")
+    places: list[Any] = []  # of images in messages, each with its image, or None
+    if isinstance(content, list):
+        content = [_message(message, places) for message in content]
+
+    inside = [image for image in places if image]
+    given = [images for images in (row.get("image"), row.get("images"), inside) if images]
+    if len(given) > 1:
         raise ValueError(
-            f"its column {taken.pop()} has the name of another argument of rewards: rename it"
+            "it has images in two places of `image`, `images` and its messages: leave one"
         )
-    return {name: row[name] for name in names}
+    images = given[0] if given else []
+    if not isinstance(images, list | tuple):
+        images = [images]
+    if places and len(places) != len(images):
+        raise ValueError(
+            f"it has {len(images)} images for the {len(places)} places in its messages"
+        )
+    return content, list(images)
 
 
 def _message(message: Any, places: list[Any]) -> dict[str, Any]:
@@ -183,7 +196,7 @@ def _message(message: Any, places: list[Any]) -> dict[str, Any]:
     content = fields.get("content")
     if not fields.get("role") or (content in (None, []) and fields["role"] != "assistant"):
         raise ValueError(f"it has a message without role or content: {message!r:.100}")
-    if content is None or isinstance(content, str):
+    if not content or isinstance(content, str):
         return fields
 
     parts = []
@@ -192,37 +205,14 @@ def _message(message: Any, places: list[Any]) -> dict[str, Any]:
             case {"type": "text", "text": str(text)}:
                 parts.append({"type": "text", "text": text})
             case {"type": "image" | "image_url"}:
-                images = [part.get(name) for name in ("image", "url", "path", "image_url")]
-                places.append(next(filter(None, images), None))
+                image = part.get("image") or part.get("image_url")
+                places.append(image or part.get("url") or part.get("path"))
                 parts.append(IMAGE)
             case _:
                 raise ValueError(
                     f"it has a message with a part neither of type text nor image: {part!r:.100}"
                 )
     return {**fields, "content": parts}
-
-
-def _images(row: dict[str, Any], places: list[Any]) -> list[Any]:
-    """A row's images, unopened, of its columns or of the places in its messages.
-
-    Raises:
-        ValueError: they are in two places, or their number is not that of the places.
-    """
-    images = [image for image in places if image is not None]
-    for name in ("image", "images"):
-        value = row.get(name)
-        if value is None:
-            continue
-        if images:
-            raise ValueError(
-                "it has images in two places of `image`, `images` and its messages: leave one"
-            )
-        images = list(value) if isinstance(value, list | tuple) else [value]
-    if len(places) not in (0, len(images)):
-        raise ValueError(
-            f"it has {len(images)} images for the {len(places)} places in its messages"
-        )
-    return images
 
 
 def leave_out_long(
@@ -242,15 +232,15 @@ def leave_out_long(
         UserError: all prompts are left out.
     """
     kept = [prompt for prompt in prompts if 0 < len(prompt.token_ids) <= max_len]
-    cure = f"raise {limit}, or lower max_completion_len={config.max_completion_len}"
-    if prompts and not kept:
-        raise UserError(f"{name}: no prompt has at most {max_len} tokens: {cure}")
-    num_left_out = len(prompts) - len(kept)
-    if num_left_out:
-        print(
-            f"{name}: left out {num_left_out} of {len(prompts)} prompts, empty or over {max_len} "
-            f"tokens: {cure}"
+    if len(kept) < len(prompts):
+        said = (
+            f"{name}: left out {len(prompts) - len(kept)} of {len(prompts)} prompts, empty or over "
+            f"{max_len} tokens: raise {limit}, or lower "
+            f"max_completion_len={config.max_completion_len}"
         )
+        if not kept:
+            raise UserError(said)
+        print(said)
     return kept
 
 
@@ -268,40 +258,35 @@ def _stand_in(value: Any) -> str:
     return repr(value) if isinstance(value, bytes) else type(value).__name__
 
 
-def _load_set(
-    field: str, source: Any, split: str, processor: Any, config: TrainConfig
-) -> list[Prompt]:
-    """The prompts of a data set, whose columns fit the rewards."""
-    with naming(field):
-        prompts = load_prompts(source, split, processor, config)
-        check_rewards(prompts, config)
-    return prompts
+def load_sets(
+    field: str, split: str, processor: Any, config: TrainConfig
+) -> dict[str, list[Prompt]]:
+    """The prompts of the data sets that a field names, by name; of a single one by "".
+
+    Raises:
+        UserError: a row makes no prompt, or a reward function does not take its columns.
+    """
+    sources = getattr(config, field) or {}
+    if not isinstance(sources, dict):
+        sources = {"": sources}
+    sets = {}
+    for name, source in sources.items():
+        where = f"{field} {name}".strip()
+        with naming(where):
+            prompts = load_prompts(source, split, processor, config)
+            check_rewards(prompts, config)
+        sets[name] = [replace(prompt, place=f"row {prompt.index} of {where}") for prompt in prompts]
+    return sets
 
 
 def load_train_set(processor: Any, config: TrainConfig) -> list[Prompt]:
     """The prompts of `dataset_id`; those of several sets one after the other.
 
     Raises:
-        UserError: a row makes no prompt, or a reward function does not take its columns.
+        UserError: as `load_sets`.
     """
     found: list[Prompt] = []
-    for name, source in config.train_sets.items():
-        field = f"dataset_id {name}".strip()
-        for prompt in _load_set(field, source, "train", processor, config):
-            place = f"row {prompt.index} of dataset {name}" if name else ""
-            found.append(replace(prompt, index=len(found), set=name, place=place))
+    for name, prompts in load_sets("dataset_id", "train", processor, config).items():
+        for prompt in prompts:
+            found.append(replace(prompt, index=len(found), set=name))
     return found
-
-
-def load_data_sets(processor: Any, config: TrainConfig) -> dict[str, list[Prompt]]:
-    """Load all data sets, keyed by config field and name, `dataset_id` first.
-
-    Raises:
-        UserError: a row makes no prompt, or a reward function does not take its columns.
-    """
-    sets = {"dataset_id": load_train_set(processor, config)}
-    for name, source in config.eval_sets.items():
-        field = f"eval_dataset_id {name}".strip()
-        prompts = _load_set(field, source, "test", processor, config)
-        sets[field] = [replace(p, place=f"row {p.index} of {field}") for p in prompts]
-    return sets

@@ -6,6 +6,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from typing import Any
 
+import torch
+
 from config import TrainConfig
 from rollouts.group import Group, RolloutFailed
 from rollouts.run import Run
@@ -83,8 +85,8 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
     verdicts = []  # of each group's completions
     for group in groups:
         found = group.rewards[:, number : number + 1]  # or nothing, where rollouts failed
-        verdicts.append(found[~found.isnan()].tolist())
-    every_verdict = list(itertools.chain.from_iterable(verdicts))
+        verdicts.append(found[~found.isnan()])
+    every_verdict = torch.cat(verdicts).tolist()
     if not config.accuracy_func and not {0, 1, config.failed_reward}.issuperset(every_verdict):
         return metrics
 
@@ -95,7 +97,7 @@ def held_out_metrics(groups: list[Group], config: TrainConfig) -> dict[str, floa
         chances = []
         for given in verdicts:
             if len(given) >= k:
-                wrong = [verdict for verdict in given if verdict < 1]
-                chances.append(1 - math.comb(len(wrong), k) / math.comb(len(given), k))
+                num_wrong = int((given < 1).sum())
+                chances.append(1 - math.comb(num_wrong, k) / math.comb(len(given), k))
         metrics[f"pass@{k}"] = mean(chances)
     return metrics

@@ -30,7 +30,7 @@ class Prompt:
     sources: list[Any] = field(default_factory=list)  # its images as the dataset has them
     images: Any = None  # its images, processed (`rollouts.images.Images`); None until it is sampled
     set: str = ""  # its data set's name, where there are several
-    place: str = ""  # in its data set, where that is not the only one
+    place: str = ""  # in its data set, for messages
 
     @property
     def where(self) -> str:

@@ -49,21 +49,19 @@ def open_image(source: Any) -> Any:
     """A PIL image, upright and in RGB, transparent pixels on a white ground.
 
     Args:
-        source: a PIL image, bytes, a path, a URL, a data URI or its base64 alone.
+        source: a PIL image, bytes, a path, a data URI or its base64 alone.
 
     Raises:
         ValueError: it has more than 8 bits a channel.
     """
     from PIL import Image, ImageOps
 
-    image = image_source(source)
+    image = source
     with naming(f"no image, path, URL, bytes or base64: {source!r:.100}"):
         if isinstance(image, str) and not os.path.isfile(image):
             image = base64.b64decode(image.rpartition(",")[2], validate=True)
-        if isinstance(image, bytes):
-            image = io.BytesIO(image)
         if not isinstance(image, Image.Image):
-            image = Image.open(image)
+            image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
 
     if image.mode[0] in "FI":  # of floats, or of more bits, which PIL would cut off
         raise ValueError(f"it has an image of mode {image.mode}: save it with 8 bits a channel")
@@ -144,14 +142,14 @@ def joined_images(prompts: list[Prompt]) -> dict[str, Tensor]:
         return joined
     for name in inputs[0]:
         tensors = [values[name] for values in inputs]
-        sizes = [tensor.shape[1:] for tensor in tensors]
-        if len(set(sizes)) > 1 and PADDING_MARKS.isdisjoint(inputs[0]):
+        sizes = {tensor.shape[1:] for tensor in tensors}
+        if len(sizes) > 1 and PADDING_MARKS.isdisjoint(inputs[0]):
             raise UserError(
                 f"images with {name} of several sizes cannot be in one row: resize them to one size"
             )
-        largest = torch.tensor(sizes).amax(0).tolist()
-        joined[name] = tensors[0].new_zeros(sum(map(len, tensors)), *largest)
-        places = joined[name].split([*map(len, tensors)])
-        for place, tensor in zip(places, tensors, strict=True):
-            place[tuple(map(slice, tensor.shape))] = tensor
+        largest = torch.tensor([*sizes]).amax(0).tolist()
+        padded = [tensor.new_zeros(len(tensor), *largest) for tensor in tensors]
+        for zeros, tensor in zip(padded, tensors, strict=True):
+            zeros[tuple(map(slice, tensor.shape))] = tensor
+        joined[name] = torch.cat(padded)
     return joined

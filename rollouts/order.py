@@ -43,22 +43,20 @@ class Order:
         num = self.config.batch_size
         order_fn: Any = self.config.order_fn
         if not order_fn:
-            groups = []
+            chosen = []
             for number in range(first, first + num):
                 epoch, place = divmod(number, len(self.prompts))  # each has its permutation
                 row = int(permutation(len(self.prompts), seed + epoch)[place])
-                groups.append(Group(self.prompts[row], id=number))
-            return groups
-
-        rng = random.Random(f"{seed} {first}")  # a resumed run chooses alike
-        with naming_function("order_fn"):
-            # A copy, as groups end meanwhile.
-            chosen = order_fn(list(self.prompts), dict(self.history), num, rng)
-        with naming(f"order_fn must return {num} of the prompts that it gets"):
-            known = set(map(id, self.prompts))
-            num_known = sum(id(prompt) in known for prompt in chosen)
-            if len(chosen) != num or num_known != num:
-                raise ValueError(f"it returned {len(chosen)} of which {num_known} are known")
+                chosen.append(self.prompts[row])
+        else:
+            rng = random.Random(f"{seed} {first}")  # a resumed run chooses alike
+            with naming_function("order_fn"):
+                # A copy, as groups end meanwhile.
+                chosen = order_fn(list(self.prompts), dict(self.history), num, rng)
+            with naming(f"order_fn must return {num} of the prompts that it gets"):
+                strangers = {*map(id, chosen)}.difference(map(id, self.prompts))
+                if len(chosen) != num or strangers:
+                    raise ValueError(f"it returned {len(chosen)}, {len(strangers)} of them others")
         return [Group(prompt, id=number) for number, prompt in enumerate(chosen, first)]
 
     def add_to_history(self, groups: Sequence[Group]) -> None:

@@ -251,7 +251,7 @@ class Rollouts:
         config = self.config
         # Also at step 0, and at the last one.
         is_due = step == self.num_steps or step % (config.eval_steps or self.num_steps) == 0
-        if not is_due or not config.eval_sets or not config.vllm_urls:
+        if not is_due or not config.eval_dataset_id or not config.vllm_urls:
             return {}, {}
 
         metrics: dict[str, float] = {}

@@ -95,23 +95,25 @@ def open_run(config: TrainConfig, before: dict[str, Any]) -> Run:
     tokenizer = tokenizer_of(processor)
     pool = ServerPool(config, tokenizer, placeholder_ids(load_model_config(config)[0]))
 
-    sets = data.load_data_sets(processor, config)
+    prompts = data.load_train_set(processor, config)
+    held_out = data.load_sets("eval_dataset_id", "test", processor, config)
     limits = {
         "max_tokens_per_gpu": config.max_tokens_per_gpu,
         "the servers' --max-model-len": pool.wait_until_ready(sampling_params(config)),
     }
     limit = min(limits, key=limits.__getitem__)
     max_len = limits[limit] - config.max_completion_len
-    prompts, *held_out = [
-        data.leave_out_long(found, max_len, config, field, limit) for field, found in sets.items()
-    ]
+    prompts = data.leave_out_long(prompts, max_len, config, "dataset_id", limit)
+    for name, found in held_out.items():
+        where = f"eval_dataset_id {name}".strip()
+        held_out[name] = data.leave_out_long(found, max_len, config, where, limit)
     run = Run(
         config,
         before,
         processor,
         pool,
         prompts,
-        held_out=dict(zip(config.eval_sets, held_out, strict=True)),
+        held_out,
         scorer=Scorer(tokenizer, config),
         failures=Failures("rollouts", config),
     )

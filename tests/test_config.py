@@ -171,16 +171,16 @@ def test_overrides(words, field, value):
         (["--dataset_id", '{"": "x.jsonl"}'], "dataset_id"),
         (
             ["--beta", "0.1", "--reference_decay", "0.5", "--reference_id", "m"],
-            "reference_decay moves the initial policy: unset reference_id",
+            "the reference is a part, or reference_id, or moves by reference_decay: leave one",
         ),
         (["--dataset_split", "test"], "unknown field dataset_split: give dataset_id=name:subset"),
         (["--stray", "1"], "unknown field stray"),
         (["--stop", "[1"], "stop='[1': Input should be a valid list"),
         (
             ["--seed", "3", "batch_size", "4"],
-            "unknown word batch_size: fields are given as --field",
+            "batch_size: give --field value",
         ),
-        (["--model"], "unknown field model: did you mean model_id?"),
+        (["--model", "m"], "unknown field model: did you mean model_id?"),
         (["--top_k", "0"], "top_k='0': Input should be greater than 0"),
         (
             ["--warmup_ratio", "1.5"],
@@ -317,7 +317,9 @@ def test_recipes_are_importable_modules(write):
 )
 def test_a_recipe_hides_no_other_module(write, name):
     path = write(name, RECIPE % "")
-    with pytest.raises(UserError, match="rename it|No module named 'v1'") as caught:
+    with pytest.raises(
+        UserError, match="rename it|no such file, or none named NAME.py without further dots"
+    ) as caught:
         load_recipe(path)
     assert "\n" not in str(caught.value)
     code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]\nimport config\ntry: config.load_recipe({path!r})\n"
@@ -355,7 +357,7 @@ def test_a_recipe_hides_no_other_module(write, name):
         ({"rollout_fn": 3}, "rollout_fn=3: Input should be callable"),
         ({"sampling_params": []}, "sampling_params=[]: Input should be a valid dictionary"),
         ({"seeds": 3}, "unknown field seeds: did you mean seed?"),
-        ({"xyz_abc": 3}, "unknown field xyz_abc: --help lists them all"),
+        ({"xyz_abc": 3}, "unknown field xyz_abc: did you mean "),
     ],
 )
 def test_strict_types(fields, message):
@@ -464,14 +466,12 @@ def test_describe(fields, warning):
     assert not warning or warning in warnings[0]
 
 
-def test_help_shows_every_field(capsys, monkeypatch):
-    """With its type, its default and its docstring, as wide as the terminal."""
-    monkeypatch.setenv("COLUMNS", "70")
+def test_help_shows_every_field(capsys):
+    """With its type, its default and its docstring."""
     with pytest.raises(SystemExit) as ended:
         parse_args(["recipe_that_is_not_read.py", "--help"])
     assert ended.value.code == 0
     text = capsys.readouterr().out
-    assert max(len(line) for line in text.splitlines() if not line.startswith("  --")) <= 80
     for field in dataclasses.fields(TrainConfig):
         heading, _, rest = text.partition(f"\n  --{field.name} ")[2].partition("\n")
         assert "(default " in heading or "(required)" in heading, field.name
@@ -484,7 +484,7 @@ def test_help_shows_every_field(capsys, monkeypatch):
     for line in (
         "  --batch_size PositiveInt (default 32)", "  --model_id PathOrName (required)",
         "  --lr_scheduler Literal['constant', 'linear', 'cosine'] (default constant)",
-        "  --stop Values[NonEmpty] | None (default none)",
+        "  --stop Values[NonEmpty] | None (default None)",
     ):  # fmt: skip
         assert line in text.splitlines()
 
@@ -497,7 +497,9 @@ def test_dotted_path_from_the_working_directory(write):
 
 @pytest.mark.parametrize("words", [["--stop"], ["--output_dir", "--use_peft", "true"]])
 def test_a_missing_value_is_told(words):
-    with pytest.raises(UserError, match=f"{words[0]} has no value: give one, after = where it"):
+    with pytest.raises(
+        UserError, match=f"{words[0]}: give --field value, or --field=value where the"
+    ):
         parse_args(MUST + words)
     config = parse_args(
         [*MUST, "--reward_funcs", "os.path.exists,os.path.isfile", "--reward_weights", "-.5,1"]

@@ -24,8 +24,8 @@ from rollouts import workers
 from rollouts.data import (
     fingerprint,
     leave_out_long,
-    load_data_sets,
     load_prompts,
+    load_sets,
     load_train_set,
 )
 from rollouts.group import (
@@ -136,7 +136,9 @@ def test_long_prompts_are_counted_and_left_out(capsys):
     assert capsys.readouterr().out == line
     assert len(prompts_of(rows, max_prompt_len=6)) == 2
     assert capsys.readouterr().out == ""
-    with pytest.raises(UserError, match=f"^dataset_id: no prompt has at most 3 tokens: {cure}$"):
+    with pytest.raises(
+        UserError, match=f"^dataset_id: left out 2 of 2 prompts, empty or over 3 tokens: {cure}$"
+    ):
         prompts_of(rows, max_prompt_len=3)
 
 
@@ -147,9 +149,13 @@ def test_long_prompts_are_counted_and_left_out(capsys):
         (
             lambda: [{"question": "x"}],
             {},
-            "row 0: its `prompt` is no string.*: None; it has the columns question",
+            "row 0: it has no `prompt`, a string or a list of messages: {'question': 'x'}",
         ),
-        (lambda: [{"prompt": "x"}, {"prompt": 3}], {}, "row 1: its `prompt` is no string.*: 3"),
+        (
+            lambda: [{"prompt": "x"}, {"prompt": 3}],
+            {},
+            "row 1: it has no `prompt`, .*: {'prompt': 3}",
+        ),
         (rows, {"extra_columns": ["label"]}, "row 0: KeyError: 'label'"),
         (
             lambda: [{"prompt": "x", "completions": []}],
@@ -192,12 +198,10 @@ def test_a_resumed_run_notices_other_data():
 
 def test_a_held_out_row_is_named_as_one():
     config = make_config(dataset_id=rows, eval_dataset_id={"hard": rows}, reward_funcs=[only_first])
-    sets = load_data_sets(make_tokenizer(), config)
-    names = {field: prompts[1].where for field, prompts in sets.items()}
-    assert names == {
-        "dataset_id": "dataset row 1",
-        "eval_dataset_id hard": "row 1 of eval_dataset_id hard",
-    }
+    (_, trained) = load_train_set(make_tokenizer(), config)
+    assert trained.where == "row 1 of dataset_id"
+    (_, held_out) = load_sets("eval_dataset_id", "test", make_tokenizer(), config)["hard"]
+    assert held_out.where == "row 1 of eval_dataset_id hard"
 
 
 def test_each_prompt_once_per_epoch():
@@ -255,11 +259,13 @@ def test_several_sets(monkeypatch):
     config = make_config(dataset_id=sets, max_steps=2, batch_size=5, reward_funcs=[only_first])
     prompts = load_train_set(make_tokenizer(), config)
     assert [prompt.index for prompt in prompts] == list(range(3 + 9))
-    assert prompts[4].where == "row 1 of dataset more"
+    assert prompts[4].where == "row 1 of dataset_id more"
     assert prompts[4].set == "more"
     sets = {"a": lambda: rows, "b": lambda: [{}]}
     broken = make_config(dataset_id=sets, reward_funcs=[only_first])
-    with pytest.raises(UserError, match="^dataset_id b: dataset row 0: its `prompt` is no string"):
+    with pytest.raises(
+        UserError, match="^dataset_id b: dataset row 0: it has no `prompt`, a string"
+    ):
         load_train_set(make_tokenizer(), broken)
 
 

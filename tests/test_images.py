@@ -295,7 +295,7 @@ BROKEN = [
         {"prompt": [{"role": "user", "content": [{"type": "video"}]}]},
         "row 1: .*message with a part neither of type text nor image: {'type': 'video'}",
     ),
-    (["prompt"], "row 1: it is no dictionary of columns"),
+    (["prompt"], "row 1: it has no `prompt`, a string or a list of messages: "),
     (
         {"prompt": [{"role": "user", "content": "<|image_pad|>"}], "image": picture(0)},
         "row 1: its text has 2 places for its 1 images",
@@ -911,7 +911,7 @@ def test_what_the_server_refuses_names_the_row(vlm, url):
     with process_group(120) as device:
         rollouts = Rollouts(config, device)
         rollouts.pool.admit(rollouts.pool.servers[0])
-        with pytest.raises(ServerError, match=r"dataset row 0: .*(At most|at most) 2 image"):
+        with pytest.raises(ServerError, match=r"row 0 of dataset_id: .*(At most|at most) 2 image"):
             sample_group(
                 Group(rollouts.run.prompts[0]),
                 rollouts.pool,
@@ -946,7 +946,7 @@ def test_a_second_turn_after_an_image(vlm, url):
         odd = Completion([30, image], [0.0, 0.0], "stop", 0)
         config = dataclasses.replace(config, rollout_fn=lambda *_: [odd])
         with pytest.raises(
-            ValueError, match="rollout_fn on dataset row 0: .*placeholder of an image"
+            ValueError, match="rollout_fn on row 0 of dataset_id: .*placeholder of an image"
         ):
             sample_group(Group(prompt), rollouts.pool, rollouts.run.processor, config, n=1)
         rollouts.close()

@@ -46,11 +46,11 @@ MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exist
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_tokens": 3}, "may not set max_tokens: use the field max_completion_len"),
-        ({"temperature": 0.5}, "may not set temperature: use the field temperature"),
+        ({"max_tokens": 3}, "may not set max_tokens, which is the trainer.s: there are the fields num_generations, "),
+        ({"temperature": 0.5}, "may not set temperature: the trainer does"),
         (
             {"trace_decode_token_ids": [1]},
-            "may not set trace_decode_token_ids: it is the trainer's own",
+            "may not set trace_decode_token_ids: the trainer does",
         ),
         ([], r"sampling_params=(\[\]|'\[\]'): Input should be a valid dictionary"),
     ],
@@ -269,7 +269,7 @@ def test_csv_and_json_are_read(tmp_path):
     assert len(prompts_of(str(tmp_path / "lines.json"))) == len(table)
     (tmp_path / "b.json").write_text('{"data": []}')
     with pytest.raises(
-        UserError, match="row 0: its `prompt` is no string.* it has the columns data"
+        UserError, match="row 0: it has no `prompt`, a string or a list of messages: {'data': .*}"
     ):
         prompts_of(str(tmp_path / "b.json"))
 
@@ -286,10 +286,10 @@ class DataFrame:
     [
         (
             lambda: DatasetDict(train=Dataset.from_list(rows())),
-            "row 0: it is no dictionary of columns, as a list of rows has: 'train'",
+            "row 0: it has no `prompt`, a string or a list of messages: 'train'",
         ),
-        (DataFrame, "row 0: it is no dictionary of columns, as a list of rows has: 'prompt'"),
-        (lambda: ["a", "b"], "row 0: it is no dictionary of columns, as a list of rows has: 'a'"),
+        (DataFrame, "row 0: it has no `prompt`, a string or a list of messages: 'prompt'"),
+        (lambda: ["a", "b"], "row 0: it has no `prompt`, a string or a list of messages: 'a'"),
     ],
 )
 def test_what_is_no_list_of_rows(source, message):
@@ -329,7 +329,9 @@ def test_paths_and_words_of_the_command_line(monkeypatch):
 def test_recipes_whose_names_cannot_be_imported(tmp_path):
     dotted = tmp_path / "r.v2.py"
     dotted.write_text("")
-    with pytest.raises(UserError, match="r.v2.py: Python imports no name with a dot: rename it"):
+    with pytest.raises(
+        UserError, match="r.v2.py: no such file, or none named NAME.py without further dots"
+    ):
         parse_args([str(dotted)])
     (tmp_path / "utils.py").write_text("def mine(): pass")
     (tmp_path / "shadowed_recipe.py").write_text("from utils import mine")

@@ -669,7 +669,7 @@ def test_a_group_that_no_server_can_take_is_dropped(models, recipe, tmp_path, ca
     assert rows[-1]["rollouts_failed"] == sum(row["groups/dropped_failed"] for row in rows) == 1
     assert [(row["row"], row["reason"]) for row in read(tmp_path, "dropped")] == [(3, "failed")]
     output = capsys.readouterr().out
-    assert "dataset row 3: " in output
+    assert "row 3 of dataset_id: " in output
     assert "a prompt like that" in output
     assert "three times on healthy servers" in output
     assert "is left out" not in output
@@ -684,7 +684,7 @@ def test_groups_that_no_server_can_take_end_the_run(models, recipe):
                 raise RuntimeError("a prompt like that")
 
         server.fault = ill
-        with pytest.raises(UserError, match=r"dataset row \d+: .*a prompt like that"):
+        with pytest.raises(UserError, match=r"row \d+ of dataset_id: .*a prompt like that"):
             main(parse_args([recipe(server)]))
 
 

@@ -168,7 +168,7 @@ def test_arguments_that_parquet_adds_are_not_given(tmp_path):
 @pytest.mark.parametrize("prompt", [None, ("a", "b"), [], 3, {"role": "user"}])
 def test_what_is_no_prompt_is_shown(prompt):
     with pytest.raises(
-        UserError, match="row 1: its `prompt` is no string and no list of messages: "
+        UserError, match="row 1: it has no `prompt`, a string or a list of messages: "
     ):
         prompts_of(lambda: [{"prompt": "a"}, {"prompt": prompt}])
 

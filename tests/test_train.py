@@ -372,7 +372,7 @@ def test_push_to_hub(recipe, tmp_path, monkeypatch):
         ),
         (
             ["--max_completion_len", "127", "--max_tokens_per_gpu", "128"],
-            "error: dataset_id: no prompt has at most 1 tokens: raise max_tokens_per_gpu",
+            r"error: dataset_id: left out \d+ of \d+ prompts, empty or over 1 tokens: raise max_tokens",
         ),
         (
             ["--max_completion_len", "127"],
