@@ -46,11 +46,11 @@ MUST = ["--model_id", "m", "--dataset_id", "d", "--reward_funcs", "os.path.exist
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"max_tokens": 3}, "may not set max_tokens, which is the trainer.s: there are the fields num_generations, "),
-        ({"temperature": 0.5}, "may not set temperature: the trainer does"),
+        ({"max_tokens": 3}, "may not set max_tokens, which is the trainer"),
+        ({"temperature": 0.5}, "may not set temperature, which is the trainer"),
         (
             {"trace_decode_token_ids": [1]},
-            "may not set trace_decode_token_ids: the trainer does",
+            "may not set trace_decode_token_ids, which is the trainer",
         ),
         ([], r"sampling_params=(\[\]|'\[\]'): Input should be a valid dictionary"),
     ],
