@@ -83,8 +83,9 @@ def with_images(prompt: Prompt, processor: Any, config: TrainConfig) -> Prompt:
         images = [open_image(source) for source in sources]
         text, needs_beginning = as_text(processor, prompt.content, len(images), config)
         # Gemma3's templates write boi_token, others image_token.
-        marks = [getattr(processor, name, None) for name in ("boi_token", "image_token")]
-        num_places = max((text.count(mark) for mark in marks if mark), default=0)
+        num_places = 0
+        for name in ("boi_token", "image_token"):
+            num_places = max(num_places, text.count(getattr(processor, name, None) or "\0"))
         if num_places != len(images):
             raise ValueError(
                 f"its text has {num_places} places for its {len(images)} images: use chat messages,"
